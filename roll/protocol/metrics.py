@@ -1,0 +1,80 @@
+"""Metrics that survive being reduced twice: over micro-batches on a rank, and over ranks on the driver.
+
+A mean is carried as (total, weight), so that merging keeps the weights; a maximum stays a maximum.  Losses and
+strategies return ``Metrics``; only the tracker turns them into numbers (:func:`to_floats`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+
+class Metric(Protocol):
+    def merge(self, other: Self) -> Self: ...
+
+    def value(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A weighted mean in the making: ``total`` is the weighted sum, ``weight`` the sum of weights."""
+
+    total: float
+    weight: float = 1.0
+
+    def merge(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.weight + other.weight)
+
+    def value(self) -> float:
+        return self.total / self.weight if self.weight else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    total: float
+
+    def merge(self, other: Sum) -> Sum:
+        return Sum(self.total + other.total)
+
+    def value(self) -> float:
+        return self.total
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    maximum: float
+
+    def merge(self, other: Max) -> Max:
+        return Max(max(self.maximum, other.maximum))
+
+    def value(self) -> float:
+        return self.maximum
+
+
+@dataclass(frozen=True, slots=True)
+class Min:
+    minimum: float
+
+    def merge(self, other: Min) -> Min:
+        return Min(min(self.minimum, other.minimum))
+
+    def value(self) -> float:
+        return self.minimum
+
+
+Metrics = dict[str, Metric]
+
+
+def merge_metrics(parts: Iterable[Metrics]) -> Metrics:
+    """Merge metrics of several micro-batches, optimizer steps or ranks, name by name."""
+    merged: Metrics = {}
+    for part in parts:
+        for name, metric in part.items():
+            merged[name] = merged[name].merge(metric) if name in merged else metric
+    return merged
+
+
+def to_floats(metrics: Metrics) -> dict[str, float]:
+    return {name: float(metric.value()) for name, metric in metrics.items()}

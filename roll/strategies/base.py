@@ -1,0 +1,153 @@
+"""What a strategy is: the way a model is computed, hidden behind one interface.
+
+Everything above a strategy sees right-padded batches: a dict of tensors with one batch dimension B and one length L,
+every per-token column of shape (B, L) and aligned to the token it describes.  ``log_probs[b, t]`` is the log-probability
+of ``input_ids[b, t]`` given the tokens before it; it is 0 where ``response_mask`` is False (and always at t = 0).
+Packing, padding removal, sharding and micro-batching are a strategy's own business and never change these layouts.
+
+Every method marked *collective* must be called on all ranks of the cluster at the same time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from roll.config.roles import WorkerConfig
+from roll.protocol.metrics import Metrics
+
+TensorBatch = dict[str, torch.Tensor]
+"""Columns of one batch. Always there: ``input_ids`` int64 (B, L), ``attention_mask`` bool (B, L, right-padded),
+``response_mask`` bool (B, L)."""
+
+
+class ModelHead(StrEnum):
+    CAUSAL_LM = "causal_lm"
+    VALUE = "value"
+
+
+class Output(StrEnum):
+    """What a forward pass can be asked for; each is float32 (B, L), 0 outside ``response_mask``."""
+
+    LOG_PROBS = "log_probs"
+    ENTROPY = "entropy"
+    VALUES = "values"
+
+
+class StateKind(StrEnum):
+    """What can be moved off the device between phases; the names are those of the YAML."""
+
+    MODEL_PARAMS = "model_params"
+    OTHER_PARAMS = "other_params"
+    OPTIMIZER_STATES = "optimizer_states"
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Where a rank stands in every parallel dimension (data, tensor, pipeline, context)."""
+
+    rank: int = 0
+    world_size: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
+
+    @property
+    def is_pipeline_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def is_data_source(self) -> bool:
+        """True on the one rank of a data-parallel replica whose results are collected."""
+        return self.tp_rank == 0 and self.cp_rank == 0 and self.is_pipeline_last_stage
+
+
+class LossFunction(Protocol):
+    """A micro-batch's share of the loss of the whole optimizer step.
+
+    ``outputs`` holds the asked-for :class:`Output` tensors (with gradient), ``batch`` the micro-batch's columns.  The
+    returned scalar is already divided by the *global* denominators (tokens or samples over all ranks and micro-batches
+    of the optimizer step), so the strategy makes the gradient the plain SUM over micro-batches and ranks.
+    """
+
+    def __call__(self, outputs: TensorBatch, batch: TensorBatch) -> tuple[torch.Tensor, Metrics]: ...
+
+
+class ModelStrategy(ABC):
+    """A model on one rank of a cluster. ``torch.distributed`` is initialised before ``initialize`` is called."""
+
+    def __init__(self, role: WorkerConfig, head: ModelHead = ModelHead.CAUSAL_LM, seed: int = 42) -> None:
+        self.role = role
+        self.head = head
+        self.seed = seed
+
+    @abstractmethod
+    def initialize(self, num_training_steps: int = 0) -> None:
+        """Collective. Build and load the model; with ``num_training_steps`` > 0 also optimizer and schedule."""
+
+    @property
+    @abstractmethod
+    def rank_info(self) -> RankInfo: ...
+
+    @abstractmethod
+    def forward(self, batch: TensorBatch, outputs: Collection[Output], temperature: float = 1.0) -> TensorBatch:
+        """Collective. Outputs without gradient, in the batch's own layout; ``infer_batch_size`` rows at a time.
+
+        Log-probs and entropies are those of ``softmax(logits / temperature)``.
+        """
+
+    @abstractmethod
+    def named_full_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Collective. The whole model's tensors under their Hugging Face names, in buckets of at most ``bucket_bytes``
+        (a larger tensor alone). Rank 0 yields the tensors; other ranks yield empty lists in step with it."""
+
+    @abstractmethod
+    def offload_states(self, include: Collection[StateKind]) -> None: ...
+
+    @abstractmethod
+    def load_states(self, include: Collection[StateKind]) -> None: ...
+
+    @abstractmethod
+    def save_hf(self, path: Path) -> None:
+        """Collective. Write the model in Hugging Face format (safetensors, config, generation config)."""
+
+
+class TrainStrategy(ModelStrategy):
+    """A :class:`ModelStrategy` that also learns."""
+
+    @abstractmethod
+    def train_step(
+        self,
+        batch: TensorBatch,
+        loss_fn: LossFunction,
+        outputs: Collection[Output],
+        temperature: float = 1.0,
+    ) -> Metrics:
+        """Collective. One optimizer step on this rank's rows, ``per_device_train_batch_size`` at a time.
+
+        Returns the loss function's metrics merged over micro-batches, plus ``grad_norm`` (before clipping, of the
+        whole model) and ``lr``.
+        """
+
+    @abstractmethod
+    def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
+        """Collective. Sum over data-parallel ranks (used for loss denominators)."""
+
+    @abstractmethod
+    def save(self, path: Path) -> None:
+        """Collective. Everything needed to continue: parameters, optimizer, schedule, RNG states of every rank."""
+
+    @abstractmethod
+    def load(self, path: Path) -> None:
+        """Collective. The inverse of :meth:`save`; the rank count may differ."""
