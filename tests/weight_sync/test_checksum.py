@@ -1,0 +1,119 @@
+"""tensor_checksum against its formula in plain Python, and against the mistakes that it must see."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll.weight_sync import checksum
+from roll.weight_sync.checksum import tensor_checksum
+
+MASK = (1 << 64) - 1
+DTYPES = [
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64,
+]  # fmt: skip
+
+
+def make(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.rand(shape, generator=generator) < 0.5
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return torch.randint(0, 100, shape, generator=generator).to(dtype)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def formula(tensor: torch.Tensor) -> int:
+    """The module docstring, one word at a time in Python integers."""
+    data = bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+    data += bytes(-len(data) % 8)
+    seed = checksum._seed(tensor)
+    total = 0
+    for i in range(len(data) // 8):
+        word = int.from_bytes(data[8 * i : 8 * i + 8], "little")
+        h = ((word ^ ((i * checksum._GOLDEN + seed) & MASK)) * checksum._MULTIPLIER) & MASK
+        signed = h - (1 << 64) if h >> 63 else h
+        total += (signed ^ (signed >> 32)) & MASK
+    return checksum._mix((seed + total) & MASK)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (3, 5), (4, 0, 2), (65, 33)], ids=str)
+def test_equals_formula(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = make(dtype, *shape)
+    assert tensor_checksum(tensor) == formula(tensor)
+    assert 0 <= tensor_checksum(tensor) <= MASK
+
+
+def test_independent_of_chunk_size_and_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = make(torch.float32, 301, 77)
+    expected = tensor_checksum(tensor)
+    assert tensor_checksum(tensor.t().contiguous().t()) == expected
+    assert tensor_checksum(torch.cat([tensor, tensor], dim=1)[:, 77:]) == expected
+    assert tensor_checksum(tensor.clone().requires_grad_()) == expected
+    for words in (1, 13, 1 << 20):
+        monkeypatch.setattr(checksum, "_CPU_CHUNK_WORDS", words)
+        assert tensor_checksum(tensor) == expected
+
+
+@pytest.mark.parametrize("offset", range(9))
+def test_independent_of_alignment(offset: int) -> None:
+    tensor = make(torch.bfloat16, 999)
+    assert tensor_checksum(torch.cat([tensor[:offset], tensor])[offset:]) == tensor_checksum(tensor)
+
+
+def test_depends_on_dtype_and_shape() -> None:
+    zeros = torch.zeros(24)
+    others = [zeros.view(torch.int32), zeros[:23], zeros.view(4, 6), zeros.view(6, 4), zeros.view(torch.bfloat16)]
+    assert len({tensor_checksum(tensor) for tensor in [zeros, *others]}) == 6
+
+
+@settings(max_examples=200, deadline=None)
+@given(dtype=st.sampled_from(DTYPES), size=st.integers(1, 70), data=st.data())
+def test_one_flipped_bit(dtype: torch.dtype, size: int, data: st.DataObject) -> None:
+    original = make(torch.uint8, size * dtype.itemsize)
+    changed = original.clone()
+    position = data.draw(st.integers(0, len(original) - 1))
+    changed[position] ^= 1 << data.draw(st.integers(0, 7))
+    if dtype == torch.bool:
+        dtype = torch.uint8
+    assert tensor_checksum(original.view(dtype)) != tensor_checksum(changed.view(dtype))
+
+
+@settings(max_examples=200, deadline=None)
+@given(dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), data=st.data())
+def test_swaps(dtype: torch.dtype, data: st.DataObject) -> None:
+    """Two elements change places; opposite signs and zeros are where a weighted sum would fail."""
+    tensor = make(dtype, 64)
+    i, j = data.draw(st.lists(st.integers(0, 63), min_size=2, max_size=2, unique=True))
+    tensor[j] = data.draw(st.sampled_from([-tensor[i].item(), 0.0, 1.0, float("inf")]))
+    swapped = tensor.clone()
+    swapped[i], swapped[j] = tensor[j].clone(), tensor[i].clone()
+    assert tensor_checksum(swapped) != tensor_checksum(tensor)
+
+
+def test_changes_that_cancel_in_a_sum() -> None:
+    tensor = torch.arange(1000)
+    changed = tensor.clone()
+    changed[10:13] += torch.tensor([1, -2, 1])
+    assert tensor_checksum(changed) != tensor_checksum(tensor)
+    assert tensor_checksum(tensor.flip(0)) != tensor_checksum(tensor)
+    assert tensor_checksum(tensor.roll(1)) != tensor_checksum(tensor)
+
+
+def test_no_collisions_among_sparse_tensors() -> None:
+    """All 64 x 100 tensors with one bit set, where weak hashes collide first."""
+    tensors = torch.zeros(6400, 100, dtype=torch.int64)
+    rows = torch.arange(6400)
+    tensors[rows, rows % 100] = torch.ones((), dtype=torch.int64) << (rows // 100)
+    assert len({tensor_checksum(row) for row in tensors}) == 6400
+
+
+@pytest.mark.gpu
+def test_same_on_accelerator() -> None:
+    for dtype in DTYPES:
+        tensor = make(dtype, 1001, 37)
+        assert tensor_checksum(tensor.cuda()) == tensor_checksum(tensor)
+    large = make(torch.bfloat16, (1 << 24) + 3)
+    assert tensor_checksum(large.cuda()) == tensor_checksum(large)
