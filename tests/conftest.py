@@ -1,0 +1,32 @@
+"""Settings of every test: one thread a process, nothing from the network, GPU tests only where there is a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+# Set before torch, ray or transformers are imported, and inherited by every process that a test starts.
+# One thread: the test machines are small, and two processes whose threads spin against each other are slower than one.
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "MPLBACKEND": "Agg",
+}
+for _name, _value in _ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in gpu_items:
+        item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
