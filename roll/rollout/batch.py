@@ -1,0 +1,64 @@
+"""From groups of samples to the columns of a training batch (see ``docs/architecture.md`` for the columns)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+
+from roll.protocol import DataProto
+from roll.rollout.groups import SampleGroup
+
+
+def build_batch(groups: Sequence[SampleGroup], pad_token_id: int) -> DataProto:
+    """One row a sample, the samples of a group adjacent, right-padded to the longest sample of the batch.
+
+    Returns:
+        DataProto with tensors ``input_ids`` int64, ``attention_mask`` and ``response_mask`` bool, ``rollout_log_probs``
+        float32, all (B, L); ``scores`` float32 (B,), NaN where a sample has no reward; ``group_ids`` int64 (B,); object
+        columns ``prompt_id``, ``sample_id``, ``domain``, ``tag``, ``finish_reason``.
+    """
+    sizes = np.array([group.num_samples for group in groups])
+    prompt_lengths = np.repeat([len(group.prompt.token_ids) for group in groups], sizes)
+    response_lengths = np.concatenate([group.finished.lengths for group in groups])
+    total_lengths = prompt_lengths + response_lengths
+
+    positions = np.arange(int(total_lengths.max()))
+    attention_mask = positions < total_lengths[:, None]
+    response_mask = attention_mask & (positions >= prompt_lengths[:, None])
+    input_ids = np.full(attention_mask.shape, pad_token_id, dtype=np.int64)
+    input_ids[attention_mask & ~response_mask] = np.concatenate(
+        [np.tile(np.asarray(group.prompt.token_ids, dtype=np.int64), group.num_samples) for group in groups]
+    )
+    input_ids[response_mask] = np.concatenate([group.finished.token_ids for group in groups])
+    rollout_log_probs = np.zeros(attention_mask.shape, dtype=np.float32)
+    rollout_log_probs[response_mask] = np.concatenate([group.finished.log_probs for group in groups])
+
+    tensors = {
+        "input_ids": torch.from_numpy(input_ids),
+        "attention_mask": torch.from_numpy(attention_mask),
+        "response_mask": torch.from_numpy(response_mask),
+        "rollout_log_probs": torch.from_numpy(rollout_log_probs),
+        "scores": torch.from_numpy(np.concatenate([group.scores() for group in groups])),
+        "group_ids": torch.from_numpy(np.repeat(np.arange(len(groups)), sizes)),
+    }
+    return DataProto.from_dict(tensors, non_tensors=_object_columns(groups, sizes))
+
+
+def _object_columns(groups: Sequence[SampleGroup], sizes: np.ndarray) -> dict[str, np.ndarray]:
+    def per_group(values: list[object]) -> np.ndarray:
+        column = np.empty(len(values), dtype=object)
+        column[:] = values
+        return np.repeat(column, sizes)
+
+    sample_ids = [f"{group.order}-{index}" for group in groups for index in range(group.num_samples)]
+    reasons = list(chain.from_iterable(group.finished.finish_reasons for group in groups))
+    return {
+        "prompt_id": per_group([group.prompt.prompt_id for group in groups]),
+        "domain": per_group([group.prompt.domain for group in groups]),
+        "tag": per_group([group.prompt.tag for group in groups]),
+        "sample_id": np.array(sample_ids, dtype=object),
+        "finish_reason": np.array(reasons, dtype=object),
+    }

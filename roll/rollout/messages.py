@@ -1,0 +1,66 @@
+"""What travels between the rollout scheduler and the generation workers: plain, compact, pickled once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from roll.strategies.generation import FinishReason, GenerationOutput, GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCommand:
+    """One turn of an engine: take ``add``, drop ``abort``, then work until something is worth reporting."""
+
+    add: Sequence[GenerationRequest] = ()
+    abort: Sequence[str] = ()
+    slice_seconds: float = 0.05
+    """Report finished groups after about this long; an engine that has finished everything reports at once."""
+
+
+@dataclass(slots=True)
+class FinishedGroup:
+    """All samples of one request. Sample i owns ``lengths[i]`` consecutive entries of the flat arrays."""
+
+    request_id: str
+    token_ids: np.ndarray
+    """int32 (sum of lengths,)."""
+    log_probs: np.ndarray
+    """float32 (sum of lengths,)."""
+    lengths: np.ndarray
+    """int64 (num_samples,)."""
+    finish_reasons: list[FinishReason]
+    texts: list[str]
+    """The decoded responses, without special tokens; for rewards and people, never tokenised again."""
+    weight_versions: list[list[tuple[int, int, int]]]
+
+    @staticmethod
+    def from_samples(samples: Sequence[GenerationOutput], texts: list[str]) -> FinishedGroup:
+        """Pack the samples of one request, in the order of their ``sample_index``."""
+        lengths = np.fromiter((len(s.token_ids) for s in samples), dtype=np.int64, count=len(samples))
+        return FinishedGroup(
+            request_id=samples[0].request_id,
+            token_ids=np.fromiter((t for s in samples for t in s.token_ids), dtype=np.int32, count=lengths.sum()),
+            log_probs=np.fromiter((p for s in samples for p in s.log_probs), dtype=np.float32, count=lengths.sum()),
+            lengths=lengths,
+            finish_reasons=[s.finish_reason for s in samples],
+            texts=texts,
+            weight_versions=[s.weight_versions for s in samples],
+        )
+
+    def split(self, flat: np.ndarray) -> list[np.ndarray]:
+        """The per-sample views of one of the flat arrays."""
+        return np.split(flat, np.cumsum(self.lengths)[:-1])
+
+
+@dataclass(slots=True)
+class EngineReport:
+    """What an engine says at the end of its turn."""
+
+    groups: list[FinishedGroup] = field(default_factory=list)
+    num_unfinished: int = 0
+    """Samples still queued or running."""
+    busy_seconds: float = 0.0
+    """Time spent generating during the turn."""

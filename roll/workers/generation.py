@@ -1,0 +1,109 @@
+"""The Ray worker of a generation role: an engine that works in turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import torch
+
+from roll.distributed import Dispatch, Worker, register
+from roll.rollout.messages import EngineCommand, EngineReport, FinishedGroup
+from roll.strategies.factory import create_generation_strategy
+from roll.strategies.generation import GenerationOutput, GenerationStrategy
+from roll.weight_sync.buckets import WeightBucket
+
+
+class GenerationWorker(Worker):
+    """Runs one engine. Each :meth:`advance` call is a turn; the driver keeps one turn in flight per busy engine."""
+
+    engine: GenerationStrategy
+
+    @register(Dispatch.ONE_TO_ALL)
+    def initialize(self) -> None:
+        """Load model and tokenizer."""
+        from transformers import AutoTokenizer
+
+        role = self.context.role
+        torch.set_grad_enabled(False)
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            role.model_args.model_name_or_path, trust_remote_code=role.model_args.trust_remote_code
+        )
+        self.engine = create_generation_strategy(role, seed=self.context.seed + self.context.rank)
+        self.engine.initialize()
+        self._expected: dict[str, int] = {}
+        self._finished: dict[str, list[GenerationOutput]] = {}
+
+    def advance(self, command: EngineCommand) -> EngineReport:
+        """Take the turn that ``command`` describes; groups are reported when their last sample is done."""
+        self._accept(command)
+        begin = time.perf_counter()
+        complete: list[list[GenerationOutput]] = []
+        while self.engine.num_unfinished:
+            complete += self._collect(self.engine.step())
+            if complete and time.perf_counter() - begin >= command.slice_seconds:
+                break
+            if time.perf_counter() - begin >= 10 * command.slice_seconds:
+                break
+        return EngineReport(
+            groups=self._pack(complete),
+            num_unfinished=self.engine.num_unfinished,
+            busy_seconds=time.perf_counter() - begin,
+        )
+
+    def _accept(self, command: EngineCommand) -> None:
+        if command.abort:
+            self.engine.abort(command.abort)
+            for request_id in command.abort:
+                self._expected.pop(request_id, None)
+                self._finished.pop(request_id, None)
+        for request in command.add:
+            self._expected[request.request_id] = request.num_samples
+            self._finished[request.request_id] = []
+        if command.add:
+            self.engine.add_requests(command.add)
+
+    def _collect(self, outputs: list[GenerationOutput]) -> list[list[GenerationOutput]]:
+        complete = []
+        for output in outputs:
+            samples = self._finished[output.request_id]
+            samples.append(output)
+            if len(samples) == self._expected[output.request_id]:
+                del self._expected[output.request_id]
+                complete.append(sorted(self._finished.pop(output.request_id), key=lambda s: s.sample_index))
+        return complete
+
+    def _pack(self, complete: list[list[GenerationOutput]]) -> list[FinishedGroup]:
+        if not complete:
+            return []
+        texts = iter(
+            self.tokenizer.batch_decode(
+                [sample.token_ids for samples in complete for sample in samples], skip_special_tokens=True
+            )
+        )
+        return [FinishedGroup.from_samples(samples, [next(texts) for _ in samples]) for samples in complete]
+
+    def start_weight_update(self, version: int) -> None:
+        self.engine.start_weight_update(version)
+
+    def update_weights(self, bucket: WeightBucket) -> None:
+        """Take over one bucket. Its tensors are views of read-only shared memory; the engine copies them."""
+        tensors: Mapping[str, torch.Tensor] = bucket.tensors()
+        self.engine.update_weights(tensors)
+
+    def finish_weight_update(self) -> dict[str, int]:
+        """Make the new weights current; a checksum per tensor of what the engine now holds."""
+        return self.engine.finish_weight_update()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wake(self) -> None:
+        self.engine.wake()
+
+    def close(self) -> None:
+        """Free the engine when the cluster shuts down."""
+        if hasattr(self, "engine"):
+            self.engine.shutdown()
