@@ -24,6 +24,10 @@ def make(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(dtype)
 
 
+def signed(value: int) -> int:
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
 def formula(tensor: torch.Tensor) -> int:
     """The module docstring, one word at a time in Python integers."""
     data = bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
@@ -31,10 +35,9 @@ def formula(tensor: torch.Tensor) -> int:
     seed = checksum._seed(tensor)
     total = 0
     for i in range(len(data) // 8):
-        word = int.from_bytes(data[8 * i : 8 * i + 8], "little")
-        h = ((word ^ ((i * checksum._GOLDEN + seed) & MASK)) * checksum._MULTIPLIER) & MASK
-        signed = h - (1 << 64) if h >> 63 else h
-        total += (signed ^ (signed >> 32)) & MASK
+        word = int.from_bytes(data[8 * i : 8 * i + 8], "little", signed=True)
+        h = signed((word + (word >> 32) + i * checksum._GOLDEN + seed) * checksum._MULTIPLIER)
+        total += h * (h >> 32)
     return checksum._mix((seed + total) & MASK)
 
 
