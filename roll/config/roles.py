@@ -1,104 +1,28 @@
-"""The sections of a role: one dataclass a YAML section. Torch-free; a loaded config is frozen."""
+"""The role sections of a configuration (``actor_train``, ``actor_infer``, ``reference``, ``critic`` ...).
+
+Torch-free; a loaded configuration is frozen.  The text under each field is the user documentation of its key.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from roll.config.devices import parse_device_mapping
+from roll.config.fields import rules, setting
+from roll.config.names import PG_VARIANTS
+from roll.config.sections import DataArguments, GeneratingArguments, ModelArguments, TrainingArguments
 
-@dataclass(frozen=True)
-class ModelArguments:
-    """``<role>.model_args``."""
-
-    model_name_or_path: str | None = None
-    """Folder or hub name; null: the pipeline's ``pretrain`` (``reward_pretrain`` for critic and reward model)."""
-    adapter_name_or_path: str | None = None
-    attn_implementation: str | None = None
-    """``sdpa``, ``eager``, ``fa2`` (flash_attention_2) or null (``sdpa``)."""
-    moe_aux_loss_coef: float | None = None
-    disable_gradient_checkpointing: bool = False
-    gradient_checkpointing_use_reentrant: bool = False
-    device_map: str = "balanced"
-    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    model_type: str | None = None
-    num_labels: int = 1
-    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
-    freeze_module_prefix: str | None = None
-    ulysses_size: int = 1
-    lora_target: str | None = None
-    lora_rank: int = 8
-    lora_alpha: int | None = None
-    lora_dropout: float = 0.0
-    additional_target: str | None = None
-    autocast_adapter_dtype: bool = True
-    trust_remote_code: bool = False
-
-
-@dataclass(frozen=True)
-class TrainingArguments:
-    """``<role>.training_args``."""
-
-    learning_rate: float = 5.0e-5
-    lr_scheduler_type: str = "linear"
-    """``linear``, ``cosine``, ``constant`` (each after the warm-up)."""
-    min_lr_ratio: float = 0.0
-    """The learning rate at the end of a decaying schedule, as a share of ``learning_rate``."""
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_epsilon: float = 1.0e-8
-    per_device_train_batch_size: int = 8
-    gradient_accumulation_steps: int = 1
-    warmup_steps: int = 0
-    warmup_ratio: float = 0.0
-    max_steps: int | None = None
-    num_train_epochs: float = 1.0
-    max_grad_norm: float | None = None
-    """null: the pipeline's ``max_grad_norm``."""
-    seed: int | None = None
-    fp16: bool | None = None
-    bf16: bool | None = None
-    save_hf_model: bool = False
-    dataloader_num_workers: int = 0
-
-
-@dataclass(frozen=True)
-class DataArguments:
-    """``<role>.data_args``."""
-
-    template: str = "native"
-    file_name: str | list[str] | None = None
-    eval_file_name: str | list[str] | None = None
-    dataset_dir: str | None = None
-    dataset_type: str = "json"
-    domain_interleave_probs: dict[str, float] | None = None
-    preprocessing_num_workers: int | None = None
-    tag: str = "tag"
-    id: str = "id"
-    prompt: str | None = None
-    response: str = "solution"
-    messages: str | None = None
-
-
-@dataclass(frozen=True)
-class GeneratingArguments:
-    """``<role>.generating_args``."""
-
-    do_sample: bool = True
-    temperature: float = 0.95
-    top_p: float = 0.7
-    top_k: int = 50
-    num_beams: int = 1
-    max_new_tokens: int | None = None
-    min_new_tokens: int = 0
-    repetition_penalty: float = 1.0
-    length_penalty: float = 1.0
-    num_return_sequences: int | None = None
-    stop_strings: list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool = False
-    logprobs: int = 0
-    seed: int | None = None
+__all__ = [
+    "DataArguments",
+    "GeneratingArguments",
+    "ModelArguments",
+    "RouterReplayArguments",
+    "SequencePackingArguments",
+    "StrategyArguments",
+    "TrainingArguments",
+    "WorkerConfig",
+]
 
 
 @dataclass(frozen=True)
@@ -106,30 +30,111 @@ class StrategyArguments:
     """``<role>.strategy_args``: how the role's model is computed."""
 
     strategy_name: str = "fsdp2_train"
+    """``fsdp2_train`` (training), ``fsdp2_infer`` (log-probs without training), ``hf_infer`` (generation)."""
     strategy_config: dict[str, Any] = field(default_factory=dict)
-    """As written; :func:`roll.config.strategy.typed_strategy_config` gives the checked dataclass of the strategy."""
+    """Options of the strategy; each strategy has its own checked set of keys (see the strategies' own tables)."""
+
+
+@dataclass(frozen=True)
+class SequencePackingArguments:
+    """``<role>.sequence_packing_args``; used with ``use_sequence_packing``."""
+
+    algorithm: Literal["none", "load_balance"] = "none"
+    """How sequences are distributed over micro-batches."""
+    max_packed_sequence_length_forward: int | None = setting(None, ge=1)
+    """Most tokens of a packed row in a forward pass; null: the pipeline's sequence length."""
+    max_packed_sequence_length_train: int | None = setting(None, ge=1)
+    """Most tokens of a packed row in training; null: the pipeline's sequence length."""
+    min_num_micro_batches_forward: int = setting(1, ge=1)
+    """Fewest micro-batches of a forward pass."""
+    min_num_micro_batches_train: int = setting(1, ge=1)
+    """Fewest micro-batches of an optimizer step."""
+
+
+@dataclass(frozen=True)
+class RouterReplayArguments:
+    """``<role>.router_replay``: replay the engine's expert choices in training (mixture-of-experts models)."""
+
+    mode: Literal["disabled", "R2", "R3"] = "disabled"
+    """``R2``: choices of the old log-prob pass; ``R3``: choices of the generation engine."""
 
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """A role section: ``actor_train``, ``actor_infer``, ``reference``, ``critic``, ``reward_model`` ..."""
+    """A role section: where its workers run, which model they hold and how it is computed."""
 
     name: str = ""
+    """Name in logs and metrics; empty: the section's own name."""
     worker_cls: str | None = None
-    pg_variant: str | None = None
+    """Worker class or reward: a short name, a dotted path of your own, or one of ROLL's published paths."""
+    pg_variant: str | None = setting(None, choices=PG_VARIANTS, dotted_path=True)
+    """Policy loss of this actor; null: the pipeline's ``pg_variant``."""
     model_args: ModelArguments = field(default_factory=ModelArguments)
+    """Which model, and how it is built."""
     training_args: TrainingArguments = field(default_factory=TrainingArguments)
+    """Optimizer, schedule and batch sizes (trained roles)."""
     data_args: DataArguments = field(default_factory=DataArguments)
+    """Files, columns and templates."""
     generating_args: GeneratingArguments = field(default_factory=GeneratingArguments)
+    """How responses are sampled (generating roles)."""
     strategy_args: StrategyArguments = field(default_factory=StrategyArguments)
-    world_size: int | None = None
-    """Workers of a role without devices (CPU-only roles such as rewards)."""
-    device_mapping: list[int] | None = None
-    """Logical device ids, in order; null: a CPU-only role."""
-    num_gpus_per_worker: int = 1
-    model_update_frequency: int = 1
-    infer_batch_size: int = 16
-    backend_timeout: float = 30
-    """Minutes that a collective may take."""
+    """How the model is computed."""
+    world_size: int | None = setting(None, ge=1)
+    """Workers of a role without devices (rewards); null: 1. A role with devices has one worker per
+    ``num_gpus_per_worker`` devices."""
+    device_mapping: list[int] | None = field(
+        default=None, metadata=rules(parse=parse_device_mapping, example="list(range(0, 2))")
+    )
+    """Logical device ids in order: a list, or a string such as ``list(range(0, 8))``. Roles that name the same device
+    share it in time. On a host without accelerators an id is a CPU slot. null: a role without devices."""
+    num_gpus_per_worker: int = setting(1, ge=1)
+    """Devices of one worker; a training strategy uses 1."""
+    model_update_frequency: int = setting(1, ge=1)
+    """Steps between two weight transfers to this role."""
+    infer_batch_size: int = setting(16, ge=1)
+    """Samples of one micro-batch in passes without gradient."""
+    backend_timeout: float = setting(30.0, gt=0)
+    """Minutes that a collective operation may take."""
     system_envs: dict[str, str] = field(default_factory=dict)
-    max_concurrency: int | None = None
+    """Environment variables of this role's workers, over the run's ``system_envs``."""
+    max_concurrency: int | None = setting(None, ge=1)
+    """Calls that one worker handles at a time; null: the role's own default."""
+    topr_positive_weight: float = setting(1.0, ge=0)
+    """TOPR: weight of samples with positive reward."""
+    topr_negative_weight: float = setting(1.0, ge=0)
+    """TOPR: weight of samples with negative reward."""
+    use_prefix_sharing: bool = False
+    """Compute the prompt that the samples of a group share once per micro-batch, in training and log-prob passes.
+    Same numbers, fewer tokens; for models whose layers are all full attention."""
+    use_remove_padding: bool = False
+    """Compute real tokens only."""
+    use_dynamic_batching_in_train: bool = False
+    """Cut micro-batches by tokens instead of samples in training."""
+    use_dynamic_batching_in_infer: bool = False
+    """Cut micro-batches by tokens instead of samples in forward passes."""
+    max_tokens_per_microbatch_in_train: int | None = setting(None, ge=1)
+    """Token budget with ``use_dynamic_batching_in_train``."""
+    max_tokens_per_microbatch_in_infer: int | None = setting(None, ge=1)
+    """Token budget with ``use_dynamic_batching_in_infer``."""
+    sequence_length_round_in_train: int = setting(8, ge=1)
+    """Micro-batch widths are rounded up to a multiple of this in training with dynamic batching."""
+    sequence_length_round_in_infer: int = setting(8, ge=1)
+    """Micro-batch widths are rounded up to a multiple of this in forward passes with dynamic batching."""
+    use_sequence_packing: bool = False
+    """Lay several sequences into one row without padding."""
+    sequence_packing_args: SequencePackingArguments = field(default_factory=SequencePackingArguments)
+    """How sequences are packed."""
+    logits_in_fp32: bool = True
+    """Softmax arithmetic in float32."""
+    apply_loss_scale: bool = True
+    """Accepted for older files; loss denominators are always global."""
+    offload_nccl: bool = False
+    """Accepted for older files; has no effect."""
+    router_replay: RouterReplayArguments = field(default_factory=RouterReplayArguments)
+    """Expert choices replayed in training."""
+    mtp_training_mode: str = setting("disabled", choices=("disabled", "joint", "detach"))
+    """Training of multi-token-prediction layers."""
+    opd_kl_coef: float | None = setting(None, ge=0)
+    """On-policy distillation: weight of this teacher's KL."""
+    tag_included: list[str] | None = None
+    """Rows with one of these tags are routed here (rewards and teachers)."""

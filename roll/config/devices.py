@@ -1,0 +1,87 @@
+"""``device_mapping``: a YAML list, or a string of list literals, ``list(range(...))`` and sums of those.
+
+The string is parsed with :mod:`ast` and only these forms are read; nothing is ever evaluated.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+MAX_DEVICES = 1_000_000
+RULE = "must be a list of device ids such as [0, 1], or a string such as 'list(range(0, 8))' or '[0, 1] + [4, 5]'"
+
+
+def parse_device_mapping(value: Any) -> list[int]:
+    """Device ids in order.
+
+    Raises:
+        ValueError: another form, ids that are not whole numbers from 0 up, an empty list, or an id given twice.
+    """
+    if isinstance(value, str):
+        ids = _parse_expression(value)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        ids = [value]
+    elif isinstance(value, list | tuple):
+        ids = list(value)
+    else:
+        raise ValueError(RULE)
+    for item in ids:
+        if isinstance(item, bool) or not isinstance(item, int):
+            raise ValueError(f"{RULE}; {item!r} is not a whole number")
+        if item < 0:
+            raise ValueError(f"device ids start at 0; {item} is negative")
+    if not ids:
+        raise ValueError("must name at least one device; leave the key out (or write ~) for a role without devices")
+    doubles = sorted({item for item in ids if ids.count(item) > 1}) if len(set(ids)) < len(ids) else []
+    if doubles:
+        raise ValueError(f"names device {doubles[0]} more than once")
+    return ids
+
+
+def _parse_expression(text: str) -> list[Any]:
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError(RULE) from None
+    return _read(tree.body)
+
+
+def _read(node: ast.expr) -> list[Any]:
+    match node:
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_integer(item) for item in items]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _read(left) + _read(right)
+        case ast.Call(func=ast.Name(id="list"), args=[ast.Call() as inner], keywords=[]):
+            return _read_range(inner)
+        case ast.Call(func=ast.Name(id="range")):
+            return _read_range(node)
+        case _:
+            raise ValueError(RULE)
+
+
+def _read_range(node: ast.Call) -> list[int]:
+    match node:
+        case ast.Call(func=ast.Name(id="range"), args=arguments, keywords=[]) if 1 <= len(arguments) <= 3:
+            bounds = [_integer(argument) for argument in arguments]
+        case _:
+            raise ValueError(RULE)
+    if len(bounds) == 3 and bounds[2] == 0:
+        raise ValueError("the step of range() must not be 0")
+    ids = range(*bounds)
+    if len(ids) > MAX_DEVICES:
+        raise ValueError(f"names {len(ids)} devices; at most {MAX_DEVICES} are allowed")
+    return list(ids)
+
+
+def _integer(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=bool()):
+            raise ValueError(RULE)
+        case ast.Constant(value=int() as number):
+            return number
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_integer(operand)
+        case _:
+            raise ValueError(RULE)

@@ -1,0 +1,89 @@
+"""How a configuration field states its own rules: bounds, allowed names, aliases, a parser for special spellings.
+
+The rules stand in the field's metadata, so that the reader that checks a YAML file, the generated reference page and
+the error messages all speak from the same place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+RULES = "roll.rules"
+
+
+@dataclass(frozen=True)
+class FieldRules:
+    """What a value must satisfy beyond its type."""
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    choices: tuple[str, ...] | None = None
+    dotted_path: bool = False
+    """With ``choices``: a dotted path ``package.module.name`` is allowed too (a user's own function or class)."""
+    aliases: tuple[str, ...] = ()
+    parse: Callable[[Any], Any] | None = None
+    """Turns the written value into one of the field's type; raises ValueError with the rule that was broken."""
+    example: Any = None
+    """A value that would work, for error messages."""
+
+    def bounds(self) -> str:
+        """The numeric bounds in words, empty if there are none."""
+        parts = (("at least", self.ge), ("greater than", self.gt), ("at most", self.le), ("less than", self.lt))
+        return " and ".join(f"{word} {bound:g}" for word, bound in parts if bound is not None)
+
+    def violates(self, value: float) -> bool:
+        return (
+            (self.ge is not None and value < self.ge)
+            or (self.gt is not None and value <= self.gt)
+            or (self.le is not None and value > self.le)
+            or (self.lt is not None and value >= self.lt)
+        )
+
+
+NO_RULES = FieldRules()
+
+
+def rules(
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    choices: Sequence[str] | None = None,
+    dotted_path: bool = False,
+    aliases: Sequence[str] = (),
+    parse: Callable[[Any], Any] | None = None,
+    example: Any = None,
+) -> dict[str, FieldRules]:
+    """Metadata for :func:`dataclasses.field` that holds these :class:`FieldRules`."""
+    allowed = tuple(choices) if choices is not None else None
+    return {RULES: FieldRules(ge, gt, le, lt, allowed, dotted_path, tuple(aliases), parse, example)}
+
+
+def setting(default: Any, **options: Any) -> Any:
+    """A field with a default and the :func:`rules` given by name."""
+    return field(default=default, metadata=rules(**options))
+
+
+DTYPE_NAMES = {
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+    "fp32": "fp32",
+    "float32": "fp32",
+    "float": "fp32",
+}
+
+
+def parse_dtype(value: Any) -> str:
+    """``bf16``, ``fp16`` or ``fp32`` from any of the usual spellings (``bfloat16``, ``torch.float32`` ...)."""
+    name = str(value).removeprefix("torch.")
+    if name not in DTYPE_NAMES:
+        raise ValueError(f"must be one of {', '.join(DTYPE_NAMES)}")
+    return DTYPE_NAMES[name]

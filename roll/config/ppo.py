@@ -1,0 +1,157 @@
+"""The algorithm's keys: advantages, policy loss, KL, clipping, corrections."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from roll.config.fields import setting
+from roll.config.names import ADV_ESTIMATORS, KL_PENALTIES, LOSS_AGG_MODES, NORM_TYPES, PG_VARIANTS
+
+AggregationLevel = Literal["token", "segment", "geometric", "sequence"]
+
+
+@dataclass(frozen=True)
+class ImportanceWeightConfig:
+    """``train_infer_correction.is_weight``: weigh tokens by trainer / engine probability."""
+
+    enabled: bool = False
+    """Switch it on."""
+    weight_type: AggregationLevel = "token"
+    """Level at which the ratio is taken."""
+    upper_bound: float | None = setting(1.2, gt=0)
+    """Weights are cut at this value; null: not cut."""
+    detach: bool = True
+    """No gradient through the weight."""
+
+
+@dataclass(frozen=True)
+class MismatchFilterConfig:
+    """An entry of ``train_infer_correction.filters``: mask what the trainer and the engine disagree on."""
+
+    enabled: bool = True
+    """Switch it on."""
+    agg_type: AggregationLevel = "token"
+    """Level at which the comparison is made."""
+    ratio_enabled: bool = False
+    """Compare the probability ratio with the bounds below."""
+    ratio_low: float = setting(0.8, ge=0)
+    """Least ratio kept."""
+    ratio_high: float = setting(1.2, gt=0)
+    """Greatest ratio kept."""
+    diff_enabled: bool = False
+    """Compare the difference of probabilities with the bounds below."""
+    diff_low: float = -0.2
+    """Least difference kept."""
+    diff_high: float = 0.2
+    """Greatest difference kept."""
+
+
+@dataclass(frozen=True)
+class TrainInferCorrectionConfig:
+    """``train_infer_correction``: correct for engine probabilities that differ from the trainer's."""
+
+    preset: str | None = setting(None, choices=("tis", "seq_tis", "icepop", "seq_mask_tis", "geo_mask", "opsm"))
+    """A named correction; null: the entries below."""
+    is_weight: ImportanceWeightConfig = field(default_factory=ImportanceWeightConfig)
+    """Importance weights."""
+    filters: list[MismatchFilterConfig] = field(default_factory=list)
+    """Masks, applied one after the other."""
+
+
+@dataclass(frozen=True)
+class PPOConfig:
+    """The algorithm's keys, at the top of an RLVR configuration."""
+
+    pretrain: str = ""
+    """Model that the policy and the reference start from: a folder or a hub name."""
+    reward_pretrain: str | None = None
+    """Model that the critic starts from; null: ``pretrain``."""
+    ppo_epochs: int = setting(1, ge=1)
+    """Passes over a rollout batch."""
+    adv_estimator: str = setting("gae", choices=ADV_ESTIMATORS, dotted_path=True)
+    """Advantage estimator: ``gae`` (needs a critic), ``grpo``, ``reinforce``, ``reinforce++``, ``rloo`` ..."""
+    pg_variant: str = setting("ppo", choices=PG_VARIANTS, dotted_path=True)
+    """Policy loss; ``actor_train.pg_variant`` counts where it is set."""
+    gamma: float = setting(1.0, ge=0, le=1)
+    """Discount of later rewards."""
+    lambd: float = setting(0.95, ge=0, le=1)
+    """GAE's lambda."""
+    pg_clip: float = setting(0.2, ge=0, example=0.2)
+    """Clip range of the probability ratio, on both sides."""
+    use_pg_clip_range: bool = False
+    """Clip with ``pg_clip_low`` and ``pg_clip_high`` instead of ``pg_clip``."""
+    pg_clip_low: float = setting(0.2, ge=0, le=1)
+    """Ratios are clipped at 1 - this from below."""
+    pg_clip_high: float = setting(0.2, ge=0)
+    """Ratios are clipped at 1 + this from above."""
+    dual_clip_loss: bool = False
+    """Bound the loss of negative advantages (dual clip)."""
+    dual_clip_ratio: float | None = setting(None, gt=1)
+    """The dual clip's bound; null: 1 + 2 x ``pg_clip``."""
+    value_clip: float | None = setting(None, gt=0)
+    """Clip range of the critic's new values around the old ones; null: not clipped."""
+    importance_sampling: Literal["token", "seq"] = "token"
+    """Level of the probability ratio; ``seq`` is GSPO."""
+    loss_agg_mode: str = setting("seq-mean-token-mean", choices=LOSS_AGG_MODES)
+    """How token losses become one number. Denominators are always those of the whole optimizer step."""
+    rl_loss_coef: float = setting(1.0, ge=0)
+    """Weight of the policy loss."""
+    entropy_loss_coef: float = setting(0.0, ge=0)
+    """Weight of the entropy bonus; 0: no entropy is computed in training."""
+    use_kl_loss: bool = False
+    """Add the KL to the reference policy to the loss."""
+    kl_loss_coef: float = setting(0.0, ge=0)
+    """Weight of that KL."""
+    kl_loss_type: str = setting("k3", choices=KL_PENALTIES)
+    """Estimator of that KL."""
+    add_token_level_kl: bool = False
+    """Subtract the KL to the reference policy from the reward, token by token."""
+    kl_penalty: str = setting("kl", choices=KL_PENALTIES)
+    """Estimator of the KL in the reward."""
+    init_kl_coef: float = setting(0.2, ge=0)
+    """Weight of the KL in the reward (its first value with an adaptive controller). Counts with
+    ``add_token_level_kl`` only."""
+    target_kl: float | None = setting(None, gt=0)
+    """KL that an adaptive controller aims at; null: the weight stays fixed."""
+    kl_horizon: int = setting(10000, ge=1)
+    """Samples over which the adaptive controller acts."""
+    enable_reference: bool = False
+    """Compute reference log-probs for the metrics even when nothing else needs them."""
+    reward_clip: float | None = setting(None, gt=0)
+    """Response rewards are clipped to plus and minus this; null: not clipped."""
+    norm_mean_type: str | None = setting(None, choices=NORM_TYPES)
+    """Mean taken off the response rewards: over the ``batch``, the ``group`` of a prompt, ``running`` over steps, or
+    null. With ``grpo``, group statistics unless this key is written."""
+    norm_std_type: str | None = setting(None, choices=NORM_TYPES)
+    """Spread that response rewards are divided by: ``batch``, ``group``, ``running`` or null."""
+    whiten_rewards: bool = False
+    """Bring token rewards to mean 0 and spread 1 over the batch."""
+    whiten_advantages: bool = False
+    """Bring advantages to mean 0 and spread 1 over the response tokens of the batch."""
+    advantage_clip: float | None = setting(None, gt=0)
+    """Advantages are clipped to plus and minus this; null: not clipped."""
+    critic_warmup: int = setting(0, ge=0)
+    """Steps in which only the critic learns."""
+    enable_old_logprobs_recompute: bool = False
+    """Compute the trainer's log-probs before the update even when nothing needs them."""
+    force_disable_old_logprobs_recompute: bool = False
+    """Never compute them: the engine's log-probs stand in where old ones are needed."""
+    train_infer_correction: TrainInferCorrectionConfig = field(default_factory=TrainInferCorrectionConfig)
+    """Correct for engine probabilities that differ from the trainer's."""
+    max_len_mask: bool = False
+    """Leave responses that hit the length limit out of the loss."""
+    difficulty_mask: bool = False
+    """Leave out samples of prompts whose mean score lies outside the two thresholds."""
+    difficulty_low_threshold: float = setting(0.0, ge=0, le=1)
+    """Least mean score of a prompt that is kept."""
+    difficulty_high_threshold: float = setting(1.0, ge=0, le=1)
+    """Greatest mean score of a prompt that is kept."""
+    error_max_len_clip: bool = False
+    """Leave wrong responses that are longer than the threshold out of the loss."""
+    error_max_len_threshold: int = setting(9999999999, ge=0)
+    """Length in tokens for ``error_max_len_clip``."""
+    difficulty_loss_weight: bool = False
+    """Weigh samples by the difficulty of their prompt."""
+    length_loss_weight: bool = False
+    """Weigh samples by the length of their response, short ones more."""

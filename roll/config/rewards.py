@@ -1,0 +1,61 @@
+"""``rewards.<name>``: a reward domain, its rule and the rows that are routed to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from roll.config.fields import setting
+from roll.config.names import QUERY_FILTERS
+from roll.config.roles import WorkerConfig
+
+
+@dataclass(frozen=True)
+class FilterConfig:
+    """``query_filter_config`` and ``response_filter_config``: which groups of samples are kept for training."""
+
+    type: str = setting("no_filter", choices=QUERY_FILTERS, dotted_path=True)
+    """``no_filter``; ``mean_filter`` keeps groups whose mean score lies between ``threshold_down`` and
+    ``threshold_up``; ``std_filter`` keeps groups whose scores spread more than ``std_threshold``."""
+    filter_args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the filter: ``threshold_up``, ``threshold_down``; ``std_threshold``."""
+
+
+@dataclass(frozen=True)
+class RewardConfig(WorkerConfig):
+    """A reward domain. Rows whose tag is in ``tag_included`` are scored by it."""
+
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the reward, such as ``method`` or ``format_score``; checked by the reward itself."""
+    on_error: Literal["raise", "mask", "value"] = "mask"
+    """What becomes of a sample whose reward failed: end the run, leave it out of the loss, or use ``error_value``."""
+    error_value: float = 0.0
+    """Score of a failed sample with ``on_error: value``."""
+    timeout: float = setting(30.0, gt=0)
+    """Seconds that scoring one sample may take."""
+    query_filter_config: FilterConfig = field(default_factory=FilterConfig)
+    """Which groups of samples are kept for training."""
+    response_filter_config: FilterConfig = field(default_factory=FilterConfig)
+    """Which single responses are kept for training."""
+    format_pattern: str | None = None
+    """Regular expression of the format that a response must have."""
+    reward_type: str | None = None
+    """Form of the score where a reward offers several (``soft`` ...)."""
+    response_length_penalty_coef: float = setting(0.0, ge=0)
+    """Penalty for long responses."""
+    use_local: bool = True
+    """Run code on this host instead of calling ``code_url``."""
+    code_url: str | None = None
+    """Address of a code execution service."""
+    judge_prompt: str | None = None
+    """Prompt template of a judge model."""
+    judge_model_type: str | None = setting(None, choices=("api", "inference", "cluster"))
+    """Where the judge model runs."""
+    judge_model_name: str | None = None
+    """The judge model's name at the service."""
+    judge_api_url: str | None = None
+    """Address of the judge's service."""
+    judge_api_key: str | None = None
+    """Its key. Write ``${oc.env:NAME}``; it is masked wherever the configuration is shown."""
+    reward_manager_config: dict[str, Any] = field(default_factory=dict)
+    """Options of a remote reward system."""

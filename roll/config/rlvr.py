@@ -1,0 +1,179 @@
+"""The RLVR pipeline's configuration: reinforcement learning from verifiable rewards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from roll.config.fields import setting
+from roll.config.ppo import PPOConfig
+from roll.config.rewards import RewardConfig
+from roll.config.roles import StrategyArguments, WorkerConfig
+from roll.config.run import RunConfig
+
+
+def _strategy(name: str) -> StrategyArguments:
+    return StrategyArguments(strategy_name=name)
+
+
+@dataclass(frozen=True)
+class ReferenceWorkerConfig(WorkerConfig):
+    """A role that computes log-probs and never learns."""
+
+    strategy_args: StrategyArguments = field(default_factory=lambda: _strategy("fsdp2_infer"))
+    """How the model is computed."""
+
+
+@dataclass(frozen=True)
+class GenerationWorkerConfig(WorkerConfig):
+    """A role that generates."""
+
+    strategy_args: StrategyArguments = field(default_factory=lambda: _strategy("hf_infer"))
+    """Which engine generates."""
+
+
+@dataclass(frozen=True)
+class ValidationConfig(WorkerConfig):
+    """``validation``: which questions are asked every ``eval_steps``, and how the answers are sampled.
+
+    Only ``data_args`` and ``generating_args`` of the role's keys count; the engines are those of ``actor_infer``.
+    """
+
+    strategy_args: StrategyArguments = field(default_factory=lambda: _strategy("hf_infer"))
+    """Has no effect: the engines are those of ``actor_infer``."""
+    greedy: bool = True
+    """Also answer every question once with greedy decoding."""
+    eval_steps: int | None = setting(None, ge=-1)
+    """Steps between validations; null: the run's ``eval_steps``."""
+    before_train: bool = True
+    """Validate before the first step."""
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """``router_args``: how requests are spread over generation engines."""
+
+    router_name: str | None = setting(
+        None, choices=("PromptAffinityRouter", "EnvAffinityRouter", "SglangRouter"), dotted_path=True
+    )
+    """null: ``PromptAffinityRouter`` (least-loaded engine first, all samples of a prompt on one)."""
+    router_config: dict[str, Any] = field(default_factory=dict)
+    """Options of the router."""
+    max_running_requests: int | None = setting(None, ge=1)
+    """Prompts that one engine works on at a time; null: the run's ``max_running_requests``."""
+
+
+@dataclass(frozen=True)
+class RLVRConfig(PPOConfig, RunConfig):
+    """Everything an RLVR run is told. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
+
+    max_steps: int = setting(500, ge=1)
+    """Training steps of the run."""
+    rollout_batch_size: int = setting(128, ge=1)
+    """Prompts of one step."""
+    num_return_sequences_in_group: int = setting(1, ge=1)
+    """Samples of each prompt."""
+    val_batch_size: int = setting(128, ge=1)
+    """Questions given to the engines at a time in validation."""
+    prompt_length: int = setting(1024, ge=1)
+    """Longest prompt in tokens; longer rows are left out."""
+    response_length: int | None = setting(None, ge=1)
+    """Longest response in tokens. This or ``sequence_length`` must be set."""
+    sequence_length: int | None = setting(None, ge=2)
+    """Prompt plus response in tokens."""
+    val_prompt_length: int | None = setting(None, ge=1)
+    """Longest prompt in validation; goes with ``val_sequence_length``. null: as in training."""
+    val_sequence_length: int | None = setting(None, ge=2)
+    """Prompt plus response in validation; goes with ``val_prompt_length``. null: as in training."""
+    global_template: str | None = None
+    """Chat template of all roles; null: each role's ``data_args.template``."""
+    tag_to_template: dict[str, str] = field(default_factory=dict)
+    """Chat template by the rows' tag, before ``global_template``."""
+    actor_train: WorkerConfig = field(default_factory=WorkerConfig)
+    """The policy that learns; its ``data_args`` name the training questions."""
+    actor_infer: GenerationWorkerConfig = field(default_factory=GenerationWorkerConfig)
+    """The engines that generate."""
+    reference: ReferenceWorkerConfig | None = None
+    """The policy that KL is measured against; runs only when a KL is used."""
+    critic: WorkerConfig | None = None
+    """The value model; needed by ``adv_estimator: gae``."""
+    reward_model: GenerationWorkerConfig | None = None
+    """A judge or reward model shared by all domains."""
+    rewards: dict[str, RewardConfig] = field(default_factory=dict)
+    """Reward domains by name."""
+    validation: ValidationConfig | None = None
+    """Questions for validation; null: none."""
+    generate_opt_level: int = setting(1, ge=0, le=1)
+    """Accepted for older files; requests are always scheduled one by one."""
+    is_num_return_sequences_expand: bool = False
+    """Send each sample of a prompt as a request of its own (the prompt is computed once either way)."""
+    max_running_requests: int = setting(128, ge=1)
+    """Prompts that one engine works on at a time."""
+    is_use_additional_prompts: bool = False
+    """Ask more prompts than a step needs, so that filtered groups are replaced without waiting."""
+    max_additional_running_prompts: int = setting(16, ge=0)
+    """Prompts asked beyond the need with ``is_use_additional_prompts``."""
+    user_defined_rollout_loop_cls: str | None = None
+    """Dotted path of your own rollout loop."""
+    router_args: RouterConfig = field(default_factory=RouterConfig)
+    """How requests are spread over generation engines."""
+    async_generation_ratio: float = setting(0.0, ge=0)
+    """Steps that generation may run ahead of training; 0: synchronous."""
+    reward_system_config: dict[str, Any] = field(default_factory=dict)
+    """Accepted for older files; has no effect."""
+    student_train: WorkerConfig | None = None
+    """On-policy distillation: the student's training role."""
+    student_infer: WorkerConfig | None = None
+    """On-policy distillation: the student's generating role."""
+    teacher: dict[str, Any] | None = None
+    """On-policy distillation: the teacher role or roles."""
+    is_pure_opd: bool = False
+    """On-policy distillation without rewards."""
+    use_opd: bool = False
+    """On-policy distillation beside rewards."""
+    opd_kl_coef: float = setting(1.0, ge=0)
+    """On-policy distillation: weight of the teacher's KL."""
+    pure_opd_pipeline_type: Literal["rlvr", "agentic"] | None = None
+    """On-policy distillation: the pipeline it runs on."""
+    save_logging_board_dir: str | None = None
+    """Accepted for older files; the tracker's own options decide."""
+    reward_norm: str | None = None
+    """Accepted for older files; ``norm_mean_type`` and ``norm_std_type`` decide."""
+    reward_shift: bool = False
+    """Accepted for older files; ``norm_mean_type`` decides."""
+    reward_scale: bool = False
+    """Accepted for older files; ``norm_std_type`` decides."""
+    positive_loss_coef: float | str | None = setting(None, aliases=("postive_loss_coef",))
+    """Accepted for older files; ``pg_variant: topr`` with ``topr_positive_weight`` is the working form."""
+    use_topr_neg_loss_coef: float | str | None = None
+    """Accepted for older files; ``pg_variant: topr`` with ``topr_negative_weight`` is the working form."""
+    use_topr_loss: bool | None = None
+    """Accepted for older files; ``pg_variant: topr`` is the working form."""
+    use_policy_loss_type: str | None = None
+    """Accepted for older files; ``pg_variant`` decides."""
+    l2: float | None = None
+    """Accepted for older files; ``training_args.weight_decay`` decides."""
+    use_reward_scaling: bool | None = None
+    """Accepted for older files; ``norm_std_type`` decides."""
+    use_reward_norm: bool | None = None
+    """Accepted for older files; ``norm_mean_type`` decides."""
+    add_len_reward: bool | None = None
+    """Accepted for older files; has no effect."""
+    dataset_filter: Any = None
+    """Accepted for older files; has no effect."""
+    val_greedy: bool | None = None
+    """Accepted for older files; ``validation.greedy`` decides."""
+    val_n_sample: int | None = None
+    """Accepted for older files; ``validation.generating_args.num_return_sequences`` decides."""
+    mask_type: str | None = None
+    """Accepted for older files; has no effect."""
+    balance_length: bool | None = None
+    """Accepted for older files; has no effect."""
+    minibatch_data_iter_num: int | None = None
+    """Accepted for older files; ``ppo_epochs`` decides."""
+    report_length_and_rewards: bool | None = None
+    """Accepted for older files; lengths and rewards are always in the metrics."""
+    length_profiler_dir: str | None = None
+    """Accepted for older files; has no effect."""
+    data_seed: int | None = None
+    """Accepted for older files; ``seed`` decides."""

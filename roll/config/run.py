@@ -1,0 +1,120 @@
+"""Run control: the keys that every pipeline shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from roll.config.fields import setting
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """``checkpoint_config``: where checkpoints go beside ``output_dir``."""
+
+    type: Literal["file_system"] = "file_system"
+    """Kind of store."""
+    output_dir: str | None = None
+    """Folder that every finished checkpoint is copied to; null: checkpoints stay under ``output_dir`` only."""
+    async_upload: bool = True
+    """Copy in the background while training goes on."""
+    keep_local_file: bool = True
+    """Keep the local checkpoint after the copy."""
+
+
+@dataclass(frozen=True)
+class RolloutMockConfig:
+    """``rollout_mock``: write rollouts to disk, or train on written ones, to debug the training half alone."""
+
+    enable: bool = False
+    """Switch it on."""
+    mode: Literal["dump", "mock"] = "dump"
+    """``dump`` writes the rollout batches, ``mock`` reads them back instead of generating."""
+    dump_dir: str | None = None
+    """Folder of the batches; null: a folder under ``output_dir``."""
+
+
+@dataclass(frozen=True)
+class TransferBackendConfig:
+    """``transfer_backend``: how batches travel between roles."""
+
+    backend_name: str | None = None
+    """null: Ray's object store."""
+    backend_config: dict[str, Any] = field(default_factory=dict)
+    """Options of another backend."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Keys at the top of every pipeline's configuration."""
+
+    pipeline: Literal["rlvr", "sft"] | None = None
+    """Which pipeline the file is for; null: told by its sections."""
+    exp_name: str = ""
+    """Name of the experiment, used in folder names; empty: the name of the file."""
+    seed: int = setting(42, ge=0)
+    """Seed of data order, initialisation and sampling."""
+    output_dir: str = "./output"
+    """Checkpoints and results go to ``output_dir/exp_name``."""
+    base_dir: str = "./output"
+    """Accepted for older files; ``output_dir`` and ``logging_dir`` decide."""
+    logging_dir: str = "./output/logs"
+    """Logs go to ``logging_dir/exp_name``."""
+    rollout_dump_dir: str | None = None
+    """Folder for the sampled texts of every step; null: none are written."""
+    track_with: str | list[str] = "tensorboard"
+    """Tracker or list of trackers: ``tensorboard``, ``stdout``, ``jsonl``, ``wandb``, ``swanlab``."""
+    tracker_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of the tracker, such as ``log_dir`` or ``project``. Keys and tokens come from the environment."""
+    save_steps: int = setting(50, ge=-1)
+    """Steps between checkpoints; 0 or -1: none."""
+    logging_steps: int = setting(1, ge=1)
+    """Steps between log lines."""
+    eval_steps: int = setting(10, ge=-1)
+    """Steps between validations; 0 or -1: none."""
+    max_ckpt_to_keep: int = setting(0, ge=0)
+    """Newest checkpoints to keep; 0: all."""
+    resume_from_checkpoint: bool | str = False
+    """true: continue from the newest whole checkpoint of this run, if there is one; a path: from that checkpoint."""
+    checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Where checkpoints go beside ``output_dir``."""
+    rpc_timeout: float = setting(3600.0, gt=0)
+    """Seconds that a remote call may take before the run ends with a diagnosis."""
+    system_envs: dict[str, str] = field(default_factory=dict)
+    """Environment variables of all workers."""
+    model_update_buffer_size_mb: int = setting(1024, ge=1)
+    """MiB of one bucket of weights on the way from trainer to engine."""
+    num_gpus_per_node: int = setting(8, ge=1)
+    """Devices of one node (logical CPU slots on a host without accelerators)."""
+    num_nodes: int | None = setting(None, ge=1)
+    """Nodes; null: as many as the device ids need."""
+    max_grad_norm: float | None = setting(1.0, gt=0)
+    """Gradients are clipped to this global norm; null: not clipped."""
+    model_download_type: str | None = setting(None, choices=("HUGGINGFACE_HUB", "MODELSCOPE"))
+    """Accepted for older files; models come from the Hugging Face hub or from a folder."""
+    is_offload_states: bool | None = None
+    """Move a role's states off its devices between phases. null: where roles share devices, and nowhere else."""
+    is_offload_optimizer_states_in_train_step: bool = False
+    """Also move optimizer states off the devices during the forward and backward passes."""
+    profiler_timeline: bool = False
+    """Write a PyTorch timeline of each phase."""
+    profiler_memory: bool = False
+    """Write memory snapshots of each phase."""
+    profiler_output_dir: str | None = None
+    """Folder of the profiler's files; null: a folder under ``logging_dir``."""
+    otlp_output_dir: str | None = None
+    """Folder of OpenTelemetry traces."""
+    local_rank: int = -1
+    """Accepted for older files; has no effect."""
+    offload_nccl: bool = False
+    """Accepted for older files; has no effect."""
+    rollout_mock: RolloutMockConfig = field(default_factory=RolloutMockConfig)
+    """Write rollouts to disk, or train on written ones."""
+    transfer_backend: TransferBackendConfig = field(default_factory=TransferBackendConfig)
+    """How batches travel between roles."""
+    lora_rank: int | None = None
+    """A name for ``${lora_rank}`` in ``model_args``; has no effect by itself."""
+    lora_alpha: int | None = None
+    """A name for ``${lora_alpha}`` in ``model_args``; has no effect by itself."""
+    lora_target: str | None = None
+    """A name for ``${lora_target}`` in ``model_args``; has no effect by itself."""

@@ -1,0 +1,199 @@
+"""The sub-sections that every role shares: model, training, data and generation arguments.
+
+Torch-free; a loaded configuration is frozen.  The text under each field is the user documentation of its key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from roll.config.fields import parse_dtype, setting
+from roll.config.names import ATTENTION, LR_SCHEDULERS
+
+
+@dataclass(frozen=True)
+class ModelArguments:
+    """``<role>.model_args``: which model, and how it is built."""
+
+    model_name_or_path: str | None = None
+    """Folder or hub name; null: the pipeline's ``pretrain`` (``reward_pretrain`` for the critic, if that is set)."""
+    adapter_name_or_path: str | None = None
+    """Folder of a trained LoRA adapter to start from."""
+    attn_implementation: str | None = setting(None, choices=ATTENTION, aliases=("flash_attn",))
+    """``sdpa``, ``eager``, ``fa2`` (flash_attention_2), ``auto`` or null (``sdpa``)."""
+    moe_aux_loss_coef: float | None = setting(None, ge=0)
+    """Weight of a mixture-of-experts model's load-balancing loss; null: what the model's own config says."""
+    disable_gradient_checkpointing: bool = False
+    """Keep all activations instead of recomputing them in the backward pass: faster, more memory."""
+    gradient_checkpointing_use_reentrant: bool = False
+    """Use PyTorch's reentrant form of gradient checkpointing."""
+    device_map: str = "balanced"
+    """Layer placement of a model loaded by ``hf_infer`` on several devices."""
+    dtype: Literal["bf16", "fp16", "fp32"] = setting("bf16", parse=parse_dtype)
+    """Compute type. Trained parameters are kept in float32 whatever stands here."""
+    model_type: str | None = setting(
+        None, choices=("auto_sequence_classification", "auto_token_classification", "trl"), example="trl"
+    )
+    """Head of a critic or reward model; ``trl`` is a scalar value head on a causal language model. null: the role's
+    own."""
+    num_labels: int = setting(1, ge=1)
+    """Outputs of a classification head."""
+    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Overrides of entries of the model's ``config.json``, passed through as written."""
+    freeze_module_prefix: str | None = None
+    """Parameters whose name starts with this prefix (comma-separated list) are not trained."""
+    ulysses_size: int = setting(1, ge=1)
+    """Ranks that share one sequence (Ulysses context parallelism)."""
+    lora_target: str | None = None
+    """Modules that get a LoRA adapter (comma-separated, a regular expression, or ``all-linear``); null: no LoRA."""
+    lora_rank: int = setting(8, ge=1)
+    """Rank of the adapters; used with ``lora_target``."""
+    lora_alpha: int | None = setting(None, ge=1)
+    """Scale of the adapters; null: twice ``lora_rank``."""
+    lora_dropout: float = setting(0.0, ge=0, lt=1)
+    """Dropout on the adapters' input."""
+    additional_target: str | None = None
+    """Further modules trained in full beside the adapters (comma-separated)."""
+    autocast_adapter_dtype: bool = True
+    """Keep adapter weights in float32."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model. Only for sources you trust."""
+
+
+@dataclass(frozen=True)
+class TrainingArguments:
+    """``<role>.training_args``: optimizer, schedule and batch sizes of a trained role."""
+
+    learning_rate: float = setting(5.0e-5, ge=0, example=1.0e-6)
+    """Peak learning rate of AdamW."""
+    lr_scheduler_type: str = setting("linear", choices=LR_SCHEDULERS)
+    """``linear``, ``cosine`` or ``constant``, each after the warm-up."""
+    min_lr_ratio: float = setting(0.0, ge=0, le=1)
+    """The learning rate at the end of a decaying schedule, as a share of ``learning_rate``."""
+    weight_decay: float = setting(0.0, ge=0)
+    """Decoupled weight decay."""
+    adam_beta1: float = setting(0.9, ge=0, lt=1)
+    """AdamW's first-moment decay."""
+    adam_beta2: float = setting(0.999, ge=0, lt=1)
+    """AdamW's second-moment decay."""
+    adam_epsilon: float = setting(1.0e-8, gt=0)
+    """AdamW's denominator term."""
+    per_device_train_batch_size: int = setting(8, ge=1)
+    """Samples of one micro-batch on one data-parallel rank."""
+    gradient_accumulation_steps: int = setting(1, ge=1)
+    """Micro-batches of one optimizer step. Samples of an optimizer step = ``per_device_train_batch_size`` x
+    ``gradient_accumulation_steps`` x data-parallel ranks."""
+    warmup_steps: int = setting(0, ge=0)
+    """Optimizer steps of linear warm-up; 0: ``warmup_ratio`` counts."""
+    warmup_ratio: float = setting(0.0, ge=0, le=1)
+    """Warm-up as a share of all optimizer steps."""
+    max_steps: int | None = setting(None, ge=1)
+    """Optimizer steps of the learning-rate schedule; null: all that the run makes."""
+    num_train_epochs: float = setting(1.0, gt=0)
+    """Passes over the data in supervised training (fractions allowed); has no effect in RLVR."""
+    max_grad_norm: float | None = setting(None, gt=0)
+    """Gradients are clipped to this global norm; null: the pipeline's ``max_grad_norm``."""
+    seed: int | None = setting(None, ge=0)
+    """null: the run's ``seed``."""
+    fp16: bool | None = None
+    """Accepted for older files; ``model_args.dtype`` decides."""
+    bf16: bool | None = None
+    """Accepted for older files; ``model_args.dtype`` decides."""
+    save_hf_model: bool = False
+    """Write the model in Hugging Face format beside every checkpoint."""
+    dataloader_num_workers: int = setting(0, ge=0)
+    """Processes that read supervised data ahead; 0: the driver itself."""
+
+
+@dataclass(frozen=True)
+class DataArguments:
+    """``<role>.data_args``: files, columns and templates."""
+
+    template: str = "native"
+    """Chat template: ``native`` (the tokenizer's own), ``qwen2_5``, ``qwen3``, ``chatml``, ``base``, ``empty`` ..."""
+    file_name: str | list[str] | None = None
+    """Data file or files (json, jsonl, csv, parquet, arrow, txt)."""
+    eval_file_name: str | list[str] | None = None
+    """Evaluation file or files."""
+    dataset_dir: str | None = None
+    """Folder that relative file names start from, where the file is not found relative to the working directory."""
+    dataset_type: str = "json"
+    """Accepted for older files; the file's extension decides."""
+    domain_interleave_probs: dict[str, float] | None = None
+    """Share of each domain (a name under ``rewards``) in a rollout batch; the shares sum to 1. null: by data size."""
+    interleave_probs: str | None = None
+    """Older spelling without domain names; has no effect."""
+    preprocessing_num_workers: int | None = setting(None, ge=1)
+    """Processes that tokenise; null: as many as pays."""
+    tag: str = "tag"
+    """Column that says which reward a row is routed to."""
+    id: str = "id"
+    """Column of the row's identity."""
+    prompt: str | None = None
+    """Column of the plain prompt text; excludes ``messages``."""
+    response: str = "solution"
+    """Column of the demonstrated response in supervised training."""
+    messages: str | None = None
+    """Column of the chat messages (a list, or the same as a JSON string); excludes ``prompt``."""
+    image_folder: str | None = None
+    """Folder of images (vision-language models)."""
+    image_min_pixels: int | None = setting(None, ge=1)
+    """Smallest image size in pixels."""
+    image_max_pixels: int | None = setting(None, ge=1)
+    """Largest image size in pixels."""
+    video_folder: str | None = None
+    """Folder of videos."""
+    video_fps: float = setting(2.0, gt=0)
+    """Frames per second taken from a video."""
+    video_max_frames: int = setting(128, ge=1)
+    """Most frames taken from a video."""
+    video_min_pixels: int | None = setting(None, ge=1)
+    """Smallest frame size in pixels."""
+    video_max_pixels: int | None = setting(None, ge=1)
+    """Largest frame size in pixels."""
+    video_total_pixels: int | None = setting(None, ge=1)
+    """Most pixels of all frames of a video together."""
+    audio_folder: str | None = None
+    """Folder of audio files."""
+    custom_data_kwargs_func: str | None = None
+    """Dotted path of a function that gives further processor arguments for a row."""
+
+
+@dataclass(frozen=True)
+class GeneratingArguments:
+    """``<role>.generating_args``: how responses are sampled."""
+
+    do_sample: bool = True
+    """false: greedy decoding."""
+    temperature: float = setting(0.95, ge=0)
+    """Softmax temperature; 0 is greedy. The trainer's log-probs use the same temperature."""
+    top_p: float = setting(0.7, gt=0, le=1)
+    """Nucleus sampling; 1 is off. Training log-probs are not comparable with sampled ones below 1."""
+    top_k: int = setting(50, ge=-1)
+    """Sample from the k likeliest tokens; -1 or 0 is off. Training log-probs are not comparable when it is on."""
+    min_p: float = setting(0.0, ge=0, le=1)
+    """Drop tokens less likely than this share of the likeliest; 0 is off."""
+    num_beams: int = setting(1, ge=1)
+    """Beams of a beam search; 1 is none."""
+    max_new_tokens: int | None = setting(None, ge=1)
+    """Most tokens of a response. The pipeline's ``response_length`` (or sequence minus prompt) counts where it is
+    smaller; null: exactly that."""
+    min_new_tokens: int = setting(0, ge=0)
+    """Tokens before which a response may not stop."""
+    repetition_penalty: float = setting(1.0, gt=0)
+    """Penalty on tokens already seen; 1 is off."""
+    length_penalty: float = 1.0
+    """Exponent of the length in a beam search."""
+    num_return_sequences: int | None = setting(None, ge=1)
+    """Samples of a prompt. In training ``num_return_sequences_in_group`` counts; in validation this key."""
+    stop_strings: list[str] | None = None
+    """A response ends where one of these appears."""
+    stop_token_ids: list[int] | None = None
+    """A response ends with one of these tokens, beside the model's own end-of-sequence tokens."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string at the end of the response."""
+    logprobs: int = setting(0, ge=0)
+    """Accepted for older files; the log-prob of each sampled token always comes with it."""
+    seed: int | None = setting(None, ge=0)
+    """Seed of the sampling streams; null: the run's ``seed``."""

@@ -1,0 +1,204 @@
+"""Typed options of each strategy (``<role>.strategy_args.strategy_config``).
+
+``StrategyArguments.strategy_config`` holds what the user wrote; :func:`typed_strategy_config` gives the checked
+dataclass of the chosen strategy.  A key that belongs to another strategy is left out (the loader says so in one line),
+so that one changed ``strategy_name`` is a whole switch of backend; a key that no strategy knows is an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from roll.config.errors import ConfigError, Problems
+from roll.config.fields import parse_dtype, rules, setting
+from roll.config.roles import StrategyArguments
+from roll.config.schema import SchemaReader, build, closest
+
+Dtype = Literal["bf16", "fp16", "fp32"]
+
+
+@dataclass(frozen=True)
+class StrategyConfig:
+    """Base of the strategies' options."""
+
+
+@dataclass(frozen=True)
+class WrapPolicy:
+    """``strategy_config.wrap_policy``: which modules become FSDP units of their own."""
+
+    transformer_layer_cls_to_wrap: list[str] | None = None
+    """Class names of the layers to wrap; null: the model's own ``_no_split_modules``."""
+    wrap_embeddings: bool = False
+    """Wrap the input embeddings apart."""
+    wrap_lm_output: bool = False
+    """Wrap the output head apart."""
+    moe_experts: list[str] | None = None
+    """Class names of expert blocks, wrapped apart so that a layer's experts are never all gathered at once."""
+
+
+@dataclass(frozen=True)
+class Fsdp2StrategyConfig(StrategyConfig):
+    """``fsdp2_train`` and ``fsdp2_infer``: PyTorch's ``fully_shard``."""
+
+    fsdp_size: int = 1
+    """Ranks over which parameters are sharded. 1 or less, or at least the role's world size: all ranks; between: a
+    mesh of (world / fsdp_size) replicas of fsdp_size shards (HSDP)."""
+    param_dtype: Dtype | None = field(default=None, metadata=rules(parse=parse_dtype, example="bf16"))
+    """Compute type of gathered parameters; null: ``model_args.dtype``. Master weights are float32 in any case."""
+    reduce_dtype: Dtype = field(default="fp32", metadata=rules(parse=parse_dtype, example="fp32"))
+    """Type in which gradients are summed over ranks."""
+    reshard_after_forward: bool | int = True
+    """Free gathered parameters after the forward pass (less memory, one more gather); a number: reshard to groups of
+    that many ranks."""
+    offload_policy: bool = False
+    """Keep parameters, gradients and optimizer states in host memory, and bring parameters in layer by layer."""
+    wrap_policy: WrapPolicy = field(default_factory=WrapPolicy)
+    """Which modules become FSDP units of their own."""
+    reduce_scatter_during_grad_accumulation: bool = True
+    """Sum gradients over ranks at every micro-batch (less memory) instead of at the last one (less traffic)."""
+    async_save_ckpt: bool = True
+    """Write checkpoints in the background where the platform can."""
+    save_only_model: bool = False
+    """Leave optimizer states out of checkpoints (such a checkpoint cannot be continued exactly)."""
+    apply_tiled_mlp: bool = False
+    """Compute MLP layers in tiles over the sequence: less memory."""
+    tiled_num_shards: int = setting(4, ge=1)
+    """Tiles with ``apply_tiled_mlp``."""
+    apply_expert_patch: bool = False
+    """Run every expert on every rank, if only on a dummy token, so that ranks never wait for one another."""
+    model_type: str | None = None
+    """Model family for the patches above; null: from the model's config."""
+    ep_size: int = setting(1, ge=1)
+    """Expert-parallel ranks."""
+    efsdp_size: int | None = setting(None, ge=1)
+    """Ranks over which expert parameters are sharded."""
+    moe_use_grouped_mm: bool = False
+    """Compute experts by one grouped matrix product."""
+
+
+@dataclass(frozen=True)
+class HfInferStrategyConfig(StrategyConfig):
+    """``hf_infer``: the embedded generation engine on transformers models."""
+
+    max_num_seqs: int = setting(256, ge=1)
+    """Samples that are generated at the same time; further ones wait."""
+    max_model_len: int | None = setting(None, ge=2)
+    """Longest prompt plus response, which sizes the KV cache; null: the pipeline's longest sequence."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """``dummy``: random weights, for an engine that gets its weights from a trainer before it is used."""
+
+
+AVAILABLE: dict[str, type[StrategyConfig]] = {
+    "fsdp2_train": Fsdp2StrategyConfig,
+    "fsdp2_infer": Fsdp2StrategyConfig,
+    "hf_infer": HfInferStrategyConfig,
+}
+"""Strategies that run today, and the dataclass of their options."""
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+PLANNED_KEYS: dict[str, frozenset[str]] = {
+    "fsdp": _names("cpu_offload sharding_strategy backward_prefetch use_orig_params"),
+    "deepspeed": _names(
+        """zero_optimization bf16 fp16 gradient_clipping zero_stage offload offload_param fp32_grad_accumulation
+        step_each_micro_batch train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps
+        zero_allow_untested_optimizer wall_clock_breakdown prescale_gradients activation_checkpointing"""
+    ),
+    "megatron": _names(
+        """tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
+        context_parallel_size expert_model_parallel_size expert_tensor_parallel_size sequence_parallel
+        use_distributed_optimizer overlap_grad_reduce overlap_param_gather delay_grad_reduce recompute_granularity
+        recompute_method recompute_modules recompute_num_layers moe_token_dispatcher_type moe_grouped_gemm
+        moe_layer_recompute moe_aux_loss_coeff moe_shared_expert_overlap moe_permute_fusion bias_activation_fusion
+        apply_rope_fusion cross_entropy_loss_fusion optimizer optimizer_cpu_offload fp8 fp8_recipe mtp_num_layers
+        save_hf_model save_merged_model ckpt_format ddp_bucket_size compile_warmup additional_configs
+        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_model_parallel_layout
+        distrib_optim_fully_reshardable use_batched_model_update bf16 fp16"""
+    ),
+    "vllm": _names(
+        """VLLM_USE_V1 sleep_level data_parallel_size tensor_parallel_size pipeline_parallel_size block_size
+        gpu_memory_utilization load_format max_model_len max_num_seqs max_num_batched_tokens enforce_eager
+        enable_prefix_caching disable_custom_all_reduce distributed_executor_backend disable_log_stats
+        disable_mm_preprocessor_cache optimization_level cuda_graph_sizes cudagraph_capture_sizes"""
+    ),
+    "sglang": _names(
+        """mem_fraction_static tp_size dp_size pp_size load_format enable_memory_saver grpc_mode
+        max_running_requests context_length attention_backend disable_cuda_graph"""
+    ),
+}
+"""Keys of the backends that are not available yet, as published configurations write them."""
+
+PLANNED: dict[str, str] = {
+    "fsdp_train": "fsdp",
+    "fsdp_infer": "fsdp",
+    "deepspeed_train": "deepspeed",
+    "deepspeed_infer": "deepspeed",
+    "megatron_train": "megatron",
+    "megatron_infer": "megatron",
+    "vllm": "vllm",
+    "sglang": "sglang",
+}
+"""Strategies whose backend comes later, and the set of keys (in :data:`PLANNED_KEYS`) that they use."""
+
+TRAIN_STRATEGIES = ("fsdp2_train",)
+INFER_STRATEGIES = ("fsdp2_infer", "fsdp2_train")
+GENERATION_STRATEGIES = ("hf_infer",)
+
+
+def strategy_keys(strategy_name: str) -> frozenset[str]:
+    """The option names of a strategy, available or planned; empty for an unknown strategy."""
+    if strategy_name in AVAILABLE:
+        return frozenset(item.name for item in fields(AVAILABLE[strategy_name]))
+    return PLANNED_KEYS[PLANNED[strategy_name]] if strategy_name in PLANNED else frozenset()
+
+
+def owners_of(key: str) -> list[str]:
+    """Every strategy that has an option of this name."""
+    return [name for name in (*AVAILABLE, *PLANNED) if key in strategy_keys(name)]
+
+
+def read_strategy_config(arguments: StrategyArguments, path: str, problems: Problems) -> StrategyConfig | None:
+    """The typed options, with every mistake added to ``problems`` under ``path``; None when there was one."""
+    name = arguments.strategy_name
+    if name not in AVAILABLE:
+        _refuse_strategy(name, path, problems)
+        return None
+    own = strategy_keys(name)
+    foreign = [key for key in arguments.strategy_config if key not in own and owners_of(key)]
+    section = f"{path}.strategy_config"
+    for key in foreign:
+        problems.note(f"{section}.{key}", f"belongs to {', '.join(owners_of(key))}; no effect under {name}")
+    data = {key: value for key, value in arguments.strategy_config.items() if key not in foreign}
+    return build(AVAILABLE[name], SchemaReader(problems).read(AVAILABLE[name], data, section), problems)
+
+
+def _refuse_strategy(name: str, path: str, problems: Problems) -> None:
+    key = f"{path}.strategy_name"
+    if name in PLANNED:
+        problems.not_available(key, name, f"the {name} backend", substitute_for(name))
+        return
+    problems.add(key, name, f"must be one of {', '.join(AVAILABLE)}", closest(name, (*AVAILABLE, *PLANNED)))
+
+
+def substitute_for(name: str) -> str:
+    """An available strategy that does the work of a planned one."""
+    if name.endswith("_train"):
+        return "fsdp2_train"
+    return "fsdp2_infer" if name.endswith("_infer") else "hf_infer"
+
+
+def typed_strategy_config(arguments: StrategyArguments) -> StrategyConfig:
+    """The checked options of ``arguments.strategy_name``.
+
+    Raises:
+        ConfigError: an unknown or not yet available strategy, an unknown option, a value of a wrong type.
+    """
+    problems = Problems()
+    config = read_strategy_config(arguments, "strategy_args", problems)
+    if config is None or problems.errors:
+        raise ConfigError(problems.errors)
+    return config
