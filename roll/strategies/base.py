@@ -1,8 +1,9 @@
 """What a strategy is: the way a model is computed, hidden behind one interface.
 
 Everything above a strategy sees right-padded batches: a dict of tensors with one batch dimension B and one length L,
-every per-token column of shape (B, L) and aligned to the token it describes.  ``log_probs[b, t]`` is the log-probability
-of ``input_ids[b, t]`` given the tokens before it; it is 0 where ``response_mask`` is False (and always at t = 0).
+every per-token column of shape (B, L) and aligned to the token it describes.  ``log_probs[b, t]`` is the
+log-probability of ``input_ids[b, t]`` given the tokens before it; it is 0 where ``response_mask`` is False (and always
+at t = 0).  ``values[b, t]`` is the value of the state in which that token was sampled, so of the tokens before it.
 Packing, padding removal, sharding and micro-batching are a strategy's own business and never change these layouts.
 
 Every method marked *collective* must be called on all ranks of the cluster at the same time.
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +21,7 @@ import torch
 
 from roll.config.roles import WorkerConfig
 from roll.protocol.metrics import Metrics
+from roll.protocol.rank import RankInfo as RankInfo
 
 TensorBatch = dict[str, torch.Tensor]
 """Columns of one batch. Always there: ``input_ids`` int64 (B, L), ``attention_mask`` bool (B, L, right-padded),
@@ -46,31 +47,6 @@ class StateKind(StrEnum):
     MODEL_PARAMS = "model_params"
     OTHER_PARAMS = "other_params"
     OPTIMIZER_STATES = "optimizer_states"
-
-
-@dataclass(frozen=True)
-class RankInfo:
-    """Where a rank stands in every parallel dimension (data, tensor, pipeline, context)."""
-
-    rank: int = 0
-    world_size: int = 1
-    dp_rank: int = 0
-    dp_size: int = 1
-    tp_rank: int = 0
-    tp_size: int = 1
-    pp_rank: int = 0
-    pp_size: int = 1
-    cp_rank: int = 0
-    cp_size: int = 1
-
-    @property
-    def is_pipeline_last_stage(self) -> bool:
-        return self.pp_rank == self.pp_size - 1
-
-    @property
-    def is_data_source(self) -> bool:
-        """True on the one rank of a data-parallel replica whose results are collected."""
-        return self.tp_rank == 0 and self.cp_rank == 0 and self.is_pipeline_last_stage
 
 
 class LossFunction(Protocol):
