@@ -1,0 +1,155 @@
+"""Building a Hugging Face language model for training or for forward passes.
+
+Weights are loaded in float32, whatever the compute dtype is: the strategy casts what it computes with and keeps these
+as master weights.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from roll.config.roles import ModelArguments
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+HeadName = Literal["causal_lm", "value"]
+
+DTYPES: dict[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+_ATTENTION_NAMES = {None: "sdpa", "auto": "sdpa", "fa2": "flash_attention_2"}
+
+# A policy must give the same probabilities in every pass, or the on-policy ratio is not 1: no dropout anywhere.
+_DROPOUT_KEYS = (
+    "attention_dropout",
+    "attention_probs_dropout_prob",
+    "attn_pdrop",
+    "classifier_dropout",
+    "embd_pdrop",
+    "embedding_dropout",
+    "hidden_dropout",
+    "hidden_dropout_prob",
+    "resid_pdrop",
+)
+
+# Keys by which some families change the logits after the output matrix; the log-prob head would compute other numbers.
+_LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+def build_model(args: ModelArguments, head: HeadName, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Load the model of a role from a folder or hub name, on the CPU.
+
+    Args:
+        args: ``model_name_or_path`` must be set.
+        head: ``causal_lm``, or ``value``: the same body with a scalar head, which is zero unless the folder has one
+            (a folder written by an earlier run of a critic has).
+        dtype: of the weights in memory.
+
+    Raises:
+        ValueError: no path, a model that cannot be computed here, or ``freeze_module_prefix`` that matches nothing.
+        OSError: no such folder, or a folder without a model.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    if not args.model_name_or_path:
+        raise ValueError("model_args.model_name_or_path: empty; give a model folder, or set `pretrain` for all roles")
+    config = load_config(args)
+    _refuse_changed_logits(config, args.model_name_or_path)
+    options: dict[str, Any] = {
+        "config": config,
+        "dtype": dtype,
+        "attn_implementation": attention_implementation(args),
+        "trust_remote_code": args.trust_remote_code,
+    }
+    if head == "value":
+        config.num_labels = 1
+        model, info = AutoModelForTokenClassification.from_pretrained(
+            args.model_name_or_path, output_loading_info=True, **options
+        )
+        if any(name.startswith("score.") for name in info["missing_keys"]):
+            torch.nn.init.zeros_(model.score.weight)
+            if model.score.bias is not None:
+                torch.nn.init.zeros_(model.score.bias)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, **options)
+    _freeze(model, args.freeze_module_prefix)
+    return model
+
+
+def load_config(args: ModelArguments) -> PretrainedConfig:
+    """The model's configuration with ``model_config_kwargs`` applied, no dropout and no KV cache."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(
+        args.model_name_or_path, trust_remote_code=args.trust_remote_code, **args.model_config_kwargs
+    )
+    config.use_cache = False
+    for key in _DROPOUT_KEYS:
+        if hasattr(config, key) and key not in args.model_config_kwargs:
+            setattr(config, key, 0.0)
+    return config
+
+
+def attention_implementation(args: ModelArguments) -> str:
+    """The name by which transformers knows ``model_args.attn_implementation``."""
+    name = args.attn_implementation
+    return _ATTENTION_NAMES.get(name) or str(name)
+
+
+def enable_gradient_checkpointing(model: PreTrainedModel, args: ModelArguments) -> None:
+    """Compute each layer's activations again in the backward pass, unless the role says otherwise."""
+    if not args.disable_gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": args.gradient_checkpointing_use_reentrant})
+        model.enable_input_require_grads() if args.gradient_checkpointing_use_reentrant else None
+
+
+def has_tied_embeddings(model: PreTrainedModel) -> bool:
+    output = model.get_output_embeddings()
+    return output is not None and output.weight is model.get_input_embeddings().weight
+
+
+def refuse_partial_attention(config: PretrainedConfig, feature: str) -> None:
+    """Raise ValueError unless every layer is full causal softmax attention."""
+    layer_types = getattr(config, "layer_types", None) or []
+    other = sorted({kind for kind in layer_types if kind != "full_attention"})
+    if not layer_types and getattr(config, "sliding_window", None):
+        other = ["sliding_attention"]
+    if getattr(config, "model_type", "") in {"mamba", "mamba2", "rwkv", "falcon_mamba"}:
+        other = [config.model_type]
+    if other:
+        raise ValueError(
+            f"{feature}: the {config.model_type} model has layers of type {', '.join(other)}; this works only with "
+            f"full attention in every layer. Set {feature}: false"
+        )
+
+
+def _refuse_changed_logits(config: PretrainedConfig, path: str) -> None:
+    for key in _LOGIT_KEYS:
+        value = getattr(config, key, None)
+        if value not in (None, 1, 1.0):
+            raise ValueError(
+                f"model_args.model_name_or_path: {path} sets {key}={value}, a change of the logits that is not "
+                "supported; use a model without it (Qwen, Llama, Mistral ...)"
+            )
+
+
+def _freeze(model: PreTrainedModel, prefixes: str | None) -> None:
+    """Freeze the parameters whose name starts with one of the comma-separated prefixes."""
+    for prefix in (part.strip() for part in (prefixes or "").split(",") if part.strip()):
+        matching = [parameter for name, parameter in model.named_parameters() if name.startswith(prefix)]
+        if not matching:
+            known = ", ".join(sorted({name.split(".")[0] for name, _ in model.named_parameters()}))
+            raise ValueError(
+                f"model_args.freeze_module_prefix: no parameter starts with {prefix!r}; the top modules are {known}"
+            )
+        for parameter in matching:
+            parameter.requires_grad_(False)

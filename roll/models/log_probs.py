@@ -1,0 +1,142 @@
+r"""Log-probabilities and entropies of given tokens without a full table of float32 logits.
+
+For a hidden state h and the output matrix W (V x H), with z = (W h + b) / temperature:
+
+    log p(y)  = z_y - logsumexp(z)
+    entropy   = -sum_j p_j log p_j,            p = softmax(z)
+
+    d log p(y) / dz_j = [j = y] - p_j
+    d entropy / dz_j  = -p_j (log p_j + entropy)
+
+Tokens are taken in chunks: only one chunk's logits exist at a time, and the backward pass computes them again.  Where
+all of them are small (a tiny vocabulary), they are kept instead, which saves that second matrix product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class HeadMemory:
+    """How much memory the head may take; bytes of float32 logits."""
+
+    chunk_bytes: int = 64 * 2**20
+    """Logits computed at once. Twice to three times as much is held for a moment (softmax, cast)."""
+    kept_bytes: int = 64 * 2**20
+    """Up to here the log-softmax of *all* tokens is kept for the backward pass rather than computed again."""
+
+
+DEFAULT_MEMORY = HeadMemory()
+
+
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    memory: HeadMemory = DEFAULT_MEMORY,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of ``targets[i]`` under ``softmax((weight @ hidden[i] + bias) / temperature)``.
+
+    Args:
+        hidden: (N, H), any float dtype; N may be 0.
+        weight: (V, H), the dtype of ``hidden``. The matrix product runs in that dtype, all else in float32.
+        targets: int64 (N,).
+        bias: (V,) or None.
+        temperature: greater than 0.
+        with_entropy: also return the entropies, in nats.
+
+    Returns:
+        float32 (N,) log-probs, and float32 (N,) entropies or None. Both carry gradients to hidden, weight and bias.
+    """
+    assert hidden.ndim == 2 and targets.shape == hidden.shape[:1], (hidden.shape, targets.shape)
+    assert temperature > 0, temperature
+    row_bytes = 4 * weight.shape[0]
+    chunk = max(1, memory.chunk_bytes // row_bytes)
+    keep = torch.is_grad_enabled() and hidden.shape[0] * row_bytes <= memory.kept_bytes
+    return _TokenLogProbs.apply(hidden, weight, bias, targets, temperature, with_entropy, chunk, keep)
+
+
+def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """float32 (n, V) log-softmax of one chunk."""
+    logits = torch.nn.functional.linear(hidden, weight, bias).float()
+    if temperature != 1.0:
+        logits = logits.div_(temperature)
+    return torch.log_softmax(logits, dim=-1)
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, temperature, with_entropy, chunk, keep):  # type: ignore[no-untyped-def]
+        log_probs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+        entropy = torch.empty_like(log_probs) if with_entropy else None
+        kept: list[Tensor] = []
+        for start in range(0, hidden.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            table = _log_softmax(hidden[rows], weight, bias, temperature)
+            log_probs[rows] = table.gather(1, targets[rows, None])[:, 0]
+            if entropy is not None:
+                entropy[rows] = -(table.exp().mul_(table)).sum(-1)
+            if keep:
+                kept.append(table)
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy, *kept)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.set_materialize_grads(False)
+        return log_probs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_log_probs, grad_entropy):  # type: ignore[no-untyped-def]
+        hidden, weight, bias, targets, entropy, *kept = ctx.saved_tensors
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros_like(weight) if need_weight else None
+        grad_bias = torch.zeros_like(bias) if need_bias else None
+        for index, start in enumerate(range(0, hidden.shape[0], ctx.chunk)):
+            rows = slice(start, start + ctx.chunk)
+            table = kept[index] if kept else _log_softmax(hidden[rows], weight, bias, ctx.temperature)
+            grad_logits = _grad_logits(
+                table,
+                targets[rows],
+                None if grad_log_probs is None else grad_log_probs[rows],
+                None if grad_entropy is None else grad_entropy[rows],
+                None if entropy is None else entropy[rows],
+            )
+            if ctx.temperature != 1.0:
+                grad_logits.div_(ctx.temperature)
+            grad_logits = grad_logits.to(weight.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[rows])
+            if grad_weight is not None:
+                grad_weight.addmm_(grad_logits.t(), hidden[rows])
+            if grad_bias is not None:
+                grad_bias.add_(grad_logits.sum(0))
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _grad_logits(
+    table: Tensor, targets: Tensor, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, entropy: Tensor | None
+) -> Tensor:
+    """float32 (n, V): the gradient of one chunk's logits (after the temperature), from its log-softmax ``table``."""
+    probs = table.exp()
+    if grad_entropy is not None:
+        assert entropy is not None
+        factor = (table + entropy[:, None]).mul_(-grad_entropy[:, None])
+        if grad_log_probs is not None:
+            factor.sub_(grad_log_probs[:, None])
+        grad = probs.mul_(factor)
+    elif grad_log_probs is not None:
+        grad = probs.mul_(-grad_log_probs[:, None])
+    else:
+        return probs.zero_()
+    if grad_log_probs is not None:
+        grad.scatter_add_(1, targets[:, None], grad_log_probs[:, None])
+    return grad

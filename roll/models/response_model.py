@@ -1,0 +1,59 @@
+"""A language model that computes log-probs, entropies or values of response tokens, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from types import MethodType
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from roll.models.layouts import TokenLayout
+from roll.models.log_probs import token_log_probs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def _head_log_probs(
+    head: nn.Linear, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    return token_log_probs(
+        hidden, head.weight, targets, bias=head.bias, temperature=temperature, with_entropy=with_entropy
+    )
+
+
+class ResponseModel(nn.Module):
+    """Runs the body of a Hugging Face model, then a head on the hidden states that predict response tokens.
+
+    ``language_model`` is the Hugging Face model itself (a causal LM, or a token classifier with one label as value
+    model), with its own parameter names.  The head runs inside this module's forward, so that a sharding root put on
+    this module has the output matrix (tied to the embeddings or not) at hand.
+    """
+
+    def __init__(self, language_model: PreTrainedModel) -> None:
+        super().__init__()
+        self.language_model = language_model
+        head = language_model.get_output_embeddings()
+        if head is not None:
+            # A method of the output matrix's own module, so that one who shards that module apart can gather it first.
+            head.log_probs = MethodType(_head_log_probs, head)
+
+    def forward(self, layout: TokenLayout, outputs: Collection[str], temperature: float = 1.0) -> dict[str, Tensor]:
+        """Float32 (N,) tensors, one for each of ``outputs``: ``log_probs``, ``entropy``, ``values``.
+
+        ``values[i]`` is the value of the state in which response token i is about to be sampled.
+        """
+        hidden = self.language_model.base_model(
+            input_ids=layout.input_ids,
+            attention_mask=layout.attention_mask,
+            position_ids=layout.position_ids,
+            use_cache=False,
+        ).last_hidden_state
+        hidden = hidden.flatten(0, 1).index_select(0, layout.predictors)
+        if "values" in outputs:
+            return {"values": self.language_model.score(hidden)[:, 0].float()}
+        head = self.language_model.get_output_embeddings()
+        log_probs, entropy = head.log_probs(hidden, layout.targets, temperature, "entropy" in outputs)
+        computed = {"log_probs": log_probs, "entropy": entropy}
+        return {name: value for name, value in computed.items() if name in outputs and value is not None}

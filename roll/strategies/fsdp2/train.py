@@ -1,0 +1,162 @@
+"""``fsdp2_train``: the sharded model that learns."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from roll.config.roles import WorkerConfig
+from roll.models.build import enable_gradient_checkpointing
+from roll.protocol.metrics import Mean, Metrics, Sum
+from roll.strategies.base import LossFunction, ModelHead, Output, StateKind, TensorBatch, TrainStrategy
+from roll.strategies.fsdp2 import checkpoint
+from roll.strategies.fsdp2.gradients import clip_, global_norm, local_gradients
+from roll.strategies.fsdp2.strategy import Fsdp2InferStrategy
+from roll.strategies.micro_batches import is_empty, merged_floats, micro_batch, num_micro_batches
+from roll.strategies.optimizer import build_adamw
+from roll.strategies.schedule import LearningRateSchedule
+
+logger = logging.getLogger(__name__)
+
+
+class Fsdp2TrainStrategy(Fsdp2InferStrategy, TrainStrategy):
+    """Float32 master weights and AdamW moments, sharded; forward and backward in the compute dtype."""
+
+    def __init__(
+        self,
+        role: WorkerConfig,
+        head: ModelHead = ModelHead.CAUSAL_LM,
+        seed: int = 42,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(role, head, seed)
+        own = role.training_args.max_grad_norm
+        self.max_grad_norm = max_grad_norm if own is None else own
+        if self.compute_dtype is torch.float16:
+            raise ValueError(
+                f"{role.name}: not available yet: training in fp16 (it needs loss scaling); set "
+                "model_args.dtype and strategy_config.param_dtype to bf16 or fp32"
+            )
+
+    def initialize(self, num_training_steps: int = 0) -> None:
+        """Collective. With ``num_training_steps`` 0 the model can be computed and saved, but not trained."""
+        self._build(storage_dtype=torch.float32)
+        self.step = 0
+        if num_training_steps:
+            enable_gradient_checkpointing(self.model.language_model, self.role.model_args)
+            self.schedule = LearningRateSchedule.from_arguments(self.role.training_args, num_training_steps)
+            self.optimizer = build_adamw(self.model, self.role.training_args)
+            self.trainable = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            self.model.train()
+        else:
+            self.model.eval()
+
+    def train_step(
+        self,
+        batch: TensorBatch,
+        loss_fn: LossFunction,
+        outputs: Collection[Output],
+        temperature: float = 1.0,
+    ) -> Metrics:
+        self._check_outputs(outputs)
+        rows = self.role.training_args.per_device_train_batch_size
+        count = self._max_over_ranks(num_micro_batches(batch, rows))
+        metrics: list[Metrics] = []
+        for index in range(count):
+            self._sync_gradients(last=index == count - 1)
+            part = micro_batch(batch, index, rows)
+            metrics += self._backward(part, loss_fn, outputs, temperature)
+        metrics.append(self._update())
+        return merged_floats(metrics)
+
+    def _backward(
+        self, part: TensorBatch, loss_fn: LossFunction, outputs: Collection[Output], temperature: float
+    ) -> list[Metrics]:
+        """Forward and backward of one micro-batch. One with nothing to predict still takes part in all collectives."""
+        layout = self._layout(part).to(self.device)
+        computed = self.model(layout, [str(name) for name in outputs], temperature)
+        shape = tuple(part["input_ids"].shape)
+        aligned = {name: layout.scatter(values, shape) for name, values in computed.items()}
+        if is_empty(part):
+            _zero_loss(aligned).backward()
+            return []
+        columns = {name: column.to(self.device, non_blocking=True) for name, column in part.items()}
+        loss, metrics = loss_fn(aligned, columns)
+        (loss if loss.requires_grad else _zero_loss(aligned)).backward()
+        return [metrics]
+
+    def _update(self) -> Metrics:
+        """Clip, step and clear. A gradient that is not finite is dropped: the step counts, the weights stay."""
+        gradients = local_gradients(self.trainable)
+        norm = float(global_norm(gradients, self._shard_group(), self.device))
+        learning_rate = self.schedule(self.step)
+        metrics: Metrics = {"grad_norm": Mean(norm), "lr": Mean(learning_rate)}
+        if torch.isfinite(torch.tensor(norm)):
+            if self.max_grad_norm is not None:
+                clip_(gradients, norm, self.max_grad_norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
+        else:
+            logger.warning("optimizer step %d: gradient norm is %s; the update is skipped", self.step, norm)
+            metrics["skipped_updates"] = Sum(1.0 / self.world_size)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return metrics
+
+    def _sync_gradients(self, last: bool) -> None:
+        """Sum gradients over shards at every micro-batch or at the last one only; over replicas at the last one."""
+        if self.world_size == 1:
+            return
+        if not self.config.reduce_scatter_during_grad_accumulation:
+            self.root.set_requires_gradient_sync(last)
+        elif self.mesh.ndim == 2:
+            self.root.set_requires_all_reduce(last)
+
+    def _shard_group(self) -> ProcessGroup | None:
+        return self.mesh.get_group("fsdp") if self.mesh["fsdp"].size() > 1 else None
+
+    def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
+        total = value.to(self.device, copy=True)
+        if self.world_size > 1:
+            dist.all_reduce(total)
+        return total.to(value.device)
+
+    def save(self, path: Path) -> None:
+        checkpoint.save(
+            path,
+            self.model.language_model,
+            None if self.config.save_only_model else self.optimizer,
+            step=self.step,
+        )
+
+    def load(self, path: Path) -> None:
+        self.step = checkpoint.load(path, self.model.language_model, self.optimizer)
+
+    def offload_states(self, include: Collection[StateKind]) -> None:
+        super().offload_states(include)
+        if self._moves_states() and StateKind.OPTIMIZER_STATES in include:
+            self._move_optimizer(torch.device("cpu"))
+            torch.cuda.empty_cache()
+
+    def load_states(self, include: Collection[StateKind]) -> None:
+        super().load_states(include)
+        if self._moves_states() and StateKind.OPTIMIZER_STATES in include:
+            self._move_optimizer(self.device)
+
+    def _move_optimizer(self, device: torch.device) -> None:
+        for state in self.optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[key] = value.to(device, non_blocking=True)
+        torch.cuda.synchronize(self.device)
+
+
+def _zero_loss(outputs: TensorBatch) -> torch.Tensor:
+    """0, with a gradient of zeros to every parameter."""
+    return sum((values.sum() for values in outputs.values()), start=torch.zeros(())) * 0.0
