@@ -1,0 +1,152 @@
+"""A DataProto in a file: safetensors for tensors and arrays, JSON for everything else, nothing that executes.
+
+One safetensors file: tensor columns stand under ``batch/NAME``, tensors and numeric arrays met inside objects under
+``object/NUMBER``, and one uint8 tensor, ``structure``, holds UTF-8 JSON of ``non_tensor_batch`` and ``meta_info``.
+Objects may be None, bool, int, float, str, bytes, list, tuple, dict, numpy scalars and arrays, and tensors, nested at
+will.  What JSON has no word for is a dict of one key that starts with ``$``.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from roll.protocol.data_proto import DataProto
+
+_FORMAT = "roll.DataProto 1"
+_STRUCTURE = "structure"
+
+
+def save(data: DataProto, path: Path) -> None:
+    """Write ``data`` to ``path`` (its folder must exist), through a temporary file that replaces it when complete.
+
+    Raises:
+        TypeError: an object of a kind that the format does not hold; the message names its column.
+    """
+    from safetensors.torch import save_file
+
+    data.check()
+    tensors = {f"batch/{key}": _storable(data.batch.peek(key)) for key in data.batch}
+    encoder = _Encoder(tensors)
+    structure = {
+        "columns": list(data.batch),
+        "non_tensor_batch": {
+            key: [encoder.encode(value, f"non_tensor_batch[{key!r}]") for value in values]
+            for key, values in data.non_tensor_batch.items()
+        },
+        "meta_info": encoder.encode(data.meta_info, "meta_info"),
+    }
+    text = bytearray(json.dumps(structure, ensure_ascii=False, separators=(",", ":")).encode())
+    tensors[_STRUCTURE] = torch.frombuffer(text, dtype=torch.uint8)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    try:
+        save_file(tensors, temporary, metadata={"format": _FORMAT})
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def load(path: Path) -> DataProto:
+    """Read a file of :func:`save`; tensors come to the CPU.
+
+    Raises:
+        ValueError: a safetensors file that holds no DataProto.
+    """
+    from safetensors import safe_open
+
+    from roll.protocol.data_proto import DataProto
+
+    with safe_open(path, framework="pt") as file:
+        found = (file.metadata() or {}).get("format")
+        if found != _FORMAT:
+            raise ValueError(f"{path} is no DataProto file: its format is {found!r}, expected {_FORMAT!r}")
+        structure = json.loads(file.get_tensor(_STRUCTURE).numpy().tobytes())
+        tensors = {key: file.get_tensor(f"batch/{key}") for key in structure["columns"]}
+        objects = {
+            key: [_decode(value, file.get_tensor) for value in values]
+            for key, values in structure["non_tensor_batch"].items()
+        }
+        return DataProto.from_dict(tensors, objects, _decode(structure["meta_info"], file.get_tensor))
+
+
+def _storable(tensor: torch.Tensor) -> torch.Tensor:
+    """Safetensors refuses two tensors over one memory: columns may be views, so each is its own."""
+    tensor = tensor.detach().cpu()
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+class _Encoder:
+    """Turns objects into JSON; tensors met on the way go to ``tensors``."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def encode(self, value: Any, where: str) -> Any:
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if type(value) is list:
+            return [self.encode(entry, where) for entry in value]
+        if type(value) is dict:
+            return self._encode_dict(value, where)
+        if type(value) is tuple:
+            return {"$tuple": [self.encode(entry, where) for entry in value]}
+        if isinstance(value, bytes):
+            return {"$bytes": base64.b64encode(value).decode()}
+        if isinstance(value, torch.Tensor):
+            return {"$tensor": self._keep(value)}
+        if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+            return {"$scalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
+        if isinstance(value, np.ndarray) and value.dtype == object and value.ndim == 1:
+            return {"$objects": [self.encode(entry, where) for entry in value]}
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+            name = self._keep(torch.from_numpy(np.array(value, order="C").reshape(-1).view(np.uint8)))
+            return {"$array": [value.dtype.str, list(value.shape), name]}
+        raise TypeError(
+            f"{where} holds a {type(value).__name__}, which a DataProto file cannot: it holds None, numbers, strings, "
+            "bytes, lists, tuples, dicts, arrays and tensors"
+        )
+
+    def _encode_dict(self, value: dict[Any, Any], where: str) -> Any:
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: self.encode(entry, f"{where}[{key!r}]") for key, entry in value.items()}
+        return {"$dict": [[self.encode(key, where), self.encode(entry, where)] for key, entry in value.items()]}
+
+    def _keep(self, tensor: torch.Tensor) -> str:
+        name = f"object/{len(self._tensors)}"
+        self._tensors[name] = _storable(tensor)
+        return name
+
+
+def _decode(value: Any, get_tensor: Callable[[str], torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(entry, get_tensor) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    match value:
+        case {"$tuple": entries}:
+            return tuple(_decode(entry, get_tensor) for entry in entries)
+        case {"$bytes": text}:
+            return base64.b64decode(text)
+        case {"$tensor": name}:
+            return get_tensor(name)
+        case {"$scalar": [dtype, text]}:
+            return np.frombuffer(base64.b64decode(text), dtype)[0]
+        case {"$objects": entries}:
+            decoded = [_decode(entry, get_tensor) for entry in entries]
+            return np.fromiter(decoded, dtype=object, count=len(decoded))
+        case {"$array": [dtype, shape, name]}:
+            return get_tensor(name).numpy().view(dtype).reshape(shape)
+        case {"$dict": pairs}:
+            return {_decode(key, get_tensor): _decode(entry, get_tensor) for key, entry in pairs}
+    return {key: _decode(entry, get_tensor) for key, entry in value.items()}
