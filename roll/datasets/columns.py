@@ -1,0 +1,128 @@
+"""The meaning of a row's columns: id, tag, messages or prompt, ground truth; checked, with errors that say where."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from roll.config.roles import DataArguments
+from roll.datasets.reading import SourceRow
+from roll.datasets.types import DataError
+
+Message = dict[str, Any]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Under which names a data set keeps what we need; exactly one of ``messages`` and ``prompt`` is set."""
+
+    id: str
+    tag: str
+    messages: str | None
+    prompt: str | None
+    response: str
+
+    @classmethod
+    def of(cls, data_args: DataArguments, rows: Sequence[SourceRow]) -> Columns:
+        """The configured names; without ``messages`` and ``prompt``, whichever of ``messages``, ``prompt``, ``text``
+        the first row has.
+
+        Raises:
+            DataError: both configured, or none configured and none found.
+        """
+        messages, prompt = data_args.messages, data_args.prompt
+        if messages is not None and prompt is not None:
+            raise DataError(f"data_args: messages ({messages!r}) and prompt ({prompt!r}) exclude each other: set one")
+        if messages is None and prompt is None:
+            first = rows[0]
+            if "messages" in first.row:
+                messages = "messages"
+            else:
+                prompt = next((name for name in ("prompt", "text") if name in first.row), None)
+            if messages is None and prompt is None:
+                raise DataError(
+                    f"{first.place}: neither messages nor prompt among the columns {sorted(first.row)}; "
+                    "name the right one with data_args.messages or data_args.prompt"
+                )
+        return cls(data_args.id, data_args.tag, messages, prompt, data_args.response)
+
+    def read_messages(self, source: SourceRow) -> list[Message]:
+        """The conversation: ``messages`` as a list or as the JSON text of one, or ``prompt`` as a user's turn.
+
+        Raises:
+            DataError: column missing, not a conversation, or a message without role or content.
+        """
+        if self.prompt is not None:
+            prompt = require(source, self.prompt)
+            if not isinstance(prompt, str):
+                raise DataError(f"{source.place}: {self.prompt} must be a text, found {type(prompt).__name__}")
+            return [{"role": "user", "content": prompt}]
+        assert self.messages is not None
+        value = require(source, self.messages)
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except json.JSONDecodeError as error:
+                raise DataError(
+                    f"{source.place}: {self.messages} is a text but not the JSON of a list of messages ({error.msg}); "
+                    f"if it is the prompt itself, set data_args.prompt: {self.messages}"
+                ) from error
+        check_messages(source, self.messages, value)
+        return list(value)
+
+    def read_tag(self, source: SourceRow) -> str:
+        """The row's tag; an absent column counts as the empty tag."""
+        value = source.row.get(self.tag)
+        return "" if value is None else str(value)
+
+
+def require(source: SourceRow, column: str) -> Any:
+    if source.row.get(column) is None:
+        found = "it is null" if column in source.row else f"found only {sorted(source.row)}"
+        raise DataError(f"{source.place}: column {column!r} expected, {found}")
+    return source.row[column]
+
+
+def check_messages(source: SourceRow, column: str, value: Any) -> None:
+    example = '[{"role": "user", "content": "..."}]'
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{source.place}: {column} must be a non-empty list of messages such as {example}")
+    for position, message in enumerate(value):
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise DataError(f"{source.place}: {column}[{position}] needs role and content, such as {example}")
+        if message["role"] not in ROLES:
+            role = message["role"]
+            raise DataError(
+                f"{source.place}: {column}[{position}].role is {role!r}; expected one of {', '.join(ROLES)}"
+            )
+
+
+def unique_ids(columns: Columns, rows: Sequence[SourceRow]) -> list[str]:
+    """One id a row. Rows without an id get ``<file>:<row>``; equal ids in different files get the file's name in front.
+
+    Raises:
+        DataError: an id twice in one file.
+    """
+    named = [source.row.get(columns.id) for source in rows]
+    owners: dict[str, set[str]] = {}
+    seen: dict[tuple[str, str], SourceRow] = {}
+    for source, value in zip(rows, named, strict=True):
+        if value is None:
+            continue
+        key = (str(value), str(source.path))
+        if key in seen:
+            raise DataError(
+                f"{source.place}: duplicate id {value!r}, already in row {seen[key].number}; ids must be unique "
+                f"(or drop the column {columns.id!r} and rows are numbered)"
+            )
+        seen[key] = source
+        owners.setdefault(key[0], set()).add(key[1])
+    return [
+        f"{source.path.name}:{source.number}"
+        if value is None
+        else (str(value) if len(owners[str(value)]) == 1 else f"{source.path.stem}/{value}")
+        for source, value in zip(rows, named, strict=True)
+    ]

@@ -1,0 +1,189 @@
+"""In which order rows are drawn: shuffled epochs, and domains interleaved in fixed proportions. Exactly resumable."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any, Generic, TypeVar
+
+from roll.datasets.types import DataError, PromptRow
+
+T = TypeVar("T")
+
+
+class ShuffledEpochs(Generic[T]):
+    """Endless passes over ``rows``, each in an order of its own that depends on seed, name and epoch alone."""
+
+    def __init__(self, rows: Sequence[T], seed: int, name: str = "", shuffle: bool = True) -> None:
+        if not rows:
+            raise DataError(f"no rows to draw from{f' in domain {name!r}' if name else ''}")
+        self._rows = rows
+        self._seed = seed
+        self._name = name
+        self._shuffle = shuffle
+        self._drawn = 0
+        self._order_epoch = -1
+        self._order: list[int] = []
+
+    @property
+    def num_drawn(self) -> int:
+        """Rows drawn so far, over all epochs."""
+        return self._drawn
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next row, counted from 0."""
+        return self._drawn // len(self._rows)
+
+    def next_row(self) -> T:
+        if self._order_epoch != self.epoch:
+            self._order = list(range(len(self._rows)))
+            if self._shuffle:
+                # A text seed is hashed with SHA-512, so streams of different names and epochs are independent.
+                random.Random(f"{self._seed}/{self._name}/{self.epoch}").shuffle(self._order)
+            self._order_epoch = self.epoch
+        row = self._rows[self._order[self._drawn % len(self._rows)]]
+        self._drawn += 1
+        return row
+
+    def next_batch(self, size: int) -> list[T]:
+        return [self.next_row() for _ in range(size)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"drawn": self._drawn, "rows": len(self._rows), "seed": self._seed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            DataError: the state belongs to another seed or another number of rows.
+        """
+        mine = {"rows": len(self._rows), "seed": self._seed}
+        theirs = {key: state[key] for key in mine}
+        if mine != theirs:
+            where = f"domain {self._name!r}: " if self._name else ""
+            raise DataError(f"{where}the checkpoint was drawing from {theirs}, this run from {mine}: not the same data")
+        self._drawn = int(state["drawn"])
+
+
+class DomainSampler:
+    """Prompts of several domains, interleaved so that the shares hold at every moment and not only on average.
+
+    After n draws the count of a domain with share p differs from p*n by less than 1, whatever the batch sizes: the
+    quota method of R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980), whose bound is
+    1 - 1/(2k - 2) for k domains.  Shares are exact fractions, so nothing drifts.
+    """
+
+    def __init__(
+        self, datasets: Mapping[str, Sequence[PromptRow]], probs: Mapping[str, float] | None = None, seed: int = 42
+    ) -> None:
+        """
+        Args:
+            datasets: the rows of each domain (:meth:`PromptDataset.by_domain`).
+            probs: share of each domain (``domain_interleave_probs``), normalised to sum 1; a domain with share 0 is
+                never drawn. None: in proportion to the number of rows.
+
+        Raises:
+            DataError: a share without rows, rows without a share, or a share that is not a number >= 0.
+        """
+        self._shares = shares(datasets, probs)
+        self._streams = {
+            domain: ShuffledEpochs(datasets[domain], seed, domain) for domain, share in self._shares.items() if share
+        }
+        self._domains = list(self._streams)
+        self._digest = digest(datasets)
+
+    @property
+    def num_drawn(self) -> int:
+        return sum(stream.num_drawn for stream in self._streams.values())
+
+    def counts(self) -> dict[str, int]:
+        """Prompts drawn so far, by domain."""
+        return {domain: stream.num_drawn for domain, stream in self._streams.items()}
+
+    def next_batch(self, size: int) -> list[PromptRow]:
+        """The next ``size`` prompts, domains interleaved. A prompt's id tells its epochs apart (``id``, ``id@1`` ...),
+        so every id is unique over the run."""
+        return [self._next_row() for _ in range(size)]
+
+    def _next_row(self) -> PromptRow:
+        stream = self._streams[self._next_domain()]
+        epoch = stream.epoch
+        row = stream.next_row()
+        return replace(row, prompt_id=f"{row.prompt_id}@{epoch}") if epoch else row
+
+    def _next_domain(self) -> str:
+        """Of the domains that may be drawn without running ahead of their quota, the one that must be drawn soonest."""
+        if len(self._domains) == 1:
+            return self._domains[0]
+        margin = Fraction(1, 2 * len(self._domains) - 2)
+        turn = self.num_drawn + 1
+        best, best_deadline = "", Fraction(0)
+        for domain in self._domains:
+            share = self._shares[domain]
+            lack = share * turn - self._streams[domain].num_drawn
+            deadline = (1 - margin - lack) / share
+            if lack >= margin and (not best or deadline < best_deadline):
+                best, best_deadline = domain, deadline
+        assert best, "shares sum to 1, so some domain is behind its quota"
+        return best
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where every domain stands: plain JSON values."""
+        return {
+            "data": self._digest,
+            "shares": {domain: str(share) for domain, share in self._shares.items()},
+            "domains": {domain: stream.state_dict() for domain, stream in self._streams.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where ``state`` was taken.
+
+        Raises:
+            DataError: the data or the domains' shares are not those of the state.
+        """
+        mine = self.state_dict()
+        for key, meaning in (("shares", "domain_interleave_probs"), ("data", "the prompts (ids or order)")):
+            if state[key] != mine[key]:
+                raise DataError(
+                    f"cannot continue the checkpoint's data order: {meaning} changed from {state[key]} to {mine[key]}; "
+                    "restore the former setting, or start without resume_from_checkpoint"
+                )
+        for domain, stream in self._streams.items():
+            stream.load_state_dict(state["domains"][domain])
+
+
+def shares(datasets: Mapping[str, Sequence[PromptRow]], probs: Mapping[str, float] | None) -> dict[str, Fraction]:
+    """The exact share of each domain; decimal numbers are taken as written (0.1 is one tenth)."""
+    if probs is None:
+        wanted = {domain: Fraction(len(rows)) for domain, rows in datasets.items() if rows}
+    else:
+        for domain, prob in probs.items():
+            if not isinstance(prob, (int, float)) or not math.isfinite(prob) or prob < 0:
+                raise DataError(f"domain_interleave_probs.{domain} = {prob!r}: must be a number >= 0, such as 0.5")
+        wanted = {domain: Fraction(str(prob)) for domain, prob in probs.items()}
+    missing = [domain for domain, share in wanted.items() if share and not datasets.get(domain)]
+    if missing:
+        present = ", ".join(f"{domain} ({len(rows)})" for domain, rows in datasets.items()) or "none"
+        raise DataError(f"domain_interleave_probs.{missing[0]}: this domain has no rows; domains with rows: {present}")
+    unshared = [domain for domain, rows in datasets.items() if rows and domain not in wanted]
+    if unshared:
+        raise DataError(
+            f"domain_interleave_probs has no entry for {unshared[0]!r}, which has rows; give it a share or 0"
+        )
+    total = sum(wanted.values())
+    if not total:
+        raise DataError("domain_interleave_probs: no domain has a share above 0")
+    return {domain: share / total for domain, share in wanted.items()}
+
+
+def digest(datasets: Mapping[str, Sequence[PromptRow]]) -> str:
+    """Changes when prompts are added, removed or reordered."""
+    hasher = hashlib.sha256()
+    for domain in sorted(datasets):
+        hasher.update(repr((domain, [row.prompt_id for row in datasets[domain]])).encode())
+    return hasher.hexdigest()[:16]

@@ -1,0 +1,69 @@
+"""What a reward is: texts in, one scalar (or an explained failure) a sample out. Torch-free: reward workers start fast."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSample:
+    """One finished response and what is known of its prompt."""
+
+    prompt: str
+    """The prompt as the model saw it, template applied."""
+    response: str
+    """The decoded response, without special tokens."""
+    ground_truth: Any = None
+    finish_reason: str = "stop"
+    """``stop``, ``length`` (cut off) or ``abort``."""
+    row: dict[str, Any] = field(default_factory=dict)
+    """All columns of the data row."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardResult:
+    """``score`` is None exactly when ``error`` says why there is none: a failure never looks like a bad answer."""
+
+    score: float | None
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Further numbers of this sample, averaged per domain in the log."""
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.score is None) == (self.error is not None), f"score {self.score} with error {self.error!r}"
+
+
+class RewardFunction(Protocol):
+    """Scores a batch; called from one thread at a time, in any thread."""
+
+    def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        """One result a sample, in order. Never raises for what a model has written."""
+        ...
+
+    def close(self) -> None:
+        """Release helper processes; the function is not used again."""
+        ...
+
+
+class RewardRule(ABC):
+    """A reward that judges one sample at a time. Subclasses are dataclasses: their fields are the rule's options."""
+
+    @abstractmethod
+    def judge(self, sample: RewardSample) -> RewardResult: ...
+
+    def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        return [self.judge(sample) for sample in samples]
+
+    def close(self) -> None:
+        """Most rules have nothing to release."""
+
+
+def failure(error: str) -> RewardResult:
+    return RewardResult(None, {}, error)
+
+
+class RewardOptionError(ValueError):
+    """A reward that does not exist, or an option that it does not have or cannot use."""
