@@ -1,0 +1,242 @@
+"""The checkpoints of a run: ``<root>/checkpoint-<step>/``, each holding one folder per role and the pipeline's state.
+
+A checkpoint is whole or absent. It is written into a hidden sibling folder, flushed, given a manifest (sizes and hashes
+of all files) and renamed; one that does not match its manifest is skipped, with the reason in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+from roll.checkpoint.folders import atomic_folder, remove_folder, sweep
+from roll.checkpoint.manifest import MANIFEST_NAME, CheckpointDamagedError, flush_folder, verify_folder, write_manifest
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+_SET_ASIDE_PREFIX = "superseded-"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint on disk: ``path`` is its folder, ``step`` the number in its name."""
+
+    path: Path
+    step: int
+
+    def role(self, name: str) -> Path:
+        """The folder that the role ``name`` (``actor_train``, ``critic``, ...) wrote.
+
+        Raises:
+            FileNotFoundError: the checkpoint was written by a run without this role.
+        """
+        folder = self.path / name
+        if not folder.is_dir():
+            roles = sorted(entry.name for entry in self.path.iterdir() if entry.is_dir())
+            raise FileNotFoundError(f"{self.path} holds nothing for role {name!r}; it holds {', '.join(roles)}")
+        return folder
+
+
+class CheckpointManager:
+    """Writes, finds, prunes and copies away the checkpoints under ``root``.
+
+    Args:
+        root: the folder of the run's checkpoints; on several hosts it must be a disk that all of them share.
+        max_to_keep: whole checkpoints kept under ``root``, the newest ones; 0 keeps all (YAML ``max_ckpt_to_keep``).
+        upload_dir: where each checkpoint is copied to as well (YAML ``checkpoint_config.output_dir``); never pruned.
+        async_upload: copy in the background while training goes on.
+        keep_local_file: False removes a checkpoint from ``root`` once its copy is whole.
+
+    Raises:
+        ValueError: ``max_to_keep`` is negative, or ``upload_dir`` is ``root`` itself.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        max_to_keep: int = 0,
+        *,
+        upload_dir: str | Path | None = None,
+        async_upload: bool = True,
+        keep_local_file: bool = True,
+    ) -> None:
+        if max_to_keep < 0:
+            raise ValueError(
+                f"max_ckpt_to_keep: {max_to_keep} is negative; 0 keeps all checkpoints, 3 the newest three"
+            )
+        self.root = Path(root)
+        self.upload_dir = Path(upload_dir) if upload_dir is not None else None
+        if self.upload_dir is not None and self.upload_dir.resolve() == self.root.resolve():
+            raise ValueError(
+                f"checkpoint_config.output_dir: {self.upload_dir} is where the run writes its checkpoints anyway; "
+                "name another folder, or drop the key"
+            )
+        self._max_to_keep = max_to_keep
+        self._keep_local_file = keep_local_file
+        self._background = ThreadPoolExecutor(1, "checkpoint-upload") if upload_dir and async_upload else None
+        self._pending: set[int] = set()
+        self._upload_errors: list[OSError | CheckpointDamagedError] = []
+        self._lock = Lock()
+        for folder in self._folders():
+            sweep(folder)
+
+    @contextmanager
+    def writing(self, step: int) -> Iterator[Path]:
+        """Yield a hidden folder to write into; when the block ends well it becomes ``checkpoint-<step>``.
+
+        Any process may write there. All of them must be done when the block ends. If the block raises, nothing remains.
+        Older checkpoints are pruned only after this one is whole.
+        """
+        final = self.root / f"checkpoint-{step}"
+        with atomic_folder(final) as folder:
+            yield folder
+            manifest = write_manifest(folder, step)
+        size = sum(entry.size for entry in manifest.files.values())
+        logger.info("checkpoint %s: %d files, %.1f MB", final, len(manifest.files), size / 1e6)
+        if self.upload_dir is not None:
+            self._start_upload(step)
+        self._prune()
+
+    def latest(self) -> Checkpoint | None:
+        """The whole checkpoint with the highest step, in ``root`` or the upload folder; None if there is none.
+
+        Checks contents, so it reads every byte of the one that it returns. Damaged ones are skipped and logged.
+        """
+        return _latest(self._folders())
+
+    def resolve(self, resume_from_checkpoint: bool | str) -> Checkpoint | None:
+        """What the YAML key of this name asks for: False nothing, True :meth:`latest`, a path that checkpoint.
+
+        The path may be a checkpoint, or a folder of checkpoints whose latest one is meant. None: start anew.
+
+        Raises:
+            FileNotFoundError: the path is not there, or no checkpoint is in it.
+            CheckpointDamagedError: the path is a checkpoint that is torn; nothing else is used in its place.
+        """
+        if resume_from_checkpoint is False:
+            return None
+        if resume_from_checkpoint is True:
+            found = self.latest()
+            if found is None:
+                logger.info("resume_from_checkpoint: no checkpoint under %s yet, so the run starts anew", self.root)
+            return found
+        path = Path(resume_from_checkpoint).expanduser()
+        if not path.is_dir():
+            raise FileNotFoundError(
+                f"resume_from_checkpoint: {path} is not a folder; name one such as {self.root / 'checkpoint-100'}, "
+                "or write true for the latest"
+            )
+        if _NAME.fullmatch(path.name) or (path / MANIFEST_NAME).exists():
+            return Checkpoint(path, verify_folder(path).step)
+        found = _latest([path])
+        if found is None:
+            raise FileNotFoundError(f"resume_from_checkpoint: {path} holds no whole checkpoint-<step> folder")
+        return found
+
+    def set_aside_after(self, step: int) -> None:
+        """Rename checkpoints later than ``step`` to ``superseded-checkpoint-<n>``.
+
+        A run that goes on from an older checkpoint calls this first; else its own next resumption would find the later
+        ones of the branch it left.
+        """
+        for folder in self._folders():
+            for checkpoint in _checkpoints(folder):
+                if checkpoint.step > step:
+                    aside = folder / f"{_SET_ASIDE_PREFIX}{checkpoint.path.name}"
+                    if aside.exists():
+                        shutil.rmtree(aside)
+                    checkpoint.path.rename(aside)
+                    logger.warning("resuming from step %d: %s is now %s", step, checkpoint.path, aside.name)
+
+    def close(self) -> None:
+        """Wait for uploads under way, and prune what had to be kept for them.
+
+        Raises:
+            OSError, CheckpointDamagedError: what kept the first of the uploads that failed from being whole. It was
+                logged when it happened; the checkpoint itself is whole under ``root``.
+        """
+        if self._background is not None:
+            self._background.shutdown(wait=True)
+        self._prune()
+        if self._upload_errors:
+            raise self._upload_errors[0]
+
+    def _folders(self) -> list[Path]:
+        return [self.root] if self.upload_dir is None else [self.root, self.upload_dir]
+
+    def _start_upload(self, step: int) -> None:
+        with self._lock:
+            self._pending.add(step)
+        if self._background is None:
+            self._upload(step)
+        else:
+            self._background.submit(self._upload, step)
+
+    def _upload(self, step: int) -> None:
+        """Copy one checkpoint away; an error is kept for :meth:`close`, since training can go on without the copy."""
+        assert self.upload_dir is not None
+        source = self.root / f"checkpoint-{step}"
+        try:
+            with atomic_folder(self.upload_dir / source.name) as folder:
+                shutil.copytree(source, folder, dirs_exist_ok=True)
+                verify_folder(folder)
+                flush_folder(folder)
+            logger.info("checkpoint %s copied to %s", source, self.upload_dir)
+            if not self._keep_local_file:
+                remove_folder(source)
+        except (OSError, CheckpointDamagedError) as error:
+            logger.exception("checkpoint %s could not be copied to %s", source, self.upload_dir)
+            self._upload_errors.append(error)
+        finally:
+            with self._lock:
+                self._pending.discard(step)
+
+    def _prune(self) -> None:
+        if self._max_to_keep == 0:
+            return
+        with self._lock:
+            pending = set(self._pending)
+        whole = []
+        for checkpoint in sorted(_checkpoints(self.root), key=lambda checkpoint: -checkpoint.step):
+            if checkpoint.step in pending:  # another thread may be about to remove it
+                whole.append(checkpoint)
+                continue
+            try:
+                # Sizes only: reading all checkpoints at every save would cost more than writing one.
+                verify_folder(checkpoint.path, contents=False)
+            except CheckpointDamagedError as error:
+                logger.warning("left in place and not counted among those kept: %s", error)
+            else:
+                whole.append(checkpoint)
+        for checkpoint in whole[self._max_to_keep :]:
+            if checkpoint.step not in pending:
+                remove_folder(checkpoint.path)
+                logger.info("removed %s (max_ckpt_to_keep: %d)", checkpoint.path, self._max_to_keep)
+
+
+def _checkpoints(folder: Path) -> list[Checkpoint]:
+    if not folder.is_dir():
+        return []
+    matches = [(entry, _NAME.fullmatch(entry.name)) for entry in folder.iterdir() if entry.is_dir()]
+    return [Checkpoint(entry, int(match.group(1))) for entry, match in matches if match is not None]
+
+
+def _latest(folders: list[Path]) -> Checkpoint | None:
+    candidates = [candidate for folder in folders for candidate in _checkpoints(folder)]
+    # The sort is stable: at equal steps the copy in the first folder stays in front.
+    for candidate in sorted(candidates, key=lambda candidate: -candidate.step):
+        try:
+            verify_folder(candidate.path)
+        except CheckpointDamagedError as error:
+            logger.warning("skipped a damaged checkpoint: %s", error)
+        else:
+            return candidate
+    return None

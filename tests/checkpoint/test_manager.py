@@ -1,0 +1,208 @@
+"""The checkpoint manager: what is found again, what is pruned, what a damaged folder does."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from roll.checkpoint import Checkpoint, CheckpointDamagedError, CheckpointManager
+from roll.checkpoint.manifest import verify_folder
+
+
+def write(manager: CheckpointManager, step: int, payload: bytes = b"weights") -> Path:
+    with manager.writing(step) as folder:
+        (folder / "actor_train").mkdir()
+        (folder / "actor_train" / "shard-0.bin").write_bytes(payload + str(step).encode())
+        (folder / "pipeline").mkdir()
+        (folder / "pipeline" / "state.json").write_text(json.dumps({"step": step}))
+    return manager.root / f"checkpoint-{step}"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def test_written_checkpoint_is_found_with_its_roles(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "new" / "root")
+    assert manager.latest() is None
+    path = write(manager, 3)
+    found = manager.latest()
+    assert found == Checkpoint(path, 3)
+    assert (found.role("actor_train") / "shard-0.bin").read_bytes() == b"weights3"
+    with pytest.raises(FileNotFoundError, match="role 'critic'; it holds actor_train, pipeline"):
+        found.role("critic")
+    assert names(path) == ["actor_train", "manifest.json", "pipeline"]
+
+
+def test_nothing_is_visible_before_the_block_ends(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    with manager.writing(1) as folder:
+        (folder / "file").write_text("x")
+        assert manager.latest() is None
+        assert not (tmp_path / "checkpoint-1").exists()
+        # Another process that starts meanwhile leaves the folder being written alone.
+        CheckpointManager(tmp_path)
+        assert folder.exists()
+    assert manager.latest() == Checkpoint(tmp_path / "checkpoint-1", 1)
+
+
+def test_block_that_raises_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    write(manager, 1, b"old")
+    with pytest.raises(RuntimeError, match="out of memory"), manager.writing(1) as folder:
+        (folder / "file").write_text("half")
+        raise RuntimeError("out of memory")
+    assert names(tmp_path) == ["checkpoint-1"]
+    assert (tmp_path / "checkpoint-1" / "actor_train" / "shard-0.bin").read_bytes() == b"old1"
+
+
+def test_block_that_writes_nothing_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing was written"), CheckpointManager(tmp_path).writing(1):
+        pass
+    assert names(tmp_path) == []
+
+
+def test_same_step_written_again_replaces_the_first(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    write(manager, 1, b"old")
+    write(manager, 1, b"new")
+    assert names(tmp_path) == ["checkpoint-1"]
+    assert (tmp_path / "checkpoint-1" / "actor_train" / "shard-0.bin").read_bytes() == b"new1"
+
+
+def test_replacement_cut_short_is_undone(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    path = write(manager, 1)
+    # What a kill between the two renames of a replacement leaves.
+    path.rename(tmp_path / ".checkpoint-1.replaced")
+    assert CheckpointManager(tmp_path).latest() == Checkpoint(path, 1)
+    # A kill after both: the old one is still there under its hidden name.
+    (tmp_path / ".checkpoint-1.replaced").mkdir()
+    CheckpointManager(tmp_path)
+    assert names(tmp_path) == ["checkpoint-1"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "removed", "no manifest", "broken manifest", "later format"])
+def test_damaged_checkpoint_is_skipped_with_the_reason(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = CheckpointManager(tmp_path)
+    write(manager, 9)
+    newest = write(manager, 10)
+    shard, manifest = newest / "actor_train" / "shard-0.bin", newest / "manifest.json"
+    match damage:
+        case "cut":
+            shard.write_bytes(shard.read_bytes()[:-1])
+        case "changed":
+            shard.write_bytes(b"W" + shard.read_bytes()[1:])
+        case "removed":
+            shard.unlink()
+        case "no manifest":
+            manifest.unlink()
+        case "broken manifest":
+            manifest.write_text(manifest.read_text()[:40])
+        case "later format":
+            manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
+    with caplog.at_level(logging.WARNING):
+        assert manager.latest() == Checkpoint(tmp_path / "checkpoint-9", 9)
+    reason = {
+        "cut": "has 8 bytes instead of 9",
+        "changed": "contents of actor_train/shard-0.bin have changed",
+        "removed": "actor_train/shard-0.bin is missing",
+        "no manifest": "never finished",
+        "broken manifest": "not a readable manifest",
+        "later format": "format 99",
+    }[damage]
+    assert reason in caplog.text
+    with pytest.raises(CheckpointDamagedError, match=reason):
+        manager.resolve(str(newest))
+
+
+def test_pruning_keeps_the_newest_whole_ones(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, max_to_keep=2)
+    for step in (1, 2, 10):
+        write(manager, step)
+    assert names(tmp_path) == ["checkpoint-10", "checkpoint-2"]
+    # A damaged one does not push a whole one out, and is not silently deleted either.
+    (tmp_path / "checkpoint-10" / "actor_train" / "shard-0.bin").unlink()
+    write(manager, 11)
+    assert names(tmp_path) == ["checkpoint-10", "checkpoint-11", "checkpoint-2"]
+
+
+def test_zero_keeps_all_and_negative_is_refused(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, max_to_keep=0)
+    for step in range(5):
+        write(manager, step)
+    assert len(names(tmp_path)) == 5
+    with pytest.raises(ValueError, match=r"max_ckpt_to_keep: -1 is negative; 0 keeps all"):
+        CheckpointManager(tmp_path, max_to_keep=-1)
+
+
+def test_resolve(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "run")
+    assert manager.resolve(True) is None
+    first = write(manager, 5)
+    second = write(manager, 20)
+    assert manager.resolve(False) is None
+    assert manager.resolve(True) == Checkpoint(second, 20)
+    assert manager.resolve(str(first)) == Checkpoint(first, 5)
+    assert CheckpointManager(tmp_path / "other").resolve(str(tmp_path / "run")) == Checkpoint(second, 20)
+    with pytest.raises(FileNotFoundError, match=r"resume_from_checkpoint: .*nowhere is not a folder; name one such as"):
+        manager.resolve(str(tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="holds no whole checkpoint"):
+        manager.resolve(str(tmp_path / "empty"))
+
+
+def test_checkpoint_moved_elsewhere_still_resolves(tmp_path: Path) -> None:
+    moved = write(CheckpointManager(tmp_path), 7).rename(tmp_path / "best")
+    assert CheckpointManager(tmp_path).resolve(str(moved)) == Checkpoint(moved, 7)
+
+
+def test_going_on_from_an_older_one_sets_the_later_ones_aside(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, upload_dir=tmp_path / "store", async_upload=False)
+    for step in (10, 20, 30):
+        write(manager, step)
+    manager.set_aside_after(10)
+    assert manager.latest() == Checkpoint(tmp_path / "checkpoint-10", 10)
+    assert (tmp_path / "superseded-checkpoint-20").is_dir() and (tmp_path / "store/superseded-checkpoint-30").is_dir()
+    write(manager, 15)
+    assert manager.resolve(True) == Checkpoint(tmp_path / "checkpoint-15", 15)
+
+
+@pytest.mark.parametrize("async_upload", [False, True])
+@pytest.mark.parametrize("keep_local_file", [False, True])
+def test_upload(tmp_path: Path, async_upload: bool, keep_local_file: bool) -> None:
+    local, store = tmp_path / "local", tmp_path / "store"
+    manager = CheckpointManager(
+        local, max_to_keep=1, upload_dir=store, async_upload=async_upload, keep_local_file=keep_local_file
+    )
+    for step in (1, 2, 3):
+        write(manager, step)
+    manager.close()
+    assert names(store) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    assert names(local) == (["checkpoint-3"] if keep_local_file else [])
+    for step in (1, 2, 3):
+        assert verify_folder(store / f"checkpoint-{step}").step == step
+    expected = local if keep_local_file else store
+    assert CheckpointManager(local, upload_dir=store).latest() == Checkpoint(expected / "checkpoint-3", 3)
+
+
+def test_upload_that_fails_is_reported_and_keeps_the_local_copy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "store").write_text("a file where the folder should be")
+    manager = CheckpointManager(tmp_path / "local", upload_dir=tmp_path / "store", keep_local_file=False)
+    write(manager, 1)
+    with pytest.raises(OSError, match="store"):
+        manager.close()
+    assert "could not be copied" in caplog.text
+    assert manager.latest() == Checkpoint(tmp_path / "local" / "checkpoint-1", 1)
+
+
+def test_upload_into_the_root_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"checkpoint_config\.output_dir"):
+        CheckpointManager(tmp_path, upload_dir=tmp_path / "x" / "..")
