@@ -1,0 +1,114 @@
+"""The actor's loss: policy gradient by variant, plus divergence from the reference, minus entropy bonus."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roll.algorithms import covariance_losses as _covariance_losses  # noqa: F401  registers clip_cov and kl_cov
+from roll.algorithms.aggregation import LossDenominators, aggregate
+from roll.algorithms.correction_options import correction_options
+from roll.algorithms.corrections import correct_mismatch, mismatch_metrics
+from roll.algorithms.kl import KLOptions, kl_estimate
+from roll.algorithms.loss_types import LossInputs, LossOutputs
+from roll.algorithms.metric_builder import MetricBuilder
+from roll.algorithms.options import ActorLossOptions, options_from
+from roll.algorithms.policy_losses import options_class_of, policy_losses
+
+POLICY_LOSS_NAMES = policy_losses.names
+
+
+def actor_loss_options(settings: Mapping[str, Any]) -> ActorLossOptions:
+    """From a flat mapping of YAML keys (``pg_variant``, ``pg_clip``, ``loss_agg_mode``, ``train_infer_correction`` ...).
+
+    Keys that belong to no option are ignored; ``pg_variant: null`` is ``ppo``.
+    Raises ``ValueError`` for an unknown variant or a bad correction.
+    """
+    variant = settings.get("pg_variant") or "ppo"
+    return options_from(
+        ActorLossOptions,
+        {
+            **settings,
+            "pg_variant": variant,
+            "pg": options_from(options_class_of(variant), settings),
+            "correction": correction_options(settings.get("train_infer_correction")),
+        },
+    )
+
+
+def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: LossDenominators) -> LossOutputs:
+    """This micro-batch's share of the actor's loss over the whole optimizer step.
+
+    loss = rl_loss_coef * pg + kl_loss_coef * KL(pi || ref) - entropy_loss_coef * entropy, each aggregated by
+    ``loss_agg_mode`` with the same global denominators.  Sample weights and corrections act on the first term.
+
+    Raises ``ValueError`` where a term needs ``ref_log_probs``, ``entropy`` or ``rollout_log_probs`` and has none.
+    """
+    metrics = MetricBuilder()
+    share = inputs.num_tokens / max(denominators.tokens, 1.0)
+
+    def reduced(loss: Tensor, sample_weights: Tensor | None = None) -> Tensor:
+        return aggregate(loss, inputs.mask, options.loss_agg_mode, denominators, sample_weights)
+
+    per_token = policy_losses.resolve(options.pg_variant)(inputs, options.pg, metrics)
+    if options.correction.rules:
+        correction = correct_mismatch(inputs, options.correction, metrics)
+        # A dropped token counts as 0, not as absent: it stays in inputs.mask and in the denominators.
+        per_token = torch.where(correction.keep, per_token * correction.weights, 0.0)
+    total = options.rl_loss_coef * reduced(per_token, inputs.sample_weights)
+    metrics.mean("actor/weighted_pg_loss", total, share)
+    metrics.mean("actor/pg_loss", total if _is_plain(inputs, options) else reduced(per_token.detach()), share)
+    if options.use_kl_loss:
+        kl = reduced(_kl_per_token(inputs, options))
+        metrics.mean("actor/kl_loss", kl, share)
+        total = total + options.kl_loss_coef * kl
+    if inputs.entropy is not None:
+        entropy = reduced(inputs.entropy)
+        metrics.mean("actor/entropy", torch.where(inputs.mask, inputs.entropy.detach(), 0.0).sum(), inputs.num_tokens)
+        total = total - options.entropy_loss_coef * entropy
+    elif options.needs_entropy:
+        raise ValueError(f"entropy_loss_coef {options.entropy_loss_coef} needs the entropy of the current policy")
+    metrics.mean("actor/total_loss", total, share)
+    _policy_metrics(inputs, metrics)
+    mismatch_metrics(inputs, metrics, any(rule.level == "segment" for rule in options.correction.rules))
+    return LossOutputs(total, metrics.build())
+
+
+def _is_plain(inputs: LossInputs, options: ActorLossOptions) -> bool:
+    return inputs.sample_weights is None and options.rl_loss_coef == 1.0
+
+
+def _kl_per_token(inputs: LossInputs, options: ActorLossOptions) -> Tensor:
+    if inputs.ref_log_probs is None:
+        raise ValueError("use_kl_loss needs ref_log_probs: the log-probs of the reference policy")
+    kl_options = KLOptions(
+        options.kl_loss_type,
+        value_clamp=options.kl_loss_clamp,
+        importance_weighted=options.kl_loss_importance_weighted,
+    )
+    return kl_estimate(inputs.log_probs, inputs.ref_log_probs, kl_options, inputs.log_ratio)
+
+
+@torch.no_grad()
+def _policy_metrics(inputs: LossInputs, metrics: MetricBuilder) -> None:
+    """How far the policy has moved since the batch began, and how much of the batch takes part."""
+    tokens, valid = inputs.num_tokens, inputs.mask.any(-1).sum()
+    log_ratio = inputs.log_ratio.detach()
+    ratio = log_ratio.exp()
+    # Outside the mask the log-ratio is 0, so plain sums are masked sums; the ratio there is 1.
+    metrics.mean("actor/approxkl", 0.5 * log_ratio.flatten().dot(log_ratio.flatten()), tokens)
+    metrics.mean("actor/policykl", log_ratio.sum(), tokens)
+    metrics.mean("actor/ratio_mean", ratio.sum() - (ratio.numel() - tokens), tokens)
+    metrics.max("actor/ratio_max", ratio, inputs.mask)
+    metrics.min("actor/ratio_min", ratio, inputs.mask)
+    metrics.sum("actor/valid_samples", valid)
+    metrics.sum("actor/total_samples", float(inputs.mask.shape[0]))
+    metrics.mean("actor/valid_sample_ratio", valid, float(inputs.mask.shape[0]))
+    if inputs.sample_weights is not None:
+        everything = torch.ones_like(inputs.sample_weights, dtype=torch.bool)
+        metrics.mean("actor/sample_weights_mean", inputs.sample_weights.sum(), float(everything.numel()))
+        metrics.min("actor/sample_weights_min", inputs.sample_weights, everything)
+        metrics.max("actor/sample_weights_max", inputs.sample_weights, everything)

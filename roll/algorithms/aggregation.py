@@ -1,0 +1,92 @@
+r"""From per-token losses to a micro-batch's share of the loss of the whole optimizer step.
+
+With :math:`l_{it}` the loss of token t of row i, :math:`m_{it}` the mask, :math:`n_i` the masked tokens of row i, and
+T (tokens), N (rows with a masked token) counted over *all* ranks and micro-batches of the optimizer step:
+
+=========================  ==================================================  =====================================
+mode                       loss                                                source
+=========================  ==================================================  =====================================
+token-mean                 sum_it m l / T                                      DAPO, arXiv 2503.14476 eq. 8
+seq-mean-token-mean        sum_i (1/n_i) sum_t m l / N                         GRPO, arXiv 2402.03300 eq. 3
+seq-mean-token-sum         sum_i sum_t m l / N                                 REINFORCE
+seq-mean-token-sum-norm    sum_i sum_t m l / (N * norm_length)                 Dr. GRPO, arXiv 2503.20783 app. A
+=========================  ==================================================  =====================================
+
+Every mode is a weight per row times the masked row sum, so the mask multiplies the numerator in each of them, and the
+sum of the shares over micro-batches and ranks is the global loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+AGGREGATION_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+
+
+@dataclass(frozen=True)
+class LossDenominators:
+    """Sums over all ranks and micro-batches of one optimizer step."""
+
+    tokens: float
+    """Masked tokens."""
+    samples: float
+    """Rows with at least one masked token."""
+    norm_length: float | None = None
+    """The constant length of ``seq-mean-token-sum-norm``, in tokens (the configured response length)."""
+
+
+def denominators_of(mask: Tensor) -> Tensor:
+    """This rank's part, to be summed over ranks: bool (B, L) -> float64 (2,) = (tokens, samples)."""
+    return torch.stack([mask.sum(), mask.any(-1).sum()]).double()
+
+
+def denominators_from(summed: Tensor, norm_length: float | None = None) -> LossDenominators:
+    """The inverse of :func:`denominators_of` after the sum over ranks: one transfer from the device."""
+    tokens, samples = summed.tolist()
+    return LossDenominators(tokens, samples, norm_length)
+
+
+def row_weights(mask: Tensor, mode: str, denominators: LossDenominators) -> Tensor:
+    """What the masked loss sum of each row is multiplied with: float32 (B,) on the device of ``mask``.
+
+    Raises ``ValueError`` for an unknown mode, or where ``seq-mean-token-sum-norm`` has no length.
+    """
+    samples = max(denominators.samples, 1.0)
+    rows = torch.ones(mask.shape[0], device=mask.device)
+    if mode == "token-mean":
+        return rows / max(denominators.tokens, 1.0)
+    if mode == "seq-mean-token-mean":
+        return 1.0 / (mask.sum(-1).clamp(min=1) * samples)
+    if mode == "seq-mean-token-sum":
+        return rows / samples
+    if mode == "seq-mean-token-sum-norm":
+        if not denominators.norm_length or denominators.norm_length <= 0:
+            raise ValueError(
+                f"loss_agg_mode {mode!r} needs a positive norm_length, got {denominators.norm_length}; "
+                "the configured response length is the usual choice"
+            )
+        return rows / (samples * denominators.norm_length)
+    raise ValueError(f"unknown loss_agg_mode {mode!r}; known: {', '.join(AGGREGATION_MODES)}")
+
+
+def aggregate(
+    loss: Tensor, mask: Tensor, mode: str, denominators: LossDenominators, sample_weights: Tensor | None = None
+) -> Tensor:
+    """The micro-batch's share of the global loss, a scalar.
+
+    Args:
+        loss: float (B, L), per token; what stands outside the mask is ignored.
+        mask: bool (B, L).
+        mode: one of :data:`AGGREGATION_MODES`.
+        denominators: of the whole optimizer step.
+        sample_weights: optional float (B,), multiplied onto each row's loss; the denominators stay as they are.
+
+    An empty mask gives 0 with zero gradient.
+    """
+    weights = row_weights(mask, mode, denominators).to(loss.dtype)
+    if sample_weights is not None:
+        weights = weights * sample_weights
+    return torch.where(mask, loss, 0.0).sum(-1) @ weights

@@ -1,0 +1,152 @@
+r"""Estimators of the Kullback-Leibler divergence from sampled tokens, and controllers of its coefficient.
+
+For a token sampled from the policy, with :math:`d = \log\pi - \log\pi_{ref}`:
+
+==========  ====================  =========================================================================
+name        value                 note
+==========  ====================  =========================================================================
+k1, kl      d                     unbiased, high variance, may be negative
+k2, mse     d^2 / 2               biased, low variance; its gradient is that of the reverse KL
+k3          exp(-d) - 1 + d       unbiased, never negative
+abs         |d|
+full        sum_v pi d            exact; needs the log-probs of the whole vocabulary, (B, L, V)
+==========  ====================  =========================================================================
+
+Source: J. Schulman, "Approximating KL divergence" (2020).  ``importance_weighted`` multiplies the estimate by
+pi / pi_old with its gradient, which makes value and gradient unbiased when the tokens were sampled by pi_old
+(DeepSeek-V3.2 report, section 3.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+KL_ESTIMATORS = ("kl", "k1", "k2", "k3", "abs", "mse", "full")
+
+
+@dataclass(frozen=True)
+class KLOptions:
+    """How a divergence is estimated."""
+
+    estimator: str = "k3"
+    """One of :data:`KL_ESTIMATORS` (YAML: ``kl_penalty`` for the reward, ``kl_loss_type`` for the loss)."""
+    log_ratio_clamp: float | None = 20.0
+    """The log-ratio enters k3 within +- this bound: exp overflows float32 at 88; null for none."""
+    value_clamp: float | None = 10.0
+    """k3's value is held within +- this bound, as published implementations do. A k3 of exactly 10 (log-ratio of
+    -2.6 or beyond, 142 without the bound at -5) is the clamp speaking, and its gradient is 0; null for none."""
+    importance_weighted: bool = False
+    """Multiply by pi / pi_old (needs ``log_ratio_to_old``)."""
+
+
+def kl_estimate(
+    log_probs: Tensor, ref_log_probs: Tensor, options: KLOptions = KLOptions(), log_ratio_to_old: Tensor | None = None
+) -> Tensor:
+    """Per-token estimate of KL(policy || reference), in nats.
+
+    Args:
+        log_probs: float (B, L), or log-softmax (B, L, V) for ``full``.
+        ref_log_probs: the same shape.
+        options: estimator and clamps.
+        log_ratio_to_old: float (B, L), log pi - log pi_old, for ``importance_weighted``.
+
+    Returns:
+        float (B, L).
+
+    Raises:
+        ValueError: for an unknown estimator, or ``full`` without the vocabulary dimension.
+    """
+    estimate = _estimate(log_probs, ref_log_probs, options)
+    if options.importance_weighted:
+        if log_ratio_to_old is None:
+            raise ValueError("an importance-weighted KL estimate needs log_ratio_to_old")
+        estimate = log_ratio_to_old.exp() * estimate
+    return estimate
+
+
+def _estimate(log_probs: Tensor, ref_log_probs: Tensor, options: KLOptions) -> Tensor:
+    if options.estimator == "full":
+        if log_probs.dim() != 3:
+            raise ValueError(
+                f"KL estimator 'full' needs log-probs of the whole vocabulary (B, L, V), got shape "
+                f"{tuple(log_probs.shape)}; choose k1, k2 or k3 for log-probs of the sampled tokens"
+            )
+        return (log_probs.exp() * (log_probs - ref_log_probs)).sum(-1)
+    difference = log_probs - ref_log_probs
+    if options.estimator in ("kl", "k1"):
+        return difference
+    if options.estimator == "abs":
+        return difference.abs()
+    if options.estimator in ("k2", "mse"):
+        return 0.5 * difference.square()
+    if options.estimator == "k3":
+        return _k3(difference, options)
+    raise ValueError(f"unknown KL estimator {options.estimator!r}; known: {', '.join(KL_ESTIMATORS)}")
+
+
+def _k3(difference: Tensor, options: KLOptions) -> Tensor:
+    if options.log_ratio_clamp is not None:
+        difference = difference.clamp(-options.log_ratio_clamp, options.log_ratio_clamp)
+    # expm1 keeps the small values: exp(x) - 1 loses all digits of a k3 below 1e-7 in float32.
+    value = torch.expm1(-difference) + difference
+    return value if options.value_clamp is None else value.clamp(max=options.value_clamp)
+
+
+class KLController(Protocol):
+    """A coefficient that may follow the measured divergence."""
+
+    value: float
+
+    def update(self, current_kl: float, num_samples: int) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class FixedKLController:
+    """A constant coefficient."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def update(self, current_kl: float, num_samples: int) -> None:
+        """Nothing to follow."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = float(state["value"])
+
+
+class AdaptiveKLController(FixedKLController):
+    """Proportional controller of Ziegler et al., "Fine-tuning language models from human preferences" (1909.08593).
+
+    value <- value * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon)
+    """
+
+    def __init__(self, value: float, target: float, horizon: float) -> None:
+        if target <= 0 or horizon <= 0:
+            raise ValueError(
+                f"target_kl and kl_horizon must be positive, got {target} and {horizon}; try 0.1 and 10000"
+            )
+        super().__init__(value)
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, current_kl: float, num_samples: int) -> None:
+        """``current_kl``: nats per response; ``num_samples``: responses seen since the last update."""
+        error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
+        self.value *= 1.0 + error * num_samples / self.horizon
+
+
+def make_kl_controller(init_kl_coef: float, target_kl: float | None, kl_horizon: float) -> KLController:
+    """Adaptive where ``target_kl`` is given, else fixed."""
+    if target_kl is None:
+        return FixedKLController(init_kl_coef)
+    return AdaptiveKLController(init_kl_coef, target_kl, kl_horizon)

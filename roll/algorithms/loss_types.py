@@ -1,0 +1,63 @@
+"""What goes into a loss and what comes out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from roll.protocol.metrics import Metrics
+
+LOG_RATIO_BOUND = 20.0
+"""exp(20) is 5e8: a ratio beyond it carries no information and, multiplied on, would overflow float32."""
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """Named tensors of one micro-batch, right-padded and aligned to the token they describe; 0 outside ``mask``."""
+
+    log_probs: Tensor
+    """float (B, L), current policy, with gradient."""
+    advantages: Tensor
+    """float (B, L)."""
+    mask: Tensor
+    """bool (B, L): tokens that the loss uses; may have holes and empty rows."""
+    old_log_probs: Tensor | None = None
+    """float (B, L), the policy before the update; None: the update is on-policy and the ratio is exactly 1."""
+    rollout_log_probs: Tensor | None = None
+    """float (B, L), of the engine that sampled."""
+    ref_log_probs: Tensor | None = None
+    """float (B, L), reference policy."""
+    entropy: Tensor | None = None
+    """float (B, L), current policy, with gradient."""
+    sample_weights: Tensor | None = None
+    """float (B,), multiplied onto the policy-gradient loss of each row."""
+
+    @cached_property
+    def proximal_log_probs(self) -> Tensor:
+        """The policy before the update, without gradient: (B, L)."""
+        old = self.log_probs if self.old_log_probs is None else self.old_log_probs
+        return old.detach()
+
+    @cached_property
+    def log_ratio(self) -> Tensor:
+        """log pi - log pi_old with gradient, float (B, L), within +-20; exactly 0 outside the mask."""
+        difference = torch.where(self.mask, self.log_probs - self.proximal_log_probs, 0.0)
+        if self.old_log_probs is None:
+            return difference
+        return difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+    @cached_property
+    def num_tokens(self) -> Tensor:
+        """int64 scalar: masked tokens."""
+        return self.mask.sum()
+
+
+@dataclass(frozen=True)
+class LossOutputs:
+    """A micro-batch's share of the global loss (scalar, with gradient) and its metrics."""
+
+    loss: Tensor
+    metrics: Metrics

@@ -1,0 +1,190 @@
+"""Typed options of the algorithms. Torch-free; field names are the keys of the YAML.
+
+``options_from(SomeOptions, settings)`` picks the fields of a dataclass out of a flat mapping of YAML keys, so a config
+object turned into a dict is enough to build any of these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from roll.algorithms.correction_options import CorrectionOptions
+
+Options = TypeVar("Options")
+
+RatioLevel = Literal["token", "segment", "seq"]
+
+
+def options_from(options_class: type[Options], settings: Mapping[str, Any]) -> Options:
+    """Build ``options_class`` from those entries of ``settings`` that are its fields; the rest keeps its default."""
+    names = {f.name for f in dataclasses.fields(options_class)}  # type: ignore[arg-type]
+    return options_class(**{name: value for name, value in settings.items() if name in names})
+
+
+@dataclass(frozen=True)
+class PPOOptions:
+    """Clipped surrogate: ``ppo``, ``gspo``, ``gspo_token``, ``raft++``."""
+
+    pg_clip: float = 0.2
+    """Symmetric clip: the ratio stays within [1 - pg_clip, 1 + pg_clip]."""
+    use_pg_clip_range: bool = False
+    """Use ``pg_clip_low`` and ``pg_clip_high`` instead of ``pg_clip`` (DAPO's clip-higher)."""
+    pg_clip_low: float = 0.2
+    pg_clip_high: float = 0.2
+    dual_clip_loss: bool = False
+    """For negative advantages, bound the surrogate below by ``dual_clip_coef`` times the advantage."""
+    dual_clip_coef: float | None = None
+    """null: 1 + 2 * pg_clip; 3.0 in the paper (arXiv 1912.09729)."""
+    importance_sampling: RatioLevel = "token"
+    """Ratio of each token, or the geometric mean over a segment (turn) or the whole response (GSPO)."""
+
+    @property
+    def clip_low(self) -> float:
+        return self.pg_clip_low if self.use_pg_clip_range else self.pg_clip
+
+    @property
+    def clip_high(self) -> float:
+        return self.pg_clip_high if self.use_pg_clip_range else self.pg_clip
+
+    @property
+    def dual_clip_bound(self) -> float | None:
+        if not self.dual_clip_loss:
+            return None
+        return 1.0 + 2.0 * self.pg_clip if self.dual_clip_coef is None else self.dual_clip_coef
+
+
+@dataclass(frozen=True)
+class VanillaOptions:
+    """``vanilla`` needs none."""
+
+
+@dataclass(frozen=True)
+class TISOptions:
+    """``tis``: REINFORCE weighted by the truncated ratio."""
+
+    tis_lower_bound: float = 0.0
+    tis_upper_bound: float = 1.0
+
+
+@dataclass(frozen=True)
+class CISPOOptions:
+    """``cispo``."""
+
+    cispo_epsilon_low: float = 0.1
+    """The weight is clipped to [1 - low, 1 + high]; the paper leaves the lower side open (low = 1)."""
+    cispo_epsilon_high: float = 0.1
+
+
+@dataclass(frozen=True)
+class TOPROptions:
+    """``topr``."""
+
+    topr_positive_weight: float = 1.0
+    topr_negative_weight: float = 1.0
+    topr_lower_bound: float = 0.0
+    """a of the truncation interval [a, b] for responses with negative advantage."""
+    topr_upper_bound: float = 1.0
+
+
+@dataclass(frozen=True)
+class Kimi15Options:
+    """``kimi15``."""
+
+    kimi15_tau: float = 0.1
+    """Weight of the squared sequence log-ratio."""
+
+
+@dataclass(frozen=True)
+class SAPOOptions:
+    """``sapo``; the defaults are the paper's."""
+
+    sapo_tau_pos: float = 1.0
+    sapo_tau_neg: float = 1.05
+
+
+@dataclass(frozen=True)
+class GMPOOptions:
+    """``gmpo``; bounds of the token log-ratio, the paper's defaults."""
+
+    gmpo_clip_low: float = 0.4
+    """Lower bound exp(-low) of a token's ratio."""
+    gmpo_clip_high: float = 0.4
+
+
+@dataclass(frozen=True)
+class DROOptions:
+    """``dro``."""
+
+    dro_tau: float = 0.1
+    """Strength of the regularisation towards the reference (or, without one, the old policy)."""
+
+
+@dataclass(frozen=True)
+class DPPOOptions:
+    """``dppo``."""
+
+    dppo_divergence: Literal["tv", "kl"] = "tv"
+    """Binary total variation or binary KL between old and new probability of the sampled token."""
+    dppo_threshold: float = 0.15
+    """Tokens beyond it lose their gradient where the update would lead further away; the paper uses 0.15 to 0.2 for
+    tv and about 0.05 for kl."""
+    dppo_ratio_bound: float = 20.0
+    """The weight is truncated here."""
+
+
+@dataclass(frozen=True)
+class ClipCovOptions(PPOOptions):
+    """``clip_cov``."""
+
+    clip_cov_ratio: float = 2e-4
+    """Share of tokens that lose their gradient."""
+    clip_cov_low: float = 1.0
+    """They are drawn among those whose covariance lies in [low, high]."""
+    clip_cov_high: float = 5.0
+
+
+@dataclass(frozen=True)
+class KLCovOptions:
+    """``kl_cov``."""
+
+    kl_cov_ratio: float = 2e-3
+    """Share of tokens, those of highest covariance, that get the KL penalty."""
+    kl_cov_coef: float = 1.0
+
+
+@dataclass(frozen=True)
+class ActorLossOptions:
+    """Everything the actor's loss depends on."""
+
+    pg_variant: str = "ppo"
+    """Name in the registry of policy losses, or the dotted path of a function."""
+    pg: Any = field(default_factory=PPOOptions)
+    """Options of the variant, of its own dataclass."""
+    loss_agg_mode: str = "seq-mean-token-mean"
+    """One of :data:`roll.algorithms.aggregation.AGGREGATION_MODES`."""
+    rl_loss_coef: float = 1.0
+    """Weight of the policy-gradient term."""
+    use_kl_loss: bool = False
+    """Add the divergence from the reference to the loss."""
+    kl_loss_coef: float = 0.0
+    kl_loss_type: str = "k3"
+    """Estimator of the divergence (:data:`roll.algorithms.kl.KL_ESTIMATORS`)."""
+    kl_loss_clamp: float | None = 10.0
+    """Bound of k3's value in the loss (see :class:`roll.algorithms.kl.KLOptions`)."""
+    kl_loss_importance_weighted: bool = False
+    """Weight the estimate by pi / pi_old: unbiased after the first update of a batch."""
+    entropy_loss_coef: float = 0.0
+    """Weight of the entropy bonus (subtracted from the loss)."""
+    correction: CorrectionOptions = field(default_factory=CorrectionOptions)
+    """What to do about a rollout engine whose probabilities differ from the trainer's."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.use_kl_loss and self.kl_loss_coef != 0.0
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.entropy_loss_coef != 0.0

@@ -1,0 +1,219 @@
+"""Policy losses per token, chosen by ``pg_variant``.
+
+A policy loss is a function ``(inputs: LossInputs, options, metrics: MetricBuilder) -> Tensor (B, L)``: the loss of each
+token, before aggregation, correction and sample weights, which :func:`roll.algorithms.actor_loss.actor_loss` adds.
+r is exp(log pi - log pi_old), A the advantage, sg stops the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roll.algorithms.loss_types import LossInputs
+from roll.algorithms.masked import row_mean
+from roll.algorithms.metric_builder import MetricBuilder
+from roll.algorithms.options import (
+    CISPOOptions,
+    DPPOOptions,
+    DROOptions,
+    GMPOOptions,
+    Kimi15Options,
+    PPOOptions,
+    SAPOOptions,
+    TISOptions,
+    TOPROptions,
+    VanillaOptions,
+)
+from roll.algorithms.ratios import level_log_ratio
+from roll.algorithms.registry import Registry
+
+PolicyLoss = Callable[[LossInputs, Any, MetricBuilder], Tensor]
+
+policy_losses: Registry[PolicyLoss] = Registry("pg_variant")
+_options_classes: dict[PolicyLoss, type] = {}
+
+
+def register_policy_loss(
+    name: str, *, options: type = PPOOptions, aliases: tuple[str, ...] = ()
+) -> Callable[[PolicyLoss], PolicyLoss]:
+    """Decorator: make a policy loss selectable as ``pg_variant: name``; ``options`` is its dataclass of YAML keys."""
+
+    def decorate(function: PolicyLoss) -> PolicyLoss:
+        policy_losses.add(function, name, aliases)
+        _options_classes[function] = options
+        return function
+
+    return decorate
+
+
+def options_class_of(pg_variant: str) -> type:
+    """The options dataclass of a variant; PPO's for a plain function found by dotted path."""
+    return _options_classes.get(policy_losses.resolve(pg_variant), PPOOptions)
+
+
+def _count_clipped(metrics: MetricBuilder, clipped: Tensor, inputs: LossInputs) -> None:
+    metrics.mean("actor/clipfrac", (clipped & inputs.mask).sum(), inputs.num_tokens)
+
+
+def _clipped_surrogate(inputs: LossInputs, log_ratio: Tensor, options: PPOOptions, metrics: MetricBuilder) -> Tensor:
+    ratio = log_ratio.exp()
+    low, high = 1.0 - options.clip_low, 1.0 + options.clip_high
+    surrogate = ratio * inputs.advantages
+    clipped = ratio.clamp(low, high) * inputs.advantages
+    loss = -torch.minimum(surrogate, clipped)
+    bound = options.dual_clip_bound
+    if bound is not None:
+        floor = -bound * inputs.advantages
+        loss = torch.where(inputs.advantages < 0, torch.minimum(loss, floor), loss)
+    with torch.no_grad():
+        # Outside the mask the ratio is exactly 1 and both surrogates agree, so no mask is needed for these counts.
+        above, below = (ratio > high).sum(), (ratio < low).sum()
+        metrics.mean("actor/clipfrac", (clipped < surrogate).sum(), inputs.num_tokens)
+        metrics.mean("actor/ppo_ratio_high_clipfrac", above, inputs.num_tokens)
+        metrics.mean("actor/ppo_ratio_low_clipfrac", below, inputs.num_tokens)
+        metrics.mean("actor/ppo_ratio_clipfrac", above + below, inputs.num_tokens)
+    return loss
+
+
+@register_policy_loss("ppo")
+def ppo(inputs: LossInputs, options: PPOOptions, metrics: MetricBuilder) -> Tensor:
+    """-min(r A, clip(r, 1 - low, 1 + high) A); arXiv 1707.06347 eq. 7, dual clip 1912.09729 eq. 5."""
+    log_ratio = level_log_ratio(inputs.log_ratio, inputs.mask, options.importance_sampling)
+    return _clipped_surrogate(inputs, log_ratio, options, metrics)
+
+
+@register_policy_loss("vanilla", options=VanillaOptions)
+def vanilla(inputs: LossInputs, options: VanillaOptions, metrics: MetricBuilder) -> Tensor:
+    """-A log pi: REINFORCE."""
+    return -inputs.advantages * inputs.log_probs
+
+
+@register_policy_loss("gspo")
+def gspo(inputs: LossInputs, options: PPOOptions, metrics: MetricBuilder) -> Tensor:
+    """PPO's clip on s = exp(mean log r) of the response; arXiv 2507.18071 eq. 5. Made for seq-mean-token-mean."""
+    return _clipped_surrogate(inputs, level_log_ratio(inputs.log_ratio, inputs.mask, "seq"), options, metrics)
+
+
+@register_policy_loss("gspo_token", aliases=("gspo-token",))
+def gspo_token(inputs: LossInputs, options: PPOOptions, metrics: MetricBuilder) -> Tensor:
+    """sg(s) pi / sg(pi): the value of GSPO's ratio with each token's own gradient; arXiv 2507.18071 eq. 13-14."""
+    sequence = level_log_ratio(inputs.log_ratio, inputs.mask, "seq").detach()
+    own = torch.where(inputs.mask, inputs.log_probs - inputs.log_probs.detach(), 0.0)
+    return _clipped_surrogate(inputs, sequence + own, options, metrics)
+
+
+@register_policy_loss("tis", options=TISOptions)
+def tis(inputs: LossInputs, options: TISOptions, metrics: MetricBuilder) -> Tensor:
+    """-sg(clip(r, low, high)) A log pi: REINFORCE with truncated importance weights."""
+    ratio = inputs.log_ratio.detach().exp()
+    weight = ratio.clamp(options.tis_lower_bound, options.tis_upper_bound)
+    _count_clipped(metrics, weight != ratio, inputs)
+    return -weight * inputs.advantages * inputs.log_probs
+
+
+@register_policy_loss("cispo", options=CISPOOptions)
+def cispo(inputs: LossInputs, options: CISPOOptions, metrics: MetricBuilder) -> Tensor:
+    """-sg(clip(r, 1 - low, 1 + high)) A log pi; arXiv 2506.13585 eq. 4-5."""
+    ratio = inputs.log_ratio.detach().exp()
+    weight = ratio.clamp(1.0 - options.cispo_epsilon_low, 1.0 + options.cispo_epsilon_high)
+    _count_clipped(metrics, weight != ratio, inputs)
+    return -weight * inputs.advantages * inputs.log_probs
+
+
+@register_policy_loss("topr", options=TOPROptions)
+def topr(inputs: LossInputs, options: TOPROptions, metrics: MetricBuilder) -> Tensor:
+    """Positives: -A log pi; negatives: the response's ratio truncated to [a, b] as weight; arXiv 2503.14286 eq. 8."""
+    ratio = level_log_ratio(inputs.log_ratio.detach(), inputs.mask, "sequence").exp()
+    truncated = ratio.clamp(options.topr_lower_bound, options.topr_upper_bound)
+    negative = inputs.advantages < 0
+    _count_clipped(metrics, negative & (truncated != ratio), inputs)
+    weight = torch.where(negative, truncated * options.topr_negative_weight, options.topr_positive_weight)
+    return -weight * inputs.advantages * inputs.log_probs
+
+
+@register_policy_loss("raft++", aliases=("raft_plus_plus", "raftpp"))
+def raft_plus_plus(inputs: LossInputs, options: PPOOptions, metrics: MetricBuilder) -> Tensor:
+    """PPO's clip on responses of positive advantage only; arXiv 2504.11343 section 3.
+
+    With raw rewards (no normalisation) these are the right answers, as in the paper.
+    """
+    positive = torch.where(inputs.advantages > 0, inputs.advantages, 0.0)
+    ratio = inputs.log_ratio.exp()
+    clipped = ratio.clamp(1.0 - options.clip_low, 1.0 + options.clip_high)
+    _count_clipped(metrics, (clipped < ratio) & (positive > 0), inputs)
+    return -torch.minimum(ratio, clipped) * positive
+
+
+@register_policy_loss("kimi15", options=Kimi15Options)
+def kimi15(inputs: LossInputs, options: Kimi15Options, metrics: MetricBuilder) -> Tensor:
+    """-A log pi + tau/2 (sum_t log r)^2, the square shared equally by the response's tokens; arXiv 2501.12599 eq. 3.
+
+    With seq-mean-token-sum this is the paper's loss; with another mode both terms are scaled alike.
+    """
+    total = level_log_ratio(inputs.log_ratio, inputs.mask, "sequence")
+    lengths = inputs.mask.sum(-1, keepdim=True).clamp(min=1)
+    return -inputs.advantages * inputs.log_probs + 0.5 * options.kimi15_tau * total.square() / lengths
+
+
+@register_policy_loss("sapo", options=SAPOOptions)
+def sapo(inputs: LossInputs, options: SAPOOptions, metrics: MetricBuilder) -> Tensor:
+    """-(4/tau) sigmoid(tau (r - 1)) A with tau by the sign of A: a soft gate instead of a clip; arXiv 2511.20347."""
+    tau = torch.where(inputs.advantages > 0, options.sapo_tau_pos, options.sapo_tau_neg)
+    gate = torch.sigmoid(tau * (inputs.log_ratio.exp() - 1.0)) * (4.0 / tau)
+    return -gate * inputs.advantages
+
+
+@register_policy_loss("gmpo", options=GMPOOptions)
+def gmpo(inputs: LossInputs, options: GMPOOptions, metrics: MetricBuilder) -> Tensor:
+    """-A exp(mean of the clipped log r): geometric instead of arithmetic mean of token ratios; arXiv 2507.20673 eq. 4.
+
+    Made for seq-mean-token-mean.
+    """
+    upper = inputs.log_ratio.clamp(max=options.gmpo_clip_high)
+    lower = inputs.log_ratio.clamp(min=-options.gmpo_clip_low)
+    clipped = torch.where(inputs.advantages > 0, upper, lower)
+    _count_clipped(metrics, clipped != inputs.log_ratio, inputs)
+    return -level_log_ratio(clipped, inputs.mask, "geometric").exp() * inputs.advantages
+
+
+@register_policy_loss("dro", options=DROOptions)
+def dro(inputs: LossInputs, options: DROOptions, metrics: MetricBuilder) -> Tensor:
+    """(A - tau log(pi/pi_ref))^2 / 2 of the response, shared equally by its tokens; arXiv 2405.19107 eq. 5.
+
+    The reference is ``ref_log_probs`` where given, else the old policy; A is the response's mean advantage.
+    """
+    if inputs.ref_log_probs is None:
+        log_ratio = inputs.log_ratio
+    else:
+        log_ratio = torch.where(inputs.mask, inputs.log_probs - inputs.ref_log_probs, 0.0)
+    advantage = row_mean(inputs.advantages, inputs.mask).unsqueeze(-1)
+    residual = advantage - options.dro_tau * level_log_ratio(log_ratio, inputs.mask, "sequence")
+    return 0.5 * residual.square() / inputs.mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+@register_policy_loss("dppo", options=DPPOOptions)
+def dppo(inputs: LossInputs, options: DPPOOptions, metrics: MetricBuilder) -> Tensor:
+    """-M sg(min(r, c)) A log pi; M drops tokens beyond the divergence whose update leads further away; 2602.04879.
+
+    The divergence is that of the two-outcome distribution (this token, any other).
+    """
+    ratio = inputs.log_ratio.detach().exp()
+    old = inputs.proximal_log_probs.double().exp()
+    new = inputs.log_probs.detach().double().exp()
+    if options.dppo_divergence == "tv":
+        divergence = (new - old).abs()
+    elif options.dppo_divergence == "kl":
+        tiny = torch.finfo(torch.float64).tiny
+        rest_old, rest_new = (1.0 - old).clamp(min=tiny), (1.0 - new).clamp(min=1e-12)
+        divergence = -old * inputs.log_ratio.detach() + rest_old * (rest_old / rest_new).log()
+    else:
+        raise ValueError(f"dppo_divergence {options.dppo_divergence!r} is unknown; known: tv, kl")
+    leads_away = torch.where(inputs.advantages > 0, ratio > 1.0, ratio < 1.0)
+    dropped = leads_away & (divergence > options.dppo_threshold)
+    _count_clipped(metrics, dropped, inputs)
+    weight = torch.where(dropped, 0.0, ratio.clamp(max=options.dppo_ratio_bound))
+    return -weight * inputs.advantages * inputs.log_probs

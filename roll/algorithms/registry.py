@@ -1,0 +1,61 @@
+"""Names to functions: how a key of the YAML selects an algorithm, and how a user's own function enters."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Registry(Generic[F]):
+    """Functions of one kind, found by name or by dotted path.
+
+    ``name`` may be a registered name, an alias, or the path of a function in an importable module
+    (``my_package.losses.my_loss`` or ``my_package.losses:my_loss``).
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, F] = {}
+        self._names: list[str] = []
+
+    def add(self, function: F, name: str, aliases: tuple[str, ...] = ()) -> None:
+        """Register ``function``; raises ``ValueError`` when a name is taken by another function."""
+        for key in (name, *aliases):
+            if key in self._entries and self._entries[key] is not function:
+                raise ValueError(f"{self.kind} {key!r} is registered already; choose another name")
+            self._entries[key] = function
+        if name not in self._names:
+            self._names.append(name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Registered names in order of registration, without aliases."""
+        return tuple(self._names)
+
+    def resolve(self, name: str) -> F:
+        """The function that ``name`` stands for; raises ``ValueError`` naming the nearest known one."""
+        if name in self._entries:
+            return self._entries[name]
+        if "." in name or ":" in name:
+            return self._import(name)
+        near = difflib.get_close_matches(name, self._entries, n=1, cutoff=0.0)
+        raise ValueError(
+            f"unknown {self.kind} {name!r}; nearest known: {near[0]!r}; known: {', '.join(self._names)}; "
+            "or the dotted path of your own function"
+        )
+
+    def _import(self, path: str) -> F:
+        module_name, _, attribute = path.replace(":", ".").rpartition(".")
+        try:
+            function = getattr(importlib.import_module(module_name), attribute)
+        except (ModuleNotFoundError, AttributeError) as error:
+            raise ValueError(
+                f"{self.kind} {path!r} cannot be imported: {error}; give package.module.function"
+            ) from error
+        if not callable(function):
+            raise ValueError(f"{self.kind} {path!r} is a {type(function).__name__}, not a function")
+        return function

@@ -1,0 +1,179 @@
+"""From response-level rewards to normalised ones, and to rewards per token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from roll.algorithms.masked import Groups
+from roll.algorithms.metric_builder import MetricBuilder
+from roll.protocol.metrics import Metrics
+
+NORM_TYPES = ("batch", "group", "running", None)
+
+NormType = Literal["batch", "group", "running"] | None
+
+EPS = 1e-6
+
+
+class RunningMoments:
+    """Mean and variance of all rewards seen so far, merged batch by batch (Chan, Golub, LeVeque 1979)."""
+
+    def __init__(self) -> None:
+        self.count = 0.0
+        self.mean = 0.0
+        self.squares = 0.0
+        """Sum of squared deviations from the mean."""
+
+    def update(self, values: Tensor) -> None:
+        """Take in float (N,)."""
+        count = float(values.numel())
+        if count == 0:
+            return
+        mean, squares = torch.stack([values.mean(), (values - values.mean()).square().sum()]).tolist()
+        total = self.count + count
+        difference = mean - self.mean
+        self.squares += squares + difference**2 * self.count * count / total
+        self.mean += difference * count / total
+        self.count = total
+
+    @property
+    def std(self) -> float:
+        """Bessel-corrected; 0 for fewer than two values."""
+        return (self.squares / (self.count - 1.0)) ** 0.5 if self.count > 1 else 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
+
+
+@dataclass(frozen=True)
+class RewardOptions:
+    """How response-level rewards are normalised: (R - mean) / std, each over its own set, then clipped."""
+
+    norm_mean_type: NormType = None
+    """Whose mean is subtracted: batch, group, running (all batches so far) or none."""
+    norm_std_type: NormType = None
+    """Whose standard deviation divides; none: no division (Dr. GRPO)."""
+    reward_clip: float | None = None
+    """Normalised rewards stay within +- this bound."""
+
+    def __post_init__(self) -> None:
+        for key in ("norm_mean_type", "norm_std_type"):
+            if getattr(self, key) not in NORM_TYPES:
+                raise ValueError(f"{key} {getattr(self, key)!r} is unknown; known: batch, group, running, null")
+        if self.reward_clip is not None and self.reward_clip <= 0:
+            raise ValueError(f"reward_clip must be positive, got {self.reward_clip}; null switches it off")
+
+
+class RewardPostprocessor:
+    """Normalises rewards; keeps running moments for each domain, so it belongs into the checkpoint.
+
+    A group of one keeps its raw score under the group mean (nothing to compare it with), and a standard deviation of 0
+    or of a single value does not divide, so no pair of norm types gives NaN or explodes.
+    """
+
+    def __init__(self, options: RewardOptions) -> None:
+        self.options = options
+        self._running: dict[str, RunningMoments] = {}
+
+    def __call__(self, rewards: Tensor, group_ids: Tensor, domain: str = "") -> tuple[Tensor, Metrics]:
+        """Normalise the rewards of one domain's batch.
+
+        Args:
+            rewards: float (B,), raw.
+            group_ids: int64 (B,); rows with the same id answer the same prompt.
+            domain: whose running moments to use.
+
+        Returns:
+            float32 (B,), and ``critic/reward_clip_frac``.
+        """
+        options = self.options
+        raw = rewards.double()
+        running = self._running.setdefault(domain, RunningMoments())
+        if "running" in (options.norm_mean_type, options.norm_std_type):
+            running.update(raw)
+        groups = Groups.of(group_ids) if "group" in (options.norm_mean_type, options.norm_std_type) else None
+        normalised = raw - self._mean(raw, groups, running)
+        std = self._std(raw, groups, running)
+        normalised = normalised / torch.where(std > EPS, std + EPS, 1.0)
+        metrics = MetricBuilder()
+        if options.reward_clip is not None:
+            clipped = normalised.clamp(-options.reward_clip, options.reward_clip)
+            metrics.mean("critic/reward_clip_frac", (clipped != normalised).sum(), float(raw.numel()))
+            normalised = clipped
+        return normalised.float(), metrics.build()
+
+    def _mean(self, raw: Tensor, groups: Groups | None, running: RunningMoments) -> Tensor:
+        if self.options.norm_mean_type == "batch":
+            return raw.mean()
+        if self.options.norm_mean_type == "running":
+            return torch.full((), running.mean, dtype=raw.dtype, device=raw.device)
+        if groups is not None and self.options.norm_mean_type == "group":
+            return torch.where(groups.counts > 1, groups.mean(raw), 0.0)[groups.index]
+        return torch.zeros((), dtype=raw.dtype, device=raw.device)
+
+    def _std(self, raw: Tensor, groups: Groups | None, running: RunningMoments) -> Tensor:
+        if self.options.norm_std_type == "batch" and raw.numel() > 1:
+            return raw.std()
+        if self.options.norm_std_type == "running":
+            return torch.full((), running.std, dtype=raw.dtype, device=raw.device)
+        if groups is not None and self.options.norm_std_type == "group":
+            return groups.std(raw)[groups.index]
+        return torch.zeros((), dtype=raw.dtype, device=raw.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {domain: moments.state_dict() for domain, moments in self._running.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._running = {}
+        for domain, moments in state.items():
+            self._running[domain] = RunningMoments()
+            self._running[domain].load_state_dict(moments)
+
+
+def token_level_rewards(
+    response_rewards: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coef: float = 0.0
+) -> Tensor:
+    """Place each response's reward on its last masked token and subtract ``kl_coef`` times the divergence per token.
+
+    Args:
+        response_rewards: float (B,).
+        mask: bool (B, L), the response mask; an empty row gets no reward.
+        kl: float (B, L), per-token estimate of KL(policy || reference).
+        kl_coef: coefficient, e.g. a controller's value.
+
+    Returns:
+        float32 (B, L), 0 outside the mask.
+    """
+    length = mask.shape[1]
+    positions = torch.arange(1, length + 1, device=mask.device)
+    last = (mask * positions).amax(-1) - 1 if length else mask.new_zeros(mask.shape[0], dtype=torch.int64)
+    rewards = torch.zeros(mask.shape, device=mask.device)
+    rows = (last >= 0).nonzero().squeeze(-1)
+    rewards[rows, last[rows]] = response_rewards.float()[rows]
+    if kl is not None and kl_coef != 0.0:
+        rewards -= kl_coef * torch.where(mask, kl, 0.0)
+    return rewards
+
+
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
+    """DAPO's soft over-long punishment, to be added to the raw reward; arXiv 2503.14476 eq. 13.
+
+    0 up to ``max_length - buffer`` tokens, falling linearly to ``-factor`` at ``max_length`` and beyond.
+
+    Args:
+        lengths: (B,) response lengths in tokens.
+        max_length, buffer: tokens, 0 < buffer <= max_length.
+    """
+    if not 0 < buffer <= max_length:
+        raise ValueError(
+            f"the over-long buffer must lie in (0, {max_length}], got {buffer}; try {max_length // 5 or 1}"
+        )
+    excess = (lengths.float() - (max_length - buffer)) / buffer
+    return -factor * excess.clamp(0.0, 1.0)
