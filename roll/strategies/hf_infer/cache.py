@@ -1,0 +1,92 @@
+"""The KV cache: one row of fixed length for each running sample, the active rows at the front."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What a model keeps for each token."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class SlotCache:
+    """Keys and values, allocated once.
+
+    ``data``: (num_layers, 2, num_rows, num_kv_heads, max_len, head_dim); index 1 is key (0) or value (1).
+    """
+
+    def __init__(
+        self, shape: CacheShape, num_rows: int, max_len: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.shape = shape
+        self.max_len = max_len
+        size = (shape.num_layers, 2, num_rows, shape.num_kv_heads, max_len, shape.head_dim)
+        self.data = torch.zeros(size, dtype=dtype, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+    def write_prompts(self, first_row: int, keys_values: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy prompts into the rows from ``first_row`` on.
+
+        Args:
+            keys_values: (num_layers, 2, num_prompts, num_kv_heads, prompt length, head_dim).
+            source: int64 (num_new_rows,): the prompt of each row.
+        """
+        rows = slice(first_row, first_row + len(source))
+        self.data[:, :, rows, :, : keys_values.shape[4]] = keys_values.index_select(2, source)
+
+    def move(self, destination: np.ndarray, source: np.ndarray, length: int) -> None:
+        """Copy the first ``length`` tokens of rows ``source`` over rows ``destination`` (the two do not meet)."""
+        target = torch.from_numpy(destination).to(self.data.device)
+        origin = torch.from_numpy(source).to(self.data.device)
+        self.data[:, :, target, :, :length] = self.data[:, :, origin, :, :length]
+
+
+class DecodeSlots:
+    """Where one decoding step of ``size`` rows writes and reads.
+
+    Args:
+        positions: int64 (size,), on the cache's device: where each row's new token goes.
+        lengths: the same plus one, on the host: how many tokens each row has with the new one.
+    """
+
+    def __init__(self, cache: SlotCache, positions: torch.Tensor, lengths: np.ndarray) -> None:
+        self._data = cache.data
+        self.size = len(lengths)
+        self.end = int(lengths.max())
+        self._ragged = bool((lengths != self.end).any())
+        self.positions = positions
+        num_heads, max_len = cache.shape.num_kv_heads, cache.max_len
+        first = torch.arange(0, self.size * num_heads * max_len, max_len, device=positions.device)
+        self._flat_index = (first.view(self.size, num_heads) + positions[:, None]).view(-1)
+
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new token's keys and values (size, num_kv_heads, head_dim) of a layer; return those of all tokens.
+
+        Returns:
+            Two views (size, num_kv_heads, end, head_dim).
+        """
+        held = []
+        for part, new in zip(self._data[layer], (keys, values), strict=True):
+            head_dim = part.shape[-1]
+            part.view(-1, head_dim).index_copy_(0, self._flat_index, new.reshape(-1, head_dim))
+            held.append(part[: self.size, :, : self.end])
+        return held[0], held[1]
+
+    def bias(self) -> torch.Tensor | None:
+        """(size, end): 0 where a row has a token, the lowest number elsewhere; None when all rows are equally long."""
+        if not self._ragged:
+            return None
+        past = torch.arange(self.end, device=self.positions.device) > self.positions[:, None]
+        bias = torch.zeros(past.shape, dtype=self._data.dtype, device=past.device)
+        return bias.masked_fill_(past, torch.finfo(bias.dtype).min)

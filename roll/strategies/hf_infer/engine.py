@@ -1,0 +1,261 @@
+"""Continuous batching: which samples run, and what happens to them at each step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from roll.strategies.generation import FinishReason, GenerationOutput, GenerationRequest, SamplingParams
+from roll.strategies.hf_infer.cache import DecodeSlots, SlotCache
+from roll.strategies.hf_infer.decoder import Decoder, PromptStates
+from roll.strategies.hf_infer.random_streams import stream_key
+from roll.strategies.hf_infer.rows import RunningRows, RunningSample
+from roll.strategies.hf_infer.sampler import Sampler
+from roll.strategies.hf_infer.stop_strings import StopStringMatcher
+
+_MAX_PREFILL_TOKENS = 8192  # prompts computed at a time, padding included: bounds memory and the wait of running rows
+
+
+@dataclass(slots=True)
+class _QueuedGroup:
+    """A request with samples that have not started yet."""
+
+    request: GenerationRequest
+    seed: int
+    stop_ids: tuple[int, ...]
+    next_sample: int = 0
+    prompt: PromptStates | None = None
+    """Kept when only some of the samples found a free row."""
+
+    @property
+    def num_waiting(self) -> int:
+        return self.request.num_samples - self.next_sample
+
+
+@dataclass(slots=True)
+class _Admission:
+    """What one step lets in: how many samples of which groups."""
+
+    groups: list[_QueuedGroup] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    num_padded: int = 0
+    longest: int = 0
+
+
+class GenerationEngine:
+    """Runs requests on a decoder, up to ``max_num_seqs`` samples at a time.
+
+    Args:
+        decode_text: token ids to text (needed by requests with stop strings).
+        eos_token_ids: end every sample, beside the request's own stop tokens.
+        max_model_len: most tokens of prompt and response together.
+        seed: of the requests that bring none.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        decode_text: Callable[[list[int]], str],
+        eos_token_ids: Sequence[int],
+        max_num_seqs: int,
+        max_model_len: int,
+        seed: int = 42,
+    ) -> None:
+        self._decoder = decoder
+        self._decode_text = decode_text
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._max_model_len = max_model_len
+        self._seed = seed
+        self._requests_without_seed = 0
+        self._version = 0
+        self._queue: deque[_QueuedGroup] = deque()
+        self._unfinished: dict[str, int] = {}
+        self._rows = RunningRows(max_num_seqs, max_model_len)
+        self._cache = self._new_cache()
+        self._sampler = Sampler(self._rows, decoder.vocab_size, decoder.device)
+
+    @property
+    def num_unfinished(self) -> int:
+        return sum(self._unfinished.values())
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._cache.num_bytes
+
+    def add_requests(self, requests: Iterable[GenerationRequest]) -> None:
+        requests = list(requests)
+        for request in requests:
+            self._check(request)
+        for request in requests:
+            self._unfinished[request.request_id] = request.num_samples
+            stop_ids = tuple(dict.fromkeys((*self._eos_token_ids, *request.params.stop_token_ids)))
+            self._queue.append(_QueuedGroup(request, self._seed_of(request.params), stop_ids))
+
+    @torch.inference_mode()
+    def step(self) -> list[GenerationOutput]:
+        """Admit what fits, sample one token for every running sample, and return those that ended."""
+        num_running = self._rows.size
+        first_logits = self._admit()
+        if not self._rows.size:
+            return []
+        logits = [self._decode(num_running)] if num_running else []
+        logits += [first_logits] if first_logits is not None else []
+        tokens, log_probs = self._sampler.sample(logits[0] if len(logits) == 1 else torch.cat(logits))
+        self._rows.record(tokens, log_probs)
+        stopped, full = self._rows.stopped(), self._rows.full()
+        finished = np.flatnonzero(stopped | full)
+        return self._release(finished, ["stop" if stopped[row] else "length" for row in finished])
+
+    @torch.inference_mode()
+    def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
+        """End requests (None: all) now; unknown or finished ones are passed over."""
+        unwanted = set(self._unfinished if request_ids is None else request_ids)
+        rows = [row for row, sample in enumerate(self._rows.samples) if sample.request.request_id in unwanted]
+        outputs = self._release(np.array(rows, dtype=np.int64), ["abort"] * len(rows))
+        for group in self._queue:
+            if group.request.request_id in unwanted:
+                self._unfinished.pop(group.request.request_id)
+                waiting = range(group.next_sample, group.request.num_samples)
+                outputs += [GenerationOutput(group.request.request_id, i, [], [], "abort") for i in waiting]
+        self._queue = deque(group for group in self._queue if group.request.request_id not in unwanted)
+        return outputs
+
+    def set_version(self, version: int) -> None:
+        """Tokens sampled from now on come from weights ``version``; prompts that wait half admitted are recomputed."""
+        self._version = version
+        for group in self._queue:
+            group.prompt = None
+        for row, sample in enumerate(self._rows.samples):
+            sample.note_version(version, int(self._rows.generated[row]))
+
+    def release_cache(self) -> None:
+        """Free the cache's memory. Only between requests."""
+        assert not self._rows.size, "samples are running"
+        self._cache.data = self._cache.data.new_empty(0)
+
+    def restore_cache(self) -> None:
+        self._cache = self._new_cache()
+
+    def _new_cache(self) -> SlotCache:
+        decoder = self._decoder
+        return SlotCache(decoder.cache_shape, self._rows.capacity, self._max_model_len, decoder.dtype, decoder.device)
+
+    def _admit(self) -> torch.Tensor | None:
+        """Start queued samples in free rows, first come first served; the logits of their first tokens."""
+        admission = self._select()
+        if not admission.groups:
+            return None
+        missing = [group for group in admission.groups if group.prompt is None]
+        computed = self._decoder.prefill([group.request.prompt_token_ids for group in missing]) if missing else None
+        logits = []
+        if len(missing) < len(admission.groups):  # the first group was waiting for rows, its prompt is there
+            head, count = admission.groups.pop(0), admission.counts.pop(0)
+            assert head.prompt is not None
+            logits.append(self._start_samples([head], [count], head.prompt))
+        if computed is not None:
+            logits.append(self._start_samples(admission.groups, admission.counts, computed))
+        while self._queue and not self._queue[0].num_waiting:
+            self._queue.popleft()
+        if self._queue and self._queue[0].next_sample and self._queue[0].prompt is None and computed is not None:
+            self._queue[0].prompt = computed.only(len(missing) - 1)
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _select(self) -> _Admission:
+        admission, free = _Admission(), self._rows.capacity - self._rows.size
+        for group in self._queue:
+            longest = max(admission.longest, len(group.request.prompt_token_ids))
+            too_much = longest * (len(admission.groups) + 1) > _MAX_PREFILL_TOKENS
+            if not free or (too_much and admission.groups):
+                break
+            count = min(free, group.num_waiting)
+            admission.groups.append(group)
+            admission.counts.append(count)
+            admission.longest = longest
+            free -= count
+        return admission
+
+    def _start_samples(self, groups: list[_QueuedGroup], counts: list[int], prompts: PromptStates) -> torch.Tensor:
+        """Give ``counts[i]`` samples of ``groups[i]`` (prompt i of ``prompts``) the next rows; their logits."""
+        first_row = self._rows.size
+        for group, count in zip(groups, counts, strict=True):
+            for _ in range(count):
+                self._start_sample(group)
+        source = torch.repeat_interleave(torch.tensor(counts)).to(self._decoder.device)
+        self._cache.write_prompts(first_row, prompts.keys_values, source)
+        return prompts.logits.index_select(0, source)
+
+    def _start_sample(self, group: _QueuedGroup) -> None:
+        request, index = group.request, group.next_sample
+        matcher = None
+        if request.params.stop_strings:
+            matcher = StopStringMatcher(self._decode_text, request.params.stop_strings, request.prompt_token_ids)
+        sample = RunningSample(request, index, matcher, version_starts=[(self._version, 0)])
+        self._rows.append(sample, stream_key(group.seed, index), group.stop_ids)
+        self._sampler.admit(self._rows.size - 1, request.prompt_token_ids)
+        group.next_sample += 1
+
+    def _decode(self, size: int) -> torch.Tensor:
+        device, lengths = self._decoder.device, self._rows.lengths[:size]
+        tokens = torch.from_numpy(self._rows.last_tokens[:size]).to(device)
+        positions = torch.from_numpy(lengths - 1).to(device)
+        return self._decoder.decode(tokens, DecodeSlots(self._cache, positions, lengths))
+
+    def _release(self, rows: np.ndarray, reasons: Sequence[FinishReason]) -> list[GenerationOutput]:
+        """Hand out the samples of ``rows`` (sorted) and close the gaps they leave."""
+        outputs = [self._rows.output(int(row), reason) for row, reason in zip(rows, reasons, strict=True)]
+        if not len(rows):
+            return outputs
+        for output in outputs:
+            self._unfinished[output.request_id] -= 1
+            if not self._unfinished[output.request_id]:
+                del self._unfinished[output.request_id]
+        destination, source = self._rows.remove(rows)
+        if len(destination):
+            self._cache.move(destination, source, int(self._rows.lengths[destination].max()))
+            self._sampler.move(destination, source)
+        return outputs
+
+    def _seed_of(self, params: SamplingParams) -> int:
+        if params.seed is not None:
+            return params.seed
+        self._requests_without_seed += 1
+        return stream_key(self._seed, self._requests_without_seed)
+
+    def _check(self, request: GenerationRequest) -> None:
+        name, prompt = f"request {request.request_id!r}", request.prompt_token_ids
+        if request.request_id in self._unfinished:
+            raise ValueError(f"{name}: a request of this id is unfinished; ids must be unique")
+        if request.num_samples < 1:
+            raise ValueError(f"{name}: num_samples is {request.num_samples}, must be at least 1")
+        if not 1 <= len(prompt) < self._max_model_len:
+            raise ValueError(
+                f"{name}: the prompt has {len(prompt)} tokens, must have 1 to {self._max_model_len - 1} "
+                f"(max_model_len {self._max_model_len} holds prompt and response)"
+            )
+        if not (0 <= min(prompt) and max(prompt) < self._decoder.vocab_size):
+            raise ValueError(
+                f"{name}: prompt token ids run from {min(prompt)} to {max(prompt)}, must be in "
+                f"[0, {self._decoder.vocab_size})"
+            )
+        check_sampling_params(request.params, name)
+
+
+def check_sampling_params(params: SamplingParams, name: str) -> None:
+    """Raise ValueError for the first setting outside its range."""
+    rules: tuple[tuple[str, bool, str], ...] = (
+        ("max_new_tokens", params.max_new_tokens >= 1, "at least 1"),
+        ("min_new_tokens", 0 <= params.min_new_tokens <= params.max_new_tokens, "in [0, max_new_tokens]"),
+        ("temperature", 0 <= params.temperature < float("inf"), "finite and at least 0 (0: greedy)"),
+        ("top_p", 0 < params.top_p <= 1, "in (0, 1]"),
+        ("min_p", 0 <= params.min_p <= 1, "in [0, 1]"),
+        ("repetition_penalty", 0 < params.repetition_penalty < float("inf"), "above 0 (1: off)"),
+        ("stop_strings", all(params.stop_strings), "non-empty strings"),
+        ("stop_token_ids", all(token >= 0 for token in params.stop_token_ids), "at least 0"),
+    )
+    for key, holds, rule in rules:
+        if not holds:
+            raise ValueError(f"{name}: {key} is {getattr(params, key)!r}, must be {rule}")

@@ -1,0 +1,212 @@
+"""A hand-written decoder for the Llama family: Llama, Mistral, Qwen2, Qwen3.
+
+The query, key and value matrices of a layer are one matrix, so are gate and up.  The model's own parameters become
+views of these, so loading a weight by its Hugging Face name changes what is computed and nothing is held twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from roll.strategies.hf_infer.attention import decode_attention, linear
+from roll.strategies.hf_infer.cache import CacheShape, DecodeSlots
+from roll.strategies.hf_infer.decoder import Decoder, PromptStates
+
+_FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+_STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})  # those that do not change with the length
+
+
+def is_fusable(model: nn.Module) -> bool:
+    """Whether :class:`FusedDecoder` computes this model."""
+    config: Any = model.config
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    return type(model).__name__ in _FAMILIES and config.hidden_act == "silu" and rope in _STATIC_ROPE
+
+
+@dataclass(frozen=True)
+class _Linear:
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    input_norm: torch.Tensor
+    qkv: _Linear
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    output: _Linear
+    mlp_norm: torch.Tensor
+    gate_up: _Linear
+    down: _Linear
+
+
+class FusedDecoder(Decoder):
+    """Computes the model with a third of the operations of its own forward pass.
+
+    Args:
+        max_model_len: positions for which rotary angles are prepared.
+    """
+
+    def __init__(self, model: Any, max_model_len: int) -> None:
+        config, body = model.config, model.model
+        self._head_dim = int(body.layers[0].self_attn.head_dim)
+        self._num_heads = int(config.num_attention_heads)
+        self._num_kv_heads = int(config.num_key_value_heads)
+        self._epsilon = float(config.rms_norm_eps)
+        self._scale = self._head_dim**-0.5
+        self._layers = [_fuse_layer(layer) for layer in body.layers]
+        super().__init__(model)
+        self._embedding = body.embed_tokens.weight.detach()
+        self._final_norm = body.norm.weight.detach()
+        self._head = _Linear(model.lm_head.weight.detach(), _detached(model.lm_head.bias))
+        self._cos, self._sin = self._rotary_table(body.rotary_emb, max_model_len)
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        return CacheShape(len(self._layers), self._num_kv_heads, self._head_dim)
+
+    def _rotary_table(self, rotary: nn.Module, max_model_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of every position, (max_model_len, 1, head_dim); the first half of sin has its sign changed."""
+        positions = torch.arange(max_model_len, device=self.device)[None]
+        cos, sin = rotary(torch.zeros(1, dtype=self.dtype, device=self.device), positions)
+        sin = sin[0].clone()
+        sin[:, : self._head_dim // 2].neg_()
+        return cos[0][:, None].contiguous(), sin[:, None].contiguous()
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> PromptStates:
+        grid = _PromptGrid(prompts, self.device)
+        x = F.embedding(grid.tokens, self._embedding)
+        cos, sin = self._cos[grid.positions], self._sin[grid.positions]
+        shape = (len(self._layers), 2, grid.num_prompts, self._num_kv_heads, grid.longest, self._head_dim)
+        keys_values = torch.empty(shape, dtype=self.dtype, device=self.device)
+        for index, layer in enumerate(self._layers):
+            heads = grid.pad(self._heads(layer, x, cos, sin)).transpose(1, 2)
+            queries, keys, values = self._split(heads)
+            keys_values[index, 0], keys_values[index, 1] = keys, values
+            # Padding stands behind the prompt, where causal attention does not see it.
+            mixed = F.scaled_dot_product_attention(
+                queries,
+                keys,
+                values,
+                is_causal=True,
+                scale=self._scale,
+                enable_gqa=self._num_heads != self._num_kv_heads,
+            )
+            mixed = grid.unpad(mixed.transpose(1, 2).flatten(2))
+            if index == len(self._layers) - 1:  # only the last token of a prompt is wanted from here on
+                x, mixed = x[grid.last], mixed[grid.last]
+            x = self._finish_layer(layer, x, mixed)
+        return PromptStates(keys_values, self._logits(x))
+
+    def decode(self, tokens: torch.Tensor, slots: DecodeSlots) -> torch.Tensor:
+        x = F.embedding(tokens, self._embedding)
+        cos, sin = self._cos[slots.positions], self._sin[slots.positions]
+        bias = slots.bias()
+        for index, layer in enumerate(self._layers):
+            queries, keys, values = self._split(self._heads(layer, x, cos, sin))
+            all_keys, all_values = slots.append(index, keys, values)
+            x = self._finish_layer(layer, x, decode_attention(queries, all_keys, all_values, bias, self._scale))
+        return self._logits(x)
+
+    def _heads(self, layer: _Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotated queries and keys, and values: (N, num_heads + 2 * num_kv_heads, head_dim)."""
+        heads = layer.qkv(self._rms_norm(x, layer.input_norm)).unflatten(-1, (-1, self._head_dim))
+        rotated = heads[:, : -self._num_kv_heads]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            queries, keys = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
+            queries, keys = self._rms_norm(queries, layer.query_norm), self._rms_norm(keys, layer.key_norm)
+            rotated.copy_(torch.cat((queries, keys), 1))
+        half = self._head_dim // 2
+        swapped = torch.cat((rotated[..., half:], rotated[..., :half]), -1)
+        rotated.mul_(cos).addcmul_(swapped, sin)
+        return heads
+
+    def _split(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        queries, keys, values = heads.split((self._num_heads, self._num_kv_heads, self._num_kv_heads), 1)
+        return queries, keys, values
+
+    def _finish_layer(self, layer: _Layer, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        x = layer.output(mixed).add_(x)
+        gate, up = layer.gate_up(self._rms_norm(x, layer.mlp_norm)).chunk(2, -1)
+        return layer.down(F.silu(gate).mul_(up)).add_(x)
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self._head(self._rms_norm(x, self._final_norm))
+
+    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, weight.shape, weight, self._epsilon)
+
+
+class _PromptGrid:
+    """Prompts of different lengths as one row of tokens without padding, and as a right-padded grid for attention."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
+        lengths = [len(prompt) for prompt in prompts]
+        self.num_prompts, self.longest = len(prompts), max(lengths)
+        self._ragged = min(lengths) != self.longest
+        self.tokens = torch.tensor([token for prompt in prompts for token in prompt], device=device)
+        self.positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        counts = torch.tensor(lengths, device=device)
+        self.last = counts.cumsum(0) - 1
+        first_cell = torch.arange(self.num_prompts, device=device) * self.longest
+        self._cells = first_cell.repeat_interleave(counts) + self.positions
+
+    def pad(self, x: torch.Tensor) -> torch.Tensor:
+        """(num_tokens, ...) -> (num_prompts, longest, ...)."""
+        if self._ragged:
+            grid = x.new_zeros((self.num_prompts * self.longest, *x.shape[1:]))
+            x = grid.index_copy_(0, self._cells, x)
+        return x.unflatten(0, (self.num_prompts, self.longest))
+
+    def unpad(self, x: torch.Tensor) -> torch.Tensor:
+        """(num_prompts, longest, ...) -> (num_tokens, ...)."""
+        x = x.flatten(0, 1)
+        return x[self._cells] if self._ragged else x
+
+
+def _fuse_layer(layer: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    return _Layer(
+        input_norm=layer.input_layernorm.weight.detach(),
+        qkv=_fuse(attention.q_proj, attention.k_proj, attention.v_proj),
+        query_norm=_weight_of(getattr(attention, "q_norm", None)),
+        key_norm=_weight_of(getattr(attention, "k_norm", None)),
+        output=_fuse(attention.o_proj),
+        mlp_norm=layer.post_attention_layernorm.weight.detach(),
+        gate_up=_fuse(mlp.gate_proj, mlp.up_proj),
+        down=_fuse(mlp.down_proj),
+    )
+
+
+def _fuse(*modules: nn.Linear) -> _Linear:
+    """One matrix of several that take the same input; their parameters become views of its rows."""
+    if len(modules) == 1:
+        return _Linear(modules[0].weight.detach(), _detached(modules[0].bias))
+    sizes = [module.out_features for module in modules]
+    weight = torch.cat([module.weight.detach() for module in modules])
+    for module, part in zip(modules, weight.split(sizes), strict=True):
+        module.weight.data = part
+    if modules[0].bias is None:
+        return _Linear(weight, None)
+    bias = torch.cat([module.bias.detach() for module in modules])
+    for module, part in zip(modules, bias.split(sizes), strict=True):
+        module.bias.data = part
+    return _Linear(weight, bias)
+
+
+def _weight_of(norm: Any) -> torch.Tensor | None:
+    return None if norm is None else norm.weight.detach()
+
+
+def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.detach()

@@ -1,0 +1,103 @@
+"""Any transformers causal language model as a decoder, through its own forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from roll.strategies.hf_infer.cache import CacheShape, DecodeSlots
+from roll.strategies.hf_infer.decoder import Decoder, PromptStates
+
+
+class GenericDecoder(Decoder):
+    """Calls ``model(...)`` with a transformers ``Cache`` that reads and writes the engine's rows.
+
+    Raises:
+        ValueError: the model's layers keep tensors of different shapes, or no keys and values at all.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._shape = self._probe_shape()
+        self._cache = Cache(layers=[_RowsLayer(index) for index in range(self._shape.num_layers)])
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        return self._shape
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> PromptStates:
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64, device=self.device)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = torch.tensor(prompt, device=self.device)
+        # Padding stands behind the prompt, where causal attention does not see it: no mask is needed.
+        wanted, which = torch.unique(lengths - 1, return_inverse=True)
+        cache = DynamicCache()
+        logits = self.model(
+            input_ids=tokens,
+            position_ids=torch.arange(tokens.shape[1], device=self.device).expand_as(tokens),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=wanted,
+        ).logits
+        keys_values = torch.stack([torch.stack((layer.keys, layer.values)) for layer in cache.layers])
+        return PromptStates(keys_values, logits[torch.arange(len(prompts), device=self.device), which])
+
+    def decode(self, tokens: torch.Tensor, slots: DecodeSlots) -> torch.Tensor:
+        bias = slots.bias()
+        if bias is None:
+            bias = torch.zeros(slots.size, slots.end, dtype=self.dtype, device=self.device)
+        for layer in self._cache.layers:
+            layer.slots = slots
+        return self.model(
+            input_ids=tokens[:, None],
+            position_ids=slots.positions[:, None],
+            attention_mask=bias[:, None, None],
+            past_key_values=self._cache,
+            use_cache=True,
+        ).logits[:, -1]
+
+    @torch.no_grad()
+    def _probe_shape(self) -> CacheShape:
+        """What the model really writes into a cache, found by computing one token."""
+        cache = DynamicCache()
+        self.model(torch.zeros(1, 1, dtype=torch.int64, device=self.device), past_key_values=cache, use_cache=True)
+        shapes = {tuple(tensor.shape) for layer in cache.layers for tensor in (layer.keys, layer.values)}
+        if len(shapes) != 1:
+            raise ValueError(
+                f"hf_infer: the layers of {type(self.model).__name__} keep tensors of shapes {sorted(shapes)}; the engine "
+                "needs keys and values of one shape in every layer"
+            )
+        _, num_kv_heads, _, head_dim = shapes.pop()
+        return CacheShape(len(cache.layers), num_kv_heads, head_dim)
+
+
+class _RowsLayer(CacheLayerMixin):
+    """One layer's view of the engine's cache during a decoding step."""
+
+    slots: DecodeSlots
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self._index = index
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """The rows are allocated by the engine."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.slots.append(self._index, key_states[:, :, 0], value_states[:, :, 0])
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.slots.end, 0
+
+    def get_seq_length(self) -> int:
+        return self.slots.end - 1
+
+    def get_max_length(self) -> int:
+        return -1

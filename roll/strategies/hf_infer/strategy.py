@@ -1,0 +1,197 @@
+"""The ``hf_infer`` strategy: a role's model in a :class:`GenerationEngine`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from roll.config.roles import WorkerConfig
+from roll.config.strategy import HfInferStrategyConfig, typed_strategy_config
+from roll.models.build import DTYPES, attention_implementation, build_model, load_config
+from roll.strategies.generation import GenerationOutput, GenerationRequest, GenerationStrategy
+from roll.strategies.hf_infer.decoder import Decoder, create_decoder
+from roll.strategies.hf_infer.engine import GenerationEngine
+from roll.weight_sync.checksum import tensor_checksum
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+class HfInferStrategy(GenerationStrategy):
+    """Generation by transformers models, with continuous batching, on CPU or GPU."""
+
+    def __init__(self, role: WorkerConfig, seed: int = 42) -> None:
+        super().__init__(role, seed)
+        config = typed_strategy_config(role.strategy_args)
+        assert isinstance(config, HfInferStrategyConfig)
+        self._config = config
+        self._engine: GenerationEngine | None = None
+        self._decoder: Decoder | None = None
+        self._new_version: int | None = None
+        self._updated: set[str] = set()
+
+    def initialize(self) -> None:
+        model = _load_model(self.role, self._config.load_format).to(_device())
+        max_model_len = self._max_model_len(model)
+        self._decoder = create_decoder(model, max_model_len)
+        self._engine = GenerationEngine(
+            self._decoder,
+            _LazyTokenizer(self.role).decode,
+            _eos_token_ids(model),
+            max_num_seqs=self._config.max_num_seqs,
+            max_model_len=max_model_len,
+            seed=self.seed,
+        )
+        logger.info(
+            "hf_infer: up to %d samples of %d tokens; KV cache of %.1f MiB on %s",
+            self._config.max_num_seqs,
+            max_model_len,
+            self._engine.cache_bytes / 2**20,
+            self._decoder.device,
+        )
+
+    def add_requests(self, requests: Iterable[GenerationRequest]) -> None:
+        self._running_engine().add_requests(requests)
+
+    def step(self) -> list[GenerationOutput]:
+        if self._new_version is not None:
+            raise RuntimeError("hf_infer: step() between start_weight_update and finish_weight_update")
+        return self._running_engine().step()
+
+    @property
+    def num_unfinished(self) -> int:
+        return self._running_engine().num_unfinished
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
+        return self._running_engine().abort(request_ids)
+
+    def start_weight_update(self, version: int) -> None:
+        if self._new_version is not None:
+            raise RuntimeError(f"hf_infer: the update to version {self._new_version} is not finished")
+        self._new_version = version
+        self._updated.clear()
+
+    @torch.no_grad()
+    def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """See the base class; a tensor of another dtype is converted to the engine's.
+
+        Raises:
+            ValueError: a name that the model does not have, or a tensor of another shape.
+            RuntimeError: no update has been started.
+        """
+        if self._new_version is None:
+            raise RuntimeError("hf_infer: update_weights outside of start_weight_update and finish_weight_update")
+        weights = self._held_weights()
+        for name, tensor in tensors.items():
+            if name not in weights:
+                raise ValueError(f"hf_infer: the model has no tensor {name!r}; it has e.g. {next(iter(weights))!r}")
+            if weights[name].shape != tensor.shape:
+                raise ValueError(
+                    f"hf_infer: {name} has shape {tuple(tensor.shape)}, the engine's is {tuple(weights[name].shape)}"
+                )
+            weights[name].copy_(tensor)
+            self._updated.add(name)
+
+    def finish_weight_update(self) -> dict[str, int]:
+        """See the base class; the checksums are those of the tensors of this update, as the engine computes with them.
+
+        Samples that are running go on with the keys and values they have.
+        """
+        if self._new_version is None:
+            raise RuntimeError("hf_infer: finish_weight_update without start_weight_update")
+        weights = self._held_weights()
+        checksums = {name: tensor_checksum(weights[name]) for name in sorted(self._updated)}
+        self._running_engine().set_version(self._new_version)
+        self._new_version = None
+        return checksums
+
+    def sleep(self) -> None:
+        """Free the KV cache. Only between requests."""
+        engine = self._running_engine()
+        if engine.num_unfinished:
+            raise RuntimeError(f"hf_infer: sleep with {engine.num_unfinished} unfinished samples; abort them first")
+        engine.release_cache()
+
+    def wake(self) -> None:
+        self._running_engine().restore_cache()
+
+    def shutdown(self) -> None:
+        self._engine = self._decoder = None
+
+    def _running_engine(self) -> GenerationEngine:
+        assert self._engine is not None, "initialize() comes first"
+        return self._engine
+
+    def _held_weights(self) -> dict[str, torch.Tensor]:
+        assert self._decoder is not None, "initialize() comes first"
+        return self._decoder.weights
+
+    def _max_model_len(self, model: PreTrainedModel) -> int:
+        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        asked = self._config.max_model_len
+        if asked is None:
+            if longest is None:
+                raise ValueError(
+                    "strategy_config.max_model_len: null, and the model's config names no longest sequence; give a number"
+                )
+            return int(longest)
+        if longest is not None and asked > longest:
+            raise ValueError(
+                f"strategy_config.max_model_len: {asked} is more than the {longest} positions of "
+                f"{self.role.model_args.model_name_or_path}; give at most {longest}"
+            )
+        return asked
+
+
+class _LazyTokenizer:
+    """Loads the tokenizer when the first stop string asks for it."""
+
+    def __init__(self, role: WorkerConfig) -> None:
+        self._role = role
+        self._tokenizer: Any = None
+
+    def decode(self, token_ids: list[int]) -> str:
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            args = self._role.model_args
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                args.model_name_or_path, trust_remote_code=args.trust_remote_code
+            )
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _load_model(role: WorkerConfig, load_format: str) -> PreTrainedModel:
+    # The engine gives masks of its own, which flash-attention kernels do not take.
+    eager = attention_implementation(role.model_args) == "eager"
+    args = replace(role.model_args, attn_implementation="eager" if eager else "sdpa")
+    dtype = DTYPES[args.dtype]
+    if load_format != "dummy":
+        return build_model(args, "causal_lm", dtype)
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(
+        load_config(args),
+        dtype=dtype,
+        attn_implementation=args.attn_implementation,
+        trust_remote_code=args.trust_remote_code,
+    )
+
+
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The model's end-of-sequence tokens: of its generation config, or else of its config."""
+    for config in (model.generation_config, model.config.get_text_config()):
+        eos = getattr(config, "eos_token_id", None)
+        if eos is not None:
+            return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
+    return ()
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
