@@ -152,7 +152,7 @@ class TensorColumns(dict[str, torch.Tensor]):
         merged.update(other)
         return merged
 
-    def __ior__(self, other: Any) -> TensorColumns:  # type: ignore[override, misc]
+    def __ior__(self, other: Any) -> TensorColumns:  # type: ignore[override]
         self.update(other)
         return self
 

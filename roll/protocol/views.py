@@ -1,0 +1,28 @@
+"""Tensors over memory that is not ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def tensor_over(array: np.ndarray) -> torch.Tensor:
+    """A tensor over ``array``'s memory, also where that is read-only (as in Ray's object store), without a copy.
+
+    Torch has no read-only tensors: whoever takes such a tensor must not write to it.
+    """
+    if not array.flags.writeable and array.size:
+        array = np.asarray(_Exposed(array))
+    return torch.from_numpy(array)
+
+
+class _Exposed:
+    """An array's memory under the array interface, without its read-only flag: ``torch.from_numpy`` warns of that."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._owner = array
+        interface: dict[str, Any] = dict(array.__array_interface__)
+        interface["data"] = (interface["data"][0], False)
+        self.__array_interface__ = interface

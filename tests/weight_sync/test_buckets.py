@@ -1,0 +1,121 @@
+"""Weight buckets: what goes in comes out, as views, aligned, within the budget, through pickle and Ray's buffers."""
+
+import pickle
+import warnings
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll.weight_sync.buckets import ALIGNMENT, WeightBucket, iter_buckets
+
+DTYPES = [torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
+SHAPES = st.lists(st.integers(0, 7), max_size=3)
+SPECS = st.lists(st.tuples(st.sampled_from(DTYPES), SHAPES), max_size=12)
+
+
+def make(specs: list[tuple[torch.dtype, list[int]]]) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(len(specs))
+    return [
+        (f"layer.{i}", (torch.randn(shape, generator=generator) * 3).to(dtype))
+        for i, (dtype, shape) in enumerate(specs)
+    ]
+
+
+def assert_same(bucket: WeightBucket, named: list[tuple[str, torch.Tensor]]) -> None:
+    tensors = bucket.tensors()
+    assert list(tensors) == [name for name, _ in named]
+    for name, tensor in named:
+        assert tensors[name].dtype == tensor.dtype
+        assert tensors[name].shape == tensor.shape
+        assert torch.equal(tensors[name], tensor)
+
+
+@settings(deadline=None)
+@given(SPECS)
+def test_round_trip(specs: list[tuple[torch.dtype, list[int]]]) -> None:
+    named = make(specs)
+    bucket = WeightBucket.pack(named)
+    assert_same(bucket, named)
+    assert bucket.num_bytes == sum(tensor.nbytes for _, tensor in named)
+    assert_same(pickle.loads(pickle.dumps(bucket)), named)
+
+
+def test_views_and_alignment() -> None:
+    named = make([(torch.bool, [3]), (torch.bfloat16, [5, 7]), (torch.float64, [2])])
+    bucket = WeightBucket.pack(named)
+    begin, end = bucket.buffer.data_ptr(), bucket.buffer.data_ptr() + bucket.buffer.numel()
+    for entry, tensor in zip(bucket.entries, bucket.tensors().values(), strict=True):
+        assert entry.offset % ALIGNMENT == 0
+        assert begin <= tensor.data_ptr() == begin + entry.offset < end
+    bucket.tensors()["layer.1"].fill_(2)
+    assert (bucket.tensors()["layer.1"] == 2).all()
+    assert torch.equal(bucket.tensors()["layer.2"], named[2][1])
+
+
+def test_pickles_as_one_out_of_band_buffer_read_without_a_copy() -> None:
+    named = make([(torch.bfloat16, [50, 70]), (torch.float32, [33])])
+    buffers: list[pickle.PickleBuffer] = []
+    stream = pickle.dumps(WeightBucket.pack(named), protocol=5, buffer_callback=buffers.append)
+    assert len(buffers) == 1
+    assert len(stream) < 1000
+    shared = memoryview(bytes(buffers[0].raw()))  # read-only, as Ray's store is
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        received = pickle.loads(stream, buffers=[shared])
+        assert_same(received, named)
+    assert received.buffer.data_ptr() == np.frombuffer(shared, np.uint8).ctypes.data
+
+
+def test_non_contiguous_and_parameter() -> None:
+    weight = torch.nn.Parameter(torch.randn(4, 6))
+    bucket = WeightBucket.pack([("w", weight), ("wt", weight.t())])
+    assert torch.equal(bucket.tensors()["w"], weight)
+    assert torch.equal(bucket.tensors()["wt"], weight.t())
+    assert not bucket.tensors()["w"].requires_grad
+
+
+def test_equal_weights_make_equal_buffers() -> None:
+    named = make([(torch.bool, [3]), (torch.bfloat16, [5, 7])])
+    assert torch.equal(WeightBucket.pack(named).buffer, WeightBucket.pack(named).buffer)
+
+
+def test_two_of_one_name() -> None:
+    with pytest.raises(ValueError, match=r"two tensors named 'w'"):
+        WeightBucket.pack([("w", torch.zeros(1)), ("w", torch.zeros(1))])
+
+
+@settings(deadline=None)
+@given(SPECS, st.integers(1, 2000))
+def test_iter_buckets(specs: list[tuple[torch.dtype, list[int]]], bucket_bytes: int) -> None:
+    named = make(specs)
+    runs = list(iter_buckets(named, bucket_bytes))
+    assert [pair for run in runs for pair in run] == named
+    for run in runs:
+        assert run
+        assert len(run) == 1 or WeightBucket.pack(run).buffer.numel() <= bucket_bytes
+    for run, following in pairwise(runs):  # greedy: the next tensor would not have fitted
+        assert WeightBucket.pack([*run, following[0]]).buffer.numel() > bucket_bytes
+
+
+def test_tensor_larger_than_the_bucket_and_lazy_source() -> None:
+    taken: list[str] = []
+
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, size in (("small", 10), ("large", 1000), ("after", 10)):
+            taken.append(name)
+            yield name, torch.zeros(size)
+
+    buckets = iter_buckets(source(), 256)
+    assert [name for name, _ in next(buckets)] == ["small"]
+    assert taken == ["small", "large"]
+    assert [[name for name, _ in run] for run in buckets] == [["large"], ["after"]]
+
+
+def test_bucket_bytes_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="bucket_bytes must be at least 1, got 0"):
+        iter_buckets([], 0)
