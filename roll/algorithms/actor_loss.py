@@ -16,13 +16,15 @@ from roll.algorithms.kl import KLOptions, kl_estimate
 from roll.algorithms.loss_types import LossInputs, LossOutputs
 from roll.algorithms.metric_builder import MetricBuilder
 from roll.algorithms.options import ActorLossOptions, options_from
-from roll.algorithms.policy_losses import options_class_of, policy_losses
+from roll.algorithms.policy_registry import options_class_of, policy_losses, register_policy_loss
 
 POLICY_LOSS_NAMES = policy_losses.names
 
+__all__ = ["POLICY_LOSS_NAMES", "actor_loss", "actor_loss_options", "register_policy_loss"]
+
 
 def actor_loss_options(settings: Mapping[str, Any]) -> ActorLossOptions:
-    """From a flat mapping of YAML keys (``pg_variant``, ``pg_clip``, ``loss_agg_mode``, ``train_infer_correction`` ...).
+    """From a flat mapping of YAML keys (``pg_variant``, ``pg_clip``, ``train_infer_correction`` ...).
 
     Keys that belong to no option are ignored; ``pg_variant: null`` is ``ppo``.
     Raises ``ValueError`` for an unknown variant or a bad correction.

@@ -7,7 +7,7 @@ probabilities before the update (old) with those of the engine that sampled (rol
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 Level = Literal["token", "segment", "geometric", "sequence"]
@@ -99,23 +99,39 @@ def correction_options(setting: str | Mapping[str, Any] | Sequence[Any] | None) 
         return CORRECTION_PRESETS[setting]
     if isinstance(setting, Mapping):
         return _from_roll_spelling(setting)
-    return CorrectionOptions(tuple(CorrectionRule(**rule) for rule in setting))
+    return CorrectionOptions(tuple(_rule(entry) for entry in setting))
+
+
+def _rule(entry: Any) -> CorrectionRule:
+    if not isinstance(entry, Mapping):
+        raise ValueError(
+            f"a rule of train_infer_correction is a mapping such as {{level: token, high: 2.0}}, not {entry!r}"
+        )
+    _refuse_unknown(entry, {f.name for f in fields(CorrectionRule)}, "train_infer_correction[]")
+    return CorrectionRule(**entry)
+
+
+def _refuse_unknown(section: Mapping[str, Any], known: set[str], where: str) -> None:
+    unknown = sorted(set(section) - known)
+    if unknown:
+        raise ValueError(f"unknown key {where}.{unknown[0]}; known: {', '.join(sorted(known))}")
+
+
+_WEIGHT_KEYS = {"enabled", "weight_type", "upper_bound", "detach"}
+_FILTER_KEYS = {"enabled", "agg_type"} | {f"{m}_{k}" for m in ("ratio", "diff") for k in ("enabled", "low", "high")}
 
 
 def _from_roll_spelling(setting: Mapping[str, Any]) -> CorrectionOptions:
-    unknown = set(setting) - {"is_weight", "filters"}
-    if unknown:
-        raise ValueError(
-            f"unknown key train_infer_correction.{sorted(unknown)[0]}; known: is_weight, filters, "
-            "or a preset's name instead of the section"
-        )
+    _refuse_unknown(setting, {"is_weight", "filters"}, "train_infer_correction")
     rules: list[CorrectionRule] = []
     weight = setting.get("is_weight") or {}
+    _refuse_unknown(weight, _WEIGHT_KEYS, "train_infer_correction.is_weight")
     if weight.get("enabled", False):
         rules.append(
             CorrectionRule(weight.get("weight_type", "token"), "truncate", high=weight.get("upper_bound", 1.2))
         )
     for entry in setting.get("filters") or ():
+        _refuse_unknown(entry, _FILTER_KEYS, "train_infer_correction.filters[]")
         if not entry.get("enabled", True):
             continue
         for prefix, (metric, low, high) in _FILTER_METRICS.items():

@@ -91,8 +91,8 @@ def mismatch_metrics(inputs: LossInputs, metrics: MetricBuilder, with_segments: 
     """Log how far trainer and engine stand apart; nothing without ``rollout_log_probs``.
 
     ``actor/train_infer_*``: mean and largest absolute log-prob difference, KL(rollout || old) as k1 and k3, Pearson's
-    correlation of the probabilities, mean probability difference, and the mean ratio per token, geometric mean, sequence
-    and, where asked for, segment.
+    correlation of the probabilities, mean probability difference, and the mean ratio per token, geometric mean and
+    sequence, and per segment where asked for.
     """
     if inputs.rollout_log_probs is None:
         return

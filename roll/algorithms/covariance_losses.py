@@ -14,7 +14,8 @@ from roll.algorithms.loss_types import LossInputs
 from roll.algorithms.masked import masked_mean
 from roll.algorithms.metric_builder import MetricBuilder
 from roll.algorithms.options import ClipCovOptions, KLCovOptions
-from roll.algorithms.policy_losses import ppo, register_policy_loss
+from roll.algorithms.policy_losses import ppo
+from roll.algorithms.policy_registry import register_policy_loss
 
 
 @torch.no_grad()

@@ -1,14 +1,9 @@
-"""Policy losses per token, chosen by ``pg_variant``.
+"""Policy losses per token, chosen by ``pg_variant``: each returns float (B, L), before aggregation.
 
-A policy loss is a function ``(inputs: LossInputs, options, metrics: MetricBuilder) -> Tensor (B, L)``: the loss of each
-token, before aggregation, correction and sample weights, which :func:`roll.algorithms.actor_loss.actor_loss` adds.
 r is exp(log pi - log pi_old), A the advantage, sg stops the gradient.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,31 +23,8 @@ from roll.algorithms.options import (
     TOPROptions,
     VanillaOptions,
 )
+from roll.algorithms.policy_registry import register_policy_loss
 from roll.algorithms.ratios import level_log_ratio
-from roll.algorithms.registry import Registry
-
-PolicyLoss = Callable[[LossInputs, Any, MetricBuilder], Tensor]
-
-policy_losses: Registry[PolicyLoss] = Registry("pg_variant")
-_options_classes: dict[PolicyLoss, type] = {}
-
-
-def register_policy_loss(
-    name: str, *, options: type = PPOOptions, aliases: tuple[str, ...] = ()
-) -> Callable[[PolicyLoss], PolicyLoss]:
-    """Decorator: make a policy loss selectable as ``pg_variant: name``; ``options`` is its dataclass of YAML keys."""
-
-    def decorate(function: PolicyLoss) -> PolicyLoss:
-        policy_losses.add(function, name, aliases)
-        _options_classes[function] = options
-        return function
-
-    return decorate
-
-
-def options_class_of(pg_variant: str) -> type:
-    """The options dataclass of a variant; PPO's for a plain function found by dotted path."""
-    return _options_classes.get(policy_losses.resolve(pg_variant), PPOOptions)
 
 
 def _count_clipped(metrics: MetricBuilder, clipped: Tensor, inputs: LossInputs) -> None:
