@@ -1,0 +1,97 @@
+#!/usr/bin/env bash
+# Builds the Dockerfile and runs its image for real, without a container engine: debootstrap makes the base image,
+# buildah builds and runs with chroot isolation. Needs root on Debian 12 or later, and about 8 GB of disk meanwhile.
+#
+#   tests/docker/build_and_run.sh                      the image's own command (the tiny pipeline)
+#   tests/docker/build_and_run.sh COMMAND [ARGS]...    another command in the image
+#
+# pip's configuration on this machine (files and PIP_* variables) reaches the build as a secret, and local folders that
+# it names as read-only mounts; so neither the Dockerfile nor the image holds anything of this machine.
+# WORK_DIR: where images are kept (default: a new folder, removed at the end). A kept one saves the base image's making.
+set -euo pipefail
+
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+keep_work_dir=${WORK_DIR:+yes}
+work_dir=${WORK_DIR:-$(mktemp -d)}
+mkdir -p "$work_dir"
+work_dir=$(cd "$work_dir" && pwd)
+base_image=localhost/roll-base:bookworm
+image=localhost/roll:test
+container=
+
+step() { printf '== %s\n' "$*"; }
+
+images() { buildah --root "$work_dir/storage" --runroot "$work_dir/run" --storage-driver vfs "$@"; }
+
+cleanup() {
+    [[ -z $container ]] || images rm "$container" >/dev/null
+    [[ -n $keep_work_dir ]] || rm -rf "$work_dir"
+}
+trap cleanup EXIT
+
+install_tools() {
+    if command -v buildah >/dev/null && command -v debootstrap >/dev/null; then
+        return
+    fi
+    step "installing buildah and debootstrap"
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends buildah debootstrap >/dev/null
+}
+
+make_base_image() {
+    if images images --quiet "$base_image" >/dev/null 2>&1; then
+        return
+    fi
+    step "bootstrapping the base image"
+    local root=$work_dir/base container
+    rm -rf "$root"
+    debootstrap --variant=minbase --include=ca-certificates,python3,python3-venv bookworm "$root" >"$work_dir/debootstrap.log"
+    container=$(images from scratch)
+    images copy --quiet "$container" "$root" / >/dev/null
+    images commit --quiet --rm "$container" "$base_image" >/dev/null
+    rm -rf "$root"
+}
+
+# One pip.conf with all that pip knows here: "global.cert='/x'" and ":env:.find-links='/y'" become "cert = /x" ...; the
+# environment comes first, as it does for pip. Options that hold for one subcommand only are left out.
+write_pip_configuration() {
+    echo "[global]" >"$work_dir/pip.conf"
+    python3 -m pip config list | LC_ALL=C sort | sed -nE "s/^(:env:|global)\.([a-z-]+)='(.*)'$/\2 = \3/p" |
+        awk '!seen[$1]++' >>"$work_dir/pip.conf"
+}
+
+# Local files and folders that pip's configuration names, as --volume arguments. Of a local index (file:///x/simple) the
+# folder above: its pages link to files beside them.
+local_mounts() {
+    tr ' =' '\n\n' <"$work_dir/pip.conf" | sed -E 's#^file://(/.+)/[^/]+/?$#\1#' | grep '^/' | sort -u | while read -r path; do
+        [[ ! -e $path ]] || printf -- '--volume\n%s\n' "$path:$path:ro"
+    done
+}
+
+build_image() {
+    step "building the image"
+    write_pip_configuration
+    local mounts
+    mapfile -t mounts < <(local_mounts)
+    images build --isolation chroot --build-arg "BASE_IMAGE=$base_image" --secret "id=pip.conf,src=$work_dir/pip.conf" \
+        "${mounts[@]}" --tag "$image" "$repository"
+}
+
+run_image() {
+    container=$(images from "$image")
+    local command=("$@")
+    if [[ $# -eq 0 ]]; then
+        mapfile -t command < <(images inspect --type image "$image" |
+            python3 -c 'import json, sys; print(*json.load(sys.stdin)["OCIv1"]["config"]["Cmd"], sep="\n")')
+    fi
+    step "who runs: $(images run --isolation chroot "$container" -- id -un)"
+    [[ $(images run --isolation chroot "$container" -- id -u) != 0 ]] || { echo "the image runs as root" >&2; exit 1; }
+    step "running: ${command[*]}"
+    images run --isolation chroot "$container" -- "${command[@]}"
+}
+
+install_tools
+make_base_image
+build_image
+run_image "$@"
+step "the image was built and its command ended well"
