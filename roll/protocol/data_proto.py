@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from roll.protocol import joining
+from roll.protocol import joining, wire
 from roll.protocol.columns import Column, ObjectColumns, PackedColumn, TensorColumns, object_array
 from roll.protocol.equality import first_difference
 from roll.protocol.rows import RowIndex, check_group_sizes, mini_batch_rows, row_groups, row_numbers
@@ -341,6 +341,12 @@ class DataProto:
         from roll.protocol import storage
 
         return storage.load(Path(path))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return wire.reduce(self)
+
+    def __copy__(self) -> DataProto:
+        return self.select()
 
     # Helpers
 

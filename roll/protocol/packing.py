@@ -1,0 +1,238 @@
+"""Columns without their padding.
+
+A per-token column (B, L, ...) of a right- or left-padded batch is constant outside one span of each row.  Packing finds
+that constant and those spans and keeps the tokens inside, one after another (the *payload*); unpacking restores every
+bit.  Whatever is constant inside its spans too (most masks) costs only the spans, columns share spans where they can,
+and int64 is narrowed to the smallest integer that holds its values.  Comparisons are of bits, never of floats: a NaN or
+a -0.0 in the padding survives.
+
+Everything works on numpy arrays of integers as wide as the column's dtype (its *bits*), since numpy has no bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from roll.protocol.columns import PackedColumn
+from roll.protocol.views import tensor_over
+
+_BITS: dict[int, tuple[torch.dtype, type[Any]]] = {
+    1: (torch.uint8, np.uint8),
+    2: (torch.int16, np.int16),
+    4: (torch.int32, np.int32),
+    8: (torch.int64, np.int64),
+}
+_NARROW_SIGNED = (np.int8, np.int16, np.int32)
+_NARROW_UNSIGNED = (np.uint8, np.uint16, np.uint32)
+_MIN_NARROW = 64
+"""Below this many values narrowing saves less than it takes."""
+_DENSE_FRACTION = 0.85
+"""With more of a column inside its spans it is sent whole: less work at both ends for at most 18% more bytes."""
+_SPAN_SLACK = 1 / 64
+"""Spans wider than a column's own by this part at most are shared: cheaper than spans of its own."""
+
+
+class Spans:
+    """For each of B rows the positions ``starts[b] <= t < stops[b]`` of L that are no padding."""
+
+    def __init__(self, starts: np.ndarray, stops: np.ndarray, width: int) -> None:
+        self.starts = starts
+        self.stops = stops
+        self.width = width
+        self._last_rows: tuple[tuple[int, int], Spans] | None = None
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """int64 (B,): where each row's tokens end in the payload."""
+        return np.cumsum(self.stops - self.starts, dtype=np.int64)
+
+    @cached_property
+    def total(self) -> int:
+        """Tokens inside all spans."""
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    @cached_property
+    def index(self) -> np.ndarray:
+        """int64 (total,): the position of each payload token in the flattened (B * L) column."""
+        lengths = self.stops - self.starts
+        first = np.arange(len(lengths), dtype=np.int64) * self.width + self.starts
+        return np.arange(self.total) + np.repeat(first - (self.ends - lengths), lengths)
+
+    def rows(self, start: int, stop: int) -> Spans:
+        """Spans of some rows; the same object for the same rows, so that the columns of a chunk share it too."""
+        if self._last_rows is None or self._last_rows[0] != (start, stop):
+            part = Spans(self.starts[start:stop], self.stops[start:stop], self.width)
+            self._last_rows = ((start, stop), part)
+        return self._last_rows[1]
+
+    def payload_range(self, start: int, stop: int) -> slice:
+        first = int(self.ends[start - 1]) if start else 0
+        return slice(first, int(self.ends[stop - 1]) if stop > start else first)
+
+    def covers(self, other: Spans, slack: float) -> bool:
+        """True if these spans contain ``other``'s and are longer by a part ``slack`` of them at most."""
+        if len(self.starts) != len(other.starts) or self.width != other.width:
+            return False
+        if not other.total <= self.total <= other.total + int(other.total * slack):
+            return False
+        empty = other.starts == other.stops
+        return bool((empty | ((self.starts <= other.starts) & (other.stops <= self.stops))).all())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Spans, (self.starts, self.stops, self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed(PackedColumn):
+    """A packed column.
+
+    Attributes:
+        dtype, shape: of the tensor.
+        payload: bits inside the spans, (total, ...), or of the whole column where there are no spans; maybe narrowed.
+            One int: the same bits everywhere inside.
+        spans: None if the column is kept whole.
+        padding: bits outside the spans.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    payload: np.ndarray | int
+    spans: Spans | None = None
+    padding: int = 0
+
+    def unpack(self) -> torch.Tensor:
+        bits = _BITS[self.dtype.itemsize][1]
+        if self.spans is not None:
+            whole = _filled(self.shape, self.padding, bits)
+            by_token = whole.reshape(self.shape[0] * self.shape[1], *self.shape[2:])
+            by_token[self.spans.index] = self.payload
+        elif isinstance(self.payload, np.ndarray):
+            whole = self.payload.astype(bits)
+        else:
+            whole = _filled(self.shape, self.payload, bits)
+        return torch.from_numpy(whole).view(self.dtype)
+
+    def peek(self) -> torch.Tensor | None:
+        if self.spans is not None or not isinstance(self.payload, np.ndarray):
+            return None
+        if self.payload.dtype != _BITS[self.dtype.itemsize][1]:
+            return None
+        return tensor_over(self.payload).view(self.dtype)
+
+    def rows(self, start: int, stop: int) -> Packed:
+        shape = torch.Size((stop - start, *self.shape[1:]))
+        payload, spans = self.payload, self.spans
+        if isinstance(payload, np.ndarray):
+            payload = payload[start:stop] if spans is None else payload[spans.payload_range(start, stop)]
+        return Packed(self.dtype, shape, payload, None if spans is None else spans.rows(start, stop), self.padding)
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> list[Packed]:
+    """Pack columns of one batch, with shared spans. Dense columns stay views of the tensors' memory.
+
+    Tensors on an accelerator are copied to the CPU; gradients do not travel.
+    """
+    packed: dict[int, Packed] = {}
+    known: list[Spans] = []
+    # Masks first: their spans are the true ones, and serve columns in which a real token happens to equal the padding.
+    for place in sorted(range(len(tensors)), key=lambda i: tensors[i].dtype != torch.bool):
+        packed[place] = _pack_column(tensors[place], known)
+    return [packed[place] for place in range(len(tensors))]
+
+
+def _pack_column(tensor: torch.Tensor, known: list[Spans]) -> Packed:
+    bits = to_bits(tensor)
+    if tensor.dim() < 2 or not bits.size or tensor.dtype.itemsize not in _BITS:
+        return Packed(tensor.dtype, tensor.shape, bits)
+    found = _find_spans(bits)
+    if found is None:
+        return Packed(tensor.dtype, tensor.shape, _shrunk(bits, tensor.dtype))
+    own, padding = found
+    if not own.total:
+        return Packed(tensor.dtype, tensor.shape, padding)
+    # A mask is constant inside its own spans only, and then costs nothing else: it shares no wider ones.
+    slack = 0.0 if tensor.dtype == torch.bool else _SPAN_SLACK
+    spans = next((other for other in known if other.covers(own, slack)), own)
+    if spans is own:
+        known.append(own)
+    by_token = bits.reshape(bits.shape[0] * bits.shape[1], *bits.shape[2:])
+    payload = _shrunk(by_token.take(spans.index, axis=0), tensor.dtype)
+    return Packed(tensor.dtype, tensor.shape, payload, spans, padding)
+
+
+def to_bits(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor's bits as integers of its width, over the same memory where the tensor is contiguous on the CPU."""
+    view = _BITS[tensor.dtype.itemsize][0]
+    return tensor.detach().cpu().contiguous().view(view).numpy()
+
+
+def _find_spans(bits: np.ndarray) -> tuple[Spans, int] | None:
+    """The tightest spans outside which ``bits`` (B, L, ...) is one value, and that value; None if hardly any is."""
+    flat = bits.reshape(len(bits), -1)
+    best: tuple[Spans, int] | None = None
+    for padding in _padding_candidates(flat):
+        starts, stops = _first_and_last(flat, padding)
+        per_token = flat.shape[1] // bits.shape[1]
+        starts, stops = starts // per_token, -(-stops // per_token)
+        spans = Spans(starts.astype(np.int32), stops.astype(np.int32), bits.shape[1])
+        if best is None or spans.total < best[0].total:
+            best = spans, padding
+    if best is None or best[0].total > _DENSE_FRACTION * bits.shape[0] * bits.shape[1]:
+        return None
+    return best
+
+
+def _first_and_last(flat: np.ndarray, padding: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each row the first element that differs from ``padding`` and the one after the last; (0, 0) if none does."""
+    rows, width = np.arange(len(flat)), flat.shape[1]
+    words = -(-width // 8)
+    inside = np.zeros((len(flat), 8 * words), dtype=bool)
+    np.not_equal(flat, padding, out=inside[:, :width])
+    starts = inside.argmax(axis=1)
+    # numpy's search stops at the first hit, but a reversed row is copied first: search eight at a time, then one word.
+    word = words - 1 - (inside.view(np.uint64) != 0)[:, ::-1].argmax(axis=1)
+    stops = 8 * word + 8 - inside.reshape(len(flat), words, 8)[rows, word, ::-1].argmax(axis=1)
+    empty = ~inside[rows, starts]
+    starts[empty] = stops[empty] = 0
+    return starts, stops
+
+
+def _padding_candidates(flat: np.ndarray) -> list[int]:
+    """The most frequent values of the last and of the first element of a row."""
+    candidates: list[int] = []
+    for edge in (flat[:, -1], flat[:, 0]):
+        if not edge.any():
+            value = 0
+        else:
+            values, counts = np.unique(edge, return_counts=True)
+            value = int(values[counts.argmax()])
+        if value not in candidates:
+            candidates.append(value)
+    return candidates
+
+
+def _shrunk(values: np.ndarray, dtype: torch.dtype) -> np.ndarray | int:
+    """One int if all values are equal, fewer bytes each if that loses nothing, else the values themselves."""
+    flat = values.reshape(-1)
+    first = flat[0]
+    # Two samples spare most columns that are not constant the full comparison.
+    if first == flat[-1] and first == flat[len(flat) // 2] and (flat == first).all():
+        return int(first)
+    if dtype != torch.int64 or len(flat) < _MIN_NARROW:
+        return values
+    low, high = flat.min(), flat.max()
+    for narrow in _NARROW_UNSIGNED if low >= 0 else _NARROW_SIGNED:
+        if np.iinfo(narrow).min <= low and high <= np.iinfo(narrow).max:
+            return values.astype(narrow)
+    return values
+
+
+def _filled(shape: Sequence[int], value: int, dtype: type[Any]) -> np.ndarray:
+    # Zeros come from untouched pages of the operating system: only what is written later costs memory traffic.
+    return np.zeros(shape, dtype) if value == 0 else np.full(shape, value, dtype)
