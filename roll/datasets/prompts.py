@@ -69,7 +69,7 @@ class PromptDataset(Sequence[PromptRow]):
         """
         if data_args.file_name is None:
             raise DataError("data_args.file_name is not set; for example file_name: data/train.jsonl")
-        sources = read_rows(data_args.file_name)
+        sources = read_rows(data_args.file_name, data_args.dataset_dir)
         columns = Columns.of(data_args, sources)
         router = DomainRouter(domains)
         templates = TemplateChoice(global_template or data_args.template, tag_to_template)

@@ -30,8 +30,11 @@ class SourceRow:
         return f"{self.path}, row {self.number}"
 
 
-def read_rows(file_names: str | Sequence[str]) -> list[SourceRow]:
+def read_rows(file_names: str | Sequence[str], dataset_dir: str | None = None) -> list[SourceRow]:
     """All rows of one or several files; a folder stands for the data files in it, and ``*`` and ``?`` match names.
+
+    Args:
+        dataset_dir: where a relative name is looked for too, if it is not found from the working directory.
 
     Raises:
         DataError: a file that is missing, unreadable, of an unknown kind, or without rows.
@@ -40,7 +43,7 @@ def read_rows(file_names: str | Sequence[str]) -> list[SourceRow]:
     if not names:
         raise DataError("data_args.file_name: no file given; for example file_name: data/train.jsonl")
     rows: list[SourceRow] = []
-    for path in (path for name in names for path in expand(name)):
+    for path in (path for name in names for path in expand(name, dataset_dir)):
         before = len(rows)
         try:
             rows.extend(SourceRow(path, number, row) for number, row in reader_of(path)(path))
@@ -51,9 +54,19 @@ def read_rows(file_names: str | Sequence[str]) -> list[SourceRow]:
     return rows
 
 
-def expand(name: str) -> list[Path]:
+def expand(name: str, dataset_dir: str | None = None) -> list[Path]:
     """The files that a configured name stands for, in alphabetical order."""
     path = Path(name).expanduser()
+    places = [path] if dataset_dir is None else [path, Path(dataset_dir).expanduser() / path]
+    for place in places:
+        found = matches(place)
+        if found:
+            return found
+    looked = " and ".join(str(Path.cwd() / place) for place in places)
+    raise DataError(f"data file {name!r} does not exist (looked for {looked})")
+
+
+def matches(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
@@ -61,10 +74,7 @@ def expand(name: str) -> list[Path]:
         if not found:
             raise DataError(f"{path}: the folder holds no data file; expected one ending in {', '.join(READERS)}")
         return found
-    found = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file())
-    if not found:
-        raise DataError(f"{name}: no such file (looked in {Path.cwd()})")
-    return found
+    return sorted(Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file())
 
 
 def format_suffix(path: Path) -> str:

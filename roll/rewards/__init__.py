@@ -1,16 +1,21 @@
 """Rewards: rules that score responses, and the registry that finds them by name."""
 
 from roll.rewards.base import RewardFunction, RewardOptionError, RewardResult, RewardRule, RewardSample
+from roll.rewards.policy import RewardError, apply_on_error, failure_rates, reward_options
 from roll.rewards.registry import build_reward, register_reward, resolve_name, reward_names
 
 __all__ = [
+    "RewardError",
     "RewardFunction",
     "RewardOptionError",
     "RewardResult",
     "RewardRule",
     "RewardSample",
+    "apply_on_error",
     "build_reward",
+    "failure_rates",
     "register_reward",
     "resolve_name",
     "reward_names",
+    "reward_options",
 ]

@@ -1,4 +1,4 @@
-"""What a reward is: texts in, one scalar (or an explained failure) a sample out. Torch-free: reward workers start fast."""
+"""What a reward is: texts in, a scalar (or an explained failure) a sample out. Torch-free: workers start fast."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RewardSample:
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """``score`` is None exactly when ``error`` says why there is none: a failure never looks like a bad answer."""
+    """Without a ``score`` there is an ``error`` that says why: a failure never looks like a bad answer."""
 
     score: float | None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class RewardResult:
     error: str | None = None
 
     def __post_init__(self) -> None:
-        assert (self.score is None) == (self.error is not None), f"score {self.score} with error {self.error!r}"
+        assert self.score is not None or self.error is not None, "a result needs a score or an error"
 
 
 class RewardFunction(Protocol):

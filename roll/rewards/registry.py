@@ -14,6 +14,11 @@ from roll.rewards.base import RewardFunction, RewardOptionError, RewardRule
 
 _RULES: dict[str, tuple[str, str]] = {
     "gsm8k_rule": ("roll.rewards.gsm8k", "Gsm8kRule"),
+    "math_rule": ("roll.rewards.math_rule", "MathRule"),
+    "multiple_choice": ("roll.rewards.multiple_choice", "MultipleChoice"),
+    "format": ("roll.rewards.format_rule", "FormatRule"),
+    "exact_match": ("roll.rewards.text_match", "ExactMatch"),
+    "f1": ("roll.rewards.text_match", "F1"),
 }
 """Short name to module and class; imported when chosen, so a worker loads only what it uses."""
 

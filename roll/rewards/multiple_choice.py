@@ -1,0 +1,78 @@
+"""Multiple choice: the letter (or letters) that a response settles on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
+from roll.rewards.extraction import after_thought, last_boxed, tagged_answer
+
+
+@dataclass
+class MultipleChoice(RewardRule):
+    """1 for the right choice, ``format_score`` for another one, 0 where none is found.
+
+    The choice is looked for in the last box, then in ``<answer>``, then behind the last "answer is" or "answer:", and,
+    unless ``boxed_only``, as the last letter standing alone. Several letters (``A, C``) must agree as a set.
+    """
+
+    score: float = 1.0
+    format_score: float = 0.0
+    choices: str = "ABCDEFGHIJ"
+    """The letters that can be chosen."""
+    boxed_only: bool = False
+    """Accept only an answer in a box."""
+
+    def __post_init__(self) -> None:
+        if not self.choices.isalpha() or len(set(self.choices.upper())) != len(self.choices):
+            raise RewardOptionError(f"choices = {self.choices!r}: must be different letters, such as 'ABCD'")
+        upper = self.choices.upper()
+        # "a banana" is no choice: small letters must be followed by a stop, a bracket or nothing.
+        several = rf"{series(upper)}(?![A-Za-z])|{series(upper.lower())}(?=\s*(?:[^\sA-Za-z]|$))"
+        wrapped = rf"[\s(\[{{*\"'$]*(?:\\text\w*\{{)?\(?({several})"
+        self._content = re.compile(wrapped)
+        # "so", "is" and the like are words in any case, so the claim itself may be written in any case.
+        self._claim = re.compile(rf"(?i:answer|choice|option)(?i:\s+is|\s*[:=])\s*(?i:option\s+)?{wrapped}")
+        # "A" as an article and "I" as a pronoun are more often words than choices: those need a bracket or a stop.
+        self._alone = re.compile(rf"(?:\(([{upper}])\)|(?<![A-Za-z'])([{upper}])(?=\s*(?:[.):,*]|$)))")
+
+    def judge(self, sample: RewardSample) -> RewardResult:
+        truth = self._letters(str(sample.ground_truth or ""))
+        if not truth:
+            return failure(f"multiple_choice: ground_truth {sample.ground_truth!r} names none of {self.choices}")
+        chosen = self.choose(sample.response, sample.prompt)
+        if not chosen:
+            return RewardResult(0.0, {"correct": 0.0, "answered": 0.0})
+        right = chosen == truth
+        return RewardResult(self.score if right else self.format_score, {"correct": float(right), "answered": 1.0})
+
+    def choose(self, response: str, prompt: str = "") -> frozenset[str]:
+        """The chosen letters in upper case; empty if there is no choice."""
+        text = after_thought(response, prompt)
+        if text is None:
+            return frozenset()
+        box = last_boxed(text)
+        if box is not None or self.boxed_only:
+            return self._letters(box or "")
+        tagged = tagged_answer(text)
+        if tagged is not None and self._letters(tagged):
+            return self._letters(tagged)
+        claims = self._claim.findall(text)
+        if claims:
+            return self._set_of(claims[-1])
+        alone = self._alone.findall(text)
+        return frozenset("".join(alone[-1])) if alone else frozenset()
+
+    def _letters(self, content: str) -> frozenset[str]:
+        """The letters that a short text begins with: ``B``, ``(b)``, ``\\text{B}``, ``A, C`` or ``B. Paris``."""
+        match = self._content.match(content.strip())
+        return self._set_of(match.group(1)) if match else frozenset()
+
+    def _set_of(self, letters: str) -> frozenset[str]:
+        return frozenset(re.sub(r"and|[^A-Za-z]", "", letters).upper())
+
+
+def series(letters: str) -> str:
+    """Regular expression of one or several of ``letters``: ``A``, ``A, C``, ``A and C``."""
+    return rf"[{letters}](?:\s*(?:,|;|and|&)\s*[{letters}])*"

@@ -1,0 +1,39 @@
+"""Rewards as a user would write them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from roll.rewards import RewardResult, RewardRule, RewardSample
+
+
+def shortness(response: str, limit: int = 10) -> float:
+    return float(len(response) <= limit)
+
+
+def everything(prompt: str, response: str, ground_truth: str, **row: object) -> dict[str, object]:
+    assert response != "boom", "the response went boom"
+    return {"score": float(response == ground_truth), "columns": len(row), "difficulty": row.get("difficulty", -1)}
+
+
+def returns(response: str) -> object:
+    return {"nan": float("nan"), "none": None, "text": "high", "dict": {"points": 1}, "true": True}[response]
+
+
+async def awaited(response: str) -> float:
+    return 1.0
+
+
+@dataclass
+class Constant(RewardRule):
+    value: float
+
+    def judge(self, sample: RewardSample) -> RewardResult:
+        return RewardResult(self.value)
+
+
+class NoRule:
+    pass
+
+
+answer = 42

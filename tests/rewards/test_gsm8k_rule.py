@@ -1,0 +1,108 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll.rewards import RewardResult, RewardSample, build_reward
+
+
+def verdict(response: str, ground_truth: object, **options: object) -> RewardResult:
+    rule = build_reward("gsm8k_rule", options)
+    (result,) = rule([RewardSample("How many?", response, ground_truth)])
+    return result
+
+
+RIGHT_IN_BOTH = [
+    ("48/2 = 24\n48+24 = 72\n#### 72", "72"),
+    ("#### 72.", "72"),
+    ("#### 72.00", "72"),
+    ("####72", "72"),
+    ("#### $72", "72"),
+    ("#### -$5", "-5"),
+    ("#### 1,234", "1234"),
+    ("#### 1234", "1,234"),
+    ("#### 72 eggs", "72"),
+    ("#### 72, which is right", "72"),
+    ("#### 0.5", "1/2"),
+    ("#### 25%", "25"),
+    ("#### 5\nNo, wait.\n#### 72", "72"),
+    ("#### 72\nThat took 3 steps.", "72"),
+    ("#### 72", "so it is 24+48\n#### 72"),
+    ("#### 72", 72),
+]
+WRONG_IN_BOTH = [
+    ("#### 71", "72"),
+    ("#### -72", "72"),
+    ("#### 72\n#### 73", "72"),
+    ("#### 172", "72"),
+    ("#### 7.2", "72"),
+    ("#### 1/2", "1"),
+]
+UNANSWERED_IN_BOTH = ["", "####", "#### none", "no idea", "#### 3.5.2", "#### 7e2", "#### 12,34", "A7B"]
+
+
+@pytest.mark.parametrize("method", ["strict", "flexible"])
+@pytest.mark.parametrize(("response", "truth"), RIGHT_IN_BOTH)
+def test_right_answers(response: str, truth: object, method: str) -> None:
+    assert verdict(response, truth, method=method, format_score=0.1).score == 1.0
+
+
+@pytest.mark.parametrize("method", ["strict", "flexible"])
+@pytest.mark.parametrize(("response", "truth"), WRONG_IN_BOTH)
+def test_wrong_answers_get_the_format_score(response: str, truth: str, method: str) -> None:
+    result = verdict(response, truth, method=method, format_score=0.1)
+    assert result.score == 0.1
+    assert result.metrics == {"correct": 0.0, "answered": 1.0}
+
+
+@pytest.mark.parametrize("method", ["strict", "flexible"])
+@pytest.mark.parametrize("response", UNANSWERED_IN_BOTH)
+def test_without_an_answer_there_is_no_format_score(response: str, method: str) -> None:
+    result = verdict(response, "72", method=method, format_score=0.1)
+    assert result.score == 0.0
+    assert result.metrics == {"correct": 0.0, "answered": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("response", "truth"),
+    [("The answer is $72.", "72"), ("She has 5, then 1,234.", "1234"), ("so -3", "-3"), ("(72)", "72"), ("=72", "72")],
+)
+def test_flexible_takes_the_last_number_and_strict_does_not(response: str, truth: str) -> None:
+    assert verdict(response, truth, method="flexible").score == 1.0
+    assert verdict(response, truth, method="strict").score == 0.0
+
+
+def test_score_option_is_the_reward_of_a_right_answer() -> None:
+    assert verdict("#### 72", "72", score=2.5).score == 2.5
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "as_text", "as_number"),
+    [
+        ("#### 72", "72", 1.0, 1.0),
+        ("#### 72.", "72", 0.0, 1.0),
+        ("#### 72.0", "72", 0.0, 1.0),
+        ("#### 1,234", "1234", 1.0, 1.0),
+        ("####72", "72", 0.0, 1.0),
+        ("#### $72", "72", 0.0, 1.0),
+    ],
+)
+def test_string_comparison_differs_where_it_should(response: str, truth: str, as_text: float, as_number: float) -> None:
+    assert verdict(response, truth, compare="string").score == as_text
+    assert verdict(response, truth, compare="number").score == as_number
+
+
+@pytest.mark.parametrize("truth", [None, "seventy-two", ""])
+def test_a_bad_ground_truth_is_an_error_and_not_a_zero(truth: object) -> None:
+    result = verdict("#### 72", truth)
+    assert result.score is None
+    assert "ground_truth" in (result.error or "")
+
+
+@given(st.text(alphabet="# 0123456789.,$-/e%ab\n", max_size=400), st.sampled_from(["strict", "flexible"]))
+def test_any_response_gets_a_score(response: str, method: str) -> None:
+    assert verdict(response, "72", method=method).score in (0.0, 1.0)
+
+
+@given(st.integers(min_value=-(10**9), max_value=10**9), st.text(alphabet="abc 123\n", max_size=200))
+def test_a_marked_answer_counts_whatever_stands_before(number: int, before: str) -> None:
+    assert verdict(f"{before}\n#### {number:,}", str(number)).score == 1.0

@@ -1,0 +1,145 @@
+import subprocess
+import sys
+
+import pytest
+
+from roll.config.rewards import RewardConfig
+from roll.rewards import (
+    RewardError,
+    RewardOptionError,
+    RewardResult,
+    RewardSample,
+    apply_on_error,
+    build_reward,
+    failure_rates,
+    register_reward,
+    resolve_name,
+    reward_names,
+    reward_options,
+)
+from tests.rewards.own_rewards import Constant
+
+OWN = "tests.rewards.own_rewards"
+PUBLISHED = "roll.pipeline.rlvr.rewards"
+
+
+def test_published_class_paths_and_short_names() -> None:
+    assert resolve_name(f"{PUBLISHED}.math_rule_reward_worker.MathRuleRewardWorker") == "math_rule"
+    path = f"{PUBLISHED}.multiple_choice_boxed_rule_reward_worker.MultipleChoiceBoxedRuleRewardWorker"
+    assert resolve_name(path) == "multiple_choice"
+    assert resolve_name("gsm8k_rule") == "gsm8k_rule"
+    for name in reward_names():
+        build_reward(name).close()
+
+
+@pytest.mark.parametrize(
+    ("worker_cls", "message"),
+    [
+        ("math_rul", "did you mean 'math_rule'"),
+        (f"{PUBLISHED}.code_sandbox_reward_worker.CodeSandboxRewardWorker", "not available yet"),
+        ("llm_judge", "not available yet"),
+        ("no_such.module.function", "cannot import 'no_such.module'"),
+        (f"{OWN}.absent", "has no function or class 'absent'"),
+        (f"{OWN}.answer", "has no function or class 'answer'"),
+        (f"{OWN}.NoRule", "must derive from roll.rewards.RewardRule"),
+        (f"{OWN}.awaited", "async"),
+    ],
+)
+def test_names_that_do_not_work_say_why(worker_cls: str, message: str) -> None:
+    with pytest.raises(RewardOptionError, match=message):
+        build_reward(worker_cls)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("gsm8k_rule", {"metod": "strict"}, "unknown option 'metod'; did you mean 'method'"),
+        ("gsm8k_rule", {"method": "loose"}, "must be one of 'strict', 'flexible'"),
+        ("gsm8k_rule", {"format_score": "0.1x"}, "format_score = '0.1x': must be float"),
+        ("gsm8k_rule", {"score": True}, "must be float"),
+        ("math_rule", {"sources": ["boxes"]}, "sources = "),
+        (f"{OWN}.shortness", {"limits": 3}, "did you mean 'limit'"),
+        (f"{OWN}.Constant", {}, "option 'value' must be set"),
+    ],
+)
+def test_options_that_do_not_work_say_why(name: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(RewardOptionError, match=message):
+        build_reward(name, options)
+
+
+def test_an_integer_serves_as_a_float() -> None:
+    assert build_reward("gsm8k_rule", {"score": 2})([RewardSample("", "#### 1", "1")])[0].score == 2.0
+
+
+def test_a_plain_function_gets_what_it_asks_for() -> None:
+    short = build_reward(f"{OWN}.shortness", {"limit": 3})
+    assert [r.score for r in short([RewardSample("", "abc"), RewardSample("", "abcd")])] == [1.0, 0.0]
+    everything = build_reward(f"{OWN}.everything")
+    row = {"difficulty": 4, "prompt": "the column, not the rendered text", "tag": "t"}
+    (result,) = everything([RewardSample("p", "yes", "yes", row=row)])
+    assert result == RewardResult(1.0, {"columns": 3.0, "difficulty": 4.0})
+
+
+def test_what_a_function_raises_is_that_samples_error(caplog: pytest.LogCaptureFixture) -> None:
+    reward = build_reward(f"{OWN}.everything")
+    samples = [RewardSample("", text, "ok") for text in ("boom", "ok", "boom")]
+    results = reward(samples)
+    assert [r.score for r in results] == [None, 1.0, None]
+    assert "AssertionError: the response went boom" in (results[0].error or "")
+    assert sum(record.exc_info is not None for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("response", "error"),
+    [
+        ("nan", "must be finite"),
+        ("none", "must return numbers"),
+        ("text", "must return numbers"),
+        ("dict", "no 'score'"),
+    ],
+)
+def test_what_is_no_score_is_an_error(response: str, error: str) -> None:
+    (result,) = build_reward(f"{OWN}.returns")([RewardSample("", response)])
+    assert result.score is None
+    assert error in (result.error or "")
+
+
+def test_true_is_one() -> None:
+    assert build_reward(f"{OWN}.returns")([RewardSample("", "true")])[0].score == 1.0
+
+
+def test_a_rule_class_by_dotted_path_and_by_registered_name() -> None:
+    assert build_reward(f"{OWN}.Constant", {"value": 3})([RewardSample("", "")])[0].score == 3.0
+    register_reward("constant_for_test")(Constant)
+    assert build_reward("constant_for_test", {"value": 4})([RewardSample("", "")])[0].score == 4.0
+    with pytest.raises(ValueError, match="taken"):
+        register_reward("gsm8k_rule")(Constant)
+
+
+FAILED = [RewardResult(1.0), RewardResult(None, {}, "x: timeout: slow"), RewardResult(None, {}, "broken")]
+
+
+def test_failures_are_masked_valued_or_raised_and_always_counted() -> None:
+    assert [r.score for r in apply_on_error(FAILED, "mask")] == [1.0, None, None]
+    valued = apply_on_error(FAILED, "value", -1.0)
+    assert [r.score for r in valued] == [1.0, -1.0, -1.0]
+    with pytest.raises(RewardError, match="2 of 3 samples failed, the first with: x: timeout"):
+        apply_on_error(FAILED, "raise")
+    assert apply_on_error(FAILED[:1], "raise") == FAILED[:1]
+    assert failure_rates(FAILED) == failure_rates(valued) == {"error_rate": 2 / 3, "timeout_rate": 1 / 3}
+    assert failure_rates([]) == {}
+
+
+def test_a_section_names_its_reward_and_options() -> None:
+    assert reward_options("math_rule", RewardConfig()) == ("math_rule", {})
+    config = RewardConfig(worker_cls="gsm8k_rule", reward_kwargs={"method": "flexible"})
+    assert reward_options("gsm", config) == ("gsm8k_rule", {"method": "flexible"})
+    assert reward_options("format", RewardConfig(format_pattern="a+")) == ("format", {"pattern": "a+"})
+
+
+def test_rewards_load_without_the_heavy_packages() -> None:
+    program = (
+        "import sys; from roll.rewards import build_reward; build_reward('gsm8k_rule'); build_reward('math_rule');"
+        "print([m for m in ('torch', 'numpy', 'transformers', 'ray', 'sympy') if m in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"
