@@ -89,7 +89,7 @@ def shorten(value: Any) -> str:
 
 
 def show_example(key: str, example: Any) -> str:
-    if isinstance(example, str) and ":" in example:
-        return example
+    if key.startswith("(") or (isinstance(example, str) and ":" in example):
+        return str(example)
     text = "null" if example is None else str(example).lower() if isinstance(example, bool) else str(example)
     return f"{key.rsplit('.', 1)[-1]}: {text}"

@@ -24,11 +24,15 @@ class FieldRules:
     choices: tuple[str, ...] | None = None
     dotted_path: bool = False
     """With ``choices``: a dotted path ``package.module.name`` is allowed too (a user's own function or class)."""
+    planned: tuple[str, ...] = ()
+    """Names that are known and not available yet."""
     aliases: tuple[str, ...] = ()
     parse: Callable[[Any], Any] | None = None
     """Turns the written value into one of the field's type; raises ValueError with the rule that was broken."""
     example: Any = None
     """A value that would work, for error messages."""
+    inert: str | None = None
+    """For a key that is accepted and changes nothing: what decides instead, told to the user in one line."""
 
     def bounds(self) -> str:
         """The numeric bounds in words, empty if there are none."""
@@ -55,13 +59,17 @@ def rules(
     lt: float | None = None,
     choices: Sequence[str] | None = None,
     dotted_path: bool = False,
+    planned: Sequence[str] = (),
     aliases: Sequence[str] = (),
     parse: Callable[[Any], Any] | None = None,
     example: Any = None,
+    inert: str | None = None,
 ) -> dict[str, FieldRules]:
     """Metadata for :func:`dataclasses.field` that holds these :class:`FieldRules`."""
     allowed = tuple(choices) if choices is not None else None
-    return {RULES: FieldRules(ge, gt, le, lt, allowed, dotted_path, tuple(aliases), parse, example)}
+    return {
+        RULES: FieldRules(ge, gt, le, lt, allowed, dotted_path, tuple(planned), tuple(aliases), parse, example, inert)
+    }
 
 
 def setting(default: Any, **options: Any) -> Any:

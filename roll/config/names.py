@@ -5,22 +5,95 @@ A test asserts that these lists and the registries of the packages agree.
 
 from __future__ import annotations
 
-ADV_ESTIMATORS = (
-    "gae",
-    "grpo",
-    "reinforce",
-    "reinforce++",
-    "reinforce_plus_plus",
-    "rloo",
-)
-MULTI_TURN_ADV_ESTIMATORS = ("gigpo", "step_reinforce", "agentic_reinforce")
+ADV_ESTIMATORS = ("gae", "grpo", "reinforce", "reinforce++", "reinforce_plus_plus", "rloo")
+"""Estimators that run today, aliases included."""
+
+PLANNED_ADV_ESTIMATORS = ("gigpo", "step_reinforce", "agentic_reinforce")
 """Published names that belong to multi-turn work."""
 
-PG_VARIANTS = ("ppo", "vanilla")
+PG_VARIANTS = (
+    "ppo",
+    "vanilla",
+    "gspo",
+    "gspo_token",
+    "gspo-token",
+    "tis",
+    "cispo",
+    "topr",
+    "raft++",
+    "raft_plus_plus",
+    "raftpp",
+    "kimi15",
+    "sapo",
+    "gmpo",
+    "dro",
+    "dppo",
+    "clip_cov",
+    "clip-cov",
+    "kl_cov",
+    "kl-cov",
+)
+"""Policy losses that run today, aliases included."""
+
+LEAVE_ONE_OUT_ESTIMATORS = ("rloo",)
+"""Estimators that compare the samples of a prompt with one another and so need two."""
 
 KL_PENALTIES = ("kl", "k1", "k2", "k3", "abs", "mse", "full")
 LOSS_AGG_MODES = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 NORM_TYPES = ("batch", "group", "running")
+CORRECTION_PRESETS = ("tis", "seq_tis", "icepop", "seq_mask_tis", "geo_mask", "opsm", "decoupled")
 LR_SCHEDULERS = ("linear", "cosine", "constant")
 ATTENTION = ("sdpa", "eager", "fa2", "flash_attention_2", "auto")
-QUERY_FILTERS = ("no_filter", "mean_filter", "std_filter")
+TRACKERS = ("tensorboard", "stdout", "jsonl", "wandb", "swanlab")
+PLANNED_TRACKERS = ("trackio", "ml_tracker")
+
+FILTER_ARGUMENTS = {
+    "no_filter": (),
+    "mean_filter": ("threshold_down", "threshold_up"),
+    "std_filter": ("std_threshold",),
+}
+"""Group filters and their arguments."""
+
+TEMPLATES = (
+    "native",
+    "qwen2_5",
+    "qwen3",
+    "qwen3_nothink",
+    "chatml",
+    "empty",
+    "base",
+    "raw",
+    "longCOT_qwen2.5",
+    "longcot_V3",
+)
+
+REWARDS = ("gsm8k_rule", "math_rule", "multiple_choice", "format", "exact_match", "f1")
+"""Short names of the rewards that run today."""
+
+PUBLISHED_REWARDS = {
+    "MathRuleRewardWorker": "math_rule",
+    "MultipleChoiceBoxedRuleRewardWorker": "multiple_choice",
+}
+"""Reward classes of ROLL's published files that run today, under their short names."""
+
+PLANNED_REWARDS = {
+    "CodeSandboxRewardWorker": "code_sandbox",
+    "CrossThinkQARuleRewardWorker": "crossthinkqa",
+    "DetectionRewardWorker": "detection",
+    "GeneralRuleRewardWorker": "ifeval",
+    "GeneralValRuleRewardWorker": "general_val",
+    "LLMJudgeRewardWorker": "llm_judge",
+    "RemoteRewardSystemWorker": "remote",
+    "VideoR1RewardWorker": "video_r1",
+}
+"""Reward classes of ROLL's published files that come later."""
+
+PUBLISHED_WORKERS = (
+    "ActorWorker",
+    "ActorPGWorker",
+    "CriticWorker",
+    "InferWorker",
+    "SFTWorker",
+)
+"""Worker classes of ROLL's published files that stand for a role's own worker here."""
+PUBLISHED_PREFIX = "roll.pipeline."

@@ -3,64 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from roll.config.fields import setting
-from roll.config.names import ADV_ESTIMATORS, KL_PENALTIES, LOSS_AGG_MODES, NORM_TYPES, PG_VARIANTS
-
-AggregationLevel = Literal["token", "segment", "geometric", "sequence"]
-
-
-@dataclass(frozen=True)
-class ImportanceWeightConfig:
-    """``train_infer_correction.is_weight``: weigh tokens by trainer / engine probability."""
-
-    enabled: bool = False
-    """Switch it on."""
-    weight_type: AggregationLevel = "token"
-    """Level at which the ratio is taken."""
-    upper_bound: float | None = setting(1.2, gt=0)
-    """Weights are cut at this value; null: not cut."""
-    detach: bool = True
-    """No gradient through the weight."""
+from roll.config.corrections import parse_correction
+from roll.config.fields import rules, setting
+from roll.config.names import (
+    ADV_ESTIMATORS,
+    KL_PENALTIES,
+    LOSS_AGG_MODES,
+    NORM_TYPES,
+    PG_VARIANTS,
+    PLANNED_ADV_ESTIMATORS,
+)
+from roll.config.policy_losses import PolicyLossConfig
 
 
 @dataclass(frozen=True)
-class MismatchFilterConfig:
-    """An entry of ``train_infer_correction.filters``: mask what the trainer and the engine disagree on."""
-
-    enabled: bool = True
-    """Switch it on."""
-    agg_type: AggregationLevel = "token"
-    """Level at which the comparison is made."""
-    ratio_enabled: bool = False
-    """Compare the probability ratio with the bounds below."""
-    ratio_low: float = setting(0.8, ge=0)
-    """Least ratio kept."""
-    ratio_high: float = setting(1.2, gt=0)
-    """Greatest ratio kept."""
-    diff_enabled: bool = False
-    """Compare the difference of probabilities with the bounds below."""
-    diff_low: float = -0.2
-    """Least difference kept."""
-    diff_high: float = 0.2
-    """Greatest difference kept."""
-
-
-@dataclass(frozen=True)
-class TrainInferCorrectionConfig:
-    """``train_infer_correction``: correct for engine probabilities that differ from the trainer's."""
-
-    preset: str | None = setting(None, choices=("tis", "seq_tis", "icepop", "seq_mask_tis", "geo_mask", "opsm"))
-    """A named correction; null: the entries below."""
-    is_weight: ImportanceWeightConfig = field(default_factory=ImportanceWeightConfig)
-    """Importance weights."""
-    filters: list[MismatchFilterConfig] = field(default_factory=list)
-    """Masks, applied one after the other."""
-
-
-@dataclass(frozen=True)
-class PPOConfig:
+class PPOConfig(PolicyLossConfig):
     """The algorithm's keys, at the top of an RLVR configuration."""
 
     pretrain: str = ""
@@ -69,7 +28,9 @@ class PPOConfig:
     """Model that the critic starts from; null: ``pretrain``."""
     ppo_epochs: int = setting(1, ge=1)
     """Passes over a rollout batch."""
-    adv_estimator: str = setting("gae", choices=ADV_ESTIMATORS, dotted_path=True)
+    adv_estimator: str = setting(
+        "gae", choices=ADV_ESTIMATORS, planned=PLANNED_ADV_ESTIMATORS, dotted_path=True, example="grpo"
+    )
     """Advantage estimator: ``gae`` (needs a critic), ``grpo``, ``reinforce``, ``reinforce++``, ``rloo`` ..."""
     pg_variant: str = setting("ppo", choices=PG_VARIANTS, dotted_path=True)
     """Policy loss; ``actor_train.pg_variant`` counts where it is set."""
@@ -87,11 +48,11 @@ class PPOConfig:
     """Ratios are clipped at 1 + this from above."""
     dual_clip_loss: bool = False
     """Bound the loss of negative advantages (dual clip)."""
-    dual_clip_ratio: float | None = setting(None, gt=1)
-    """The dual clip's bound; null: 1 + 2 x ``pg_clip``."""
+    dual_clip_coef: float | None = setting(None, gt=1)
+    """The dual clip's bound; null: 1 + 2 x ``pg_clip`` (3.0 in the paper)."""
     value_clip: float | None = setting(None, gt=0)
     """Clip range of the critic's new values around the old ones; null: not clipped."""
-    importance_sampling: Literal["token", "seq"] = "token"
+    importance_sampling: Literal["token", "segment", "seq"] = "token"
     """Level of the probability ratio; ``seq`` is GSPO."""
     loss_agg_mode: str = setting("seq-mean-token-mean", choices=LOSS_AGG_MODES)
     """How token losses become one number. Denominators are always those of the whole optimizer step."""
@@ -105,6 +66,10 @@ class PPOConfig:
     """Weight of that KL."""
     kl_loss_type: str = setting("k3", choices=KL_PENALTIES)
     """Estimator of that KL."""
+    kl_loss_clamp: float | None = setting(10.0, gt=0)
+    """Bound of the ``k3`` estimate in the loss; null: none."""
+    kl_loss_importance_weighted: bool = False
+    """Weigh that estimate by the policy's ratio: unbiased after the first update of a batch."""
     add_token_level_kl: bool = False
     """Subtract the KL to the reference policy from the reward, token by token."""
     kl_penalty: str = setting("kl", choices=KL_PENALTIES)
@@ -137,8 +102,11 @@ class PPOConfig:
     """Compute the trainer's log-probs before the update even when nothing needs them."""
     force_disable_old_logprobs_recompute: bool = False
     """Never compute them: the engine's log-probs stand in where old ones are needed."""
-    train_infer_correction: TrainInferCorrectionConfig = field(default_factory=TrainInferCorrectionConfig)
-    """Correct for engine probabilities that differ from the trainer's."""
+    train_infer_correction: str | list[Any] | dict[str, Any] | None = field(
+        default=None, metadata=rules(parse=parse_correction, example="tis")
+    )
+    """Correct for engine probabilities that differ from the trainer's: a preset's name, a list of rules, or a section
+    with ``is_weight`` and ``filters``. null: measured, not corrected."""
     max_len_mask: bool = False
     """Leave responses that hit the length limit out of the loss."""
     difficulty_mask: bool = False

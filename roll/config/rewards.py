@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from roll.config.fields import setting
-from roll.config.names import QUERY_FILTERS
+from roll.config.names import FILTER_ARGUMENTS
 from roll.config.roles import WorkerConfig
 
 
@@ -14,7 +14,7 @@ from roll.config.roles import WorkerConfig
 class FilterConfig:
     """``query_filter_config`` and ``response_filter_config``: which groups of samples are kept for training."""
 
-    type: str = setting("no_filter", choices=QUERY_FILTERS, dotted_path=True)
+    type: str = setting("no_filter", choices=tuple(FILTER_ARGUMENTS), dotted_path=True)
     """``no_filter``; ``mean_filter`` keeps groups whose mean score lies between ``threshold_down`` and
     ``threshold_up``; ``std_filter`` keeps groups whose scores spread more than ``std_threshold``."""
     filter_args: dict[str, Any] = field(default_factory=dict)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from roll.config.fields import setting
+from roll.config.names import TEMPLATES
+from roll.config.older import OlderRLVRKeys
 from roll.config.ppo import PPOConfig
 from roll.config.rewards import RewardConfig
 from roll.config.roles import StrategyArguments, WorkerConfig
@@ -64,7 +66,7 @@ class RouterConfig:
 
 
 @dataclass(frozen=True)
-class RLVRConfig(PPOConfig, RunConfig):
+class RLVRConfig(PPOConfig, OlderRLVRKeys, RunConfig):
     """Everything an RLVR run is told. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
 
     max_steps: int = setting(500, ge=1)
@@ -85,7 +87,7 @@ class RLVRConfig(PPOConfig, RunConfig):
     """Longest prompt in validation; goes with ``val_sequence_length``. null: as in training."""
     val_sequence_length: int | None = setting(None, ge=2)
     """Prompt plus response in validation; goes with ``val_prompt_length``. null: as in training."""
-    global_template: str | None = None
+    global_template: str | None = setting(None, choices=TEMPLATES)
     """Chat template of all roles; null: each role's ``data_args.template``."""
     tag_to_template: dict[str, str] = field(default_factory=dict)
     """Chat template by the rows' tag, before ``global_template``."""
@@ -103,8 +105,6 @@ class RLVRConfig(PPOConfig, RunConfig):
     """Reward domains by name."""
     validation: ValidationConfig | None = None
     """Questions for validation; null: none."""
-    generate_opt_level: int = setting(1, ge=0, le=1)
-    """Accepted for older files; requests are always scheduled one by one."""
     is_num_return_sequences_expand: bool = False
     """Send each sample of a prompt as a request of its own (the prompt is computed once either way)."""
     max_running_requests: int = setting(128, ge=1)
@@ -119,8 +119,6 @@ class RLVRConfig(PPOConfig, RunConfig):
     """How requests are spread over generation engines."""
     async_generation_ratio: float = setting(0.0, ge=0)
     """Steps that generation may run ahead of training; 0: synchronous."""
-    reward_system_config: dict[str, Any] = field(default_factory=dict)
-    """Accepted for older files; has no effect."""
     student_train: WorkerConfig | None = None
     """On-policy distillation: the student's training role."""
     student_infer: WorkerConfig | None = None
@@ -135,45 +133,3 @@ class RLVRConfig(PPOConfig, RunConfig):
     """On-policy distillation: weight of the teacher's KL."""
     pure_opd_pipeline_type: Literal["rlvr", "agentic"] | None = None
     """On-policy distillation: the pipeline it runs on."""
-    save_logging_board_dir: str | None = None
-    """Accepted for older files; the tracker's own options decide."""
-    reward_norm: str | None = None
-    """Accepted for older files; ``norm_mean_type`` and ``norm_std_type`` decide."""
-    reward_shift: bool = False
-    """Accepted for older files; ``norm_mean_type`` decides."""
-    reward_scale: bool = False
-    """Accepted for older files; ``norm_std_type`` decides."""
-    positive_loss_coef: float | str | None = setting(None, aliases=("postive_loss_coef",))
-    """Accepted for older files; ``pg_variant: topr`` with ``topr_positive_weight`` is the working form."""
-    use_topr_neg_loss_coef: float | str | None = None
-    """Accepted for older files; ``pg_variant: topr`` with ``topr_negative_weight`` is the working form."""
-    use_topr_loss: bool | None = None
-    """Accepted for older files; ``pg_variant: topr`` is the working form."""
-    use_policy_loss_type: str | None = None
-    """Accepted for older files; ``pg_variant`` decides."""
-    l2: float | None = None
-    """Accepted for older files; ``training_args.weight_decay`` decides."""
-    use_reward_scaling: bool | None = None
-    """Accepted for older files; ``norm_std_type`` decides."""
-    use_reward_norm: bool | None = None
-    """Accepted for older files; ``norm_mean_type`` decides."""
-    add_len_reward: bool | None = None
-    """Accepted for older files; has no effect."""
-    dataset_filter: Any = None
-    """Accepted for older files; has no effect."""
-    val_greedy: bool | None = None
-    """Accepted for older files; ``validation.greedy`` decides."""
-    val_n_sample: int | None = None
-    """Accepted for older files; ``validation.generating_args.num_return_sequences`` decides."""
-    mask_type: str | None = None
-    """Accepted for older files; has no effect."""
-    balance_length: bool | None = None
-    """Accepted for older files; has no effect."""
-    minibatch_data_iter_num: int | None = None
-    """Accepted for older files; ``ppo_epochs`` decides."""
-    report_length_and_rewards: bool | None = None
-    """Accepted for older files; lengths and rewards are always in the metrics."""
-    length_profiler_dir: str | None = None
-    """Accepted for older files; has no effect."""
-    data_seed: int | None = None
-    """Accepted for older files; ``seed`` decides."""

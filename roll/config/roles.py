@@ -99,10 +99,10 @@ class WorkerConfig:
     """Environment variables of this role's workers, over the run's ``system_envs``."""
     max_concurrency: int | None = setting(None, ge=1)
     """Calls that one worker handles at a time; null: the role's own default."""
-    topr_positive_weight: float = setting(1.0, ge=0)
-    """TOPR: weight of samples with positive reward."""
-    topr_negative_weight: float = setting(1.0, ge=0)
-    """TOPR: weight of samples with negative reward."""
+    topr_positive_weight: float | None = setting(None, ge=0)
+    """TOPR: null: the pipeline's ``topr_positive_weight``."""
+    topr_negative_weight: float | None = setting(None, ge=0)
+    """TOPR: null: the pipeline's ``topr_negative_weight``."""
     use_prefix_sharing: bool = False
     """Compute the prompt that the samples of a group share once per micro-batch, in training and log-prob passes.
     Same numbers, fewer tokens; for models whose layers are all full attention."""
@@ -126,10 +126,10 @@ class WorkerConfig:
     """How sequences are packed."""
     logits_in_fp32: bool = True
     """Softmax arithmetic in float32."""
-    apply_loss_scale: bool = True
-    """Accepted for older files; loss denominators are always global."""
-    offload_nccl: bool = False
-    """Accepted for older files; has no effect."""
+    apply_loss_scale: bool = setting(True, inert="loss denominators are always global")
+    """Accepted for older files."""
+    offload_nccl: bool = setting(False, inert="")
+    """Accepted for older files."""
     router_replay: RouterReplayArguments = field(default_factory=RouterReplayArguments)
     """Expert choices replayed in training."""
     mtp_training_mode: str = setting("disabled", choices=("disabled", "joint", "detach"))

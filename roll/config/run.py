@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from roll.config.fields import setting
+from roll.config.fields import rules, setting
+from roll.config.names import PLANNED_TRACKERS, TRACKERS
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,15 @@ class RunConfig:
     """Seed of data order, initialisation and sampling."""
     output_dir: str = "./output"
     """Checkpoints and results go to ``output_dir/exp_name``."""
-    base_dir: str = "./output"
-    """Accepted for older files; ``output_dir`` and ``logging_dir`` decide."""
+    base_dir: str = setting("./output", inert="output_dir and logging_dir decide")
+    """Accepted for older files."""
     logging_dir: str = "./output/logs"
     """Logs go to ``logging_dir/exp_name``."""
     rollout_dump_dir: str | None = None
     """Folder for the sampled texts of every step; null: none are written."""
-    track_with: str | list[str] = "tensorboard"
+    track_with: str | list[str] = field(
+        default="tensorboard", metadata=rules(choices=TRACKERS, planned=PLANNED_TRACKERS, example="tensorboard")
+    )
     """Tracker or list of trackers: ``tensorboard``, ``stdout``, ``jsonl``, ``wandb``, ``swanlab``."""
     tracker_kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the tracker, such as ``log_dir`` or ``project``. Keys and tokens come from the environment."""
@@ -90,8 +93,10 @@ class RunConfig:
     """Nodes; null: as many as the device ids need."""
     max_grad_norm: float | None = setting(1.0, gt=0)
     """Gradients are clipped to this global norm; null: not clipped."""
-    model_download_type: str | None = setting(None, choices=("HUGGINGFACE_HUB", "MODELSCOPE"))
-    """Accepted for older files; models come from the Hugging Face hub or from a folder."""
+    model_download_type: str | None = setting(
+        None, choices=("HUGGINGFACE_HUB", "MODELSCOPE"), inert="models come from the Hugging Face hub or from a folder"
+    )
+    """Accepted for older files."""
     is_offload_states: bool | None = None
     """Move a role's states off its devices between phases. null: where roles share devices, and nowhere else."""
     is_offload_optimizer_states_in_train_step: bool = False
@@ -104,10 +109,10 @@ class RunConfig:
     """Folder of the profiler's files; null: a folder under ``logging_dir``."""
     otlp_output_dir: str | None = None
     """Folder of OpenTelemetry traces."""
-    local_rank: int = -1
-    """Accepted for older files; has no effect."""
-    offload_nccl: bool = False
-    """Accepted for older files; has no effect."""
+    local_rank: int = setting(-1, inert="")
+    """Accepted for older files."""
+    offload_nccl: bool = setting(False, inert="")
+    """Accepted for older files."""
     rollout_mock: RolloutMockConfig = field(default_factory=RolloutMockConfig)
     """Write rollouts to disk, or train on written ones."""
     transfer_backend: TransferBackendConfig = field(default_factory=TransferBackendConfig)

@@ -28,10 +28,11 @@ DOTTED_PATH = re.compile(r"[A-Za-z_]\w*([.:][A-Za-z_]\w*)+")
 class Mismatch(Exception):
     """A value that cannot be read as the wanted type; carries the rule and a value that would work."""
 
-    def __init__(self, rule: str, example: Any = None) -> None:
+    def __init__(self, rule: str, example: Any = None, planned: str | None = None) -> None:
         super().__init__(rule)
         self.rule = rule
         self.example = example
+        self.planned = planned
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
@@ -138,7 +139,13 @@ class SchemaReader:
         try:
             values[item.name] = convert_field(value, hint, rules)
         except Mismatch as error:
-            self.problems.add(path, value, error.rule, error.example)
+            if error.planned is not None:
+                self.problems.not_available(path, value, error.planned, error.example)
+            else:
+                self.problems.add(path, value, error.rule, error.example)
+            return
+        if rules.inert is not None and values[item.name] not in (None, False, {}, item.default):
+            self.problems.note(path, f"has no effect; {rules.inert}" if rules.inert else "has no effect")
 
     def _read_sections(self, cls: type, value: Any, path: str) -> dict[str, Any]:
         if value is None:
@@ -184,6 +191,8 @@ def _check_rules(value: Any, rules: FieldRules) -> None:
     if isinstance(value, int | float) and not isinstance(value, bool) and rules.violates(value):
         raise Mismatch(f"must be {rules.bounds()}", rules.example if rules.example is not None else _inside(rules))
     if rules.choices is not None and isinstance(value, str) and value not in rules.choices:
+        if value in rules.planned:
+            raise Mismatch("not available yet", rules.example or rules.choices[0], planned=value)
         if rules.dotted_path and DOTTED_PATH.fullmatch(value):
             return
         also = ", or the dotted path of your own function" if rules.dotted_path else ""
@@ -295,8 +304,6 @@ _SCALARS = {
 }
 
 
-def build(cls: type[T], values: Mapping[str, Any], problems: Problems) -> T | None:
-    """The dataclass of values that :class:`SchemaReader` has read; None while there are mistakes."""
-    if problems.errors:
-        return None
+def build(cls: type[T], values: Mapping[str, Any]) -> T:
+    """The dataclass of values that :class:`SchemaReader` has read."""
     return dacite.from_dict(cls, values, dacite.Config(strict=True))

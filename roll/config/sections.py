@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from roll.config.fields import parse_dtype, setting
-from roll.config.names import ATTENTION, LR_SCHEDULERS
+from roll.config.names import ATTENTION, LR_SCHEDULERS, TEMPLATES
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,10 @@ class TrainingArguments:
     """Gradients are clipped to this global norm; null: the pipeline's ``max_grad_norm``."""
     seed: int | None = setting(None, ge=0)
     """null: the run's ``seed``."""
-    fp16: bool | None = None
-    """Accepted for older files; ``model_args.dtype`` decides."""
-    bf16: bool | None = None
-    """Accepted for older files; ``model_args.dtype`` decides."""
+    fp16: bool | None = setting(None, inert="model_args.dtype decides")
+    """Accepted for older files."""
+    bf16: bool | None = setting(None, inert="model_args.dtype decides")
+    """Accepted for older files."""
     save_hf_model: bool = False
     """Write the model in Hugging Face format beside every checkpoint."""
     dataloader_num_workers: int = setting(0, ge=0)
@@ -110,20 +110,20 @@ class TrainingArguments:
 class DataArguments:
     """``<role>.data_args``: files, columns and templates."""
 
-    template: str = "native"
+    template: str = setting("native", choices=TEMPLATES)
     """Chat template: ``native`` (the tokenizer's own), ``qwen2_5``, ``qwen3``, ``chatml``, ``base``, ``empty`` ..."""
     file_name: str | list[str] | None = None
     """Data file or files (json, jsonl, csv, parquet, arrow, txt)."""
     eval_file_name: str | list[str] | None = None
     """Evaluation file or files."""
-    dataset_dir: str | None = None
-    """Folder that relative file names start from, where the file is not found relative to the working directory."""
-    dataset_type: str = "json"
-    """Accepted for older files; the file's extension decides."""
+    dataset_dir: str | None = setting(None, inert="file names start from the working directory")
+    """Accepted for older files."""
+    dataset_type: str = setting("json", inert="the file's extension decides")
+    """Accepted for older files."""
     domain_interleave_probs: dict[str, float] | None = None
     """Share of each domain (a name under ``rewards``) in a rollout batch; the shares sum to 1. null: by data size."""
-    interleave_probs: str | None = None
-    """Older spelling without domain names; has no effect."""
+    interleave_probs: str | float | None = setting(None, inert="domain_interleave_probs decides")
+    """Accepted for older files."""
     preprocessing_num_workers: int | None = setting(None, ge=1)
     """Processes that tokenise; null: as many as pays."""
     tag: str = "tag"
@@ -193,7 +193,7 @@ class GeneratingArguments:
     """A response ends with one of these tokens, beside the model's own end-of-sequence tokens."""
     include_stop_str_in_output: bool = False
     """Keep the stop string at the end of the response."""
-    logprobs: int = setting(0, ge=0)
-    """Accepted for older files; the log-prob of each sampled token always comes with it."""
+    logprobs: int = setting(0, ge=0, inert="the log-prob of each sampled token always comes with it")
+    """Accepted for older files."""
     seed: int | None = setting(None, ge=0)
     """Seed of the sampling streams; null: the run's ``seed``."""

@@ -162,7 +162,7 @@ def owners_of(key: str) -> list[str]:
 
 
 def read_strategy_config(arguments: StrategyArguments, path: str, problems: Problems) -> StrategyConfig | None:
-    """The typed options, with every mistake added to ``problems`` under ``path``; None when there was one."""
+    """The typed options, with every mistake added to ``problems`` under ``path``; None for a strategy without any."""
     name = arguments.strategy_name
     if name not in AVAILABLE:
         _refuse_strategy(name, path, problems)
@@ -173,7 +173,7 @@ def read_strategy_config(arguments: StrategyArguments, path: str, problems: Prob
     for key in foreign:
         problems.note(f"{section}.{key}", f"belongs to {', '.join(owners_of(key))}; no effect under {name}")
     data = {key: value for key, value in arguments.strategy_config.items() if key not in foreign}
-    return build(AVAILABLE[name], SchemaReader(problems).read(AVAILABLE[name], data, section), problems)
+    return build(AVAILABLE[name], SchemaReader(problems).read(AVAILABLE[name], data, section))
 
 
 def _refuse_strategy(name: str, path: str, problems: Problems) -> None:

@@ -1,0 +1,125 @@
+"""Keys whose feature this version does not have: refused at load, never ignored.
+
+One table. An entry goes when its feature comes.  Keys that merely have their neutral value are accepted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from roll.config.errors import Problems
+
+Test = Callable[[Any], bool]
+
+
+def is_set(value: Any) -> bool:
+    return value not in (None, False, "", [], {}, "None")
+
+
+def above(limit: float) -> Test:
+    return lambda value: isinstance(value, int | float) and value > limit
+
+
+def one_of(*names: str) -> Test:
+    return lambda value: any(name in names for name in (value if isinstance(value, list) else [value]))
+
+
+def other_than(neutral: str) -> Test:
+    return lambda value: is_set(value) and value != neutral
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A key (``*`` stands for one name, ``**`` for any number) that is refused when ``applies`` to its value."""
+
+    pattern: str
+    feature: str
+    instead: Any = None
+    applies: Test = is_set
+
+    @property
+    def regex(self) -> re.Pattern[str]:
+        escaped = re.escape(self.pattern).replace(r"\*\*\.", r"(?:[^.]+\.)*").replace(r"\*", "[^.]*")
+        return re.compile(escaped)
+
+
+REFUSALS = (
+    Refusal("async_generation_ratio", "asynchronous rollout", 0),
+    Refusal("user_defined_rollout_loop_cls", "a rollout loop of your own", "~"),
+    Refusal(
+        "router_args.router_name", "this router", "~", lambda name: is_set(name) and name != "PromptAffinityRouter"
+    ),
+    Refusal("router_args.router_config", "router options", "{}"),
+    Refusal("rollout_mock.enable", "recorded rollouts", False),
+    Refusal("transfer_backend.backend_name", "another transfer backend", "~"),
+    Refusal("profiler_timeline", "profiler timelines", False),
+    Refusal("profiler_memory", "memory snapshots", False),
+    Refusal("otlp_output_dir", "OpenTelemetry traces", "~"),
+    Refusal("is_offload_optimizer_states_in_train_step", "optimizer states off the device inside a step", False),
+    Refusal("student_train", "on-policy distillation", "~"),
+    Refusal("student_infer", "on-policy distillation", "~"),
+    Refusal("teacher", "on-policy distillation", "~"),
+    Refusal("is_pure_opd", "on-policy distillation", False),
+    Refusal("use_opd", "on-policy distillation", False),
+    Refusal("pure_opd_pipeline_type", "on-policy distillation", "~"),
+    Refusal("reward_model", "a judge or reward model on its own role", "~"),
+    Refusal("rewards.*.judge_model_type", "judge models", "~"),
+    Refusal("rewards.*.code_url", "code rewards", "~"),
+    Refusal("rewards.*.reward_manager_config", "remote reward systems", "{}"),
+    Refusal(
+        "rewards.*.response_filter_config.type", "filters of single responses", "no_filter", lambda v: v != "no_filter"
+    ),
+    Refusal("**.use_sequence_packing", "sequence packing", False),
+    Refusal("**.use_remove_padding", "padding removal", False),
+    Refusal("**.use_dynamic_batching_in_train", "dynamic batching", False),
+    Refusal("**.use_dynamic_batching_in_infer", "dynamic batching", False),
+    Refusal("**.router_replay.mode", "router replay", "disabled", other_than("disabled")),
+    Refusal("**.mtp_training_mode", "multi-token prediction", "disabled", other_than("disabled")),
+    Refusal("**.model_args.lora_target", "LoRA", "~"),
+    Refusal("**.model_args.adapter_name_or_path", "LoRA", "~"),
+    Refusal("**.model_args.additional_target", "LoRA", "~"),
+    Refusal("**.model_args.ulysses_size", "context parallelism", 1, above(1)),
+    Refusal("**.model_args.freeze_module_prefix", "frozen modules", "~"),
+    Refusal("**.model_args.moe_aux_loss_coef", "mixture-of-experts training", "~"),
+    Refusal("**.model_args.model_type", "sequence-classification models", "~", one_of("auto_sequence_classification")),
+    Refusal("actor_train.model_args.dtype", "training in fp16", "bf16", one_of("fp16")),
+    Refusal("critic.model_args.dtype", "training in fp16", "bf16", one_of("fp16")),
+    Refusal("sft_train.model_args.dtype", "training in fp16", "bf16", one_of("fp16")),
+    Refusal("**.training_args.fp16", "training in fp16", False),
+    Refusal("**.strategy_config.param_dtype", "fp16 compute in fsdp2", "bf16", one_of("fp16", "float16", "half")),
+    Refusal("**.strategy_config.reduce_dtype", "fp16 reduction in fsdp2", "fp32", one_of("fp16", "float16", "half")),
+    Refusal("**.strategy_config.ep_size", "expert parallelism", 1, above(1)),
+    Refusal("**.strategy_config.efsdp_size", "expert parallelism", "~"),
+    Refusal("**.strategy_config.apply_expert_patch", "mixture-of-experts training", False),
+    Refusal("**.strategy_config.moe_use_grouped_mm", "mixture-of-experts training", False),
+    Refusal("**.strategy_config.wrap_policy.moe_experts", "mixture-of-experts training", "~"),
+    Refusal("**.strategy_config.apply_tiled_mlp", "tiled MLP layers", False),
+    Refusal("**.generating_args.num_beams", "beam search", 1, above(1)),
+    Refusal("**.data_args.image_folder", "vision-language models", "~"),
+    Refusal("**.data_args.video_folder", "vision-language models", "~"),
+    Refusal("**.data_args.audio_folder", "audio models", "~"),
+    Refusal("**.data_args.image_m*_pixels", "vision-language models", "~"),
+    Refusal("**.data_args.video_*_pixels", "vision-language models", "~"),
+    Refusal("**.data_args.custom_data_kwargs_func", "vision-language models", "~"),
+)
+_COMPILED = tuple((refusal, refusal.regex) for refusal in REFUSALS)
+
+
+def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key path that is written, sections included, with its value."""
+    for key, value in data.items():
+        path = f"{prefix}{key}"
+        yield path, value
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{path}.")
+
+
+def refuse_unavailable(data: Mapping[str, Any], problems: Problems) -> None:
+    """Add a problem for every written key that needs a feature still to come."""
+    for path, value in leaves(data):
+        for refusal, regex in _COMPILED:
+            if regex.fullmatch(path) and refusal.applies(value):
+                problems.not_available(path, value, refusal.feature, refusal.instead)

@@ -1,0 +1,216 @@
+"""Checks that look at several keys at once. Shared by all pipelines: devices, strategies, models, files.
+
+A check is silent about keys that were wrong by themselves already, so that one mistake gives one message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roll.config.errors import Problems
+from roll.config.planning import Written, model_path, model_roles, world_size
+from roll.config.rlvr import RLVRConfig
+from roll.config.roles import DataArguments, WorkerConfig
+from roll.config.sft import SFTConfig
+from roll.config.strategy import (
+    AVAILABLE,
+    GENERATION_STRATEGIES,
+    INFER_STRATEGIES,
+    PLANNED,
+    TRAIN_STRATEGIES,
+    Fsdp2StrategyConfig,
+    HfInferStrategyConfig,
+    StrategyConfig,
+    read_strategy_config,
+)
+
+DATA_EXTENSIONS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
+TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "actor_train": ("trains", TRAIN_STRATEGIES),
+    "critic": ("trains", TRAIN_STRATEGIES),
+    "sft_train": ("trains", TRAIN_STRATEGIES),
+    "reference": ("computes log-probs", INFER_STRATEGIES),
+    "actor_infer": ("generates", GENERATION_STRATEGIES),
+}
+"""What each role does, and the strategies that can do it."""
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What a check works with."""
+
+    problems: Problems
+    written: Written
+    check_files: bool
+
+    def add(self, key: str, value: Any, rule: str, example: Any = None) -> None:
+        """Report a mistake, unless the key has one already."""
+        if not self.broken(key):
+            self.problems.add(key, value, rule, example)
+
+    def missing(self, key: str, rule: str, example: Any = None) -> None:
+        if not self.broken(key):
+            self.problems.missing(key, rule, example)
+
+    def note(self, key: str, text: str) -> None:
+        self.problems.note(key, text)
+
+    def broken(self, *keys: str) -> bool:
+        """True when one of the keys, or a section above or a key below it, has a mistake already."""
+        return any(
+            error.key == key or error.key.startswith(f"{key}.") or key.startswith(f"{error.key}.")
+            for error in self.problems.errors
+            for key in keys
+        )
+
+
+def check_roles(config: RLVRConfig | SFTConfig, checks: Checks) -> dict[str, StrategyConfig]:
+    """Devices, strategy and model of every role that holds one; the strategies' typed options."""
+    strategies = {}
+    for name, role in model_roles(config).items():
+        check_devices(name, role, checks)
+        options = check_strategy(name, role, checks)
+        check_model(config, name, role, checks)
+        if options is not None:
+            strategies[name] = options
+            check_strategy_fit(name, role, options, checks)
+    check_nodes(config, checks)
+    return strategies
+
+
+def check_devices(name: str, role: WorkerConfig, checks: Checks) -> None:
+    key, devices = f"{name}.device_mapping", role.device_mapping
+    if devices is None:
+        checks.missing(key, "is needed: the devices (CPU slots on a host without accelerators) of this role", "[0]")
+        return
+    per_worker = role.num_gpus_per_worker
+    if name != "actor_infer" and per_worker != 1:
+        checks.add(f"{name}.num_gpus_per_worker", per_worker, "must be 1: every device is a rank of its own here", 1)
+        return
+    if len(devices) % per_worker:
+        rule = f"must divide the {len(devices)} devices of device_mapping"
+        checks.add(f"{name}.num_gpus_per_worker", per_worker, rule, 1)
+    if role.world_size is not None and role.world_size != world_size(role):
+        rule = f"device_mapping gives {world_size(role)} workers; leave world_size out, or make them agree"
+        checks.add(f"{name}.world_size", role.world_size, rule, world_size(role))
+
+
+def check_nodes(config: RLVRConfig | SFTConfig, checks: Checks) -> None:
+    """Device ids exist, and no worker spans two nodes."""
+    per_node = config.num_gpus_per_node
+    for name, role in model_roles(config).items():
+        devices = role.device_mapping or []
+        key = f"{name}.device_mapping"
+        if config.num_nodes is not None and devices and max(devices) >= per_node * config.num_nodes:
+            rule = (
+                f"device {max(devices)} does not exist: num_nodes {config.num_nodes} x num_gpus_per_node {per_node} "
+                f"gives ids 0 to {per_node * config.num_nodes - 1}"
+            )
+            checks.add(key, devices, rule, f"list(range(0, {per_node * config.num_nodes}))")
+        size = role.num_gpus_per_worker
+        for start in range(0, len(devices) - size + 1, size):
+            group = devices[start : start + size]
+            if len({device // per_node for device in group}) > 1:
+                rule = f"the worker on devices {group} would span two nodes of num_gpus_per_node {per_node}"
+                checks.add(key, devices, rule)
+                break
+
+
+def check_strategy(name: str, role: WorkerConfig, checks: Checks) -> StrategyConfig | None:
+    path, strategy = f"{name}.strategy_args", role.strategy_args.strategy_name
+    if checks.broken(path):
+        return None
+    task, able = TASKS[name]
+    if strategy in AVAILABLE and strategy not in able:
+        if name == "reference" and strategy in GENERATION_STRATEGIES:
+            checks.problems.not_available(f"{path}.strategy_name", strategy, "log-probs by an engine", able[0])
+        else:
+            checks.add(f"{path}.strategy_name", strategy, f"{name} {task}; that needs {' or '.join(able)}", able[0])
+        return None
+    if strategy in PLANNED:
+        checks.problems.not_available(f"{path}.strategy_name", strategy, f"the {strategy} backend", able[0])
+        return None
+    return read_strategy_config(role.strategy_args, path, checks.problems)
+
+
+def check_strategy_fit(name: str, role: WorkerConfig, options: StrategyConfig, checks: Checks) -> None:
+    """Options of a strategy against the role's devices."""
+    if isinstance(options, Fsdp2StrategyConfig):
+        size, world = options.fsdp_size, world_size(role)
+        if 1 < size < world and world % size:
+            divisors = [number for number in range(2, world + 1) if world % number == 0]
+            best = min(divisors, key=lambda number: abs(number - size))
+            rule = f"must divide the role's {world} ranks (or be 1: all of them)"
+            checks.add(f"{name}.strategy_args.strategy_config.fsdp_size", size, rule, best)
+
+
+def check_model(config: RLVRConfig | SFTConfig, name: str, role: WorkerConfig, checks: Checks) -> None:
+    path = model_path(config, name, role)
+    own = role.model_args.model_name_or_path is not None
+    from_critic = name == "critic" and isinstance(config, RLVRConfig) and bool(config.reward_pretrain)
+    key = f"{name}.model_args.model_name_or_path" if own else "reward_pretrain" if from_critic else "pretrain"
+    if path is None:
+        checks.missing("pretrain", "is needed: the folder or hub name of the model to start from", "Qwen/Qwen2.5-0.5B")
+    elif checks.check_files and looks_like_folder(path):
+        folder = Path(path).expanduser()
+        if not folder.is_dir():
+            checks.add(key, path, "no such folder")
+        elif not (folder / "config.json").is_file():
+            checks.add(key, path, "is not a model folder: it has no config.json")
+
+
+def looks_like_folder(path: str) -> bool:
+    """A path rather than a hub name (``name`` or ``owner/name``), or something that exists."""
+    return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or Path(path).exists()
+
+
+def check_data_files(key: str, arguments: DataArguments, checks: Checks) -> None:
+    """At least one data file, each of a known kind and there."""
+    names = arguments.file_name
+    if not names:
+        checks.missing(f"{key}.file_name", "is needed: the data file or files", "[data/train.jsonl]")
+        return
+    for name in [names] if isinstance(names, str) else names:
+        file = Path(name).expanduser()
+        if file.suffix not in DATA_EXTENSIONS:
+            rule = f"must be a file of one of the kinds {', '.join(DATA_EXTENSIONS)}"
+            checks.add(f"{key}.file_name", name, rule, f"{file.stem or 'train'}.jsonl")
+        elif checks.check_files and not file.is_file():
+            checks.add(f"{key}.file_name", name, f"no such file (relative names start from {Path.cwd()})")
+
+
+def check_columns(key: str, arguments: DataArguments, checks: Checks) -> None:
+    if arguments.prompt is not None and arguments.messages is not None:
+        rule = f"excludes {key}.messages ({arguments.messages}): keep the one that the file has"
+        checks.add(f"{key}.prompt", arguments.prompt, rule)
+
+
+def check_resume(config: RLVRConfig | SFTConfig, checks: Checks) -> None:
+    path = config.resume_from_checkpoint
+    if isinstance(path, str) and checks.check_files and not Path(path).expanduser().is_dir():
+        checks.add("resume_from_checkpoint", path, "no such checkpoint folder; true continues from the newest", "true")
+
+
+def check_schedule(name: str, role: WorkerConfig, total_steps: int | None, checks: Checks) -> None:
+    """Warm-up within the run."""
+    warmup, key = role.training_args.warmup_steps, f"{name}.training_args.warmup_steps"
+    total = role.training_args.max_steps or total_steps
+    if total is not None and warmup >= total > 0:
+        checks.note(
+            key, f"{warmup} warm-up steps, but the run makes {total} optimizer steps: full rate is never reached"
+        )
+
+
+def note_engine_length(options: dict[str, StrategyConfig], prompt: int, sequence: int, checks: Checks) -> None:
+    """An engine shorter than the longest sequence cuts responses; one without room for a prompt cannot work."""
+    engine = options.get("actor_infer")
+    if not isinstance(engine, HfInferStrategyConfig) or engine.max_model_len is None:
+        return
+    key = "actor_infer.strategy_args.strategy_config.max_model_len"
+    if engine.max_model_len <= prompt:
+        rule = f"leaves no room for a response after prompts of {prompt} tokens"
+        checks.add(key, engine.max_model_len, rule, sequence)
+    elif engine.max_model_len < sequence:
+        checks.note(key, f"{engine.max_model_len} is less than prompt plus response ({sequence}): responses end there")

@@ -1,0 +1,253 @@
+"""Checks of an RLVR configuration across keys."""
+
+from __future__ import annotations
+
+import math
+
+from roll.config.batch import explain_indivisible, working_values
+from roll.config.checks import (
+    Checks,
+    check_columns,
+    check_data_files,
+    check_resume,
+    check_roles,
+    check_schedule,
+    note_engine_length,
+)
+from roll.config.names import (
+    FILTER_ARGUMENTS,
+    LEAVE_ONE_OUT_ESTIMATORS,
+    PLANNED_REWARDS,
+    PUBLISHED_PREFIX,
+    PUBLISHED_REWARDS,
+    REWARDS,
+)
+from roll.config.planning import lengths, needs_critic, needs_reference, rlvr_training_plans
+from roll.config.rewards import FilterConfig, RewardConfig
+from roll.config.rlvr import RLVRConfig
+from roll.config.schema import DOTTED_PATH, closest
+
+PROBABILITY_TOLERANCE = 1e-6
+
+
+def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
+    """Every check; mistakes and notes go to ``checks.problems``."""
+    options = check_roles(config, checks)
+    check_needed_roles(config, checks)
+    check_lengths(config, checks)
+    if not checks.broken("prompt_length", "response_length", "sequence_length"):
+        prompt = max(config.prompt_length, config.val_prompt_length or 0)
+        note_engine_length(options, prompt, max(lengths(config)[1], config.val_sequence_length or 0), checks)
+    check_batches(config, checks)
+    check_rewards(config, checks)
+    check_data(config, checks)
+    check_algorithm(config, checks)
+    note_sampling(config, checks)
+    check_resume(config, checks)
+
+
+def check_needed_roles(config: RLVRConfig, checks: Checks) -> None:
+    devices = config.actor_train.device_mapping or [0]
+    if needs_reference(config) and config.reference is None:
+        checks.missing(
+            "reference", "is needed: a KL to the reference policy is used", f"reference.device_mapping: {devices}"
+        )
+    if config.reference is not None and not needs_reference(config):
+        checks.note("reference", "not started: no KL is used (use_kl_loss with kl_loss_coef, or add_token_level_kl)")
+    if needs_critic(config) and config.critic is None and not checks.broken("adv_estimator"):
+        checks.missing("critic", "is needed by adv_estimator: gae", f"critic.device_mapping: {devices}")
+    if config.critic is not None and not needs_critic(config):
+        checks.note("critic", f"not started: adv_estimator {config.adv_estimator} uses none")
+    own, trained = config.actor_infer.model_args.model_name_or_path, config.actor_train.model_args.model_name_or_path
+    if own is not None and own != (trained or config.pretrain):
+        checks.note(
+            "actor_infer.model_args.model_name_or_path", "the engines get actor_train's weights before the first step"
+        )
+
+
+def check_lengths(config: RLVRConfig, checks: Checks) -> None:
+    keys = ("prompt_length", "response_length", "sequence_length")
+    if checks.broken(*keys, "val_prompt_length", "val_sequence_length"):
+        return
+    prompt, response, sequence = config.prompt_length, config.response_length, config.sequence_length
+    if response is None and sequence is None:
+        checks.missing("response_length", "is needed (or sequence_length): the longest response in tokens", prompt)
+    elif response is None and sequence is not None and sequence <= prompt:
+        rule = f"must be greater than prompt_length {prompt}, or no response fits"
+        checks.add("sequence_length", sequence, rule, prompt * 2)
+    elif response is not None and sequence is not None and sequence != prompt + response:
+        rule = f"must be prompt_length {prompt} + response_length {response} where all three are set"
+        checks.add("sequence_length", sequence, rule, prompt + response)
+    val_prompt, val_sequence = config.val_prompt_length, config.val_sequence_length
+    if (val_prompt is None) != (val_sequence is None):
+        absent, present = ("val_prompt_length", "val_sequence_length")[:: 1 if val_prompt is None else -1]
+        checks.missing(absent, f"goes with {present}: set both or none", val_prompt or prompt)
+    elif val_prompt is not None and val_sequence is not None and val_sequence <= val_prompt:
+        rule = f"must be greater than val_prompt_length {val_prompt}, or no response fits"
+        checks.add("val_sequence_length", val_sequence, rule, val_prompt * 2)
+
+
+def check_batches(config: RLVRConfig, checks: Checks) -> None:
+    """Samples of a step divide into optimizer steps, for each trained role."""
+    prompts, group = config.rollout_batch_size, config.num_return_sequences_in_group
+    if checks.broken("rollout_batch_size", "num_return_sequences_in_group"):
+        return
+    for name, plan in rlvr_training_plans(config).items():
+        sizes = f"{name}.training_args"
+        if checks.broken(sizes, f"{name}.device_mapping", f"{name}.num_gpus_per_worker"):
+            continue
+        rule = explain_indivisible(plan, prompts, group)
+        if rule is not None:
+            key = f"{sizes}.gradient_accumulation_steps"
+            checks.add(key, plan.gradient_accumulation_steps, rule, working_values(plan, prompts, group, name))
+            continue
+        role = config.actor_train if name == "actor_train" else config.critic
+        assert role is not None
+        check_schedule(name, role, plan.total_optimizer_steps, checks)
+
+
+def check_rewards(config: RLVRConfig, checks: Checks) -> None:
+    if not config.rewards:
+        checks.missing("rewards", "is needed: at least one reward domain", "rewards.math.worker_cls: math_rule")
+    owners: dict[str, str] = {}
+    for name, reward in config.rewards.items():
+        key = f"rewards.{name}"
+        check_reward_name(key, reward, checks)
+        check_filter(f"{key}.query_filter_config", reward.query_filter_config, checks)
+        if reward.device_mapping is None and reward.num_gpus_per_worker != 1:
+            checks.add(f"{key}.num_gpus_per_worker", reward.num_gpus_per_worker, "has no devices to take them from", 1)
+        if not reward.tag_included and len(config.rewards) > 1:
+            checks.missing(f"{key}.tag_included", "is needed with several rewards: the tags of its rows", f"[{name}]")
+        for tag in reward.tag_included or ():
+            if tag in owners:
+                checks.add(
+                    f"{key}.tag_included", reward.tag_included, f"tag {tag} belongs to rewards.{owners[tag]} already"
+                )
+            owners.setdefault(tag, name)
+
+
+def check_reward_name(key: str, reward: RewardConfig, checks: Checks) -> None:
+    name, path = reward.worker_cls, f"{key}.worker_cls"
+    if name is None:
+        checks.missing(path, "is needed: which reward scores the responses", "math_rule")
+        return
+    class_name = name.rpartition(".")[2]
+    published = name.startswith(PUBLISHED_PREFIX) or class_name == name
+    if name in PLANNED_REWARDS.values() or (published and class_name in PLANNED_REWARDS):
+        checks.problems.not_available(path, name, f"the reward {PLANNED_REWARDS.get(class_name, name)}", "math_rule")
+    elif published and name not in REWARDS and class_name not in PUBLISHED_REWARDS:
+        nearest = closest(class_name, (*REWARDS, *PUBLISHED_REWARDS)) or REWARDS[0]
+        rule = f"must be one of {', '.join(REWARDS)}, or the dotted path of your own function"
+        checks.add(path, name, rule, nearest)
+    elif not published and not DOTTED_PATH.fullmatch(name):
+        checks.add(path, name, "must be a short name or a dotted path such as my_package.rewards.score", REWARDS[0])
+
+
+def check_filter(key: str, config: FilterConfig, checks: Checks) -> None:
+    known = FILTER_ARGUMENTS.get(config.type)
+    if known is None:
+        return
+    for name, value in config.filter_args.items():
+        path = f"{key}.filter_args.{name}"
+        if name not in known:
+            nearest = closest(name, known)
+            hint = f"; the nearest known one is {nearest}" if nearest else ""
+            checks.add(path, value, f"unknown argument of {config.type}{hint}; known: {', '.join(known) or 'none'}")
+        elif isinstance(value, bool) or not isinstance(value, int | float):
+            checks.add(path, value, "must be a number", 0.5)
+    low, high = config.filter_args.get("threshold_down", 0.0), config.filter_args.get("threshold_up", 1.0)
+    if config.type == "mean_filter" and not checks.broken(key) and low >= high:
+        rule = f"must be less than threshold_up {high}, or no group is ever kept"
+        checks.add(f"{key}.filter_args.threshold_down", low, rule, 0.0 if high > 0 else high - 1)
+
+
+def check_data(config: RLVRConfig, checks: Checks) -> None:
+    arguments = config.actor_train.data_args
+    check_data_files("actor_train.data_args", arguments, checks)
+    check_columns("actor_train.data_args", arguments, checks)
+    if config.validation is not None:
+        check_data_files("validation.data_args", config.validation.data_args, checks)
+        check_columns("validation.data_args", config.validation.data_args, checks)
+    check_shares(config, checks)
+
+
+def check_shares(config: RLVRConfig, checks: Checks) -> None:
+    """``domain_interleave_probs`` name the reward domains and sum to 1."""
+    shares, key = config.actor_train.data_args.domain_interleave_probs, "actor_train.data_args.domain_interleave_probs"
+    if not shares or not config.rewards:
+        return
+    for domain, share in shares.items():
+        if domain not in config.rewards:
+            nearest = closest(domain, config.rewards)
+            hint = f"; the nearest is {nearest}" if nearest else ""
+            rule = f"no such domain under rewards ({', '.join(config.rewards)}){hint}"
+            checks.add(f"{key}.{domain}", share, rule)
+        elif share < 0:
+            checks.add(f"{key}.{domain}", share, "must be at least 0", 0.5)
+    total = math.fsum(shares.values())
+    if not checks.broken(key) and abs(total - 1.0) > PROBABILITY_TOLERANCE:
+        works = {domain: round(share / total, 4) for domain, share in shares.items()} if total > 0 else None
+        checks.add(key, shares, f"must sum to 1, not {total:g}", works)
+    for domain in config.rewards:
+        if domain not in shares:
+            checks.note(key, f"has no share for {domain}: its rows are never asked")
+
+
+def check_algorithm(config: RLVRConfig, checks: Checks) -> None:
+    group = config.num_return_sequences_in_group
+    if config.adv_estimator in LEAVE_ONE_OUT_ESTIMATORS and group < 2:
+        rule = f"must be at least 2 with {config.adv_estimator}: a sample is compared with the others of its prompt"
+        checks.add("num_return_sequences_in_group", group, rule, 8)
+    if config.adv_estimator == "grpo" and group < 2:
+        checks.note("num_return_sequences_in_group", "1 with grpo: a group of one keeps its raw score")
+    if config.difficulty_low_threshold > config.difficulty_high_threshold:
+        rule = f"must not be greater than difficulty_high_threshold {config.difficulty_high_threshold}"
+        checks.add("difficulty_low_threshold", config.difficulty_low_threshold, rule, 0.0)
+    if config.force_disable_old_logprobs_recompute and config.enable_old_logprobs_recompute:
+        rule = "contradicts enable_old_logprobs_recompute: true; keep one of them"
+        checks.add("force_disable_old_logprobs_recompute", True, rule, False)
+    if config.critic_warmup >= config.max_steps and needs_critic(config):
+        rule = f"must be less than max_steps {config.max_steps}, or the policy never learns"
+        checks.add("critic_warmup", config.critic_warmup, rule, 0)
+    note_without_effect(config, checks)
+
+
+def note_without_effect(config: RLVRConfig, checks: Checks) -> None:
+    """Keys that are written and have no effect beside the others."""
+    if config.use_kl_loss and config.kl_loss_coef == 0:
+        checks.note("use_kl_loss", "has no effect with kl_loss_coef 0")
+    if config.kl_loss_coef > 0 and not config.use_kl_loss:
+        checks.note("kl_loss_coef", "has no effect without use_kl_loss: true")
+    if config.add_token_level_kl and config.init_kl_coef == 0:
+        checks.note("add_token_level_kl", "has no effect with init_kl_coef 0")
+    if config.target_kl is not None and not config.add_token_level_kl:
+        checks.note("target_kl", "has no effect without add_token_level_kl: true")
+    for key in ("pg_clip_low", "pg_clip_high"):
+        if checks.written(key) and not config.use_pg_clip_range:
+            checks.note(key, "has no effect without use_pg_clip_range: true")
+    if config.rl_loss_coef == 0 and config.entropy_loss_coef == 0 and not config.use_kl_loss:
+        checks.note("rl_loss_coef", "0 with no other loss term: the policy does not learn")
+    if config.checkpoint_config.output_dir is None and checks.written("checkpoint_config.keep_local_file"):
+        checks.note("checkpoint_config.keep_local_file", "has no effect without checkpoint_config.output_dir")
+
+
+def note_sampling(config: RLVRConfig, checks: Checks) -> None:
+    """Sampling settings that the trainer's log-probs cannot follow."""
+    arguments, key = config.actor_infer.generating_args, "actor_infer.generating_args"
+    why = "training log-probs are not comparable with the sampled ones"
+    if arguments.top_p < 1:
+        checks.note(f"{key}.top_p", f"{arguments.top_p:g} cuts the distribution: {why}; 1.0 is off")
+    if arguments.top_k > 0:
+        checks.note(f"{key}.top_k", f"{arguments.top_k} cuts the distribution: {why}; -1 is off")
+    if arguments.min_p > 0:
+        checks.note(f"{key}.min_p", f"{arguments.min_p:g} cuts the distribution: {why}; 0 is off")
+    if arguments.repetition_penalty != 1:
+        checks.note(f"{key}.repetition_penalty", f"{arguments.repetition_penalty:g} changes it: {why}; 1.0 is off")
+    if (arguments.temperature == 0 or not arguments.do_sample) and config.num_return_sequences_in_group > 1:
+        checks.note(f"{key}.temperature", "greedy decoding: all samples of a prompt are the same, so nothing is learnt")
+    response = lengths(config)[0]
+    if arguments.max_new_tokens is not None and arguments.max_new_tokens > response:
+        checks.note(f"{key}.max_new_tokens", f"{arguments.max_new_tokens} is cut to the response length {response}")
+    samples = arguments.num_return_sequences
+    if samples is not None and samples not in (1, config.num_return_sequences_in_group):
+        checks.note(f"{key}.num_return_sequences", "num_return_sequences_in_group decides in training")

@@ -1,0 +1,145 @@
+"""From YAML files and ``key=value`` words to one plain tree: hydra composes, OmegaConf resolves.
+
+Native ROLL files load as they are: ``hydra:`` blocks, ``defaults:`` lists with ``@_here_``, ``${...}``, ``~``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from roll.config.errors import Problems
+from roll.config.schema import closest
+from roll.config.sources import SourceFile
+
+OVERRIDE_RULE = "must be key=value (or +key=value, or ~key to take a key out)"
+
+
+@dataclass(frozen=True)
+class Composed:
+    """The composed tree: plain dicts, lists and scalars, every interpolation resolved."""
+
+    data: dict[str, Any]
+    source: SourceFile
+
+
+def compose_file(file: Path, overrides: Sequence[str], problems: Problems) -> Composed:
+    """Compose ``file`` with its ``defaults`` and the overrides; mistakes go to ``problems``."""
+    source = SourceFile(file)
+    words = [word for word in (_hydra_word(text, file.parent, source, problems) for text in overrides) if word]
+    try:
+        with initialize_config_dir(config_dir=str(file.parent.resolve()), version_base="1.3", job_name="roll"):
+            config = compose(config_name=file.stem, overrides=words)
+    except yaml.YAMLError as error:
+        problems.add(*_yaml_problem(error, file))
+        return Composed({}, source)
+    except (HydraException, OmegaConfBaseException) as error:
+        problems.missing("(composition)", _first_lines(error))
+        return Composed({}, source)
+    return Composed(_resolve(config, problems), source)
+
+
+def _hydra_word(text: str, folder: Path, source: SourceFile, problems: Problems) -> str | None:
+    """The override as hydra takes it: a key that the file does not have is added, odd values are quoted."""
+    override = _parse_override(text)
+    if override is None:
+        problems.add("(command line)", text, OVERRIDE_RULE, "actor_train.training_args.learning_rate=1e-6")
+        return None
+    if override.is_sweep_override():
+        value = text.partition("=")[2]
+        problems.add(override.key_or_group, value, "must be one value; write a list in brackets", f"[{value}]")
+        return None
+    if override.is_delete() or (folder / override.key_or_group).is_dir() or override.package is not None:
+        return override.input_line
+    source.add_override(override.key_or_group, override.value())
+    return f"++{(override.input_line or text).lstrip('+')}"
+
+
+def _parse_override(text: str) -> Override | None:
+    """hydra's reading of the word; a value outside hydra's grammar is read as the text that it is."""
+    key, equals, value = text.partition("=")
+    candidates = [text]
+    if equals:
+        quoted = value.replace("\\", "\\\\").replace("'", "\\'")
+        candidates.append(f"{key}=null" if value.strip() == "~" else f"{key}='{quoted}'")
+    for candidate in candidates:
+        try:
+            return OverridesParser.create().parse_override(candidate)
+        except (OverrideParseException, HydraException):
+            continue
+    return None
+
+
+def _yaml_problem(error: yaml.YAMLError, file: Path) -> tuple[str, Any, str]:
+    mark = getattr(error, "problem_mark", None)
+    place = f"line {mark.line + 1}, column {mark.column + 1}" if mark is not None else file.name
+    reason = getattr(error, "problem", None) or str(error)
+    return "(YAML)", place, f"is not valid YAML: {reason}"
+
+
+def _first_lines(error: Exception) -> str:
+    return " ".join(line.strip() for line in str(error).strip().splitlines()[:4])
+
+
+def _resolve(config: DictConfig, problems: Problems) -> dict[str, Any]:
+    """Plain data; an interpolation that leads nowhere and a ``???`` left unset are mistakes and are left out."""
+    broken = []
+    for path, raw in list(_interpolations(config, "")):
+        try:
+            OmegaConf.select(config, path, throw_on_resolution_failure=True)
+        except OmegaConfBaseException as error:
+            problems.add(path, raw, _interpolation_rule(config, raw, error))
+            broken.append(path)
+    for path in OmegaConf.missing_keys(config):
+        problems.add(path, "???", "must be given, in the file or on the command line")
+        broken.append(path)
+    for path in broken:
+        OmegaConf.update(config, path, None, force_add=True)
+    data = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(data, dict)
+    for path in broken:
+        _drop(data, path)
+    return {str(key): value for key, value in data.items() if key not in ("hydra", "defaults")}
+
+
+def _drop(data: dict[str, Any], path: str) -> None:
+    """Take a key out again; an entry of a list takes the whole list with it."""
+    *sections, last = path.partition("[")[0].split(".")
+    for name in sections:
+        data = data[name]
+    data.pop(last, None)
+
+
+def _interpolations(node: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    """Every leaf that holds ``${...}``, with its path."""
+    if isinstance(node, DictConfig):
+        items: list[tuple[Any, Any]] = [(key, node._get_node(key)) for key in node]
+    elif isinstance(node, ListConfig):
+        items = [(index, node._get_node(index)) for index in range(len(node))]
+    else:
+        return
+    for key, child in items:
+        path = f"{prefix}{key}" if isinstance(node, DictConfig) else f"{prefix.rstrip('.')}[{key}]"
+        if child._is_interpolation():
+            yield path, str(child._value())
+        elif not child._is_none() and not child._is_missing():
+            yield from _interpolations(child, f"{path}.")
+
+
+def _interpolation_rule(config: DictConfig, raw: str, error: Exception) -> str:
+    names = [name for name in re.findall(r"\$\{([\w.]+)\}", raw) if OmegaConf.select(config, name) is None]
+    if not names:
+        return f"cannot be resolved: {_first_lines(error)}"
+    nearest = closest(names[0], [str(key) for key in config])
+    return f"refers to {names[0]}, which is not set" + (f"; the nearest key is {nearest}" if nearest else "")

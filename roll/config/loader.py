@@ -1,0 +1,167 @@
+"""Loads a configuration: compose, check against the schema, refuse what is not available, check across keys, plan.
+
+Imports neither torch nor ray; a whole load takes well under a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+from roll.config.availability import refuse_unavailable
+from roll.config.checks import Checks
+from roll.config.checks_rlvr import check_rlvr
+from roll.config.checks_sft import check_sft
+from roll.config.compose import compose_file
+from roll.config.errors import ConfigError, Notice, Problem, Problems
+from roll.config.plan import Plan
+from roll.config.planning import plan_rlvr, plan_sft
+from roll.config.rlvr import RLVRConfig
+from roll.config.schema import SchemaReader, build, closest
+from roll.config.sft import SFTConfig
+
+C = TypeVar("C", RLVRConfig, SFTConfig)
+EXTENSIONS = (".yaml", ".yml")
+
+PIPELINES: dict[str, type[RLVRConfig] | type[SFTConfig]] = {"rlvr": RLVRConfig, "sft": SFTConfig}
+MARKS = {
+    "sft": ("sft_train",),
+    "agentic": ("train_env_manager", "val_env_manager", "custom_envs"),
+    "dpo": ("chosen_key", "rejected_key"),
+    "distill": ("student", "kd_objective", "distill_loss_weight"),
+    "rlvr": ("rewards", "actor_infer", "rollout_batch_size", "student_train"),
+}
+"""Keys that tell which pipeline a file is for; the first pipeline with a match counts."""
+
+
+@dataclass(frozen=True)
+class LoadedConfig(Generic[C]):
+    """A configuration that can be run."""
+
+    config: C
+    plan: Plan
+    resolved: dict[str, Any]
+    """The effective YAML: what was written, composed and resolved (secrets included: mask before showing)."""
+    warnings: tuple[Notice, ...]
+    """What was accepted that the user should know of."""
+    source: Path
+    """The file."""
+    overrides: tuple[str, ...] = ()
+
+
+def load_config(
+    config_class: type[C] | None,
+    config_path: str | Path,
+    config_name: str | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    check_files: bool = True,
+) -> LoadedConfig[C]:
+    """Load and check a configuration.
+
+    Args:
+        config_class: ``RLVRConfig`` or ``SFTConfig``; None: told by the file.
+        config_path: with ``config_name``, its folder, relative to the working directory or to ``examples/``; without,
+            the file itself.
+        config_name: file name, with or without ``.yaml``.
+        overrides: ``key=value``, ``+new.key=value``, ``~key``.
+        check_files: data files and model folders must exist.
+
+    Raises:
+        ConfigError: every mistake that was found, each with its file, key, value and rule.
+    """
+    file = find_file(Path(config_path), config_name)
+    problems = Problems()
+    composed = compose_file(file, overrides, problems)
+    if not composed.data and not problems.errors:
+        problems.missing("(file)", "is empty")
+    loaded = _load(config_class, composed.data, file, problems, check_files) if composed.data else None
+    if problems.errors:
+        raise ConfigError(problems.located(composed.source.place_of))
+    assert loaded is not None
+    config, plan = loaded
+    return LoadedConfig(
+        config=cast(C, config),
+        plan=plan,
+        resolved=composed.data,
+        warnings=tuple(problems.notices),
+        source=file,
+        overrides=tuple(overrides),
+    )
+
+
+def _load(
+    config_class: type[C] | None, data: Mapping[str, Any], file: Path, problems: Problems, check_files: bool
+) -> tuple[RLVRConfig | SFTConfig, Plan] | None:
+    expected = next((name for name, cls in PIPELINES.items() if cls is config_class), None)
+    pipeline = detect_pipeline(data, expected, problems)
+    if pipeline is None:
+        return None
+    cls = PIPELINES[pipeline]
+    values = SchemaReader(problems, root=cls).read(cls, data, "")
+    refuse_unavailable(data, problems)
+    config = build(cls, values)
+    checks = Checks(problems, written=lambda key: _is_written(data, key), check_files=check_files)
+    exp_name = config.exp_name or file.stem
+    if isinstance(config, RLVRConfig):
+        check_rlvr(config, checks)
+    else:
+        check_sft(config, checks)
+    if problems.errors:
+        return None
+    if isinstance(config, RLVRConfig):
+        return config, plan_rlvr(config, exp_name, checks.written)
+    return config, plan_sft(config, exp_name, checks.written)
+
+
+def detect_pipeline(data: Mapping[str, Any], expected: str | None, problems: Problems) -> str | None:
+    """The pipeline that a file is for: its ``pipeline`` key, the launcher's own, or told by its sections."""
+    named = data.get("pipeline")
+    marked = next((name for name, keys in MARKS.items() if any(key in data for key in keys)), None)
+    pipeline = named or expected or marked
+    if expected is not None and named is not None and named != expected:
+        problems.add("pipeline", named, f"this launcher runs {expected}; use the launcher of {named}", expected)
+    elif pipeline is None:
+        problems.missing("pipeline", f"cannot be told from the file: it must be one of {', '.join(PIPELINES)}", "rlvr")
+    elif pipeline in PIPELINES:
+        return str(pipeline)
+    elif pipeline in MARKS:
+        problems.not_available("pipeline", pipeline, f"the {pipeline} pipeline", "rlvr")
+    else:
+        rule = f"must be one of {', '.join(PIPELINES)}"
+        problems.add("pipeline", pipeline, rule, closest(str(pipeline), PIPELINES) or "rlvr")
+    return None
+
+
+def _is_written(data: Mapping[str, Any], key: str) -> bool:
+    node: Any = data
+    for part in key.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return False
+        node = node[part]
+    return True
+
+
+def find_file(config_path: Path, config_name: str | None) -> Path:
+    """The configuration file.
+
+    Raises:
+        ConfigError: there is none; the message lists where it was looked for, and what is there.
+    """
+    roots = [Path(), Path("examples"), Path(__file__).resolve().parents[2] / "examples"]
+    names = [config_path] if config_name is None else [config_path / config_name]
+    candidates = [root / name for root in roots for name in names]
+    for candidate in candidates:
+        for file in (candidate, *(candidate.with_name(candidate.name + extension) for extension in EXTENSIONS)):
+            if file.is_file() and file.suffix in EXTENSIONS:
+                return file
+    shown = config_path if config_name is None else config_path / config_name
+    near = [folder for folder in dict.fromkeys(candidate.parent for candidate in candidates) if folder.is_dir()]
+    there = sorted({file.name for folder in near for file in folder.iterdir() if file.suffix in EXTENSIONS})
+    rule = "no such file, neither from the working directory nor from examples/"
+    listing = f"; there is {', '.join(there)}" if there else ""
+    key = "(file)" if config_name is None else "--config_path and --config_name"
+    nearest = closest(f"{candidates[0].name}", [Path(name).stem for name in there])
+    raise ConfigError([Problem(key, str(shown), f"{rule}{listing}", f"nearest: {nearest}" if nearest else None)])

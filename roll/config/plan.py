@@ -1,0 +1,179 @@
+"""What follows from a configuration: placement, batch arithmetic, lengths, passes, folders.
+
+A plan is derived and frozen; the configuration itself is never rewritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from roll.config.roles import DataArguments
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """One role's workers and where they run."""
+
+    name: str
+    """Key of the section: ``actor_train``, ``rewards.math`` ..."""
+    strategy_name: str | None
+    """null: the role computes no model."""
+    device_mapping: tuple[int, ...]
+    """Logical device ids in order; empty for a role without devices."""
+    num_gpus_per_worker: int
+    world_size: int
+    """Workers."""
+    dp_size: int
+    """Data-parallel ranks (for engines: engines)."""
+    colocated_with: tuple[str, ...]
+    """Roles that share at least one device with this one."""
+    model_path: str | None
+    """Folder or hub name of the model it loads."""
+    worker_cls: str | None = None
+    """Dotted path of the user's own worker class, or a reward's short name or dotted path; null: the role's own."""
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Batch arithmetic of one trained role."""
+
+    samples_per_step: int
+    """Samples that one pipeline step trains on."""
+    micro_batch_size: int
+    """Samples of one forward and backward pass on one rank."""
+    gradient_accumulation_steps: int
+    """Micro-batches of one rank in an optimizer step."""
+    dp_size: int
+    epochs: int = 1
+    """Passes over the samples of a step."""
+    num_steps: int | None = None
+    """Pipeline steps in which the role trains; null: told by the data."""
+
+    @property
+    def mini_batch_size(self) -> int:
+        """Samples of one optimizer step."""
+        return self.micro_batch_size * self.gradient_accumulation_steps * self.dp_size
+
+    @property
+    def optimizer_steps_per_step(self) -> int:
+        return self.epochs * (self.samples_per_step // self.mini_batch_size)
+
+    @property
+    def total_optimizer_steps(self) -> int | None:
+        """Over the whole run; null: told by the data."""
+        return None if self.num_steps is None else self.num_steps * self.optimizer_steps_per_step
+
+    def sentence(self) -> str:
+        """``2 optimizer steps of 128; 2 ranks x 8 micro-batches of 8``."""
+        steps, ranks = self.optimizer_steps_per_step, self.dp_size
+        return (
+            f"{count(steps, 'optimizer step')} of {self.mini_batch_size}; {count(ranks, 'rank')} x "
+            f"{count(self.gradient_accumulation_steps, 'micro-batch', 'micro-batches')} of {self.micro_batch_size}"
+        )
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Where a run writes. The same folders again when it is continued."""
+
+    output_dir: Path
+    checkpoint_dir: Path
+    log_dir: Path
+    dump_dir: Path | None
+    """Sampled texts; null: none are written."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every pipeline's plan has."""
+
+    pipeline: str
+    exp_name: str
+    roles: Mapping[str, RolePlan]
+    """Roles that the run starts, by section name."""
+    training: Mapping[str, TrainingPlan]
+    """Batch arithmetic of the trained roles, by section name."""
+    num_devices_per_node: int
+    num_nodes: int
+    folders: Folders
+    max_steps: int | None
+    """Pipeline steps; null: told by the data."""
+    save_steps: int
+    """Steps between checkpoints; 0: none."""
+    eval_steps: int
+    """Steps between validations; 0: none."""
+    sequence_length: int
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all nodes together."""
+        return self.num_devices_per_node * self.num_nodes
+
+    @property
+    def output_dir(self) -> Path:
+        return self.folders.output_dir
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        return self.folders.checkpoint_dir
+
+    @property
+    def log_dir(self) -> Path:
+        return self.folders.log_dir
+
+    @property
+    def dump_dir(self) -> Path | None:
+        return self.folders.dump_dir
+
+
+@dataclass(frozen=True)
+class SFTPlan(Plan):
+    """Plan of an SFT run. A step is an optimizer step."""
+
+    global_batch_size: int
+    """Samples of one optimizer step."""
+
+
+@dataclass(frozen=True)
+class RLVRPlan(Plan):
+    """Plan of an RLVR run."""
+
+    prompts_per_step: int
+    group_size: int
+    """Samples of each prompt."""
+    prompt_length: int
+    response_length: int
+    max_new_tokens: int
+    """Most tokens that a response is given in training."""
+    val_prompt_length: int
+    val_sequence_length: int
+    val_max_new_tokens: int
+    val_samples_per_prompt: int
+    val_data_args: DataArguments | None
+    """The validation's data section; columns and template that it leaves out are those of ``actor_train``."""
+    needs_reference: bool
+    """Something consumes reference log-probs."""
+    needs_old_log_probs: bool
+    """Something consumes the trainer's log-probs before the update."""
+    needs_critic: bool
+    pg_variant: str
+    """The actor's policy loss."""
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.prompts_per_step * self.group_size
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Longest sequence that an engine meets, validation included."""
+        return max(self.sequence_length, self.val_sequence_length)
+
+    @property
+    def val_response_length(self) -> int:
+        return self.val_sequence_length - self.val_prompt_length
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

@@ -1,0 +1,238 @@
+"""Derives a plan from a configuration. Assumes that the checks have passed or reports nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+
+from roll.config.names import PUBLISHED_PREFIX, PUBLISHED_REWARDS, PUBLISHED_WORKERS
+from roll.config.plan import Folders, RLVRPlan, RolePlan, SFTPlan, TrainingPlan
+from roll.config.rlvr import RLVRConfig
+from roll.config.roles import DataArguments, WorkerConfig
+from roll.config.run import RunConfig
+from roll.config.sft import SFTConfig
+
+Written = Callable[[str], bool]
+"""Says whether a key path is written, in a file or on the command line."""
+
+
+def needs_reference(config: RLVRConfig) -> bool:
+    """KL in the loss or in the reward consumes it; ``init_kl_coef`` alone does not."""
+    in_loss = config.use_kl_loss and config.kl_loss_coef > 0
+    return in_loss or kl_in_reward(config) or config.enable_reference
+
+
+def kl_in_reward(config: RLVRConfig) -> bool:
+    return config.add_token_level_kl and config.init_kl_coef > 0
+
+
+def needs_critic(config: RLVRConfig) -> bool:
+    return config.adv_estimator == "gae"
+
+
+def pg_variant(config: RLVRConfig) -> str:
+    return config.actor_train.pg_variant or config.pg_variant
+
+
+def model_path(config: RLVRConfig | SFTConfig, name: str, role: WorkerConfig) -> str | None:
+    """The role's own model, else the pipeline's."""
+    own = role.model_args.model_name_or_path
+    if own is not None:
+        return own
+    if name == "critic" and isinstance(config, RLVRConfig) and config.reward_pretrain:
+        return config.reward_pretrain
+    return config.pretrain or None
+
+
+def world_size(role: WorkerConfig) -> int:
+    """One worker per ``num_gpus_per_worker`` devices; without devices, ``world_size`` workers."""
+    if role.device_mapping is not None:
+        return max(1, len(role.device_mapping) // role.num_gpus_per_worker)
+    return role.world_size or 1
+
+
+def training_plan(role: WorkerConfig, samples: int, epochs: int, num_steps: int | None) -> TrainingPlan:
+    arguments = role.training_args
+    return TrainingPlan(
+        samples_per_step=samples,
+        micro_batch_size=arguments.per_device_train_batch_size,
+        gradient_accumulation_steps=arguments.gradient_accumulation_steps,
+        dp_size=world_size(role),
+        epochs=epochs,
+        num_steps=num_steps,
+    )
+
+
+def rlvr_training_plans(config: RLVRConfig) -> dict[str, TrainingPlan]:
+    samples = config.rollout_batch_size * config.num_return_sequences_in_group
+    warmup = config.critic_warmup if needs_critic(config) else 0
+    plans = {
+        "actor_train": training_plan(config.actor_train, samples, config.ppo_epochs, max(0, config.max_steps - warmup))
+    }
+    if needs_critic(config) and config.critic is not None:
+        plans["critic"] = training_plan(config.critic, samples, config.ppo_epochs, config.max_steps)
+    return plans
+
+
+def model_roles(config: RLVRConfig | SFTConfig) -> dict[str, WorkerConfig]:
+    """The sections of roles that hold a model and that this run starts."""
+    if isinstance(config, SFTConfig):
+        return {"sft_train": config.sft_train}
+    roles: dict[str, WorkerConfig] = {"actor_train": config.actor_train, "actor_infer": config.actor_infer}
+    if config.reference is not None and needs_reference(config):
+        roles["reference"] = config.reference
+    if config.critic is not None and needs_critic(config):
+        roles["critic"] = config.critic
+    return roles
+
+
+def role_plans(config: RLVRConfig | SFTConfig) -> dict[str, RolePlan]:
+    models, sections = model_roles(config), started_roles(config)
+    plans = {}
+    for name, role in sections.items():
+        others = [other for other in sections if other != name and shares_devices(role, sections[other])]
+        is_model = name in models
+        plans[name] = RolePlan(
+            name=name,
+            strategy_name=role.strategy_args.strategy_name if is_model else None,
+            device_mapping=tuple(role.device_mapping or ()),
+            num_gpus_per_worker=role.num_gpus_per_worker,
+            world_size=world_size(role),
+            dp_size=world_size(role),
+            colocated_with=tuple(others),
+            model_path=model_path(config, name, role) if is_model else None,
+            worker_cls=worker_name(role.worker_cls),
+        )
+    return plans
+
+
+def worker_name(written: str | None) -> str | None:
+    """A worker or reward under this project's name: published class paths become short names, or null for the
+    classes that stand for a role's own worker."""
+    if written is None or not written.startswith(PUBLISHED_PREFIX):
+        return written
+    class_name = written.rpartition(".")[2]
+    return None if class_name in PUBLISHED_WORKERS else PUBLISHED_REWARDS.get(class_name, written)
+
+
+def shares_devices(one: WorkerConfig, other: WorkerConfig) -> bool:
+    return bool(set(one.device_mapping or ()) & set(other.device_mapping or ()))
+
+
+def started_roles(config: RLVRConfig | SFTConfig) -> dict[str, WorkerConfig]:
+    """Every section whose workers this run starts, by its key."""
+    rewards = config.rewards if isinstance(config, RLVRConfig) else {}
+    return {**model_roles(config), **{f"rewards.{name}": role for name, role in rewards.items()}}
+
+
+def node_shape(config: RLVRConfig | SFTConfig, written: Written) -> tuple[int, int]:
+    """Devices of a node and number of nodes. A node is no larger than the ids ask for unless the file says so."""
+    ids = [device for role in started_roles(config).values() for device in role.device_mapping or ()]
+    needed = max(ids, default=0) + 1
+    per_node = config.num_gpus_per_node
+    if not written("num_gpus_per_node"):
+        per_node = min(per_node, needed)
+    return per_node, config.num_nodes or ceil(needed / per_node)
+
+
+def folders(config: RunConfig, exp_name: str) -> Folders:
+    """As written; the shared default folders get a folder of the experiment's own."""
+    output, logs = Path(config.output_dir), Path(config.logging_dir)
+    if output == Path("output"):
+        output = output / exp_name
+    if logs == Path("output/logs"):
+        logs = logs / exp_name
+    dump = Path(config.rollout_dump_dir) if config.rollout_dump_dir else None
+    return Folders(output, output / "checkpoints", logs, dump)
+
+
+def lengths(config: RLVRConfig) -> tuple[int, int]:
+    """Response and sequence length; one follows from the other."""
+    if config.response_length is not None:
+        return config.response_length, config.prompt_length + config.response_length
+    sequence = config.sequence_length or config.prompt_length + 1
+    return max(1, sequence - config.prompt_length), sequence
+
+
+def needs_old_log_probs(config: RLVRConfig) -> bool:
+    """More than one optimizer step on a rollout, or KL in the reward; the two force keys have the last word."""
+    if config.force_disable_old_logprobs_recompute:
+        return False
+    several = rlvr_training_plans(config)["actor_train"].optimizer_steps_per_step > 1
+    return several or kl_in_reward(config) or config.enable_old_logprobs_recompute
+
+
+def validation_data(config: RLVRConfig, written: Written) -> DataArguments | None:
+    """The validation's own data section; what it leaves out of columns and template is as in training."""
+    if config.validation is None:
+        return None
+    own, training = config.validation.data_args, config.actor_train.data_args
+    inherited = {
+        key: getattr(training, key)
+        for key in ("template", "tag", "id", "response")
+        if not written(f"validation.data_args.{key}")
+    }
+    if own.prompt is None and own.messages is None:
+        inherited |= {"prompt": training.prompt, "messages": training.messages}
+    return replace(own, **inherited)
+
+
+def plan_rlvr(config: RLVRConfig, exp_name: str, written: Written) -> RLVRPlan:
+    """The plan of a checked RLVR configuration."""
+    response, sequence = lengths(config)
+    val_prompt = config.val_prompt_length or config.prompt_length
+    val_sequence = config.val_sequence_length or sequence
+    validation = config.validation
+    per_node, num_nodes = node_shape(config, written)
+    eval_steps = config.eval_steps if validation is None or validation.eval_steps is None else validation.eval_steps
+    val_generating = validation.generating_args if validation is not None else config.actor_infer.generating_args
+    return RLVRPlan(
+        pipeline="rlvr",
+        exp_name=exp_name,
+        roles=role_plans(config),
+        training=rlvr_training_plans(config),
+        num_devices_per_node=per_node,
+        num_nodes=num_nodes,
+        folders=folders(config, exp_name),
+        max_steps=config.max_steps,
+        save_steps=max(0, config.save_steps),
+        eval_steps=max(0, eval_steps) if validation is not None else 0,
+        sequence_length=sequence,
+        prompts_per_step=config.rollout_batch_size,
+        group_size=config.num_return_sequences_in_group,
+        prompt_length=config.prompt_length,
+        response_length=response,
+        max_new_tokens=min(response, config.actor_infer.generating_args.max_new_tokens or response),
+        val_prompt_length=val_prompt,
+        val_sequence_length=val_sequence,
+        val_max_new_tokens=min(val_sequence - val_prompt, val_generating.max_new_tokens or val_sequence - val_prompt),
+        val_samples_per_prompt=(val_generating.num_return_sequences or 1) if validation is not None else 0,
+        val_data_args=validation_data(config, written),
+        needs_reference=needs_reference(config),
+        needs_old_log_probs=needs_old_log_probs(config),
+        needs_critic=needs_critic(config),
+        pg_variant=pg_variant(config),
+    )
+
+
+def plan_sft(config: SFTConfig, exp_name: str, written: Written) -> SFTPlan:
+    """The plan of a checked SFT configuration."""
+    training = training_plan(config.sft_train, 0, 1, config.max_steps)
+    training = replace(training, samples_per_step=training.mini_batch_size)
+    per_node, num_nodes = node_shape(config, written)
+    return SFTPlan(
+        pipeline="sft",
+        exp_name=exp_name,
+        roles=role_plans(config),
+        training={"sft_train": training},
+        num_devices_per_node=per_node,
+        num_nodes=num_nodes,
+        folders=folders(config, exp_name),
+        max_steps=config.max_steps,
+        save_steps=max(0, config.save_steps),
+        eval_steps=max(0, config.eval_steps) if config.validation is not None else 0,
+        sequence_length=config.sequence_length,
+        global_batch_size=training.mini_batch_size,
+    )
