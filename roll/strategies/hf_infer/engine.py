@@ -236,7 +236,7 @@ class GenerationEngine:
                 f"{name}: the prompt has {len(prompt)} tokens, must have 1 to {self._max_model_len - 1} "
                 f"(max_model_len {self._max_model_len} holds prompt and response)"
             )
-        if not (0 <= min(prompt) and max(prompt) < self._decoder.vocab_size):
+        if min(prompt) < 0 or max(prompt) >= self._decoder.vocab_size:
             raise ValueError(
                 f"{name}: prompt token ids run from {min(prompt)} to {max(prompt)}, must be in "
                 f"[0, {self._decoder.vocab_size})"

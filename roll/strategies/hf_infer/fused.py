@@ -196,9 +196,10 @@ def _fuse(*modules: nn.Linear) -> _Linear:
     weight = torch.cat([module.weight.detach() for module in modules])
     for module, part in zip(modules, weight.split(sizes), strict=True):
         module.weight.data = part
-    if modules[0].bias is None:
+    biases = [_detached(module.bias) for module in modules]
+    if biases[0] is None:
         return _Linear(weight, None)
-    bias = torch.cat([module.bias.detach() for module in modules])
+    bias = torch.cat([part for part in biases if part is not None])
     for module, part in zip(modules, bias.split(sizes), strict=True):
         module.bias.data = part
     return _Linear(weight, bias)
@@ -208,5 +209,5 @@ def _weight_of(norm: Any) -> torch.Tensor | None:
     return None if norm is None else norm.weight.detach()
 
 
-def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def _detached(tensor: Any) -> torch.Tensor | None:
     return None if tensor is None else tensor.detach()

@@ -22,7 +22,8 @@ class GenericDecoder(Decoder):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self._shape = self._probe_shape()
-        self._cache = Cache(layers=[_RowsLayer(index) for index in range(self._shape.num_layers)])
+        self._layers = [_RowsLayer(index) for index in range(self._shape.num_layers)]
+        self._cache = Cache(layers=list(self._layers))
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -43,14 +44,14 @@ class GenericDecoder(Decoder):
             use_cache=True,
             logits_to_keep=wanted,
         ).logits
-        keys_values = torch.stack([torch.stack((layer.keys, layer.values)) for layer in cache.layers])
+        keys_values = torch.stack([torch.stack(pair) for pair in _written(cache)])
         return PromptStates(keys_values, logits[torch.arange(len(prompts), device=self.device), which])
 
     def decode(self, tokens: torch.Tensor, slots: DecodeSlots) -> torch.Tensor:
         bias = slots.bias()
         if bias is None:
             bias = torch.zeros(slots.size, slots.end, dtype=self.dtype, device=self.device)
-        for layer in self._cache.layers:
+        for layer in self._layers:
             layer.slots = slots
         return self.model(
             input_ids=tokens[:, None],
@@ -65,14 +66,20 @@ class GenericDecoder(Decoder):
         """What the model really writes into a cache, found by computing one token."""
         cache = DynamicCache()
         self.model(torch.zeros(1, 1, dtype=torch.int64, device=self.device), past_key_values=cache, use_cache=True)
-        shapes = {tuple(tensor.shape) for layer in cache.layers for tensor in (layer.keys, layer.values)}
+        written = _written(cache)
+        shapes = {tuple(tensor.shape) for pair in written for tensor in pair}
         if len(shapes) != 1:
             raise ValueError(
-                f"hf_infer: the layers of {type(self.model).__name__} keep tensors of shapes {sorted(shapes)}; the engine "
-                "needs keys and values of one shape in every layer"
+                f"hf_infer: the layers of {type(self.model).__name__} keep tensors of shapes {sorted(shapes)}; the "
+                "engine needs keys and values of one shape in every layer"
             )
         _, num_kv_heads, _, head_dim = shapes.pop()
-        return CacheShape(len(cache.layers), num_kv_heads, head_dim)
+        return CacheShape(len(written), num_kv_heads, head_dim)
+
+
+def _written(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of every layer, (batch, num_kv_heads, length, head_dim)."""
+    return [(layer.keys, layer.values) for layer in cache.layers]
 
 
 class _RowsLayer(CacheLayerMixin):

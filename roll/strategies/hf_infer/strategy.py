@@ -12,6 +12,7 @@ import torch
 from roll.config.roles import WorkerConfig
 from roll.config.strategy import HfInferStrategyConfig, typed_strategy_config
 from roll.models.build import DTYPES, attention_implementation, build_model, load_config
+from roll.platforms import current_platform
 from roll.strategies.generation import GenerationOutput, GenerationRequest, GenerationStrategy
 from roll.strategies.hf_infer.decoder import Decoder, create_decoder
 from roll.strategies.hf_infer.engine import GenerationEngine
@@ -37,7 +38,7 @@ class HfInferStrategy(GenerationStrategy):
         self._updated: set[str] = set()
 
     def initialize(self) -> None:
-        model = _load_model(self.role, self._config.load_format).to(_device())
+        model = _load_model(self.role, self._config.load_format)
         max_model_len = self._max_model_len(model)
         self._decoder = create_decoder(model, max_model_len)
         self._engine = GenerationEngine(
@@ -138,7 +139,7 @@ class HfInferStrategy(GenerationStrategy):
         if asked is None:
             if longest is None:
                 raise ValueError(
-                    "strategy_config.max_model_len: null, and the model's config names no longest sequence; give a number"
+                    "strategy_config.max_model_len: null, and the model names no longest sequence; give a number"
                 )
             return int(longest)
         if longest is not None and asked > longest:
@@ -167,13 +168,14 @@ class _LazyTokenizer:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def _load_model(role: WorkerConfig, load_format: str) -> PreTrainedModel:
+def _load_model(role: WorkerConfig, load_format: str) -> Any:
     # The engine gives masks of its own, which flash-attention kernels do not take.
     eager = attention_implementation(role.model_args) == "eager"
     args = replace(role.model_args, attn_implementation="eager" if eager else "sdpa")
     dtype = DTYPES[args.dtype]
+    device = current_platform().device()
     if load_format != "dummy":
-        return build_model(args, "causal_lm", dtype)
+        return build_model(args, "causal_lm", dtype).to(device)
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_config(
@@ -181,7 +183,7 @@ def _load_model(role: WorkerConfig, load_format: str) -> PreTrainedModel:
         dtype=dtype,
         attn_implementation=args.attn_implementation,
         trust_remote_code=args.trust_remote_code,
-    )
+    ).to(device)
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
@@ -191,7 +193,3 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
         if eos is not None:
             return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
     return ()
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,236 @@
+"""Tokens per CPU-second of the hf_infer engine beside ``model.generate`` in padded batches, and beside vLLM.
+
+Both sides generate the same requests: prompts of 32 tokens, groups of 8 samples, temperature 1, with log-probs on our
+side only.  Lengths are forced (end-of-sequence is banned until the wanted length), either all equal (64 tokens) or
+spread evenly from 8 to 64 (1:8).  ``model.generate`` gets as many rows a call as the engine runs at a time, and at
+varied lengths runs each call to its longest row, which is what a padded batch must do; only wanted tokens count.
+The runs alternate and each figure is the median.
+
+    OMP_NUM_THREADS=1 python benchmarks/generation.py [--repeats 5] [--models tiny,10m] [--concurrency 64,256]
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+
+from roll.strategies.generation import GenerationRequest, SamplingParams
+from roll.strategies.hf_infer.decoder import create_decoder
+from roll.strategies.hf_infer.engine import GenerationEngine
+
+GROUP_SIZE = 8
+PROMPT_LENGTH = 32
+MAX_NEW_TOKENS = 64
+MIN_NEW_TOKENS = MAX_NEW_TOKENS // 8
+EOS = 1
+
+MODELS = {
+    "tiny": Qwen2Config(
+        vocab_size=448,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=192,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.08,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        bos_token_id=None,
+    ),
+    "10m": Qwen2Config(
+        vocab_size=2048,
+        hidden_size=320,
+        num_hidden_layers=7,
+        num_attention_heads=5,
+        num_key_value_heads=5,
+        intermediate_size=1024,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.08,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        bos_token_id=None,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """``lengths[i]`` new tokens for each of the samples of prompt i."""
+
+    prompts: list[list[int]]
+    lengths: list[int]
+    concurrency: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths) * GROUP_SIZE
+
+
+def make_workload(vocab_size: int, concurrency: int, varied: bool, rounds: int) -> Workload:
+    """``rounds`` times as many samples as run at a time; lengths in an order that has nothing to do with the batch."""
+    generator = torch.Generator().manual_seed(0)
+    count = rounds * concurrency // GROUP_SIZE
+    prompts = torch.randint(2, vocab_size, (count, PROMPT_LENGTH), generator=generator).tolist()
+    if not varied:
+        return Workload(prompts, [MAX_NEW_TOKENS] * count, concurrency)
+    spread = torch.linspace(MIN_NEW_TOKENS, MAX_NEW_TOKENS, count).round().long()
+    order = torch.randperm(count, generator=generator)
+    return Workload(prompts, spread[order].tolist(), concurrency)
+
+
+def run_engine(model: PreTrainedModel, work: Workload) -> Callable[[], None]:
+    decoder = create_decoder(model, PROMPT_LENGTH + MAX_NEW_TOKENS)
+    engine = GenerationEngine(decoder, str, (EOS,), work.concurrency, PROMPT_LENGTH + MAX_NEW_TOKENS)
+
+    def run() -> None:
+        engine.add_requests(
+            GenerationRequest(str(i), prompt, SamplingParams(length, min_new_tokens=length), GROUP_SIZE)
+            for i, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True))
+        )
+        produced = 0
+        while engine.num_unfinished:
+            produced += sum(len(output.token_ids) for output in engine.step())
+        assert produced == work.num_tokens
+
+    return run
+
+
+def run_generate(model: PreTrainedModel, work: Workload) -> Callable[[], None]:
+    groups_a_batch = work.concurrency // GROUP_SIZE
+    model.eval()
+
+    def run() -> None:
+        for begin in range(0, len(work.prompts), groups_a_batch):
+            ids = torch.tensor(work.prompts[begin : begin + groups_a_batch])
+            longest = max(work.lengths[begin : begin + groups_a_batch])
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                num_return_sequences=GROUP_SIZE,
+                max_new_tokens=longest,
+                min_new_tokens=longest,
+            )
+            assert out.shape[1] == PROMPT_LENGTH + longest
+
+    return run
+
+
+def run_vllm(model: PreTrainedModel, work: Workload, folder: str) -> Callable[[], None]:
+    """vLLM in this process (one thread, eager), on the same weights."""
+    from vllm import LLM, TokensPrompt
+    from vllm import SamplingParams as VllmParams
+
+    path = os.path.join(folder, f"model-{work.concurrency}-{id(work)}")
+    model.save_pretrained(path)
+    engine = LLM(
+        model=path,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        max_model_len=PROMPT_LENGTH + MAX_NEW_TOKENS,
+        max_num_seqs=work.concurrency,
+        kv_cache_memory_bytes=1 << 30,
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+        enable_prefix_caching=False,
+    )
+    prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in work.prompts]
+    params = [
+        VllmParams(n=GROUP_SIZE, temperature=1.0, max_tokens=n, min_tokens=n, logprobs=0, detokenize=False)
+        for n in work.lengths
+    ]
+
+    def run() -> None:
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        assert sum(len(sample.token_ids) for output in outputs for sample in output.outputs) == work.num_tokens
+
+    return run
+
+
+def cpu_seconds(run: Callable[[], None]) -> float:
+    begin = time.process_time()
+    run()
+    return time.process_time() - begin
+
+
+def measure(runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """Median CPU-seconds of each, the runs taking turns after one that is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for repeat in range(repeats + 1):
+        for name, run in runs.items():
+            taken = cpu_seconds(run)
+            if repeat:
+                seconds[name].append(taken)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def build(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(MODELS[name], dtype=torch.float32)
+
+
+def vllm_is_installed() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("vllm") is not None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2, help="samples, as a multiple of those that run at a time")
+    parser.add_argument("--models", default="tiny,10m")
+    parser.add_argument("--concurrency", default="64,256")
+    parser.add_argument("--no-vllm", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    with_vllm = vllm_is_installed() and not args.no_vllm
+    if with_vllm:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    names = ["hf_infer", "generate", *(["vllm"] if with_vllm else [])]
+    print(f"{'model':6} {'rows':>5} {'lengths':8} " + " ".join(f"{name + ' tok/CPU-s':>20}" for name in names), end="")
+    print(" " + " ".join(f"{'x ' + name:>11}" for name in names[1:]))
+    for model_name in args.models.split(","):
+        for concurrency in map(int, args.concurrency.split(",")):
+            for varied in (False, True):
+                line(model_name, concurrency, varied, args, with_vllm)
+
+
+def line(model_name: str, concurrency: int, varied: bool, args: argparse.Namespace, with_vllm: bool) -> None:
+    """Measure one setting and print its row."""
+    import tempfile
+
+    work = make_workload(MODELS[model_name].vocab_size, concurrency, varied, args.rounds)
+    runs = {"hf_infer": run_engine(build(model_name), work), "generate": run_generate(build(model_name), work)}
+    with tempfile.TemporaryDirectory() as folder:
+        if with_vllm:
+            runs["vllm"] = run_vllm(build(model_name), work, folder)
+        seconds = measure(runs, args.repeats)
+    rates = {name: work.num_tokens / value for name, value in seconds.items()}
+    print(f"{model_name:6} {concurrency:5} {'1:8' if varied else 'equal':8} ", end="")
+    print(" ".join(f"{rate:20,.0f}" for rate in rates.values()), end=" ")
+    print(
+        " ".join(f"{rates['hf_infer'] / rate:11.2f}" for name, rate in rates.items() if name != "hf_infer"), flush=True
+    )
+
+
+if __name__ == "__main__":
+    main()
