@@ -99,18 +99,22 @@ def _resolve(config: DictConfig, problems: Problems) -> dict[str, Any]:
         try:
             OmegaConf.select(config, path, throw_on_resolution_failure=True)
         except OmegaConfBaseException as error:
-            problems.add(path, raw, _interpolation_rule(config, raw, error))
             broken.append(path)
-    for path in OmegaConf.missing_keys(config):
-        problems.add(path, "???", "must be given, in the file or on the command line")
-        broken.append(path)
+            rule = _interpolation_rule(config, raw, error)
+            if rule is not None:
+                problems.add(path, raw, rule)
     for path in broken:
         OmegaConf.update(config, path, None, force_add=True)
+    for path in OmegaConf.missing_keys(config):
+        problems.add(path, "???", "must be given, in the file or on the command line")
+        OmegaConf.update(config, path, None, force_add=True)
+        broken.append(path)
     data = OmegaConf.to_container(config, resolve=True)
     assert isinstance(data, dict)
+    plain = {str(key): value for key, value in data.items() if key not in ("hydra", "defaults")}
     for path in broken:
-        _drop(data, path)
-    return {str(key): value for key, value in data.items() if key not in ("hydra", "defaults")}
+        _drop(plain, path)
+    return plain
 
 
 def _drop(data: dict[str, Any], path: str) -> None:
@@ -137,9 +141,16 @@ def _interpolations(node: Any, prefix: str) -> Iterator[tuple[str, str]]:
             yield from _interpolations(child, f"{path}.")
 
 
-def _interpolation_rule(config: DictConfig, raw: str, error: Exception) -> str:
-    names = [name for name in re.findall(r"\$\{([\w.]+)\}", raw) if OmegaConf.select(config, name) is None]
-    if not names:
+def _interpolation_rule(config: DictConfig, raw: str, error: Exception) -> str | None:
+    """What is wrong with ``raw``; None when it refers to a key that is itself wrong (one message is enough)."""
+    names = re.findall(r"\$\{([\w.]+)\}", raw)
+    unset = [name for name in names if OmegaConf.select(config, name, throw_on_resolution_failure=False) is None]
+    if not unset:
         return f"cannot be resolved: {_first_lines(error)}"
-    nearest = closest(names[0], [str(key) for key in config])
-    return f"refers to {names[0]}, which is not set" + (f"; the nearest key is {nearest}" if nearest else "")
+    section, _, last = unset[0].rpartition(".")
+    siblings = OmegaConf.select(config, section, throw_on_resolution_failure=False) if section else config
+    known = [str(key) for key in siblings] if isinstance(siblings, DictConfig) else []
+    if last in known:
+        return None
+    nearest = closest(last, known)
+    return f"refers to {unset[0]}, which is not set" + (f"; the nearest key is {nearest}" if nearest else "")

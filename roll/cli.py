@@ -1,0 +1,106 @@
+"""The command line: ``roll run | check | plan | prepare-data``.
+
+Heavy packages are imported by the command that needs them, so that ``roll check`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from roll.config.cli_args import parse_launcher_args
+from roll.config.errors import ConfigError
+from roll.config.loader import PIPELINES, LoadedConfig, load_config
+from roll.config.masking import dump_yaml
+from roll.config.render import render_plan
+
+EXIT_CONFIG = 2
+"""Exit status of a configuration that cannot be run."""
+
+DATA_SETS = ("gsm8k",)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the ``roll`` command; the exit status is 0, or 2 for a wrong configuration or command line."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["prepare-data"]:
+        return prepare_data(words[1:])
+    arguments = build_parser().parse_args(words)
+    try:
+        if arguments.command == "run":
+            return run(load_config(None, arguments.config, None, arguments.overrides))
+        return check(arguments)
+    except ConfigError as error:
+        return refuse(error)
+
+
+def launch(pipeline: str, default_path: str, default_name: str, argv: Sequence[str] | None = None) -> None:
+    """What ``examples/start_<pipeline>_pipeline.py`` does: load, show the plan, run. Exits with the run's status."""
+    arguments = parse_launcher_args(argv, default_path, default_name)
+    try:
+        loaded: LoadedConfig[Any] = load_config(
+            PIPELINES[pipeline], arguments.config_path, arguments.config_name, arguments.overrides
+        )
+    except ConfigError as error:
+        sys.exit(refuse(error))
+    sys.exit(run(loaded))
+
+
+def run(loaded: LoadedConfig[Any]) -> int:
+    """Show the plan and hand over to the pipeline."""
+    render_plan(loaded, Console())
+    module = importlib.import_module(f"roll.pipelines.{loaded.plan.pipeline}")
+    status = module.run(loaded)
+    return int(status or 0)
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Print the plan, or with ``--resolved`` the effective YAML, without starting anything."""
+    loaded: LoadedConfig[Any] = load_config(
+        None, arguments.config, None, arguments.overrides, check_files=not arguments.skip_files
+    )
+    if arguments.resolved:
+        sys.stdout.write(dump_yaml(loaded.resolved))
+    else:
+        render_plan(loaded, Console())
+    return 0
+
+
+def refuse(error: ConfigError) -> int:
+    Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+    return EXIT_CONFIG
+
+
+def prepare_data(argv: Sequence[str]) -> int:
+    """``roll prepare-data gsm8k --input DIR --output DIR``."""
+    module = importlib.import_module("roll.datasets.prepare")
+    return int(module.main(list(argv)) or 0)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="roll", description="Train language models by reinforcement.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    add_config_command(commands, "run", "run the pipeline of a configuration")
+    for name, text in (("check", "check a configuration and print its plan"), ("plan", "the same as check")):
+        command = add_config_command(commands, name, text)
+        command.add_argument("--resolved", action="store_true", help="print the effective YAML, secrets masked")
+        command.add_argument("--skip-files", action="store_true", help="do not ask whether data and models exist")
+    prepare = f"turn published files into this project's columns: {', '.join(DATA_SETS)}"
+    commands.add_parser("prepare-data", help=prepare, add_help=False)
+    return parser
+
+
+def add_config_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    command.add_argument("config", help="YAML file, also relative to examples/")
+    command.add_argument("overrides", nargs="*", metavar="key=value", help="changes: key=value, +new.key=value, '~key'")
+    return command
+
+
+if __name__ == "__main__":
+    sys.exit(main())

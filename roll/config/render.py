@@ -1,0 +1,136 @@
+"""Shows a plan on a terminal: who runs where, batch arithmetic, passes, steps, folders, warnings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from roll.config.loader import LoadedConfig
+from roll.config.plan import Plan, RLVRPlan, RolePlan, SFTPlan, count
+from roll.config.rlvr import RLVRConfig
+from roll.config.sft import SFTConfig
+
+WIDEST_DEVICE_TABLE = 16
+
+
+def render_plan(loaded: LoadedConfig[RLVRConfig] | LoadedConfig[SFTConfig], console: Console) -> None:
+    """Print the plan of a loaded configuration."""
+    plan = loaded.plan
+    nodes = f"{count(plan.num_nodes, 'node')} x {count(plan.num_devices_per_node, 'device')}"
+    console.print(f"[bold]{plan.exp_name}[/]  {plan.pipeline} pipeline, {nodes}  ({loaded.source})", highlight=False)
+    console.print(role_table(plan))
+    for label, text in facts(plan):
+        console.print(f"[bold]{label:<12}[/]{text}", highlight=False, soft_wrap=True)
+    for notice in loaded.warnings:
+        console.print(f"[yellow]note[/]        {notice}", highlight=False, soft_wrap=True)
+
+
+def role_table(plan: Plan) -> Table:
+    """Roles x devices: a dot where a role has a worker on a device."""
+    devices = sorted({device for role in plan.roles.values() for device in role.device_mapping})
+    as_dots = len(devices) <= WIDEST_DEVICE_TABLE
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("role", no_wrap=True)
+    table.add_column("strategy")
+    table.add_column("workers", justify="right")
+    for heading in map(str, devices) if as_dots else ["devices"]:
+        table.add_column(heading, justify="center" if as_dots else "left")
+    table.add_column("shares devices with")
+    for role in plan.roles.values():
+        placed = ["●" if device in role.device_mapping else "·" for device in devices]
+        cells = placed if as_dots else [compact(role.device_mapping)]
+        table.add_row(
+            role.name,
+            role.strategy_name or role.worker_cls or "",
+            workers(role),
+            *cells,
+            ", ".join(role.colocated_with),
+        )
+    return table
+
+
+def workers(role: RolePlan) -> str:
+    return f"{role.world_size} x {role.num_gpus_per_worker}" if role.num_gpus_per_worker > 1 else str(role.world_size)
+
+
+def compact(devices: Sequence[int]) -> str:
+    """``0-7, 12`` for a list of ids."""
+    runs: list[list[int]] = []
+    for device in sorted(devices):
+        if runs and device == runs[-1][1] + 1:
+            runs[-1][1] = device
+        else:
+            runs.append([device, device])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
+def facts(plan: Plan) -> list[tuple[str, str]]:
+    """Label and sentence of everything but the role table."""
+    lines = [("model", text) for text in model_sentences(plan)] + batch_facts(plan)
+    if isinstance(plan, RLVRPlan):
+        lines += rlvr_facts(plan)
+    lines.append(("steps", steps_sentence(plan)))
+    lines.append(("output", str(plan.output_dir)))
+    lines.append(("checkpoints", f"{plan.checkpoint_dir}" if plan.save_steps else "none (save_steps 0)"))
+    lines.append(("logs", str(plan.log_dir)))
+    if plan.dump_dir is not None:
+        lines.append(("samples", str(plan.dump_dir)))
+    return lines
+
+
+def model_sentences(plan: Plan) -> list[str]:
+    """Each model with the roles that load it."""
+    users: dict[str, list[str]] = {}
+    for role in plan.roles.values():
+        if role.model_path is not None:
+            users.setdefault(role.model_path, []).append(role.name)
+    return [f"{path} ({', '.join(names)})" for path, names in users.items()]
+
+
+def batch_facts(plan: Plan) -> list[tuple[str, str]]:
+    if isinstance(plan, RLVRPlan):
+        total = (
+            f"{count(plan.prompts_per_step, 'prompt')} x {plan.group_size} = {count(plan.samples_per_step, 'sample')}"
+        )
+        epochs = {training.epochs for training in plan.training.values()} - {1}
+        passes = f" in {epochs.pop()} epochs" if epochs else ""
+        lines = [("batch", f"{total}; {plan.training['actor_train'].sentence()}{passes}")]
+        if "critic" in plan.training:
+            lines.append(("critic", f"{total}; {plan.training['critic'].sentence()}{passes}"))
+        return lines
+    assert isinstance(plan, SFTPlan)
+    return [("batch", plan.training["sft_train"].sentence())]
+
+
+def rlvr_facts(plan: RLVRPlan) -> list[tuple[str, str]]:
+    lengths = (
+        f"prompt {plan.prompt_length} + response {plan.response_length} = {plan.sequence_length} tokens"
+        f" (at most {plan.max_new_tokens} new)"
+    )
+    if plan.eval_steps:
+        lengths += (
+            f"; validation {plan.val_prompt_length} + {plan.val_response_length} = {plan.val_sequence_length}"
+            f" (at most {plan.val_max_new_tokens} new)"
+        )
+    passes = {
+        "reference log-probs": plan.needs_reference,
+        "old log-probs": plan.needs_old_log_probs,
+        "values": plan.needs_critic,
+    }
+    needed = ", ".join(name for name, needed in passes.items() if needed) or "none"
+    return [("lengths", lengths), ("passes", f"{needed} (beside generation and training)")]
+
+
+def steps_sentence(plan: Plan) -> str:
+    if plan.max_steps is None:
+        parts = ["until the data has been seen num_train_epochs times"]
+    else:
+        parts = [count(plan.max_steps, "step")]
+        for name, training in plan.training.items():
+            if training.total_optimizer_steps != plan.max_steps:
+                parts.append(f"{training.total_optimizer_steps:,} optimizer steps of {name}")
+    parts.append(f"validation every {plan.eval_steps} and at the end" if plan.eval_steps else "no validation")
+    parts.append(f"a checkpoint every {plan.save_steps}" if plan.save_steps else "no checkpoints")
+    return "; ".join(parts)
