@@ -67,11 +67,12 @@ class TrainingPlan:
 
     def sentence(self) -> str:
         """``2 optimizer steps of 128; 2 ranks x 8 micro-batches of 8``."""
-        steps, ranks = self.optimizer_steps_per_step // self.epochs, self.dp_size
-        repeats = f" in each of {self.epochs} epochs" if self.epochs > 1 else ""
+        steps = count(self.optimizer_steps_per_step // self.epochs, "optimizer step")
+        micro_batches = count(self.gradient_accumulation_steps, "micro-batch", "micro-batches")
+        repeats = f"; {self.epochs} epochs" if self.epochs > 1 else ""
         return (
-            f"{count(steps, 'optimizer step')}{repeats} of {self.mini_batch_size}; {count(ranks, 'rank')} x "
-            f"{count(self.gradient_accumulation_steps, 'micro-batch', 'micro-batches')} of {self.micro_batch_size}"
+            f"{steps} of {self.mini_batch_size}; {count(self.dp_size, 'rank')} x {micro_batches} "
+            f"of {self.micro_batch_size}{repeats}"
         )
 
 

@@ -91,15 +91,12 @@ def model_sentences(plan: Plan) -> list[str]:
 
 def batch_facts(plan: Plan) -> list[tuple[str, str]]:
     if isinstance(plan, RLVRPlan):
-        total = (
-            f"{count(plan.prompts_per_step, 'prompt')} x {plan.group_size} = {count(plan.samples_per_step, 'sample')}"
-        )
-        epochs = {training.epochs for training in plan.training.values()} - {1}
-        passes = f" in {epochs.pop()} epochs" if epochs else ""
-        lines = [("batch", f"{total}; {plan.training['actor_train'].sentence()}{passes}")]
-        if "critic" in plan.training:
-            lines.append(("critic", f"{total}; {plan.training['critic'].sentence()}{passes}"))
-        return lines
+        samples = count(plan.samples_per_step, "sample")
+        total = f"{count(plan.prompts_per_step, 'prompt')} x {plan.group_size} = {samples}"
+        return [
+            ("batch" if name == "actor_train" else name, f"{total}; {training.sentence()}")
+            for name, training in plan.training.items()
+        ]
     assert isinstance(plan, SFTPlan)
     return [("batch", plan.training["sft_train"].sentence())]
 
