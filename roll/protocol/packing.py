@@ -173,19 +173,20 @@ def to_bits(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _find_spans(bits: np.ndarray) -> tuple[Spans, int] | None:
-    """The tightest spans outside which ``bits`` (B, L, ...) is one value, and that value; None if hardly any is."""
+    """The tightest spans outside which ``bits`` (B, L, ...) is one value, and that value; None if hardly any is.
+
+    The second candidate is tried only if the first leaves the column dense (a begin-of-sequence token in front of all
+    rows must not hide the padding behind them, nor a last token that many rows share the padding in front of them).
+    """
     flat = bits.reshape(len(bits), -1)
-    best: tuple[Spans, int] | None = None
     for padding in _padding_candidates(flat):
         starts, stops = _first_and_last(flat, padding)
         per_token = flat.shape[1] // bits.shape[1]
         starts, stops = starts // per_token, -(-stops // per_token)
         spans = Spans(starts.astype(np.int32), stops.astype(np.int32), bits.shape[1])
-        if best is None or spans.total < best[0].total:
-            best = spans, padding
-    if best is None or best[0].total > _DENSE_FRACTION * bits.shape[0] * bits.shape[1]:
-        return None
-    return best
+        if spans.total <= _DENSE_FRACTION * bits.shape[0] * bits.shape[1]:
+            return spans, padding
+    return None
 
 
 def _first_and_last(flat: np.ndarray, padding: int) -> tuple[np.ndarray, np.ndarray]:
