@@ -98,8 +98,7 @@ def _kl_per_token(inputs: LossInputs, options: ActorLossOptions) -> Tensor:
 def _policy_metrics(inputs: LossInputs, metrics: MetricBuilder) -> None:
     """How far the policy has moved since the batch began, and how much of the batch takes part."""
     tokens, valid = inputs.num_tokens, inputs.mask.any(-1).sum()
-    log_ratio = inputs.log_ratio.detach()
-    ratio = log_ratio.exp()
+    log_ratio, ratio = inputs.log_ratio.detach(), inputs.ratio
     # Outside the mask the log-ratio is 0, so plain sums are masked sums; the ratio there is 1.
     metrics.mean("actor/approxkl", 0.5 * log_ratio.flatten().dot(log_ratio.flatten()), tokens)
     metrics.mean("actor/policykl", log_ratio.sum(), tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,43 @@ from roll.protocol.metrics import Metrics
 
 LOG_RATIO_BOUND = 20.0
 """exp(20) is 5e8: a ratio beyond it carries no information and, multiplied on, would overflow float32."""
+
+
+class _MaskedDifference(torch.autograd.Function):
+    """clamp(a - b, +-20) where the mask holds, else 0; in place, since these passes are what a loss costs."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
+        difference = (a - b).masked_fill_(~mask, 0.0)
+        ctx.save_for_backward(mask & (difference.abs() < LOG_RATIO_BOUND))
+        return difference.clamp_(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (alive,) = ctx.saved_tensors
+        return torch.where(alive, gradients[0], 0.0), None, None
+
+
+class _Linearised(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, variable: Tensor, value: Tensor, slope: Tensor) -> Tensor:
+        ctx.save_for_backward(slope)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (slope,) = ctx.saved_tensors
+        return gradients[0] * slope, None, None
+
+
+def linearised(variable: Tensor, value: Tensor, slope: Tensor) -> Tensor:
+    """``value`` with the derivative ``slope`` with respect to ``variable``, element by element.
+
+    For losses whose derivative is at hand: the backward pass is then a single product.  All three have one shape;
+    ``value`` and ``slope`` carry no gradient of their own.
+    """
+    result: Tensor = _Linearised.apply(variable, value, slope)
+    return result
 
 
 @dataclass(frozen=True)
@@ -44,10 +82,12 @@ class LossInputs:
     @cached_property
     def log_ratio(self) -> Tensor:
         """log pi - log pi_old with gradient, float (B, L), within +-20; exactly 0 outside the mask."""
-        difference = torch.where(self.mask, self.log_probs - self.proximal_log_probs, 0.0)
-        if self.old_log_probs is None:
-            return difference
-        return difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        return _MaskedDifference.apply(self.log_probs, self.proximal_log_probs, self.mask)
+
+    @cached_property
+    def ratio(self) -> Tensor:
+        """pi / pi_old without gradient, float (B, L); exactly 1 outside the mask. Shared: do not write into it."""
+        return self.log_ratio.detach().exp()
 
     @cached_property
     def num_tokens(self) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from roll.algorithms.loss_types import LossInputs
+from roll.algorithms.loss_types import LossInputs, linearised
 from roll.algorithms.masked import row_mean
 from roll.algorithms.metric_builder import MetricBuilder
 from roll.algorithms.options import (
@@ -32,23 +32,26 @@ def _count_clipped(metrics: MetricBuilder, clipped: Tensor, inputs: LossInputs) 
 
 
 def _clipped_surrogate(inputs: LossInputs, log_ratio: Tensor, options: PPOOptions, metrics: MetricBuilder) -> Tensor:
-    ratio = log_ratio.exp()
+    """PPO's loss of the ratio exp(log_ratio); the derivative is -A r where the clip does not bind, else 0."""
     low, high = 1.0 - options.clip_low, 1.0 + options.clip_high
-    surrogate = ratio * inputs.advantages
-    clipped = ratio.clamp(low, high) * inputs.advantages
-    loss = -torch.minimum(surrogate, clipped)
-    bound = options.dual_clip_bound
-    if bound is not None:
-        floor = -bound * inputs.advantages
-        loss = torch.where(inputs.advantages < 0, torch.minimum(loss, floor), loss)
     with torch.no_grad():
-        # Outside the mask the ratio is exactly 1 and both surrogates agree, so no mask is needed for these counts.
-        above, below = (ratio > high).sum(), (ratio < low).sum()
-        metrics.mean("actor/clipfrac", (clipped < surrogate).sum(), inputs.num_tokens)
+        ratio = inputs.ratio if log_ratio is inputs.log_ratio else log_ratio.exp()
+        clipped_ratio = ratio.clamp(low, high)
+        unclipped = ratio * inputs.advantages
+        surrogate = torch.minimum(unclipped, clipped_ratio.mul_(inputs.advantages))
+        binds = surrogate < unclipped
+        bound = options.dual_clip_bound
+        if bound is not None:
+            floor = torch.where(inputs.advantages < 0, bound * inputs.advantages, -torch.inf)
+            binds |= floor > surrogate
+            surrogate = torch.maximum(surrogate, floor)
+        above, below = ((ratio > high) & inputs.mask).sum(), ((ratio < low) & inputs.mask).sum()
+        _count_clipped(metrics, binds, inputs)
         metrics.mean("actor/ppo_ratio_high_clipfrac", above, inputs.num_tokens)
         metrics.mean("actor/ppo_ratio_low_clipfrac", below, inputs.num_tokens)
         metrics.mean("actor/ppo_ratio_clipfrac", above + below, inputs.num_tokens)
-    return loss
+        slope = unclipped.masked_fill_(binds, 0.0).neg_()
+    return linearised(log_ratio, surrogate.neg_(), slope)
 
 
 @register_policy_loss("ppo")
@@ -81,7 +84,7 @@ def gspo_token(inputs: LossInputs, options: PPOOptions, metrics: MetricBuilder) 
 @register_policy_loss("tis", options=TISOptions)
 def tis(inputs: LossInputs, options: TISOptions, metrics: MetricBuilder) -> Tensor:
     """-sg(clip(r, low, high)) A log pi: REINFORCE with truncated importance weights."""
-    ratio = inputs.log_ratio.detach().exp()
+    ratio = inputs.ratio
     weight = ratio.clamp(options.tis_lower_bound, options.tis_upper_bound)
     _count_clipped(metrics, weight != ratio, inputs)
     return -weight * inputs.advantages * inputs.log_probs
@@ -90,7 +93,7 @@ def tis(inputs: LossInputs, options: TISOptions, metrics: MetricBuilder) -> Tens
 @register_policy_loss("cispo", options=CISPOOptions)
 def cispo(inputs: LossInputs, options: CISPOOptions, metrics: MetricBuilder) -> Tensor:
     """-sg(clip(r, 1 - low, 1 + high)) A log pi; arXiv 2506.13585 eq. 4-5."""
-    ratio = inputs.log_ratio.detach().exp()
+    ratio = inputs.ratio
     weight = ratio.clamp(1.0 - options.cispo_epsilon_low, 1.0 + options.cispo_epsilon_high)
     _count_clipped(metrics, weight != ratio, inputs)
     return -weight * inputs.advantages * inputs.log_probs
@@ -173,7 +176,7 @@ def dppo(inputs: LossInputs, options: DPPOOptions, metrics: MetricBuilder) -> Te
 
     The divergence is that of the two-outcome distribution (this token, any other).
     """
-    ratio = inputs.log_ratio.detach().exp()
+    ratio = inputs.ratio
     old = inputs.proximal_log_probs.double().exp()
     new = inputs.log_probs.detach().double().exp()
     if options.dppo_divergence == "tv":

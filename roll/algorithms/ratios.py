@@ -15,7 +15,7 @@ def segment_starts(mask: Tensor) -> Tensor:
 
 def has_holes(mask: Tensor) -> Tensor:
     """bool scalar: some row has more than one run of masked tokens."""
-    return (segment_starts(mask).sum(-1) > 1).any()
+    return (segment_starts(mask).sum(-1, dtype=torch.int32) > 1).any()
 
 
 def segment_mean(values: Tensor, mask: Tensor) -> Tensor:

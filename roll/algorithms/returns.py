@@ -39,43 +39,34 @@ def reverse_discounted_sum(values: Tensor, discount: float) -> Tensor:
 
 @dataclass(frozen=True)
 class _Packing:
-    """Where the masked tokens of a batch go when every row is packed to the left."""
+    """Moves the masked tokens of every row to the left, and back."""
 
-    shape: torch.Size
+    mask: Tensor
     source: Tensor
-    """int64 (T,): flat positions of the masked tokens."""
-    target: Tensor
-    """int64 (T,): their flat positions in the packed (B, W) layout."""
-    width: int
+    """int64 (T,): flat positions of the masked tokens, row by row."""
+    packed_mask: Tensor
+    """bool (B, W): where they stand in the packed layout, in the same order."""
 
     @classmethod
     def of(cls, mask: Tensor) -> _Packing:
-        source = mask.flatten().nonzero().squeeze(-1)
-        counts = mask.sum(-1)
-        width = int(counts.max()) if mask.numel() else 0
-        shift = torch.arange(mask.shape[0], device=mask.device) * width - (counts.cumsum(0) - counts)
-        target = torch.arange(len(source), device=mask.device) + shift.repeat_interleave(
-            counts, output_size=len(source)
-        )
-        return cls(mask.shape, source, target, width)
+        counts = mask.sum(-1, dtype=torch.int32)
+        columns = torch.arange(int(counts.max()), dtype=torch.int32, device=mask.device)
+        return cls(mask, mask.flatten().nonzero().squeeze(-1), columns < counts.unsqueeze(-1))
 
     def pack(self, values: Tensor) -> Tensor:
-        packed = values.new_zeros(self.shape[0] * self.width)
-        packed[self.target] = values.flatten()[self.source]
-        return packed.view(self.shape[0], self.width)
+        packed = values.new_zeros(self.packed_mask.shape)
+        return packed.masked_scatter_(self.packed_mask, values.flatten().index_select(0, self.source))
 
     def unpack(self, packed: Tensor) -> Tensor:
-        values = packed.new_zeros(self.shape.numel())
-        values[self.source] = packed.flatten()[self.target]
-        return values.view(self.shape)
+        return packed.new_zeros(self.mask.shape).masked_scatter_(self.mask, packed.masked_select(self.packed_mask))
 
 
 def discounted_returns(token_level_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """G_t = R_t + gamma G_{next masked token}: float (B, L) -> (B, L), 0 outside the mask."""
-    rewards = torch.where(mask, token_level_rewards, 0.0)
     if gamma != 1.0 and bool(has_holes(mask)):
         packing = _Packing.of(mask)
-        return packing.unpack(reverse_discounted_sum(packing.pack(rewards), gamma))
+        return packing.unpack(reverse_discounted_sum(packing.pack(token_level_rewards), gamma))
+    rewards = torch.where(mask, token_level_rewards, 0.0)
     return torch.where(mask, reverse_discounted_sum(rewards, gamma), 0.0)
 
 
@@ -95,13 +86,13 @@ def generalized_advantages(
     Returns:
         (advantages, returns = advantages + values), float (B, L), 0 outside the mask.
     """
-    rewards = torch.where(mask, token_level_rewards, 0.0)
     kept_values = torch.where(mask, values, 0.0)
     if bool(has_holes(mask)):
         packing = _Packing.of(mask)
-        packed = _dense_gae(packing.pack(rewards), packing.pack(kept_values), gamma, lambd)
+        packed = _dense_gae(packing.pack(token_level_rewards), packing.pack(values), gamma, lambd)
         advantages = packing.unpack(packed)
     else:
+        rewards = torch.where(mask, token_level_rewards, 0.0)
         advantages = torch.where(mask, _dense_gae(rewards, kept_values, gamma, lambd), 0.0)
     return advantages, advantages + kept_values
 

@@ -151,12 +151,12 @@ def token_level_rewards(
     Returns:
         float32 (B, L), 0 outside the mask.
     """
-    length = mask.shape[1]
-    positions = torch.arange(1, length + 1, device=mask.device)
-    last = (mask * positions).amax(-1) - 1 if length else mask.new_zeros(mask.shape[0], dtype=torch.int64)
     rewards = torch.zeros(mask.shape, device=mask.device)
-    rows = (last >= 0).nonzero().squeeze(-1)
-    rewards[rows, last[rows]] = response_rewards.float()[rows]
+    if mask.shape[1]:
+        columns = torch.arange(1, mask.shape[1] + 1, dtype=torch.int32, device=mask.device)
+        last = (mask * columns).amax(-1, keepdim=True).long() - 1
+        placed = torch.where(last >= 0, response_rewards.float().unsqueeze(-1), 0.0)
+        rewards.scatter_(1, last.clamp(min=0), placed)
     if kl is not None and kl_coef != 0.0:
         rewards -= kl_coef * torch.where(mask, kl, 0.0)
     return rewards
