@@ -91,10 +91,10 @@ def reader_of(path: Path) -> Callable[[Path], Iterator[tuple[int, Row]]]:
     return READERS[suffix]
 
 
-def open_text(path: Path) -> IO[str]:
+def open_text(path: Path, newline: str | None = None) -> IO[str]:
     if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8-sig")
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline=newline)
+    return path.open(encoding="utf-8-sig", newline=newline)
 
 
 def read_json(path: Path) -> Iterator[tuple[int, Row]]:
@@ -102,7 +102,8 @@ def read_json(path: Path) -> Iterator[tuple[int, Row]]:
     with open_text(path) as file:
         text = file.read()
     if not text.lstrip().startswith("["):
-        yield from parse_json_lines(path, text.splitlines())
+        # Not splitlines(): it also cuts at characters that stand unescaped inside JSON texts, such as U+2028.
+        yield from parse_json_lines(path, text.split("\n"))
         return
     try:
         rows = json.loads(text)
@@ -136,7 +137,7 @@ def expect_object(path: Path, number: int, row: Any) -> Row:
 
 
 def read_csv(path: Path) -> Iterator[tuple[int, Row]]:
-    with open_text(path) as file:
+    with open_text(path, newline="") as file:
         reader = csv.DictReader(file, strict=True)
         for row in reader:
             if None in row or None in row.values():

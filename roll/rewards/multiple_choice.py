@@ -32,6 +32,8 @@ class MultipleChoice(RewardRule):
         several = rf"{series(upper)}(?![A-Za-z])|{series(upper.lower())}(?=\s*(?:[^\sA-Za-z]|$))"
         wrapped = rf"[\s(\[{{*\"'$]*(?:\\text\w*\{{)?\(?({several})"
         self._content = re.compile(wrapped)
+        # "AC" for A and C: capitals in alphabetical order, each at most once.
+        self._together = re.compile("".join(f"{letter}?" for letter in sorted(upper)))
         # "so", "is" and the like are words in any case, so the claim itself may be written in any case.
         self._claim = re.compile(rf"(?i:answer|choice|option)(?i:\s+is|\s*[:=])\s*(?i:option\s+)?{wrapped}")
         # "A" as an article and "I" as a pronoun are more often words than choices: those need a bracket or a stop.
@@ -65,8 +67,11 @@ class MultipleChoice(RewardRule):
         return frozenset("".join(alone[-1])) if alone else frozenset()
 
     def _letters(self, content: str) -> frozenset[str]:
-        """The letters that a short text begins with: ``B``, ``(b)``, ``\\text{B}``, ``A, C`` or ``B. Paris``."""
-        match = self._content.match(content.strip())
+        """The letters a short text begins with: ``B``, ``(b)``, ``\\text{B}``, ``A, C``, ``AC`` or ``B. Paris``."""
+        content = content.strip()
+        if content and self._together.fullmatch(content):
+            return frozenset(content)
+        match = self._content.match(content)
         return self._set_of(match.group(1)) if match else frozenset()
 
     def _set_of(self, letters: str) -> frozenset[str]:

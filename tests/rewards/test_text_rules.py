@@ -22,6 +22,7 @@ def score(name: str, response: str, truth: object = None, **options: object) -> 
         (r"A looks good, but \boxed{B}", "(B)"),
         (r"\boxed{A, C}", "C,A"),
         (r"\boxed{A and C}", "AC"),
+        (r"\boxed{AC}", "A, C"),
         ("The answer is B.", "B"),
         ("the answer is (B)", "B"),
         ("Answer: B", "B"),
@@ -34,8 +35,6 @@ def score(name: str, response: str, truth: object = None, **options: object) -> 
     ],
 )
 def test_choices(response: str, truth: str) -> None:
-    if truth == "AC":
-        truth = "A and C"
     assert score("multiple_choice", response, truth) == 1.0
 
 

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from roll.config.roles import DataArguments
+from roll.datasets import DataError, PromptDataset
+from roll.datasets.templates import TEMPLATES
+
+Write = Callable[..., str]
+
+
+def row(row_id: str, tag: str = "easy", text: str = "How many eggs?", **more: object) -> dict[str, object]:
+    return {"id": row_id, "tag": tag, "messages": [{"role": "user", "content": text}], **more}
+
+
+def build(
+    tokenizer: Any, files: str | list[str], domains: dict[str, list[str]] | None = None, **more: Any
+) -> PromptDataset:
+    settings = {"prompt_length": 1000, **more}
+    data_args = DataArguments(file_name=files, **settings.pop("data_args", {}))
+    wanted = {"sums": ["easy", "hard"]} if domains is None else domains
+    return PromptDataset.build(data_args, tokenizer, settings.pop("prompt_length"), wanted, **settings)
+
+
+def test_a_row_carries_all_that_rewards_need(tokenizer: Any, write_jsonl: Write) -> None:
+    written = row("r1", ground_truth=["72"], difficulty=3, extra={"a": 1})
+    (prompt,) = build(tokenizer, write_jsonl([written]))
+    assert (prompt.prompt_id, prompt.domain, prompt.tag, prompt.ground_truth) == ("r1", "sums", "easy", ["72"])
+    assert prompt.row == written
+    assert prompt.prompt_text == "<|im_start|>user\nHow many eggs?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(prompt.token_ids) == prompt.prompt_text
+
+
+def test_batch_tokenising_equals_one_by_one(tokenizer: Any, write_jsonl: Write) -> None:
+    texts = ["a", "How many eggs? é", "x" * 50, "1234 + 5"]
+    rows = [row(str(i), text=text) for i, text in enumerate(texts)]
+    for prompt, written in zip(build(tokenizer, write_jsonl(rows)), rows, strict=True):
+        alone = tokenizer.apply_chat_template(written["messages"], add_generation_prompt=True)["input_ids"]
+        assert prompt.token_ids == alone
+
+
+def test_prompt_columns_in_all_their_forms(tokenizer: Any, write_jsonl: Write) -> None:
+    message = {"role": "user", "content": "How many?"}
+    forms: list[tuple[dict[str, object], dict[str, str]]] = [
+        ({"messages": [message]}, {}),
+        ({"messages": json.dumps([message])}, {}),
+        ({"prompt": "How many?"}, {}),
+        ({"prompt": json.dumps([message])}, {"messages": "prompt"}),
+        ({"question": "How many?", "messages": "unused"}, {"prompt": "question"}),
+        ({"text": "How many?"}, {}),
+    ]
+    texts = {
+        build(tokenizer, write_jsonl([{"tag": "easy", **columns}]), data_args=names)[0].prompt_text
+        for columns, names in forms
+    }
+    assert texts == {"<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"}
+
+
+def test_templates_by_tag_before_global_before_role(tokenizer: Any, write_jsonl: Write) -> None:
+    files = write_jsonl([row("1", "easy"), row("2", "hard")])
+    templates = {"data_args": {"template": "chatml"}, "global_template": "raw", "tag_to_template": {"hard": "base"}}
+    raw, base = (prompt.prompt_text for prompt in build(tokenizer, files, **templates))
+    assert raw == "How many eggs?"
+    assert base.endswith("User: How many eggs?\nAssistant:")
+    chatml = build(tokenizer, files, data_args={"template": "chatml"})[0].prompt_text
+    assert chatml == build(tokenizer, files)[0].prompt_text
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_template_holds_the_question(tokenizer: Any, write_jsonl: Write, name: str) -> None:
+    (prompt,) = build(tokenizer, write_jsonl([row("1")]), global_template=name)
+    assert "How many eggs?" in prompt.prompt_text
+
+
+def test_unknown_templates_and_tokenizers_without_one(tokenizer: Any, write_jsonl: Write) -> None:
+    files = write_jsonl([row("1")])
+    with pytest.raises(DataError, match=r"template 'qwen2\.5' is unknown; did you mean 'qwen2_5'"):
+        build(tokenizer, files, tag_to_template={"hard": "qwen2.5"})
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    try:
+        with pytest.raises(DataError, match="has no chat template; use template: chatml"):
+            build(tokenizer, files)
+    finally:
+        tokenizer.chat_template = template
+
+
+def test_long_prompts_are_left_out_and_counted(
+    tokenizer: Any, write_jsonl: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = write_jsonl([row("1"), row("2", text="eggs " * 40), row("3", "code", text="eggs " * 50), row("4", "code")])
+    domains = {"sums": ["easy"], "programs": ["code"]}
+    length = len(build(tokenizer, files, domains)[0].token_ids)
+    with caplog.at_level(logging.INFO, logger="roll.datasets"):
+        dataset = build(tokenizer, files, domains, prompt_length=length)
+    assert [prompt.prompt_id for prompt in dataset] == ["1", "4"]
+    assert (dataset.counts.read, dataset.counts.kept) == (4, {"sums": 1, "programs": 1})
+    assert dataset.counts.too_long == {"sums": 1, "programs": 1}
+    assert "4 rows read, 2 kept, 2 too long" in caplog.text
+    with pytest.raises(DataError, match=f"none of 4 prompts fits into prompt_length = 3; the shortest has {length}"):
+        build(tokenizer, files, domains, prompt_length=3)
+
+
+def test_a_validation_set_keeps_its_own_length(tokenizer: Any, write_jsonl: Write) -> None:
+    """A published fault: validation rows were filtered by the training prompt length."""
+    files = write_jsonl([row("1"), row("2", text="eggs " * 40)])
+    short, long = (len(prompt.token_ids) for prompt in build(tokenizer, files))
+    train = build(tokenizer, files, prompt_length=short)
+    validation = build(tokenizer, files, prompt_length=long)
+    assert (len(train), len(validation)) == (1, 2)
+
+
+def test_tags_lead_to_domains(tokenizer: Any, write_jsonl: Write) -> None:
+    files = write_jsonl([row("1", "easy"), row("2", "kod"), row("3", "kod", domain="sums"), row("4", "hard")])
+    dataset = build(tokenizer, files, {"sums": ["easy", "hard"], "programs": ["kod"]})
+    groups = {domain: [p.prompt_id for p in rows] for domain, rows in dataset.by_domain().items()}
+    assert groups == {"sums": ["1", "3", "4"], "programs": ["2"]}
+
+
+def test_an_unknown_tag_is_an_error_and_never_a_default_domain(tokenizer: Any, write_jsonl: Write) -> None:
+    """A published fault: rows with unknown tags went to the domain ``math_rule`` without a word."""
+    files = write_jsonl([row("1", "easy"), row("2", "esay")])
+    domains = {"math_rule": ["easy"], "programs": ["kod"]}
+    with pytest.raises(DataError, match=r"data\.jsonl, row 2: unknown tag 'esay'; known tags are easy, kod"):
+        build(tokenizer, files, domains)
+    with pytest.raises(DataError, match=r"row 2: unknown tag 'esay'; known tags are easy;"):
+        build(tokenizer, files, {"math_rule": ["easy"]})
+    with pytest.raises(DataError, match=r"row 1: unknown domain 'maths'; the configured rewards are math_rule"):
+        build(tokenizer, write_jsonl([row("1", domain="maths")]), domains)
+    with pytest.raises(DataError, match="row 1: no tag and no domain"):
+        build(tokenizer, write_jsonl([{"prompt": "?"}]), domains)
+
+
+def test_one_domain_without_tags_takes_every_row(tokenizer: Any, write_jsonl: Write) -> None:
+    dataset = build(tokenizer, write_jsonl([row("1", "any"), {"prompt": "?"}][:1]), {"sums": []})
+    assert [prompt.domain for prompt in dataset] == ["sums"]
+    with pytest.raises(DataError, match="no domain configured"):
+        build(tokenizer, write_jsonl([row("1")]), {})
+    with pytest.raises(DataError, match=r"rewards\.b\.tag_included: tag 't' already belongs to rewards\.a"):
+        build(tokenizer, write_jsonl([row("1")]), {"a": ["t"], "b": ["t"]})
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"id": "2", "tag": "easy"}, r"column 'messages' expected, found only \['id', 'tag'\]"),
+        ({"tag": "easy", "messages": None}, r"column 'messages' expected, it is null"),
+        ({"tag": "easy", "messages": "How many?"}, r"messages is a text but not the JSON .* data_args\.prompt"),
+        ({"tag": "easy", "messages": []}, "messages must be a non-empty list"),
+        ({"tag": "easy", "messages": [{"role": "user"}]}, r"messages\[0\] needs role and content"),
+        (
+            {"tag": "easy", "messages": [{"role": "usr", "content": ""}]},
+            r"messages\[0\]\.role is 'usr'; expected one of system",
+        ),
+        (row("1"), r"duplicate id '1', already in row 1"),
+    ],
+)
+def test_bad_rows_say_where_and_what(tokenizer: Any, write_jsonl: Write, bad: object, message: str) -> None:
+    with pytest.raises(DataError, match=rf"data\.jsonl, row 2: {message}"):
+        build(tokenizer, write_jsonl([row("1"), bad]))
+
+
+def test_neither_messages_nor_prompt(tokenizer: Any, write_jsonl: Write) -> None:
+    with pytest.raises(DataError, match=r"row 1: neither messages nor prompt among the columns \['question', 'tag'\]"):
+        build(tokenizer, write_jsonl([{"tag": "easy", "question": "?"}]))
+    with pytest.raises(DataError, match="exclude each other"):
+        build(tokenizer, write_jsonl([row("1")]), data_args={"messages": "messages", "prompt": "prompt"})
+    with pytest.raises(DataError, match="file_name is not set"):
+        PromptDataset.build(DataArguments(), tokenizer, 100, {"sums": []})
+
+
+def test_ids_of_several_files_and_of_rows_without(tokenizer: Any, write_jsonl: Write) -> None:
+    one = write_jsonl([row("0"), row("only")], "one.jsonl")
+    two = write_jsonl([row("0"), {"tag": "easy", "messages": row("")["messages"]}], "two.jsonl")
+    assert [p.prompt_id for p in build(tokenizer, [one, two])] == ["one/0", "only", "two/0", "two.jsonl:2"]

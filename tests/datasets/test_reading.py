@@ -1,0 +1,117 @@
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll.datasets import DataError
+from roll.datasets.reading import parse_json_lines, read_rows
+
+ROWS = [{"id": "a", "prompt": 'one, "two"\nthree é', "n": "1"}, {"id": "b", "prompt": "vier", "n": "2"}]
+
+
+def write_all_kinds(folder: Path) -> list[str]:
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    (folder / "lines.jsonl").write_text(lines)
+    (folder / "lines.json").write_text(lines)
+    (folder / "array.json").write_text(json.dumps(ROWS, indent=2))
+    with gzip.open(folder / "packed.jsonl.gz", "wt") as file:
+        file.write(lines)
+    escaped = ROWS[0]["prompt"].replace('"', '""')
+    (folder / "table.csv").write_text(f'id,prompt,n\na,"{escaped}",1\nb,vier,2\n')
+    table = pyarrow.Table.from_pylist(ROWS)
+    pyarrow.parquet.write_table(table, folder / "table.parquet")
+    with pyarrow.OSFile(str(folder / "file.arrow"), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    with pyarrow.OSFile(str(folder / "stream.arrow"), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as out:
+        out.write_table(table)
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
+    names = write_all_kinds(tmp_path)
+    assert len(names) == 8
+    for name in names:
+        assert [source.row for source in read_rows(str(tmp_path / name))] == ROWS, name
+
+
+def test_folders_patterns_lists_and_the_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "b.jsonl").write_text('{"id": 2}\n')
+    (tmp_path / "a.jsonl").write_text('{"id": 1}\n')
+    (tmp_path / "notes.md").write_text("no data")
+
+    def ids(*names: str, dataset_dir: str | None = None) -> list[int]:
+        return [source.row["id"] for source in read_rows(names, dataset_dir)]
+
+    assert ids(str(tmp_path)) == [1, 2]
+    assert ids(str(tmp_path / "*.jsonl")) == [1, 2]
+    assert ids(str(tmp_path / "b.jsonl"), str(tmp_path / "a.jsonl")) == [2, 1]
+    assert ids("b.jsonl", dataset_dir=str(tmp_path)) == [2]
+    monkeypatch.chdir(tmp_path)
+    assert ids("b.jsonl", dataset_dir="/nowhere") == [2]
+
+
+def test_text_is_one_prompt_a_line(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
+    rows = read_rows(str(tmp_path / "prompts.txt"))
+    assert [(source.number, source.row) for source in rows] == [(1, {"text": "one"}), (3, {"text": "two"})]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"id": 1}\n{"id": 2,}\n', r"a\.jsonl, row 2: not valid JSON at column 10"),
+        ("a.jsonl", '{"id": 1}\n\n[1]\n', r"a\.jsonl, row 3: expected a JSON object such as .*, found list"),
+        ("a.json", '[{"id": 1},\n {"id": }]', r"a\.json, line 2: not valid JSON"),
+        ("a.json", '[{"id": 1}, 2]', r"a\.json, row 2: expected a JSON object"),
+        ("a.csv", "id,tag\n1,x\n2\n", r"a\.csv, row 3: expected 2 fields"),
+        ("a.csv", "id,tag\n1,x,y\n", r"a\.csv, row 2: expected 2 fields"),
+        ("a.parquet", "not parquet", r"a\.parquet: not a readable Parquet file"),
+        ("a.arrow", "not arrow", r"a\.arrow: not a readable Arrow file"),
+        ("a.jsonl", "", r"a\.jsonl: no rows in it"),
+        ("a.xlsx", "x", r"a\.xlsx: unknown kind of file '\.xlsx'; expected one of \.json"),
+        ("a.parquet.gz", "x", r"give the file without \.gz"),
+    ],
+)
+def test_unreadable_files_say_where_and_what(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_rows(str(tmp_path / name))
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"id": "\xff"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl: cannot be read: .*utf-8"):
+        read_rows(str(tmp_path / "a.jsonl"))
+
+
+def test_missing_files_say_where_they_were_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"'no\.jsonl' does not exist \(looked for .* and .*no\.jsonl\)"):
+        read_rows("no.jsonl", str(tmp_path))
+    with pytest.raises(DataError, match="no file given"):
+        read_rows([])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="the folder holds no data file"):
+        read_rows(str(tmp_path / "empty"))
+
+
+JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3))
+
+
+@given(st.lists(st.dictionaries(st.text(), JSON, max_size=4), min_size=1, max_size=5), st.booleans())
+def test_json_lines_give_back_what_was_written(rows: list[dict[str, object]], ascii_only: bool) -> None:
+    lines = [json.dumps(row, ensure_ascii=ascii_only) for row in rows]
+    assert [row for _, row in parse_json_lines(Path("x"), lines)] == rows
+
+
+@given(st.text(alphabet="é\u2028\u0085x", min_size=1, max_size=9))
+def test_unusual_line_ends_inside_texts_do_not_split_rows(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    folder = tmp_path_factory.mktemp("rows")
+    for name in ("a.jsonl", "a.json"):
+        (folder / name).write_text(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" + '{"prompt": "b"}\n')
+        assert [source.row["prompt"] for source in read_rows(os.fspath(folder / name))] == [text, "b"]

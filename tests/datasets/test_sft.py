@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from roll.config.roles import DataArguments
+from roll.datasets import DataError, SftDataset
+
+Write = Callable[..., str]
+USER = {"role": "user", "content": "How many eggs?"}
+PROMPT = "<|im_start|>user\nHow many eggs?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def build(
+    tokenizer: Any, files: str, sequence_length: int = 1000, query_key: str | None = None, **names: str
+) -> SftDataset:
+    return SftDataset.build(DataArguments(file_name=files, **names), tokenizer, sequence_length, query_key=query_key)
+
+
+def parts(tokenizer: Any, dataset: SftDataset) -> list[tuple[str, str]]:
+    return [
+        (tokenizer.decode(row.input_ids[: row.prompt_length]), tokenizer.decode(row.input_ids[row.prompt_length :]))
+        for row in dataset
+    ]
+
+
+def test_the_loss_is_on_the_response_and_its_end(tokenizer: Any, write_jsonl: Write) -> None:
+    (row,) = build(tokenizer, write_jsonl([{"id": "1", "tag": "t", "messages": [USER], "solution": "3*4=12"}]))
+    assert tokenizer.decode(row.input_ids) == f"{PROMPT}3*4=12<|im_end|>"
+    assert len(row.response_mask) == len(row.input_ids)
+    learned = [token for token, wanted in zip(row.input_ids, row.response_mask, strict=True) if wanted]
+    assert tokenizer.decode(learned) == "3*4=12<|im_end|>"
+    assert (learned[-1], row.row_id, row.tag) == (tokenizer.eos_token_id, "1", "t")
+
+
+def test_prompt_tokens_are_those_of_generation(tokenizer: Any, write_jsonl: Write) -> None:
+    (row,) = build(tokenizer, write_jsonl([{"messages": [USER], "solution": "\n\n12"}]))
+    alone = tokenizer.apply_chat_template([USER], add_generation_prompt=True)["input_ids"]
+    assert row.input_ids[: row.prompt_length] == alone
+
+
+def test_where_the_response_comes_from(tokenizer: Any, write_jsonl: Write) -> None:
+    answer = {"role": "assistant", "content": "12"}
+    forms: list[tuple[dict[str, object], dict[str, str]]] = [
+        ({"messages": [USER], "solution": "12"}, {}),
+        ({"messages": [USER, answer]}, {}),
+        ({"prompt": "How many eggs?", "output": "12"}, {"response": "output"}),
+        ({"ask": "How many eggs?", "solution": "12"}, {"prompt": "ask"}),
+    ]
+    for columns, names in forms:
+        assert parts(tokenizer, build(tokenizer, write_jsonl([columns]), **names)) == [(PROMPT, "12<|im_end|>")]
+
+
+def test_earlier_answers_belong_to_the_prompt(tokenizer: Any, write_jsonl: Write) -> None:
+    turns = [USER, {"role": "assistant", "content": "12"}, USER, {"role": "assistant", "content": "24"}]
+    ((prompt, response),) = parts(tokenizer, build(tokenizer, write_jsonl([{"messages": turns}])))
+    assert "12<|im_end|>" in prompt
+    assert response == "24<|im_end|>"
+
+
+def test_further_input_follows_the_instruction(tokenizer: Any, write_jsonl: Write) -> None:
+    rows = [{"prompt": "Add.", "input": "3 4", "solution": "7"}, {"prompt": "Go.", "input": "", "solution": "ok"}]
+    with_input, without = parts(tokenizer, build(tokenizer, write_jsonl(rows), query_key="input"))
+    assert "user\nAdd.\n\n3 4<|im_end|>" in with_input[0]
+    assert "user\nGo.<|im_end|>" in without[0]
+
+
+def test_long_rows_are_left_out_and_counted(tokenizer: Any, write_jsonl: Write) -> None:
+    rows = [{"messages": [USER], "solution": "1"}, {"messages": [USER], "solution": "12 " * 50}]
+    dataset = build(tokenizer, write_jsonl(rows), sequence_length=60)
+    assert (len(dataset), dataset.counts.too_long) == (1, {"sft": 1})
+    with pytest.raises(DataError, match="none of 2 demonstrations fits into sequence_length = 2"):
+        build(tokenizer, write_jsonl(rows), sequence_length=2)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": [USER]}, "row 1: no response: neither a column 'solution'"),
+        ({"messages": [USER], "solution": ""}, "row 1: the response must be a non-empty text"),
+        ({"messages": [USER], "solution": None}, "row 1: column 'solution' expected, it is null"),
+        ({"messages": [{"role": "assistant", "content": "12"}]}, "row 1: the conversation has only an answer"),
+    ],
+)
+def test_rows_without_a_response_say_so(tokenizer: Any, write_jsonl: Write, row: object, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        build(tokenizer, write_jsonl([row]))
