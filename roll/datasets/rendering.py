@@ -37,21 +37,23 @@ def render_and_tokenize(
     tags: Sequence[str],
     sources: Sequence[SourceRow],
 ) -> list[tuple[str, list[int]]]:
-    """Text and token ids of each conversation.
+    """Text and token ids of each conversation. Equal conversations share one list of ids.
 
     Raises:
         DataError: a conversation that its template cannot render, or that comes out empty.
     """
-    names = [templates.of(tag) for tag in tags]
-    texts = [
-        render(tokenizer, name, messages, source)
-        for name, messages, source in zip(names, conversations, sources, strict=True)
-    ]
-    token_ids = tokenize(tokenizer, texts, [name in PLAIN_TEMPLATES for name in names])
-    for ids, source in zip(token_ids, sources, strict=True):
-        if not ids:
+    # Sets with several rows a prompt are common (demonstrations, samples of one question): each is rendered once.
+    keys = [(templates.of(tag), repr(messages)) for tag, messages in zip(tags, conversations, strict=True)]
+    texts: dict[tuple[str, str], str] = {}
+    for key, messages, source in zip(keys, conversations, sources, strict=True):
+        if key not in texts:
+            texts[key] = render(tokenizer, key[0], messages, source)
+    encoded = tokenize(tokenizer, list(texts.values()), [name in PLAIN_TEMPLATES for name, _ in texts])
+    rendered = dict(zip(texts, zip(texts.values(), encoded, strict=True), strict=True))
+    for key, source in zip(keys, sources, strict=True):
+        if not rendered[key][1]:
             raise DataError(f"{source.place}: the prompt is empty")
-    return list(zip(texts, token_ids, strict=True))
+    return [rendered[key] for key in keys]
 
 
 def render(tokenizer: PreTrainedTokenizerBase, name: str, messages: Sequence[Message], source: SourceRow) -> str:

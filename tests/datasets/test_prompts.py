@@ -154,7 +154,7 @@ def test_one_domain_without_tags_takes_every_row(tokenizer: Any, write_jsonl: Wr
         ({"tag": "easy", "messages": [{"role": "user"}]}, r"messages\[0\] needs role and content"),
         (
             {"tag": "easy", "messages": [{"role": "usr", "content": ""}]},
-            r"messages\[0\]\.role is 'usr'; expected one of system",
+            r"messages\[0\]\.role is 'usr'; expected one of",
         ),
         (row("1"), r"duplicate id '1', already in row 1"),
     ],

@@ -52,14 +52,10 @@ def test_every_solution_is_right_by_the_reward_rule(artifacts: Any) -> None:
 
 
 def test_validation_asks_for_calculations_never_seen_in_training(artifacts: Any) -> None:
-    first = [
-        line["solution"].split("=")[0] + ";" + calculation(line["solution"]) for line in read(artifacts.train_file)
-    ]
-    held = [
-        line["solution"].split("=")[0] + ";" + calculation(line["solution"]) for line in read(artifacts.validation_file)
-    ]
-    assert len(set(first)) > 1000
-    assert not set(first) & set(held)
+    seen, held_out = calculations(artifacts.train_file), calculations(artifacts.validation_file)
+    assert len(seen) > 1000
+    assert len(held_out) > 50
+    assert not seen & held_out
 
 
 def test_one_demonstration_in_three_is_right(artifacts: Any) -> None:
@@ -91,18 +87,14 @@ def test_the_tokenizer_survives_a_reload(artifacts: Any, tiny: Modules) -> None:
     )
     loaded = AutoTokenizer.from_pretrained(artifacts.model_folder(0))
     assert loaded.get_vocab() == made.get_vocab()
-    hard = [
-        "naïve  café\t1234567\r\n",
-        "日本語 don't #### -5",
-        "e\u0301",
-        *(row["solution"] for row in read(artifacts.train_file)[:500]),
-    ]
+    solutions = [row["solution"] for row in read(artifacts.train_file)[:500]]
+    hard = ["naïve  café\t1234567\r\n", "日本語 don't #### -5", "e\u0301", *solutions]
     for text in hard:
         assert loaded(text)["input_ids"] == made(text)["input_ids"]
     messages = [{"role": "user", "content": problems[0].question}]
     chats = [t.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) for t in (made, loaded)]
     assert chats[0] == chats[1]
-    for text in hard[3:]:
+    for text in solutions:
         assert loaded.decode(loaded(text)["input_ids"]) == text
     assert (loaded.eos_token, loaded.pad_token) == ("<|im_end|>", "<|endoftext|>")
     assert loaded.convert_tokens_to_ids("<|im_start|>") == loaded("<|im_start|>")["input_ids"][0]
