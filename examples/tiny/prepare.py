@@ -2,8 +2,8 @@
 
     python examples/tiny/prepare.py --output examples/tiny/artifacts --seeds 0 1 2
 
-writes ``train.jsonl`` and ``val.jsonl`` (prompts with their answers), ``sft.jsonl`` (demonstrations for the warm start)
-and one ``model-seed<N>`` folder a seed.  Everything is a function of the numbers below and the seed.  What is already
+writes ``data/train.jsonl`` and ``data/val.jsonl`` (prompts with their answers), ``data/sft.jsonl`` (demonstrations for
+the warm start) and an untrained model in ``seed<N>/init`` for each seed.  Everything is a function of the numbers below and the seed.  What is already
 there, made by the same recipe, is kept.
 """
 
@@ -25,7 +25,7 @@ from word_problems import WordProblem
 
 logger = logging.getLogger("prepare")
 
-TAG = "word_problems"
+TAG = "tiny_word_problems"
 TRAIN_PROBLEMS, TRAIN_SEED = 8000, 1
 VALIDATION_PROBLEMS, VALIDATION_SEED = 200, 999
 DEMONSTRATIONS_PER_PROBLEM, DEMONSTRATION_SEED = 4, 2
@@ -44,32 +44,35 @@ class Artifacts:
     folder: Path
 
     @property
+    def data_folder(self) -> Path:
+        return self.folder / "data"
+
+    @property
     def train_file(self) -> Path:
-        return self.folder / "train.jsonl"
+        return self.data_folder / "train.jsonl"
 
     @property
     def validation_file(self) -> Path:
-        return self.folder / "val.jsonl"
+        return self.data_folder / "val.jsonl"
 
     @property
     def demonstrations_file(self) -> Path:
-        return self.folder / "sft.jsonl"
+        return self.data_folder / "sft.jsonl"
 
     def model_folder(self, seed: int) -> Path:
-        return self.folder / f"model-seed{seed}"
+        return self.folder / f"seed{seed}" / "init"
 
 
 def prepare(output: Path, seeds: Sequence[int] = (0,)) -> Artifacts:
     """Make what is missing or was made by another recipe under ``output``; return the paths."""
     artifacts = Artifacts(output)
-    output.mkdir(parents=True, exist_ok=True)
     recipe = recipe_hash()
     problems: list[WordProblem] = []
-    if not is_current(output, recipe):
+    if not is_current(artifacts.data_folder, recipe):
         problems = word_problems.draw_problems(TRAIN_PROBLEMS, TRAIN_SEED, validation=False)
         write_data(artifacts, problems)
-        write_fingerprint(output, recipe)
-        logger.info("wrote %d problems and %d demonstrations to %s", len(problems), 4 * len(problems), output)
+        write_fingerprint(artifacts.data_folder, recipe)
+        logger.info("wrote the word problems and their demonstrations to %s", artifacts.data_folder)
     missing = [seed for seed in seeds if not is_current(artifacts.model_folder(seed), recipe)]
     if missing:
         problems = problems or word_problems.draw_problems(TRAIN_PROBLEMS, TRAIN_SEED, validation=False)
@@ -78,6 +81,7 @@ def prepare(output: Path, seeds: Sequence[int] = (0,)) -> Artifacts:
 
 
 def write_data(artifacts: Artifacts, problems: Sequence[WordProblem]) -> None:
+    artifacts.data_folder.mkdir(parents=True, exist_ok=True)
     validation = word_problems.draw_problems(VALIDATION_PROBLEMS, VALIDATION_SEED, validation=True)
     write_jsonl(artifacts.train_file, (prompt_row(f"train-{i}", p) for i, p in enumerate(problems)))
     write_jsonl(artifacts.validation_file, (prompt_row(f"val-{i}", p) for i, p in enumerate(validation)))
@@ -87,7 +91,7 @@ def write_data(artifacts: Artifacts, problems: Sequence[WordProblem]) -> None:
             "id": f"demo-{turn}-{i}",
             "tag": TAG,
             "messages": messages(problem),
-            "solution": word_problems.demonstration(problem, rng, SLIP_PROBABILITY),
+            "response": word_problems.demonstration(problem, rng, SLIP_PROBABILITY),
         }
         for turn in range(DEMONSTRATIONS_PER_PROBLEM)
         for i, problem in enumerate(problems)

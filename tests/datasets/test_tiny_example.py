@@ -62,7 +62,7 @@ def test_one_demonstration_in_three_is_right(artifacts: Any) -> None:
     truths = {row["messages"][0]["content"]: row["ground_truth"] for row in read(artifacts.train_file)}
     demonstrations = read(artifacts.demonstrations_file)
     assert len(demonstrations) == 32000
-    samples = [RewardSample("", d["solution"], truths[d["messages"][0]["content"]]) for d in demonstrations]
+    samples = [RewardSample("", d["response"], truths[d["messages"][0]["content"]]) for d in demonstrations]
     share = sum(result.score or 0.0 for result in build_reward("gsm8k_rule")(samples)) / len(samples)
     # 0.7^3 = 0.343 without a slip, and a few whose slips cancel out.
     assert 0.33 < share < 0.38
@@ -121,9 +121,10 @@ def test_making_a_model_leaves_the_random_state_alone(tiny: Modules, tokenizer: 
 def test_the_files_are_what_the_pipelines_read(artifacts: Any) -> None:
     tokenizer = AutoTokenizer.from_pretrained(artifacts.model_folder(0))
     prompts = PromptDataset.build(
-        DataArguments(file_name=str(artifacts.train_file)), tokenizer, 48, {"gsm8k_rule": ["word_problems"]}
+        DataArguments(file_name=str(artifacts.train_file)), tokenizer, 48, {"gsm8k_rule": ["tiny_word_problems"]}
     )
-    demonstrations = SftDataset.build(DataArguments(file_name=str(artifacts.demonstrations_file)), tokenizer, 80)
+    data_args = DataArguments(file_name=str(artifacts.demonstrations_file), response="response")
+    demonstrations = SftDataset.build(data_args, tokenizer, 80)
     assert (len(prompts), len(demonstrations)) == (8000, 32000)
 
 
@@ -142,4 +143,4 @@ def test_what_is_there_is_kept_and_what_is_not_is_made(artifacts: Any, tiny: Mod
     assert artifacts.train_file.read_bytes() == content
     assert (artifacts.model_folder(1) / "config.json").is_file()
     kept = [path for path, moment in times().items() if before[path] == moment]
-    assert kept and all("model-seed0" in path for path in kept)
+    assert kept and all("seed0" in path for path in kept)
