@@ -164,7 +164,8 @@ def object_array(key: str, values: Any) -> np.ndarray:
     """``values`` (any sequence, one entry a row) as an object array of shape (B,); such an array is not copied."""
     if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
         return values
-    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or np.ndim(values) == 0:
+    no_rows = isinstance(values, str | bytes | Mapping | torch.Tensor) or not hasattr(values, "__len__")
+    if no_rows or (isinstance(values, np.ndarray) and not values.ndim):
         raise TypeError(
             f"non_tensor_batch[{key!r}] must be a list or array with one entry a row, got {type(values).__name__}; "
             "a value for the whole batch belongs into meta_info"

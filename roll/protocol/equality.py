@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from roll.protocol.views import flat_view
+
 if TYPE_CHECKING:
     from roll.protocol.data_proto import DataProto
 
@@ -58,11 +60,7 @@ def _same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.dtype != right.dtype or left.shape != right.shape or left.device != right.device:
         return False
     # Bytes, so that NaNs are equal to themselves and -0.0 is not 0.0.
-    return torch.equal(_bytes(left), _bytes(right))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return torch.equal(flat_view(left).view(torch.uint8), flat_view(right).view(torch.uint8))
 
 
 def _describe(value: Any) -> str:

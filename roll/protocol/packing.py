@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from roll.protocol.columns import PackedColumn
-from roll.protocol.views import tensor_over
+from roll.protocol.views import flat_view, tensor_over
 
 _BITS: dict[int, tuple[torch.dtype, type[Any]]] = {
     1: (torch.uint8, np.uint8),
@@ -148,7 +148,7 @@ def pack(tensors: Sequence[torch.Tensor]) -> list[Packed]:
 
 def _pack_column(tensor: torch.Tensor, known: list[Spans]) -> Packed:
     bits = to_bits(tensor)
-    if tensor.dim() < 2 or not bits.size or tensor.dtype.itemsize not in _BITS:
+    if tensor.dim() < 2 or not bits.size:
         return Packed(tensor.dtype, tensor.shape, bits)
     found = _find_spans(bits)
     if found is None:
@@ -167,9 +167,15 @@ def _pack_column(tensor: torch.Tensor, known: list[Spans]) -> Packed:
 
 
 def to_bits(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's bits as integers of its width, over the same memory where the tensor is contiguous on the CPU."""
-    view = _BITS[tensor.dtype.itemsize][0]
-    return tensor.detach().cpu().contiguous().view(view).numpy()
+    """The tensor's bits as integers of its width, over the same memory where the tensor is contiguous on the CPU.
+
+    Raises:
+        TypeError: a dtype wider than 8 bytes.
+    """
+    if tensor.dtype.itemsize not in _BITS:
+        raise TypeError(f"a {tensor.dtype} tensor cannot be sent: elements have at most 8 bytes, convert it first")
+    integers = _BITS[tensor.dtype.itemsize][0]
+    return flat_view(tensor.detach().cpu()).view(integers).numpy().reshape(tensor.shape)
 
 
 def _find_spans(bits: np.ndarray) -> tuple[Spans, int] | None:

@@ -1,4 +1,4 @@
-"""Tensors over memory that is not ours."""
+"""Tensors seen over memory that is not theirs: other owners, other shapes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,15 @@ def tensor_over(array: np.ndarray) -> torch.Tensor:
     if not array.flags.writeable and array.size:
         array = np.asarray(_Exposed(array))
     return torch.from_numpy(array)
+
+
+def flat_view(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements in one dimension of stride 1, so that another dtype can be seen in them; copied if not contiguous.
+
+    ``reshape(-1)`` alone is not enough: a tensor of one element counts as contiguous whatever its strides are, and
+    keeps them.
+    """
+    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
 
 
 class _Exposed:

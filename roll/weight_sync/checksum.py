@@ -19,6 +19,8 @@ import hashlib
 
 import torch
 
+from roll.protocol.views import flat_view
+
 _WORD_BYTES = 8
 _CPU_CHUNK_WORDS = 1 << 16  # three 512 KiB buffers: about the second-level cache of one core
 _DEVICE_CHUNK_WORDS = 1 << 22  # three 32 MiB buffers: enough to fill an accelerator, little beside a model
@@ -35,7 +37,7 @@ def tensor_checksum(tensor: torch.Tensor) -> int:
     copy of the tensor if it is not contiguous.
     """
     seed = _seed(tensor)
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    data = flat_view(tensor).view(torch.uint8)
     num_words = data.numel() // _WORD_BYTES
     total = _sum_words(data[: num_words * _WORD_BYTES], seed, first_word=0)
     tail = data[num_words * _WORD_BYTES :]

@@ -60,6 +60,11 @@ def test_independent_of_chunk_size_and_layout(monkeypatch: pytest.MonkeyPatch) -
         assert tensor_checksum(tensor) == expected
 
 
+def test_one_element_with_any_stride() -> None:
+    tensor = make(torch.float32, 4, 6)
+    assert tensor_checksum(tensor[:1, ::6]) == tensor_checksum(tensor[:1, :1].clone())
+
+
 @pytest.mark.parametrize("offset", range(9))
 def test_independent_of_alignment(offset: int) -> None:
     tensor = make(torch.bfloat16, 999)

@@ -1,0 +1,378 @@
+"""Every verb of DataProto against the same operation on a plain list of rows."""
+
+from __future__ import annotations
+
+import copy
+from itertools import chain, groupby
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll.protocol import DataProto
+from roll.protocol.equality import first_difference
+from roll.protocol.metrics import Max, Mean
+from tests.protocol.batches import assert_rows, batches, rows_of
+
+settings.register_profile("protocol", deadline=None, max_examples=60)
+settings.load_profile("protocol")
+
+
+def small() -> DataProto:
+    return DataProto.from_dict(
+        {"ids": torch.arange(12).view(6, 2), "score": torch.arange(6.0)},
+        {"prompt_id": ["p", "q", "p", "r", "q", "p"], "extra": [[1], [2, 3], [], [4], None, "x"]},
+        {"step": 3},
+    )
+
+
+class TestBuilding:
+    def test_columns_are_not_copied(self) -> None:
+        ids = torch.arange(4)
+        assert DataProto.from_dict({"ids": ids}).batch["ids"] is ids
+
+    def test_lists_and_arrays_become_object_columns(self) -> None:
+        data = DataProto.from_dict({}, {"a": [[1, 2], [3, 4]], "b": np.array([1, 2]), "c": np.ones((2, 3))})
+        assert [data.non_tensor_batch[key].dtype for key in "abc"] == [object] * 3
+        assert data.non_tensor_batch["a"].tolist() == [[1, 2], [3, 4]]
+        assert type(data.non_tensor_batch["b"][0]) is int
+        assert data.non_tensor_batch["c"].shape == (2,)
+        assert len(data) == 2
+
+    def test_from_single_dict(self) -> None:
+        data = DataProto.from_single_dict({"ids": torch.zeros(2), "tag": ["a", "b"]}, {"step": 1})
+        assert (list(data.batch), list(data.non_tensor_batch), data.meta_info) == (["ids"], ["tag"], {"step": 1})
+
+    @pytest.mark.parametrize(
+        ("tensors", "objects", "message"),
+        [
+            ({"a": torch.zeros(2), "b": torch.zeros(3)}, {}, r"batch\['b'\] has 3 rows, but batch\['a'\] has 2"),
+            ({"a": torch.zeros(2)}, {"x": [1]}, r"non_tensor_batch\['x'\] has 1 rows, but the tensor columns have 2"),
+            ({}, {"x": [1], "y": [1, 2]}, r"non_tensor_batch\['y'\] has 2 rows, but non_tensor_batch\['x'\] has 1"),
+            ({"a": torch.tensor(1)}, {}, r"batch\['a'\] must have a batch dimension"),
+        ],
+    )
+    def test_lengths_must_agree(self, tensors: dict, objects: dict, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            DataProto.from_dict(tensors, objects)
+
+    @pytest.mark.parametrize("value", ["text", 3, {"a": 1}])
+    def test_object_columns_must_be_sequences(self, value: object) -> None:
+        with pytest.raises(TypeError, match=r"non_tensor_batch\['x'\] must be a list or array"):
+            DataProto.from_dict({}, {"x": value})
+
+    def test_tensor_columns_must_be_tensors(self) -> None:
+        with pytest.raises(TypeError, match=r"batch\['a'\] must be a torch.Tensor, got list"):
+            DataProto.from_dict({"a": [1, 2]})  # type: ignore[dict-item]
+
+    def test_assignment_checks_rows(self) -> None:
+        data = small()
+        with pytest.raises(ValueError, match="has 5 rows"):
+            data.batch["new"] = torch.zeros(5)
+        data.batch["new"] = torch.zeros(6)
+        data.non_tensor_batch["bad"] = np.empty(2, dtype=object)
+        with pytest.raises(ValueError, match=r"non_tensor_batch\['bad'\] has 2 rows"):
+            data[:2]
+
+    def test_empty(self) -> None:
+        assert len(DataProto()) == 0
+        assert DataProto()
+        assert len(DataProto.from_dict({"a": torch.zeros(0, 3)})) == 0
+
+
+class TestColumns:
+    def test_select(self) -> None:
+        data = small()
+        chosen = data.select(["ids"], "extra", [])
+        assert chosen.batch["ids"] is data.batch["ids"]
+        assert (list(chosen.batch), list(chosen.non_tensor_batch), chosen.meta_info) == (["ids"], ["extra"], {})
+        everything = data.select()
+        assert everything.equals(data)
+        everything.meta_info["step"] = 9
+        everything.batch["new"] = torch.zeros(6)
+        assert data.meta_info == {"step": 3}
+        assert "new" not in data.batch
+        with pytest.raises(KeyError, match=r"batch has no 'nope'; there are \['ids', 'score'\]"):
+            data.select(["nope"])
+
+    def test_pop(self) -> None:
+        data = small()
+        popped = data.pop(["ids"], ["extra"])
+        assert (list(popped.batch), list(popped.non_tensor_batch), popped.meta_info) == (["ids"], ["extra"], {})
+        assert (list(data.batch), list(data.non_tensor_batch), data.meta_info) == (
+            ["score"],
+            ["prompt_id"],
+            {"step": 3},
+        )
+        before = data.select()
+        with pytest.raises(KeyError):
+            data.pop(["score"], ["nope"])
+        assert data.equals(before)
+
+    def test_rename(self) -> None:
+        data = small()
+        assert data.rename(["ids", "extra"], ["input_ids", "info"]) is data
+        assert list(data.batch) == ["input_ids", "score"]
+        assert list(data.non_tensor_batch) == ["prompt_id", "info"]
+        data.rename("score", "reward")
+        data.rename(["input_ids", "reward"], ["reward", "input_ids"])
+        assert data.batch["input_ids"].tolist() == small().batch["score"].tolist()
+        with pytest.raises(KeyError, match="no column 'nope'"):
+            data.rename("nope", "x")
+        with pytest.raises(ValueError, match="two columns one name"):
+            data.rename("reward", "prompt_id")
+        with pytest.raises(ValueError, match="as many new names"):
+            data.rename(["reward"], ["a", "b"])
+
+    @given(batches(min_rows=3, max_rows=3), batches(min_rows=3, max_rows=3))
+    def test_union(self, left: DataProto, right: DataProto) -> None:
+        shared = {*left.batch, *left.non_tensor_batch} & {*right.batch, *right.non_tensor_batch}
+        right.meta_info = {"other": 1}
+        conflict = any(
+            first_difference(left.select([k] * (k in left.batch), [k] * (k not in left.batch), []),
+                             right.select([k] * (k in right.batch), [k] * (k not in right.batch), []))
+            for k in shared
+        )  # fmt: skip
+        before = left.select()
+        if conflict:
+            with pytest.raises(ValueError, match="different values in the two batches of a union"):
+                left.union(right)
+            assert left.equals(before)
+            return
+        expected = [ours | theirs for ours, theirs in zip(rows_of(left), rows_of(right), strict=True)]
+        assert left.union(right) is left
+        assert_rows(left, expected)
+        assert left.meta_info == before.meta_info | {"other": 1}
+
+    def test_union_with_other_length_and_with_meta_only(self) -> None:
+        with pytest.raises(ValueError, match="union of a batch of 6 rows with one of 2"):
+            small().union(DataProto.from_dict({"new": torch.zeros(2)}))
+        assert small().union(DataProto(meta_info={"epoch": 1})).meta_info == {"step": 3, "epoch": 1}
+        with pytest.raises(ValueError, match=r"meta_info\['step'\]"):
+            small().union(DataProto(meta_info={"step": 4}))
+        assert DataProto().union(small()).equals(small())
+
+    def test_to(self) -> None:
+        data = small()
+        assert data.to("meta") is data
+        assert {tensor.device.type for tensor in data.batch.values()} == {"meta"}
+
+
+class TestRows:
+    @given(batches(), st.slices(7))
+    def test_slice(self, data: DataProto, index: slice) -> None:
+        assert_rows(data[index], rows_of(data)[index])
+        assert data[index].meta_info == data.meta_info or "nan" in repr(data.meta_info)
+
+    @given(batches(min_rows=1), st.data())
+    def test_list_of_rows(self, data: DataProto, choice: st.DataObject) -> None:
+        picked = choice.draw(st.lists(st.integers(-len(data), len(data) - 1), max_size=9))
+        expected = [rows_of(data)[row] for row in picked]
+        for index in (picked, np.array(picked, dtype=np.int32), torch.tensor(picked, dtype=torch.int64)):
+            assert_rows(data[index], expected)
+
+    @given(batches(), st.data())
+    def test_mask(self, data: DataProto, choice: st.DataObject) -> None:
+        mask = choice.draw(st.lists(st.booleans(), min_size=len(data), max_size=len(data)))
+        expected = [row for row, wanted in zip(rows_of(data), mask, strict=True) if wanted]
+        assert_rows(data[np.array(mask, dtype=bool)], expected)
+        assert_rows(data[torch.tensor(mask, dtype=torch.bool)], expected)
+        if mask:
+            assert_rows(data[mask], expected)
+
+    def test_one_row(self) -> None:
+        data = small()
+        item = data[-2]
+        assert item.batch["ids"].tolist() == [8, 9]
+        assert item.non_tensor_batch == {"prompt_id": "q", "extra": None}
+        assert [row.batch["score"].item() for row in data] == [0, 1, 2, 3, 4, 5]
+
+    @pytest.mark.parametrize("index", [6, -7, [0, 6], [True] * 5, [0.5], [[0], [1]]])
+    def test_bad_index(self, index: object) -> None:
+        with pytest.raises(IndexError):
+            small()[index]  # type: ignore[index]
+
+    def test_slices_share_memory_and_picks_do_not(self) -> None:
+        data = small()
+        data[1:3].batch["score"][0] = 100
+        data[[1, 2]].batch["score"][1] = 200
+        assert data.batch["score"].tolist() == [0, 100, 2, 3, 4, 5]
+
+    @given(batches(), st.randoms())
+    def test_reorder(self, data: DataProto, random: object) -> None:
+        order = list(range(len(data)))
+        random.shuffle(order)  # type: ignore[attr-defined]
+        expected = [rows_of(data)[row] for row in order]
+        assert data.reorder(torch.tensor(order, dtype=torch.int64)) is data
+        assert_rows(data, expected)
+
+    @pytest.mark.parametrize("order", [[0, 1, 2], [0, 0, 1, 2, 3, 4]])
+    def test_reorder_wants_a_permutation(self, order: list[int]) -> None:
+        with pytest.raises(ValueError, match="each of the 6 rows once"):
+            small().reorder(order)
+
+    @given(batches(), st.integers(0, 3))
+    def test_repeat(self, data: DataProto, times: int) -> None:
+        rows = rows_of(data)
+        assert_rows(data.repeat(times, interleave=True), [row for row in rows for _ in range(times)])
+        assert_rows(data.repeat(times, interleave=False), rows * times)
+
+    @given(batches(), st.integers(1, 9))
+    def test_chunk_then_concat(self, data: DataProto, chunks: int) -> None:
+        parts = data.chunk(chunks)
+        assert [len(part) for part in parts] == [len(part) for part in np.array_split(np.arange(len(data)), chunks)]
+        assert DataProto.concat(parts).equals(data)
+
+    @given(batches(), st.integers(1, 9))
+    def test_split(self, data: DataProto, size: int) -> None:
+        rows = rows_of(data)
+        parts = data.split(size)
+        assert len(parts) == -(-len(rows) // size)
+        for number, part in enumerate(parts):
+            assert_rows(part, rows[number * size : (number + 1) * size])
+
+    @given(batches(min_rows=1), st.integers(1, 9))
+    def test_pad_and_unpad(self, data: DataProto, divisor: int) -> None:
+        padded, pad_size = data.pad_to_divisor(divisor)
+        rows = rows_of(data)
+        assert len(padded) % divisor == 0
+        assert 0 <= pad_size < divisor
+        assert_rows(padded, (rows * (1 + divisor))[: len(padded)])
+        assert padded.unpad(pad_size).equals(data)
+
+    def test_unpad_more_than_there_is(self) -> None:
+        with pytest.raises(ValueError, match="between 0 and the batch's 6 rows, got 7"):
+            small().unpad(7)
+
+
+class TestConcat:
+    def test_widths_are_padded_with_zero_or_the_given_value(self) -> None:
+        parts = [
+            DataProto.from_dict({"ids": torch.ones(2, 3, dtype=torch.int64), "mask": torch.ones(2, 3).bool()}),
+            DataProto.from_dict({"ids": torch.full((1, 5), 2), "mask": torch.ones(1, 5).bool()}),
+        ]
+        joined = DataProto.concat(parts, fill={"ids": 7})
+        assert joined.batch["ids"].tolist() == [[1, 1, 1, 7, 7], [1, 1, 1, 7, 7], [2, 2, 2, 2, 2]]
+        assert joined.batch["mask"].tolist() == [[True] * 3 + [False] * 2] * 2 + [[True] * 5]
+        assert DataProto.concat(parts).batch["ids"][0].tolist() == [1, 1, 1, 0, 0]
+
+    def test_meta_info(self) -> None:
+        metas = [
+            {"step": 1, "a": torch.ones(2), "metrics": {"loss": Mean(4.0, 2.0), "peak": Max(1.0)}},
+            {"step": 1, "b": 2, "a": torch.ones(2), "metrics": {"loss": Mean(1.0, 3.0)}},
+        ]
+        joined = DataProto.concat([DataProto({"x": torch.zeros(1)}, meta_info=meta) for meta in metas])
+        assert joined.meta_info["step"] == 1
+        assert joined.meta_info["b"] == 2
+        assert joined.meta_info["metrics"] == {"loss": Mean(5.0, 5.0), "peak": Max(1.0)}
+
+    @pytest.mark.parametrize(
+        ("other", "message"),
+        [
+            (DataProto({"y": torch.zeros(1)}), "must have the same columns"),
+            (DataProto({"x": torch.zeros(1, 2).int()}), "is torch.float32 on cpu, that of number 1 torch.int32"),
+            (DataProto({"x": torch.zeros(1, 2, 2)}), r"rows of shape \(2,\), that of number 1 \(2, 2\)"),
+            (DataProto({"x": torch.zeros(1)}), r"rows of shape \(2,\), that of number 1 \(\)"),
+            (DataProto({"x": torch.zeros(1, 2)}, {"o": [1]}), "must have the same columns, but non_tensor_batch"),
+            (DataProto({"x": torch.zeros(1, 2)}, meta_info={"step": 2}), r"meta_info\['step'\] is 1 in one batch"),
+        ],
+    )
+    def test_what_does_not_go_together(self, other: DataProto, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            DataProto.concat([DataProto({"x": torch.zeros(1, 2)}, meta_info={"step": 1}), other])
+
+    def test_nothing(self) -> None:
+        with pytest.raises(ValueError, match="at least one batch"):
+            DataProto.concat([])
+
+
+class TestGroups:
+    @given(batches(), st.data())
+    def test_group_by(self, data: DataProto, choice: st.DataObject) -> None:
+        keys = choice.draw(st.lists(st.sampled_from("pqr"), min_size=len(data), max_size=len(data)))
+        data.non_tensor_batch["key"] = np.fromiter(keys, dtype=object, count=len(keys))
+        groups = data.group_by("key")
+        assert list(groups) == list(dict.fromkeys(keys))
+        for value, group in groups.items():
+            assert_rows(group, [row for row in rows_of(data) if row["key"] == value])
+
+    def test_by_a_tensor_and_by_nothing(self) -> None:
+        data = small()
+        data.batch["bucket"] = torch.tensor([2, 1, 2, 1, 1, 2])
+        assert {key: group.batch["score"].tolist() for key, group in data.group_by("bucket").items()} == {
+            2: [0, 2, 5],
+            1: [1, 3, 4],
+        }
+        with pytest.raises(KeyError, match="no column 'ids' to group by"):
+            data.group_by("ids")  # two-dimensional
+
+
+class TestIterator:
+    @given(batches(), st.integers(1, 9), st.integers(0, 2))
+    def test_in_order(self, data: DataProto, size: int, epochs: int) -> None:
+        parts = list(data.make_iterator(size, epochs))
+        rows = rows_of(data)
+        expected = [rows[start : start + size] for start in range(0, len(rows), size)] * epochs
+        assert len(parts) == len(expected)
+        for part, chunk in zip(parts, expected, strict=True):
+            assert_rows(part, chunk)
+
+    def test_shuffled(self) -> None:
+        data = DataProto({"x": torch.arange(100)})
+
+        def epochs(seed: int) -> list[list[int]]:
+            parts = [part.batch["x"].tolist() for part in data.make_iterator(30, epochs=2, seed=seed)]
+            assert [len(part) for part in parts] == [30, 30, 30, 10] * 2
+            return [list(chain(*parts[:4])), list(chain(*parts[4:]))]
+
+        first, second = epochs(1)
+        assert sorted(first) == sorted(second) == list(range(100))
+        assert first != second
+        assert epochs(1) == [first, second]
+        assert epochs(2) != [first, second]
+
+    @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=30), st.integers(0, 9), st.integers(0, 20))
+    def test_groups_stay_together(self, keys: list[str], extra: int, seed: int) -> None:
+        data = DataProto({"x": torch.arange(len(keys))}, {"key": keys})
+        size = max(keys.count(key) for key in set(keys)) + extra
+        parts = list(data.make_iterator(size, seed=seed, group_key="key"))
+        seen = [key for part in parts for key, _ in groupby(part.non_tensor_batch["key"])]
+        assert sorted(seen) == sorted(set(keys))  # each group in one piece, in one mini-batch
+        assert all(len(part) <= size for part in parts)
+        for part in parts:
+            for key, group in part.group_by("key").items():
+                assert group.batch["x"].tolist() == [i for i, other in enumerate(keys) if other == key]
+
+    def test_equal_groups_fill_every_mini_batch(self) -> None:
+        data = DataProto({"x": torch.arange(24)}, {"key": [i % 6 for i in range(24)]})
+        assert [len(part) for part in data.make_iterator(8, seed=0, group_key="key")] == [8, 8, 8]
+
+    def test_bad_sizes(self) -> None:
+        with pytest.raises(ValueError, match="mini_batch_size must be at least 3"):
+            small().make_iterator(2, group_key="prompt_id")
+        with pytest.raises(ValueError, match="mini_batch_size must be at least 1, got 0"):
+            small().make_iterator(0)
+
+
+class TestEquality:
+    def test_differences_are_named(self) -> None:
+        other = small()
+        other.batch["score"] = other.batch["score"] + 1
+        assert "batch['score'] differs" in (first_difference(small(), other) or "")
+        other = small()
+        other.non_tensor_batch["extra"][0] = [1.0]
+        assert "non_tensor_batch['extra'] differs" in (first_difference(small(), other) or "")
+        assert "meta_info has" in (first_difference(small(), small().select(meta_info_keys=[])) or "")
+
+    def test_bits_count(self) -> None:
+        nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
+        assert DataProto({"x": nan}).equals(DataProto({"x": nan.clone()}))
+        assert not DataProto({"x": zero}).equals(DataProto({"x": -zero}))
+        assert not DataProto({"x": zero}).equals(DataProto({"x": zero.double()}))
+
+    @given(batches())
+    def test_copies_are_equal(self, data: DataProto) -> None:
+        assert copy.deepcopy(data).equals(data)
+        assert copy.copy(data).equals(data)
