@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,15 +36,16 @@ class SlotCache:
     def num_bytes(self) -> int:
         return self.data.numel() * self.data.element_size()
 
-    def write_prompts(self, first_row: int, keys_values: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy prompts into the rows from ``first_row`` on.
+    def write_prompts(self, first_row: int, keys_values: torch.Tensor, counts: Sequence[int]) -> None:
+        """Copy prompts into the rows from ``first_row`` on: ``counts[0]`` rows for the first prompt, and so forth.
 
         Args:
-            keys_values: (num_layers, 2, num_prompts, num_kv_heads, prompt length, head_dim).
-            source: int64 (num_new_rows,): the prompt of each row.
+            keys_values: (num_layers, 2, num_prompts, num_kv_heads, longest prompt, head_dim).
         """
-        rows = slice(first_row, first_row + len(source))
-        self.data[:, :, rows, :, : keys_values.shape[4]] = keys_values.index_select(2, source)
+        length = keys_values.shape[4]
+        for prompt, count in enumerate(counts):
+            self.data[:, :, first_row : first_row + count, :, :length] = keys_values[:, :, prompt, None]
+            first_row += count
 
     def move(self, destination: np.ndarray, source: np.ndarray, length: int) -> None:
         """Copy the first ``length`` tokens of rows ``source`` over rows ``destination`` (the two do not meet)."""

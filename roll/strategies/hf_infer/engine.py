@@ -88,8 +88,10 @@ class GenerationEngine:
 
     def add_requests(self, requests: Iterable[GenerationRequest]) -> None:
         requests = list(requests)
+        taken = set(self._unfinished)
         for request in requests:
-            self._check(request)
+            self._check(request, taken)
+            taken.add(request.request_id)
         for request in requests:
             self._unfinished[request.request_id] = request.num_samples
             stop_ids = tuple(dict.fromkeys((*self._eos_token_ids, *request.params.stop_token_ids)))
@@ -184,8 +186,8 @@ class GenerationEngine:
         for group, count in zip(groups, counts, strict=True):
             for _ in range(count):
                 self._start_sample(group)
+        self._cache.write_prompts(first_row, prompts.keys_values, counts)
         source = torch.repeat_interleave(torch.tensor(counts)).to(self._decoder.device)
-        self._cache.write_prompts(first_row, prompts.keys_values, source)
         return prompts.logits.index_select(0, source)
 
     def _start_sample(self, group: _QueuedGroup) -> None:
@@ -225,9 +227,9 @@ class GenerationEngine:
         self._requests_without_seed += 1
         return stream_key(self._seed, self._requests_without_seed)
 
-    def _check(self, request: GenerationRequest) -> None:
+    def _check(self, request: GenerationRequest, taken: set[str]) -> None:
         name, prompt = f"request {request.request_id!r}", request.prompt_token_ids
-        if request.request_id in self._unfinished:
+        if request.request_id in taken:
             raise ValueError(f"{name}: a request of this id is unfinished; ids must be unique")
         if request.num_samples < 1:
             raise ValueError(f"{name}: num_samples is {request.num_samples}, must be at least 1")

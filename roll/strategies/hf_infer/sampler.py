@@ -48,7 +48,7 @@ class Sampler:
         """Draw a token for every active row.
 
         Args:
-            logits: (size, vocab_size), any float dtype.
+            logits: (size, vocab_size), any float dtype; may be overwritten.
 
         Returns:
             tokens int64 (size,), log-probs float64 (size,), on the host.
@@ -79,7 +79,6 @@ class Sampler:
             return logits
         row, column = np.nonzero((rows.stop_ids[:n] >= 0) & early[:, None])
         banned = torch.from_numpy(rows.stop_ids[row, column]).to(self._device)
-        logits = logits.clone()
         logits[torch.from_numpy(row).to(self._device), banned] = -torch.inf
         return logits
 

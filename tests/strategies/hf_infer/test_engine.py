@@ -1,0 +1,171 @@
+"""Stopping, limits, abort, weight versions, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from roll.strategies.generation import GenerationRequest, SamplingParams
+from tests.strategies.hf_infer.helpers import (
+    EOS,
+    MAX_MODEL_LEN,
+    build_engine,
+    build_model,
+    generate_greedy,
+    greedy,
+    random_prompts,
+    run,
+)
+
+
+def longest_greedy(model: Any, max_new_tokens: int = 40) -> tuple[list[int], list[int]]:
+    """A prompt and its greedy continuation that goes on for a while without repeating its first tokens."""
+    for prompt in random_prompts([6] * 20, seed=5):
+        tokens = generate_greedy(model, prompt, max_new_tokens)
+        if len(tokens) == max_new_tokens and tokens[9] not in tokens[:9]:
+            return prompt, tokens
+    raise AssertionError("no such prompt")
+
+
+def test_stop_token_ids_end_a_sample_and_are_its_last_token() -> None:
+    model = build_model("qwen2")
+    prompt, tokens = longest_greedy(model)
+    output = run(build_engine(model), [GenerationRequest("r", prompt, greedy(40, stop_token_ids=(tokens[9], 3)))])
+    assert output["r", 0].token_ids == tokens[:10]
+    assert output["r", 0].finish_reason == "stop"
+
+
+def test_min_new_tokens_bans_stop_tokens_until_then() -> None:
+    model = build_model("qwen2")
+    prompts = random_prompts([4, 7, 9])
+    params = SamplingParams(30, min_new_tokens=12, stop_token_ids=tuple(range(2, 60)), seed=1)
+    outputs = run(build_engine(model), [GenerationRequest(str(i), p, params, 8) for i, p in enumerate(prompts)])
+    for output in outputs.values():
+        assert len(output.token_ids) >= 13
+        assert all(token >= 60 for token in output.token_ids[:12])
+    assert any(output.finish_reason == "stop" for output in outputs.values())
+
+
+def test_greedy_with_min_new_tokens_equals_generate() -> None:
+    model = build_model("qwen2")
+    prompts = random_prompts([6] * 30, seed=2)
+    short = [p for p in prompts if len(generate_greedy(model, p, 30)) < 20]
+    assert short, "some greedy continuation must end early"
+    requests = [GenerationRequest(str(i), p, greedy(30, min_new_tokens=25)) for i, p in enumerate(short)]
+    outputs = run(build_engine(model), requests)
+    for i, prompt in enumerate(short):
+        assert outputs[str(i), 0].token_ids == generate_greedy(model, prompt, 30, min_new_tokens=25)
+
+
+def test_length_ends_at_max_new_tokens_or_at_the_end_of_the_cache() -> None:
+    model = build_model("qwen2")
+    prompts = random_prompts([10, MAX_MODEL_LEN - 3, MAX_MODEL_LEN - 1])
+    params = SamplingParams(50, min_new_tokens=50)
+    outputs = run(build_engine(model), [GenerationRequest(str(i), p, params) for i, p in enumerate(prompts)])
+    assert [len(outputs[str(i), 0].token_ids) for i in range(3)] == [50, 3, 1]
+    assert all(output.finish_reason == "length" for output in outputs.values())
+    for i, prompt in enumerate(prompts):
+        greedy_output = run(build_engine(model), [GenerationRequest("r", prompt, greedy(50, min_new_tokens=50))])
+        expected = generate_greedy(model, prompt, [50, 3, 1][i], min_new_tokens=[50, 3, 1][i])
+        assert greedy_output["r", 0].token_ids == expected
+
+
+def test_abort_returns_partial_samples_and_leaves_the_others_alone() -> None:
+    model = build_model("qwen2")
+    prompts = random_prompts([5, 8, 6])
+    whole = run(
+        build_engine(model),
+        [GenerationRequest(str(i), p, greedy(30, min_new_tokens=30), 3) for i, p in enumerate(prompts)],
+    )
+    engine = build_engine(model, max_num_seqs=5)
+    engine.add_requests([GenerationRequest(str(i), p, greedy(30, min_new_tokens=30), 3) for i, p in enumerate(prompts)])
+    for _ in range(10):
+        assert engine.step() == []
+    aborted = engine.abort(["1", "unknown"])
+    assert sorted((o.request_id, o.sample_index, len(o.token_ids)) for o in aborted) == [
+        ("1", 0, 10),
+        ("1", 1, 10),
+        ("1", 2, 0),
+    ]
+    assert all(o.finish_reason == "abort" and len(o.log_probs) == len(o.token_ids) for o in aborted)
+    assert all(o.token_ids == whole["1", o.sample_index].token_ids[: len(o.token_ids)] for o in aborted)
+    assert engine.num_unfinished == 6
+    rest = []
+    while engine.num_unfinished:
+        rest += engine.step()
+    assert {(o.request_id, o.sample_index): o.token_ids for o in rest} == {
+        key: output.token_ids for key, output in whole.items() if key[0] != "1"
+    }
+
+
+def test_abort_everything_frees_the_engine_for_the_same_ids() -> None:
+    model = build_model("qwen2")
+    engine = build_engine(model, max_num_seqs=4)
+    request = GenerationRequest("r", random_prompts([5])[0], greedy(10, min_new_tokens=10), num_samples=6)
+    engine.add_requests([request])
+    engine.step()
+    assert len(engine.abort()) == 6
+    assert engine.num_unfinished == 0
+    assert engine.step() == []
+    assert len(run(engine, [request])) == 6
+
+
+def test_weight_versions_are_spans_over_the_tokens() -> None:
+    engine = build_engine(build_model("qwen2"), max_num_seqs=2)
+    prompts = random_prompts([5, 6])
+    params = greedy(10, min_new_tokens=10)
+    engine.add_requests([GenerationRequest(str(i), p, params, num_samples=2) for i, p in enumerate(prompts)])
+    outputs = []
+    for step in range(20):
+        if step in (0, 4, 10):
+            engine.set_version(step + 1)
+        outputs += engine.step()
+    assert [output.weight_versions for output in outputs if output.request_id == "0"] == [[(1, 0, 4), (5, 4, 10)]] * 2
+    assert [output.weight_versions for output in outputs if output.request_id == "1"] == [[(11, 0, 10)]] * 2
+
+
+def test_requests_are_served_in_order() -> None:
+    engine = build_engine(build_model("qwen2"), max_num_seqs=2)
+    prompts = random_prompts([5, 5, 5])
+    params = greedy(5, min_new_tokens=5)
+    engine.add_requests([GenerationRequest(str(i), p, params, num_samples=2) for i, p in enumerate(prompts)])
+    order = [output.request_id for _ in range(15) for output in engine.step()]
+    assert order == ["0", "0", "1", "1", "2", "2"]
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (GenerationRequest("r", [5] * MAX_MODEL_LEN, SamplingParams(4)), "prompt has 96 tokens, must have 1 to 95"),
+        (GenerationRequest("r", [], SamplingParams(4)), "prompt has 0 tokens"),
+        (GenerationRequest("r", [5, 100], SamplingParams(4)), r"run from 5 to 100, must be in \[0, 100\)"),
+        (GenerationRequest("r", [5, -1], SamplingParams(4)), "run from -1 to 5"),
+        (GenerationRequest("r", [5], SamplingParams(4), num_samples=0), "num_samples is 0"),
+        (GenerationRequest("r", [5], SamplingParams(0)), "max_new_tokens is 0, must be at least 1"),
+        (GenerationRequest("r", [5], SamplingParams(4, 5)), "min_new_tokens is 5"),
+        (GenerationRequest("r", [5], SamplingParams(4, temperature=-0.1)), "temperature is -0.1"),
+        (GenerationRequest("r", [5], SamplingParams(4, temperature=float("nan"))), "temperature is nan"),
+        (GenerationRequest("r", [5], SamplingParams(4, top_p=0)), "top_p is 0, must be in"),
+        (GenerationRequest("r", [5], SamplingParams(4, min_p=1.5)), "min_p is 1.5"),
+        (GenerationRequest("r", [5], SamplingParams(4, repetition_penalty=0)), "repetition_penalty is 0"),
+        (GenerationRequest("r", [5], SamplingParams(4, stop_strings=("a", ""))), "stop_strings"),
+        (GenerationRequest("r", [5], SamplingParams(4, stop_token_ids=(EOS, -2))), "stop_token_ids"),
+    ],
+)
+def test_impossible_requests_are_refused_and_nothing_is_queued(request_: GenerationRequest, message: str) -> None:
+    engine = build_engine(build_model("qwen2"))
+    with pytest.raises(ValueError, match=message):
+        engine.add_requests([GenerationRequest("fine", [5], SamplingParams(4)), request_])
+    assert engine.num_unfinished == 0
+
+
+def test_an_id_is_refused_while_it_is_unfinished() -> None:
+    engine = build_engine(build_model("qwen2"))
+    request = GenerationRequest("r", [5], SamplingParams(4))
+    engine.add_requests([request])
+    with pytest.raises(ValueError, match="unfinished"):
+        engine.add_requests([request])
+    with pytest.raises(ValueError, match=r"'twice': a request of this id"):
+        twice = GenerationRequest("twice", [5], SamplingParams(4))
+        engine.add_requests([twice, twice])

@@ -1,0 +1,175 @@
+"""The strategy on model files: loading, weight updates, options."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
+from roll.strategies.factory import create_generation_strategy
+from roll.strategies.generation import GenerationRequest, SamplingParams
+from roll.strategies.hf_infer import HfInferStrategy
+from roll.weight_sync.checksum import tensor_checksum
+from tests.strategies.hf_infer.helpers import generate_greedy, greedy, random_prompts, run
+
+
+def start(folder: Path, dtype: Any = "fp32", **options: Any) -> HfInferStrategy:
+    role = WorkerConfig(
+        name="actor_infer",
+        model_args=ModelArguments(model_name_or_path=str(folder), dtype=dtype),
+        strategy_args=StrategyArguments("hf_infer", {"max_num_seqs": 4, "max_model_len": 64, **options}),
+    )
+    strategy = create_generation_strategy(role)
+    assert isinstance(strategy, HfInferStrategy)
+    strategy.initialize()
+    return strategy
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().requires_grad_(False)
+
+
+def changed(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    model = load(folder, dtype)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator).to(dtype))
+    return model
+
+
+def push(strategy: HfInferStrategy, weights: dict[str, torch.Tensor], version: int = 1) -> dict[str, int]:
+    strategy.start_weight_update(version)
+    for name, tensor in weights.items():
+        strategy.update_weights({name: tensor})
+    return strategy.finish_weight_update()
+
+
+def test_generates_as_the_model_in_the_folder(model_folder: Path) -> None:
+    model, prompts = load(model_folder), random_prompts([4, 11, 7])
+    strategy = start(model_folder)
+    outputs = run(strategy, [GenerationRequest(str(i), p, greedy(20), 2) for i, p in enumerate(prompts)])
+    assert all(outputs[key].token_ids == generate_greedy(model, prompts[int(key[0])], 20) for key in outputs)
+    assert all(output.weight_versions == [(0, 0, len(output.token_ids))] for output in outputs.values())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_weight_update_changes_outputs_and_returns_checksums_of_what_is_held(model_folder: Path, dtype: Any) -> None:
+    torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    new, (prompt,) = changed(model_folder, torch_dtype), random_prompts([6])
+    strategy = start(model_folder, dtype)
+    request = GenerationRequest("r", prompt, SamplingParams(20, seed=1))
+    before = run(strategy, [request])["r", 0]
+    weights = dict(new.named_parameters())
+    assert "lm_head.weight" not in weights, "the model must be tied to say anything"
+    checksums = push(strategy, weights, version=7)
+    assert checksums == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
+    after = run(strategy, [request])["r", 0]
+    assert after.token_ids != before.token_ids
+    assert after.weight_versions == [(7, 0, len(after.token_ids))]
+    new.save_pretrained(model_folder / f"new-{dtype}")
+    (model_folder / f"new-{dtype}" / "tokenizer.json").write_bytes((model_folder / "tokenizer.json").read_bytes())
+    fresh = run(start(model_folder / f"new-{dtype}", dtype), [request])["r", 0]
+    assert after.token_ids == fresh.token_ids
+    assert after.log_probs == fresh.log_probs
+
+
+def test_tied_output_matrix_is_known_under_both_names(model_folder: Path) -> None:
+    strategy, new = start(model_folder), changed(model_folder)
+    weights = new.state_dict()
+    assert "lm_head.weight" in weights
+    checksums = push(strategy, weights)
+    assert checksums["lm_head.weight"] == checksums["model.embed_tokens.weight"]
+    (prompt,) = random_prompts([6])
+    outputs = run(strategy, [GenerationRequest("r", prompt, greedy(20))])
+    assert outputs["r", 0].token_ids == generate_greedy(new, prompt, 20)
+
+
+def test_a_corrupted_element_shows_in_the_checksum(model_folder: Path) -> None:
+    strategy, new = start(model_folder), changed(model_folder)
+    weights = {name: tensor.clone() for name, tensor in new.named_parameters()}
+    expected = {name: tensor_checksum(tensor) for name, tensor in weights.items()}
+    name = "model.layers.1.self_attn.k_proj.weight"
+    weights[name][3, 5] += 1e-3
+    held = push(strategy, weights)
+    assert [key for key in expected if held[key] != expected[key]] == [name]
+
+
+def test_running_samples_continue_over_an_update(model_folder: Path) -> None:
+    strategy, (prompt,) = start(model_folder), random_prompts([6])
+    strategy.add_requests([GenerationRequest("r", prompt, greedy(12, min_new_tokens=12))])
+    outputs = [output for _ in range(5) for output in strategy.step()]
+    push(strategy, dict(changed(model_folder).named_parameters()), version=2)
+    while strategy.num_unfinished:
+        outputs += strategy.step()
+    (output,) = outputs
+    assert output.weight_versions == [(0, 0, 5), (2, 5, 12)]
+    assert output.token_ids[:5] == generate_greedy(load(model_folder), prompt, 5, min_new_tokens=5)
+
+
+def test_updates_that_do_not_fit_are_refused(model_folder: Path) -> None:
+    strategy = start(model_folder)
+    name = "model.norm.weight"
+    with pytest.raises(RuntimeError, match="outside of start_weight_update"):
+        strategy.update_weights({name: torch.ones(64)})
+    strategy.start_weight_update(1)
+    with pytest.raises(RuntimeError, match="version 1 is not finished"):
+        strategy.start_weight_update(2)
+    with pytest.raises(ValueError, match=r"no tensor 'model.norm'"):
+        strategy.update_weights({"model.norm": torch.ones(64)})
+    with pytest.raises(ValueError, match=r"model.norm.weight has shape \(63,\), the engine's is \(64,\)"):
+        strategy.update_weights({name: torch.ones(63)})
+    with pytest.raises(RuntimeError, match="between start_weight_update and finish_weight_update"):
+        strategy.step()
+    assert strategy.finish_weight_update() == {}
+    with pytest.raises(RuntimeError, match="without start_weight_update"):
+        strategy.finish_weight_update()
+
+
+def test_stop_strings_use_the_model_s_tokenizer(model_folder: Path, tokenizer: Any) -> None:
+    strategy, (prompt,) = start(model_folder), random_prompts([6])
+    free = run(strategy, [GenerationRequest("r", prompt, SamplingParams(30, seed=1))])["r", 0]
+    texts = [tokenizer.decode(free.token_ids[: i + 1]) for i in range(len(free.token_ids))]
+    # Two plain characters with a token border between them (a random model writes many broken ones).
+    pairs = [texts[i + 1][len(texts[i]) - 1 : len(texts[i]) + 1] for i in range(len(texts) - 1)]
+    stop = next(pair for pair in pairs if len(pair) == 2 and pair.isascii())
+    end = next(i for i, text in enumerate(texts) if stop in text)
+    request = GenerationRequest("r", prompt, SamplingParams(30, seed=1, stop_strings=(stop,)))
+    assert run(strategy, [request])["r", 0].token_ids == free.token_ids[: end + 1]
+
+
+def test_longest_sequence_comes_from_the_model_unless_given(model_folder: Path) -> None:
+    request = GenerationRequest("r", [5] * 100, greedy(100, min_new_tokens=100))
+    with pytest.raises(ValueError, match="prompt has 100 tokens, must have 1 to 63"):
+        start(model_folder).add_requests([request])
+    output = run(start(model_folder, max_model_len=None), [request])["r", 0]
+    assert len(output.token_ids) == 28  # the model has 128 positions
+    with pytest.raises(ValueError, match="max_model_len: 129 is more than the 128 positions"):
+        start(model_folder, max_model_len=129)
+
+
+def test_dummy_weights_wait_for_the_trainer(model_folder: Path) -> None:
+    strategy, model, (prompt,) = start(model_folder, load_format="dummy"), load(model_folder), random_prompts([6])
+    request = GenerationRequest("r", prompt, greedy(20))
+    expected = generate_greedy(model, prompt, 20)
+    assert run(strategy, [request])["r", 0].token_ids != expected
+    push(strategy, dict(model.named_parameters()))
+    assert run(strategy, [request])["r", 0].token_ids == expected
+
+
+def test_sleep_frees_the_cache_and_wake_restores_the_engine(model_folder: Path) -> None:
+    strategy, (prompt,) = start(model_folder), random_prompts([6])
+    request = GenerationRequest("r", prompt, greedy(20))
+    expected = run(strategy, [request])["r", 0].token_ids
+    strategy.add_requests([request])
+    with pytest.raises(RuntimeError, match="sleep with 1 unfinished"):
+        strategy.sleep()
+    strategy.abort()
+    strategy.sleep()
+    assert strategy._running_engine().cache_bytes == 0
+    strategy.wake()
+    assert run(strategy, [replace(request)])["r", 0].token_ids == expected
