@@ -3,8 +3,8 @@
     python examples/tiny/prepare.py --output examples/tiny/artifacts --seeds 0 1 2
 
 writes ``data/train.jsonl`` and ``data/val.jsonl`` (prompts with their answers), ``data/sft.jsonl`` (demonstrations for
-the warm start) and an untrained model in ``seed<N>/init`` for each seed.  Everything is a function of the numbers below and the seed.  What is already
-there, made by the same recipe, is kept.
+the warm start) and an untrained model in ``seed<N>/init`` for each seed.  Everything is a function of the numbers below
+and the seed.  What is already there, made by the same recipe, is kept.
 """
 
 from __future__ import annotations

@@ -14,8 +14,12 @@ from roll.rewards.numerals import NUMERAL, parse_number
 TAIL = 300
 """Characters at the end of a response in which the answer is looked for: it comes last, and searching is then quick."""
 
+WINDOW, MARGIN = 70, 12
+"""The last number is looked for in so many characters first; what begins in the margin may have been cut."""
+
 # What follows a numeral may not continue it: in "3.5.2" and "2e9" there is no answer 3.5 or 2.
 _END = r"(?![0-9]|[.,][0-9]|[eE][-+]?[0-9]|\s?/)"
+
 _STRICT = re.compile(rf"####\s*({NUMERAL}){_END}")
 _MARK = "####"
 _ANYWHERE = re.compile(rf"(?<![0-9A-Za-z_.,])({NUMERAL}){_END}")
@@ -76,8 +80,18 @@ def extract_number(response: str, method: str) -> Fraction | None:
         return parse_number(marked[-1])
     if method == "strict":
         return None
-    numbers = _ANYWHERE.findall(tail)
-    return parse_number(numbers[-1]) if numbers else None
+    last = last_numeral(tail)
+    return parse_number(last) if last is not None else None
+
+
+def last_numeral(text: str) -> str | None:
+    """The last numeral of ``text``, looked for in its last characters first."""
+    for begin in (max(0, len(text) - WINDOW), 0):
+        matches = list(_ANYWHERE.finditer(text, begin))
+        # A match near the cut might be the end of a longer numeral: then the whole text decides.
+        if matches and (begin == 0 or matches[-1].start() >= begin + MARGIN):
+            return matches[-1].group(1)
+    return None
 
 
 def extract_text(response: str, method: str) -> str | None:

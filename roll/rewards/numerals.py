@@ -9,13 +9,13 @@ MAX_LENGTH = 60
 """Longer numerals are not answers, and exact arithmetic on them would only cost time."""
 
 _SIGN = r"[-+−–]?"
-_MONEY = r"[$€£¥]?"
+_MONEY = r"(?:\\?[$€£¥]\s?)?"
 _DIGITS = r"(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)"
-NUMERAL = rf"{_SIGN}\s?(?:\\?{_MONEY})\s?{_SIGN}{_DIGITS}(?:\s?/\s?[0-9][0-9,]*(?![.,]?[0-9]))?"
+NUMERAL = rf"{_SIGN}{_MONEY}{_SIGN}{_DIGITS}(?:\s?/\s?[0-9][0-9,]*(?![.,]?[0-9]))?"
 """Regular expression of one numeral; :func:`parse_number` reads what it matches."""
 
 _GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
-_PARTS = re.compile(rf"({_SIGN})\s?\\?{_MONEY}\s?({_SIGN})({_DIGITS})(?:\s?/\s?([0-9][0-9,]*))?\s?(?:\\?%)?")
+_PARTS = re.compile(rf"({_SIGN}){_MONEY}({_SIGN})({_DIGITS})(?:\s?/\s?([0-9][0-9,]*))?\s?(?:\\?%)?")
 
 
 def parse_number(text: str) -> Fraction | None:

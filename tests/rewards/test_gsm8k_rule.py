@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.rewards import RewardResult, RewardSample, build_reward
+from roll.rewards.gsm8k import _ANYWHERE, last_numeral
 
 
 def verdict(response: str, ground_truth: object, **options: object) -> RewardResult:
@@ -64,7 +65,14 @@ def test_without_an_answer_there_is_no_format_score(response: str, method: str) 
 
 @pytest.mark.parametrize(
     ("response", "truth"),
-    [("The answer is $72.", "72"), ("She has 5, then 1,234.", "1234"), ("so -3", "-3"), ("(72)", "72"), ("=72", "72")],
+    [
+        ("The answer is $72.", "72"),
+        ("She has 5, then 1,234.", "1234"),
+        ("so -3", "-3"),
+        ("(72)", "72"),
+        ("=72", "72"),
+        ("10-5", "5"),
+    ],
 )
 def test_flexible_takes_the_last_number_and_strict_does_not(response: str, truth: str) -> None:
     assert verdict(response, truth, method="flexible").score == 1.0
@@ -101,6 +109,12 @@ def test_a_bad_ground_truth_is_an_error_and_not_a_zero(truth: object) -> None:
 @given(st.text(alphabet="# 0123456789.,$-/e%ab\n", max_size=400), st.sampled_from(["strict", "flexible"]))
 def test_any_response_gets_a_score(response: str, method: str) -> None:
     assert verdict(response, "72", method=method).score in (0.0, 1.0)
+
+
+@given(st.text(alphabet="0123456789.,$-/ ab", max_size=300))
+def test_looking_at_the_end_first_finds_the_same_number(text: str) -> None:
+    everywhere = _ANYWHERE.findall(text)
+    assert last_numeral(text) == (everywhere[-1] if everywhere else None)
 
 
 @given(st.integers(min_value=-(10**9), max_value=10**9), st.text(alphabet="abc 123\n", max_size=200))
