@@ -1,0 +1,60 @@
+"""Ray: starting and joining it, devices, clusters of workers, calls with deadlines.
+
+Names are imported on first use: a worker that handles no tensors (a reward) must not pay for importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from roll.distributed.calls import PendingCall, wait_any
+    from roll.distributed.cluster import Cluster
+    from roll.distributed.failures import DeadlineExceeded, RemoteError, WorkerDied, WorkerFailed
+    from roll.distributed.registration import Dispatch, register
+    from roll.distributed.resources import Placement, ResourceManager
+    from roll.distributed.runtime import RayRuntime, ray_runtime
+    from roll.distributed.worker import Worker, WorkerContext
+
+_MODULE_OF = {
+    "Cluster": "cluster",
+    "DeadlineExceeded": "failures",
+    "Dispatch": "registration",
+    "PendingCall": "calls",
+    "Placement": "resources",
+    "RayRuntime": "runtime",
+    "RemoteError": "failures",
+    "ResourceManager": "resources",
+    "Worker": "worker",
+    "WorkerContext": "worker",
+    "WorkerDied": "failures",
+    "WorkerFailed": "failures",
+    "ray_runtime": "runtime",
+    "register": "registration",
+    "wait_any": "calls",
+}
+
+__all__ = [
+    "Cluster",
+    "DeadlineExceeded",
+    "Dispatch",
+    "PendingCall",
+    "Placement",
+    "RayRuntime",
+    "RemoteError",
+    "ResourceManager",
+    "Worker",
+    "WorkerContext",
+    "WorkerDied",
+    "WorkerFailed",
+    "ray_runtime",
+    "register",
+    "wait_any",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

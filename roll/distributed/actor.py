@@ -1,0 +1,162 @@
+"""The Ray actor around a worker: it sets the process up before the worker's class is imported, and reports errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+import os
+import pickle
+import socket
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from roll.distributed.registration import Registration, registrations
+from roll.distributed.worker import Worker, WorkerContext
+from roll.distributed.worker_logs import LOG_DIR_ENV, open_worker_log
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerRaised(Exception):
+    """What a worker's method raised, in words; it carries no object that the driver might fail to unpickle."""
+
+    def __init__(self, error: str, stack: str, when: float) -> None:
+        super().__init__(error, stack, when)
+        self.error = error
+        self.stack = stack
+        self.when = when
+        """Seconds since the epoch on the worker's clock: the earliest of several is the likelier cause."""
+
+
+@dataclass(frozen=True)
+class WorkerAddress:
+    """Where a worker's process runs."""
+
+    pid: int
+    node_id: str
+    node_ip: str
+    hostname: str
+    log_file: str | None
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    host: str
+    port: int
+
+
+class WorkerActor:
+    """Holds one :class:`Worker`. Deliberately light: heavy imports happen in :meth:`start`, under the right
+    environment."""
+
+    def __init__(self, worker_name: str, environment: dict[str, str], local_devices: tuple[int, ...] | None) -> None:
+        self._listener: socket.socket | None = None
+        self._worker: Worker | None = None
+        os.environ.update(environment)
+        if local_devices is not None:
+            _show_devices(local_devices)
+        log_dir = os.environ.get(LOG_DIR_ENV)
+        log_file = open_worker_log(worker_name, Path(log_dir) if log_dir else None)
+        node_ip = ray.util.get_node_ip_address()
+        if node_ip.startswith("127."):
+            # Without this gloo asks the resolver for the host's name, which an offline machine may not know.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        self._address = WorkerAddress(
+            pid=os.getpid(),
+            node_id=ray.get_runtime_context().get_node_id(),
+            node_ip=node_ip,
+            hostname=socket.gethostname(),
+            log_file=str(log_file or _ray_log_file()),
+        )
+
+    def address(self) -> WorkerAddress:
+        return self._address
+
+    def open_rendezvous(self) -> Rendezvous:
+        """Take a free port on this node and keep it: called on rank 0, whose process group store will listen there."""
+        self._listener = socket.create_server((self._address.node_ip, 0), backlog=1024)
+        return Rendezvous(self._address.node_ip, self._listener.getsockname()[1])
+
+    def start(
+        self, worker_class: str | bytes, context: WorkerContext, rendezvous: Rendezvous
+    ) -> dict[str, Registration]:
+        """Import the class and build the worker; the methods it registers."""
+        try:
+            context = dataclasses.replace(
+                context,
+                master_addr=rendezvous.host,
+                master_port=rendezvous.port,
+                listen_fd=self._listener.detach() if self._listener is not None else None,
+            )
+            os.environ.update(MASTER_ADDR=rendezvous.host, MASTER_PORT=str(rendezvous.port))
+            cls = load_worker_class(worker_class)
+            self._worker = cls(context)
+            return registrations(cls)
+        except Exception as error:
+            raise _described(error) from None
+
+    def call(self, method: str, names: tuple[str, ...], *values: Any) -> Any:
+        """Run a method of the worker; the last ``len(names)`` values are its keyword arguments.
+
+        Values stand directly in the call (not in a list), so that Ray replaces references by what they refer to.
+        """
+        try:
+            positional = len(values) - len(names)
+            kwargs = dict(zip(names, values[positional:], strict=True))
+            return getattr(self._worker, method)(*values[:positional], **kwargs)
+        except Exception as error:
+            raise _described(error) from None
+
+    def rank_info(self) -> Any:
+        assert self._worker is not None
+        return self._worker.rank_info
+
+
+def load_worker_class(worker_class: str | bytes) -> type[Worker]:
+    """The class behind a dotted path (``package.module.Class``) or a pickle of it.
+
+    Raises:
+        ValueError: the path leads to no subclass of :class:`Worker`.
+    """
+    if isinstance(worker_class, bytes):
+        found = pickle.loads(worker_class)
+    else:
+        module, _, name = worker_class.rpartition(".")
+        found = getattr(importlib.import_module(module), name, None) if module else None
+    if not (isinstance(found, type) and issubclass(found, Worker)):
+        raise ValueError(
+            f"worker class {worker_class!r}: must be the dotted path of a subclass of roll.distributed.Worker, "
+            "for example roll.workers.reward.RewardWorker"
+        )
+    return found
+
+
+def _described(error: Exception) -> WorkerRaised:
+    logger.error("a call failed", exc_info=error)
+    name = type(error).__name__
+    text = str(error)
+    return WorkerRaised(f"{name}: {text}" if text else name, traceback.format_exc(), time.time())
+
+
+def _show_devices(local_devices: tuple[int, ...]) -> None:
+    """Let this process see only these devices of its node; ids count the devices that the node itself may see."""
+    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
+        inherited = os.environ.get(variable)
+        names = [part.strip() for part in inherited.split(",")] if inherited else None
+        if names is not None and any(device >= len(names) for device in local_devices):
+            raise ValueError(f"{variable}={inherited} on this node hides device {max(local_devices)}")
+        os.environ[variable] = ",".join(names[device] if names else str(device) for device in local_devices)
+
+
+def _ray_log_file() -> str | None:
+    """The file behind this process's standard error."""
+    try:
+        return os.readlink("/proc/self/fd/2")
+    except OSError:
+        return None

@@ -1,0 +1,81 @@
+"""Evidence about a worker that cannot speak for itself: the end of its log, and where its threads stand."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from pathlib import Path
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from roll.distributed.actor import WorkerAddress
+from roll.distributed.worker_logs import STACK_SIGNAL, tail
+
+_REMOTE_SECONDS = 10.0
+_STACK_SECONDS = 2.0
+_STACK_LINES = 25
+
+_EXIT_DETAIL = re.compile(r"Worker exit detail: (?P<detail>.*?)(?:\n|$)")
+
+
+def log_tail(address: WorkerAddress, lines: int = 15) -> list[str]:
+    """The last lines of a worker's log, read on the worker's own node."""
+    return _on_node(address, _read_tail, lines)
+
+
+def stacks(address: WorkerAddress) -> list[str]:
+    """The Python stacks of a live worker's threads, innermost frame first; empty when the process is gone."""
+    return _on_node(address, _dump_stacks, _STACK_LINES)
+
+
+def death_cause(error: Exception) -> str:
+    """One line out of Ray's account of how an actor ended."""
+    text = str(error)
+    found = _EXIT_DETAIL.search(text)
+    detail = found["detail"] if found else " ".join(text.split())
+    if "SIGKILL" in detail:
+        return "its process ended without a word (kill -9, the kernel's out-of-memory killer, or a crash)"
+    return detail[:300]
+
+
+def _on_node(address: WorkerAddress, look: object, lines: int) -> list[str]:
+    if address.hostname == socket.gethostname():
+        return look(address, lines)  # type: ignore[operator]
+    strategy = NodeAffinitySchedulingStrategy(address.node_id, soft=False)
+    task = ray.remote(look).options(num_cpus=0, scheduling_strategy=strategy)  # type: ignore[call-overload]
+    try:
+        return list(ray.get(task.remote(address, lines), timeout=_REMOTE_SECONDS))
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        return [f"(could not be read on node {address.node_ip}: {type(error).__name__})"]
+
+
+def _read_tail(address: WorkerAddress, lines: int) -> list[str]:
+    return tail(Path(address.log_file), lines) if address.log_file else []
+
+
+def _dump_stacks(address: WorkerAddress, lines: int) -> list[str]:
+    if not address.log_file:
+        return []
+    log = Path(address.log_file)
+    before = log.stat().st_size
+    try:
+        os.kill(address.pid, STACK_SIGNAL)
+    except ProcessLookupError:
+        return []
+    size, give_up = before, time.monotonic() + _STACK_SECONDS
+    while time.monotonic() < give_up:
+        time.sleep(0.05)
+        grown = log.stat().st_size
+        if grown > before and grown == size:
+            break
+        size = grown
+    return _main_thread(tail(log, 400, begin=before))[:lines]
+
+
+def _main_thread(dump: list[str]) -> list[str]:
+    """The part of a faulthandler dump that shows the thread which runs the worker's methods (the last one)."""
+    starts = [i for i, line in enumerate(dump) if line.startswith(("Thread 0x", "Current thread 0x"))]
+    return dump[starts[-1] :] if starts else dump

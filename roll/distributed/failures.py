@@ -1,0 +1,108 @@
+"""What can go wrong with a call, as exceptions that say who, where, how long, and why first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What is known of one rank when a call fails."""
+
+    rank: int
+    where: str = ""
+    """Process and node, ``pid 123 on 10.0.0.4``."""
+    error: str = ""
+    stack: str = ""
+    log_file: str | None = None
+    log_tail: list[str] = field(default_factory=list)
+
+
+class RemoteError(RuntimeError):
+    """A call to a cluster that did not end well.
+
+    Attributes: ``cluster`` (the role's name), ``method``, ``rank`` (the one to look at first), ``seconds`` since the
+    call began, ``silent_ranks`` (no answer yet), ``reports`` (of the ranks at fault).
+    """
+
+    verb = "failed"
+
+    def __init__(
+        self, cluster: str, method: str, seconds: float, reports: list[RankReport], silent_ranks: list[int]
+    ) -> None:
+        assert reports, "a failure is some rank's"
+        self.cluster = cluster
+        self.method = method
+        self.seconds = seconds
+        self.reports = reports
+        self.rank = reports[0].rank
+        self.silent_ranks = silent_ranks
+        super().__init__(self.describe())
+
+    def describe(self) -> str:
+        """The message: cause first, then the evidence."""
+        first = self.reports[0]
+        lines = [self._headline(first)]
+        lines += self._evidence(first)
+        others = [report.rank for report in self.reports[1:]]
+        if others:
+            lines.append(f"  then also rank {_ranks(others)}: {self.reports[1].error.splitlines()[0][:200]}")
+        if self.silent_ranks:
+            lines.append(f"  no answer from rank {_ranks(self.silent_ranks)}")
+        return "\n".join(lines)
+
+    def _headline(self, report: RankReport) -> str:
+        where = f" ({report.where})" if report.where else ""
+        return (
+            f"{self.cluster} rank {report.rank}{where} {self.verb} in {self.method!r} after {self.seconds:.1f} s: "
+            f"{report.error}"
+        )
+
+    def _evidence(self, report: RankReport) -> list[str]:
+        return _quoted("last lines of its log", report.log_file, report.log_tail)
+
+
+class WorkerDied(RemoteError):
+    """A worker's process ended: killed, out of memory, or crashed in native code."""
+
+    verb = "died"
+
+
+class WorkerFailed(RemoteError):
+    """A worker's method raised; ``reports[0].stack`` is its whole traceback."""
+
+    def _evidence(self, report: RankReport) -> list[str]:
+        frames = [line for line in report.stack.splitlines() if line.strip()]
+        lines = ["  raised at:"] + [f"    {line.rstrip()}" for line in frames[-9:-1]] if len(frames) > 2 else []
+        if report.log_file:
+            lines.append(f"  its log: {report.log_file}")
+        return lines
+
+
+class DeadlineExceeded(RemoteError):
+    """Ranks that did not answer in time; ``reports`` has where each of the first few stands."""
+
+    def _headline(self, report: RankReport) -> str:
+        return f"{self.cluster}: {self.method!r} was not done after {self.seconds:.1f} s; {report.error}"
+
+    def _evidence(self, report: RankReport) -> list[str]:
+        lines = []
+        for each in self.reports:
+            lines += _quoted(f"rank {each.rank} ({each.where}) stands at", each.log_file, each.log_tail)
+        return lines
+
+    def describe(self) -> str:
+        first = self.reports[0]
+        return "\n".join(
+            [self._headline(first), f"  no answer from rank {_ranks(self.silent_ranks)}", *self._evidence(first)]
+        )
+
+
+def _quoted(title: str, file: str | None, lines: list[str]) -> list[str]:
+    if not lines:
+        return [f"  its log: {file}"] if file else []
+    return [f"  {title}" + (f" ({file}):" if file else ":")] + [f"    {line}" for line in lines]
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ", ".join(str(rank) for rank in sorted(ranks))

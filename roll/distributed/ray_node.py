@@ -1,0 +1,124 @@
+"""One Ray node (head or joining) started in this process, with only the daemons that a run needs.
+
+``ray.init()`` also starts an autoscaler, a dashboard server and a log forwarder, which cost about 1.5 CPU-seconds at
+start on top of what is needed and bind to the host's outward address. Ray offers no public switch for that, so this
+module (and no other) uses Ray's own node class, the one behind ``ray start``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray._private.ray_constants
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+from ray._raylet import AuthenticationTokenLoader, Config
+
+from roll.distributed.resources import NODE_RANK_LABEL, SLOT_RESOURCE
+from roll.platforms import Platform
+
+LOOPBACK = "127.0.0.1"
+
+_MEBIBYTE = 1 << 20
+_SMALL_SHM = 256 * _MEBIBYTE
+
+SYSTEM_CONFIG: Mapping[str, Any] = {
+    # Workers start when an actor needs one, not by the number of CPUs; nobody reads metrics or event statistics.
+    "enable_worker_prestart": False,
+    "prestart_worker_first_driver": False,
+    "enable_metrics_collection": False,
+    "event_stats": False,
+    "task_events_report_interval_ms": 0,
+}
+
+
+class _LeanNode(Node):
+    """A node without the dashboard server, unless a port is asked for."""
+
+    def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
+        if include_dashboard:
+            super().start_api_server(include_dashboard=include_dashboard, raise_on_failure=raise_on_failure)
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """How a node is started."""
+
+    address: str
+    """The IP address that the node's servers bind to and announce."""
+    num_devices: int
+    """Logical device slots, on a host without accelerators."""
+    platform: Platform
+    rank: int = 0
+    gcs_port: int = 0
+    """Head: the port to serve the cluster's control service on; 0 takes a free one."""
+    gcs_address: str | None = None
+    """``host:port`` of the head to join; None starts a head."""
+    dashboard_port: int | None = None
+    object_store_bytes: int | None = None
+
+
+def start_node(options: NodeOptions, temp_dir: Path) -> Node:
+    """Start the daemons; they end with this process, however it ends.
+
+    Raises:
+        RuntimeError: Ray did not come up; its logs are under ``temp_dir``.
+    """
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = options.address != LOOPBACK
+    store_bytes, store_dir = object_store(options.object_store_bytes, temp_dir)
+    is_head = options.gcs_address is None
+    parameters = RayParams(
+        node_ip_address=options.address,
+        gcs_address=options.gcs_address,
+        gcs_server_port=options.gcs_port if is_head and options.gcs_port else None,
+        num_cpus=os.cpu_count(),
+        num_gpus=0 if options.platform.ray_resource is None else None,
+        resources={SLOT_RESOURCE: options.num_devices} if options.platform.ray_resource is None else None,
+        labels={NODE_RANK_LABEL: str(options.rank)},
+        include_dashboard=options.dashboard_port is not None,
+        dashboard_host=options.address,
+        dashboard_port=options.dashboard_port,
+        temp_dir=str(temp_dir),
+        object_store_memory=store_bytes,
+        plasma_directory=store_dir,
+        no_monitor=True,
+        include_log_monitor=False,
+        _system_config=dict(SYSTEM_CONFIG) if is_head else None,
+    )
+    return _LeanNode(parameters, head=is_head, shutdown_at_exit=False, spawn_reaper=True)
+
+
+def reload_auth() -> None:
+    """Make Ray read the authentication variables again; it does so by itself only when it is imported."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def connect(address: str, node_ip: str | None, runtime_env: Mapping[str, Any] | None = None) -> None:
+    """Make this process the driver of the cluster at ``address``."""
+    ray.init(
+        address=address,
+        _node_ip_address=node_ip,
+        log_to_driver=False,
+        logging_level="WARNING",
+        runtime_env=dict(runtime_env) if runtime_env else None,
+    )
+
+
+def object_store(wanted: int | None, temp_dir: Path) -> tuple[int, str | None]:
+    """Size of the object store in bytes, and its folder where shared memory will not do.
+
+    A third of the memory, at most 80% of ``/dev/shm``; where that is tiny (a container's default is 64 MiB), files in
+    the temporary folder serve instead.
+    """
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    shm = Path("/dev/shm")
+    free = shutil.disk_usage(shm).free if shm.exists() else 0
+    size = wanted or min(memory // 3, int(0.8 * free) if free >= _SMALL_SHM else memory // 3)
+    return size, None if size <= free else str(temp_dir)

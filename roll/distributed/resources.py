@@ -1,0 +1,163 @@
+"""Devices by their logical ids: which node and which local device each worker of a role gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+
+from roll.config.roles import WorkerConfig
+
+SLOT_RESOURCE = "roll_slot"
+"""The Ray resource of logical CPU slots on nodes without accelerators."""
+
+NODE_RANK_LABEL = "roll-node-rank"
+"""Ray node label: the place of a node in the order of device ids."""
+
+_ACCELERATORS = ("GPU", "NPU")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one worker runs."""
+
+    rank: int
+    node: int
+    """Index of the node: device ``i`` is on node ``i // num_devices_per_node``."""
+    bundle: int
+    """Index of the node's bundle in the placement group."""
+    device_ids: tuple[int, ...]
+    local_devices: tuple[int, ...] | None
+    """Devices of its node that the worker shall see; None where the cluster has no accelerators to hide."""
+
+
+class ResourceManager:
+    """Reserves the devices of a run and hands them out; roles whose lists overlap share devices.
+
+    Device ids are logical: id ``i`` is device ``i % num_devices_per_node`` of node ``i // num_devices_per_node``. On
+    nodes without accelerators ids are slots on the CPU.
+    """
+
+    def __init__(self, num_devices_per_node: int, num_nodes: int = 1, timeout: float = 60.0) -> None:
+        """Reserve ``num_nodes`` nodes with ``num_devices_per_node`` devices each. Ray must be running.
+
+        Raises:
+            ValueError: no such nodes in the cluster, or they are taken for longer than ``timeout`` seconds.
+        """
+        if num_devices_per_node < 1 or num_nodes < 1:
+            raise ValueError(
+                f"num_gpus_per_node ({num_devices_per_node}) and num_nodes ({num_nodes}) must be at least 1"
+            )
+        self.num_devices_per_node = num_devices_per_node
+        self.num_nodes = num_nodes
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        self._resource = _device_resource(nodes, num_devices_per_node, num_nodes)
+        self.placement_group = self._reserve(timeout)
+        self._bundles = _bundles_in_node_order(self.placement_group, nodes)
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_devices_per_node * self.num_nodes
+
+    @property
+    def has_accelerators(self) -> bool:
+        return self._resource in _ACCELERATORS
+
+    def place(self, name: str, role: WorkerConfig) -> list[Placement]:
+        """One placement a worker of the role, by rank.
+
+        ``device_mapping`` is cut, in order, into groups of ``num_gpus_per_worker``, one worker a group. A role without
+        it gets ``world_size`` (default 1) workers without devices, round-robin over the nodes.
+
+        Raises:
+            ValueError: an id that no device has, one listed twice, a list that does not divide into groups, or a group
+                across two nodes.
+        """
+        if role.device_mapping is None:
+            hidden = () if self.has_accelerators else None
+            return [
+                Placement(rank, rank % self.num_nodes, self._bundles[rank % self.num_nodes], (), hidden)
+                for rank in range(role.world_size or 1)
+            ]
+        self._check_mapping(name, role.device_mapping, role.num_gpus_per_worker)
+        size = role.num_gpus_per_worker
+        groups = [tuple(role.device_mapping[i : i + size]) for i in range(0, len(role.device_mapping), size)]
+        return [self._place_group(name, rank, group) for rank, group in enumerate(groups)]
+
+    def close(self) -> None:
+        """Give the devices back to Ray."""
+        remove_placement_group(self.placement_group)
+
+    def _place_group(self, name: str, rank: int, group: tuple[int, ...]) -> Placement:
+        nodes = {device // self.num_devices_per_node for device in group}
+        if len(nodes) > 1:
+            raise ValueError(
+                f"{name}.device_mapping: the devices {list(group)} of worker {rank} are on nodes {sorted(nodes)}, but "
+                f"a worker runs on one node (node n has ids n*{self.num_devices_per_node} to "
+                f"(n+1)*{self.num_devices_per_node}-1): reorder the list or lower num_gpus_per_worker"
+            )
+        node = nodes.pop()
+        local = tuple(device % self.num_devices_per_node for device in group) if self.has_accelerators else None
+        return Placement(rank, node, self._bundles[node], group, local)
+
+    def _check_mapping(self, name: str, mapping: list[int], group_size: int) -> None:
+        missing = [device for device in mapping if not 0 <= device < self.num_devices]
+        if missing:
+            raise ValueError(
+                f"{name}.device_mapping: device {', '.join(map(str, missing))} does not exist; {self.num_nodes} "
+                f"node(s) of num_gpus_per_node={self.num_devices_per_node} have ids 0 to {self.num_devices - 1}"
+            )
+        if len(set(mapping)) != len(mapping):
+            twice = sorted({device for device in mapping if mapping.count(device) > 1})
+            raise ValueError(f"{name}.device_mapping: device {', '.join(map(str, twice))} is listed twice")
+        if not mapping or len(mapping) % group_size:
+            raise ValueError(
+                f"{name}.device_mapping: {len(mapping)} devices do not divide into workers of "
+                f"num_gpus_per_worker={group_size}; list a multiple of {group_size}"
+            )
+
+    def _reserve(self, timeout: float) -> PlacementGroup:
+        amount = 1 if self._resource == "CPU" else self.num_devices_per_node
+        group = placement_group([{self._resource: amount}] * self.num_nodes, strategy="STRICT_SPREAD")
+        if not group.wait(timeout):
+            remove_placement_group(group)
+            raise ValueError(
+                f"{self.num_nodes} node(s) with {amount} free {self._resource} were not to be had within {timeout:g} "
+                f"s; free in the cluster: {ray.available_resources().get(self._resource, 0):g}. "
+                "Another run may hold them: wait for it, or lower num_gpus_per_node"
+            )
+        return group
+
+
+def _device_resource(nodes: list[dict[str, Any]], per_node: int, num_nodes: int) -> str:
+    """The resource that stands for devices: accelerators where any node has them, else slots, else (a Ray that this
+    project did not start) one CPU a node."""
+    for resource in (*_ACCELERATORS, SLOT_RESOURCE):
+        counts = sorted((int(node["Resources"].get(resource, 0)) for node in nodes), reverse=True)
+        if not counts or counts[0] == 0:
+            continue
+        enough = [count for count in counts if count >= per_node]
+        if len(enough) < num_nodes:
+            raise ValueError(
+                f"num_gpus_per_node={per_node} on {num_nodes} node(s) is more than there is: the nodes have {counts} "
+                f"{resource}; set num_gpus_per_node to at most {counts[min(num_nodes, len(counts)) - 1]}"
+                + (f" and device ids to fewer than {num_nodes} nodes" if num_nodes > len(counts) else "")
+            )
+        return resource
+    if len(nodes) < num_nodes:
+        raise ValueError(f"the run needs {num_nodes} node(s), the Ray cluster has {len(nodes)}")
+    return "CPU"
+
+
+def _bundles_in_node_order(group: PlacementGroup, nodes: list[dict[str, Any]]) -> list[int]:
+    """Bundle indices in the order of node ranks (then addresses), so that ids mean the same nodes in every run."""
+    by_id = {node["NodeID"]: node for node in nodes}
+
+    def order(item: tuple[int, str]) -> tuple[int, str]:
+        node = by_id[item[1]]
+        return int(node.get("Labels", {}).get(NODE_RANK_LABEL, 1 << 30)), node["NodeManagerAddress"]
+
+    located = placement_group_table(group)["bundles_to_node_id"]
+    return [bundle for bundle, _ in sorted(((int(b), n) for b, n in located.items()), key=order)]

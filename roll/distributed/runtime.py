@@ -1,0 +1,269 @@
+"""Starting, joining and leaving Ray, so that nothing of a run is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+import ray
+
+from roll.distributed.environment import NodeEnvironment
+from roll.distributed.processes import MARK_ENV, end_marked
+from roll.distributed.ray_node import LOOPBACK, NodeOptions, connect, reload_auth, start_node
+from roll.distributed.session_dir import session_dir
+from roll.distributed.worker_logs import LOG_DIR_ENV
+from roll.platforms import current_platform
+
+if TYPE_CHECKING:
+    from ray._private.node import Node
+
+logger = logging.getLogger(__name__)
+
+WORKER_DEFAULTS = {
+    # One thread a worker: several workers share the host's cores, and intra-op threads that fight cost more than they
+    # bring. `system_envs` overrides it.
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+RAY_SETTINGS = {
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES": "1",
+    "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES": "1",
+    "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_TQDM": "0",
+}
+
+_JOIN_SECONDS = 600.0
+_HEAD_POLL_SECONDS = 1.0
+_HEAD_MISSES = 3
+
+
+@dataclass(frozen=True)
+class RayRuntime:
+    """The Ray cluster that this process drives."""
+
+    address: str
+    owned: bool
+    """False for a cluster that ran before and goes on afterwards."""
+    log_dir: Path | None
+
+
+@contextlib.contextmanager
+def ray_runtime(
+    num_devices_per_node: int,
+    num_nodes: int = 1,
+    system_envs: Mapping[str, str] | None = None,
+    log_dir: Path | None = None,
+    object_store_bytes: int | None = None,
+    join_timeout: float = _JOIN_SECONDS,
+) -> Iterator[RayRuntime]:
+    """Ray, for the length of a ``with`` block.
+
+    * ``RAY_ADDRESS`` set: that cluster is used and left running.
+    * ``WORLD_SIZE`` (nodes) above 1: the node of ``RANK`` 0 starts the head at ``MASTER_ADDR:MASTER_PORT`` and waits
+      for the others. On every other node this call serves the run until the head is gone and then raises
+      ``SystemExit(0)``: the block runs on node 0 only.
+    * otherwise a private Ray is started on the loopback interface with ports and a folder of its own.
+
+    Leaving the block (by success, exception, Ctrl-C or SIGTERM) ends every process of the run on this node.
+
+    Args:
+        num_devices_per_node: Logical device slots of a node without accelerators.
+        num_nodes: Nodes to wait for at least.
+        system_envs: Variables for this process and all workers.
+        log_dir: Folder for one log file a worker; None: ``ROLL_LOG_DIR``, else they go with Ray's own logs.
+        object_store_bytes: Size of the object store; None: by the host's memory.
+        join_timeout: Seconds that nodes wait for each other.
+
+    Raises:
+        ValueError: environment variables that make no sense.
+        TimeoutError: the other nodes, or the head, did not come in time.
+    """
+    nodes = NodeEnvironment.from_environ(os.environ)
+    log_dir = log_dir or (Path(os.environ[LOG_DIR_ENV]) if os.environ.get(LOG_DIR_ENV) else None)
+    exported = {**(system_envs or {}), **({LOG_DIR_ENV: str(log_dir.resolve())} if log_dir else {})}
+    mark = uuid.uuid4().hex
+    defaults = {**WORKER_DEFAULTS, **RAY_SETTINGS, MARK_ENV: mark}
+    inherited = {name: value for name, value in defaults.items() if name not in os.environ} | exported
+    with _private_auth(nodes), _environment(exported), _orderly_end(mark):
+        if nodes.ray_address is not None:
+            with _connected(nodes.ray_address, None, inherited):
+                yield RayRuntime(nodes.ray_address, owned=False, log_dir=log_dir)
+            return
+        options = _node_options(nodes, num_devices_per_node, object_store_bytes)
+        if nodes.rank > 0:
+            _serve(options, inherited, join_timeout)
+        # Workers on this node inherit the environment; those of other nodes must be told.
+        told = inherited if nodes.world_size > 1 else None
+        with _own_node(options, inherited) as node, _connected(node.address, options.address, told):
+            _wait_for_nodes(nodes.world_size, num_nodes, join_timeout)
+            yield RayRuntime(node.address, owned=True, log_dir=log_dir)
+
+
+def _node_options(nodes: NodeEnvironment, num_devices: int, object_store_bytes: int | None) -> NodeOptions:
+    alone = nodes.world_size == 1
+    return NodeOptions(
+        address=LOOPBACK if alone else _own_address(nodes),
+        num_devices=num_devices,
+        platform=current_platform(),
+        rank=nodes.rank,
+        gcs_port=0 if alone else nodes.master_port,
+        gcs_address=f"{nodes.master_addr}:{nodes.master_port}" if nodes.rank > 0 else None,
+        dashboard_port=nodes.dashboard_port if nodes.rank == 0 else None,
+        object_store_bytes=object_store_bytes,
+    )
+
+
+def _own_address(nodes: NodeEnvironment) -> str:
+    """The address by which other nodes reach this one: the master's own on node 0, else the one that faces it."""
+    if nodes.rank == 0:
+        return socket.gethostbyname(nodes.master_addr)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((nodes.master_addr, nodes.master_port))  # sends nothing; picks the outgoing interface
+        return str(probe.getsockname()[0])
+
+
+@contextlib.contextmanager
+def _own_node(options: NodeOptions, inherited: Mapping[str, str]) -> Iterator[Node]:
+    with session_dir() as folder:
+        with _environment(inherited):
+            node = start_node(options, folder)
+        try:
+            yield node
+        finally:
+            _ignore_signals()
+            node.kill_all_processes(check_alive=False, allow_graceful=False)
+
+
+@contextlib.contextmanager
+def _connected(address: str, node_ip: str | None, told: Mapping[str, str] | None) -> Iterator[None]:
+    try:
+        connect(address, node_ip, {"env_vars": dict(told)} if told else None)
+        _exit_on_sigterm()  # ray.init() installs a handler of its own
+        yield
+    finally:
+        _ignore_signals()
+        ray.shutdown()
+
+
+def _serve(options: NodeOptions, inherited: Mapping[str, str], join_timeout: float) -> NoReturn:
+    """Be a node of somebody else's run until its head is gone."""
+    assert options.gcs_address is not None
+    host, _, port = options.gcs_address.rpartition(":")
+    head = (host, int(port))
+    give_up = time.monotonic() + join_timeout
+    while not _reachable(head):
+        if time.monotonic() > give_up:
+            raise TimeoutError(
+                f"no Ray head at {options.gcs_address} after {join_timeout:g} s: is the command running with RANK=0 on "
+                "that host, with the same MASTER_ADDR and MASTER_PORT?"
+            )
+        time.sleep(_HEAD_POLL_SECONDS)
+    with _own_node(options, inherited) as node:
+        logger.info("node %d serves the run of %s", options.rank, options.gcs_address)
+        misses = 0
+        while misses < _HEAD_MISSES:
+            time.sleep(_HEAD_POLL_SECONDS)
+            misses = 0 if _reachable(head) else misses + 1
+            if node.dead_processes():
+                raise RuntimeError(f"Ray's processes on node {options.rank} ended while the head still runs")
+    raise SystemExit(0)
+
+
+def _reachable(address: tuple[str, int]) -> bool:
+    try:
+        with socket.create_connection(address, timeout=2.0):
+            return True
+    except OSError:
+        return False
+
+
+def _wait_for_nodes(world_size: int, num_nodes: int, join_timeout: float) -> None:
+    if num_nodes > world_size:
+        raise ValueError(
+            f"the device ids need {num_nodes} nodes, but WORLD_SIZE={world_size}: start the command on {num_nodes} "
+            f"nodes with WORLD_SIZE={num_nodes}, or use fewer devices"
+        )
+    give_up = time.monotonic() + join_timeout
+    while (present := sum(node["Alive"] for node in ray.nodes())) < world_size:
+        if time.monotonic() > give_up:
+            raise TimeoutError(f"{present} of WORLD_SIZE={world_size} nodes joined within {join_timeout:g} s")
+        time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def _private_auth(nodes: NodeEnvironment) -> Iterator[None]:
+    """A private Ray answers to this run only, whoever else is on the host, by a token that only its processes know.
+
+    Where the user has chosen, or an existing cluster or several nodes are concerned, Ray's own variables say what holds.
+    """
+    chosen = any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if chosen or nodes.ray_address is not None or nodes.world_size > 1:
+        yield
+        return
+    try:
+        with _environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}):
+            reload_auth()
+            yield
+    finally:
+        reload_auth()
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _orderly_end(mark: str) -> Iterator[None]:
+    """SIGTERM ends the block like an exception; on the way out signals wait until no process of the run is left."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    _exit_on_sigterm()
+    try:
+        yield
+    finally:
+        _ignore_signals()
+        end_marked(mark)
+        for number, handler in before.items():
+            _set_handler(number, handler)
+
+
+def _exit_on_sigterm() -> None:
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    _set_handler(signal.SIGTERM, leave)
+
+
+def _ignore_signals() -> None:
+    _set_handler(signal.SIGINT, signal.SIG_IGN)
+    _set_handler(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _set_handler(number: signal.Signals, handler: object) -> None:
+    if threading.current_thread() is threading.main_thread():  # Python allows it nowhere else
+        signal.signal(number, handler)  # type: ignore[arg-type]

@@ -1,0 +1,132 @@
+"""The base class of everything that runs in a cluster's processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from roll.config.roles import WorkerConfig
+from roll.distributed.registration import Dispatch, register
+from roll.platforms import current_platform
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from roll.protocol.rank import RankInfo
+
+logger = logging.getLogger(__name__)
+
+_FAREWELL_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """What a worker is told about itself."""
+
+    cluster_name: str
+    role: WorkerConfig
+    rank: int
+    world_size: int
+    device_ids: tuple[int, ...] = ()
+    """Logical ids of this worker's devices, as written in ``device_mapping``; empty for a CPU-only role."""
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    """Where rank 0 serves the rendezvous of the process group."""
+    listen_fd: int | None = None
+    """On rank 0: the listening socket behind ``master_port``, taken when the actor started so that nobody else can."""
+    seed: int = 42
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What the pipeline hands to the workers of this cluster beyond their role."""
+
+    @property
+    def worker_name(self) -> str:
+        return f"{self.cluster_name}-{self.rank}"
+
+
+class Worker:
+    """One process of a cluster. Subclasses add registered methods; heavy imports belong into those."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+        self._store: dist.Store | None = None
+
+    @property
+    def rank_info(self) -> RankInfo:
+        """Where this rank stands; plain data parallelism unless a subclass's strategy knows better."""
+        from roll.protocol.rank import RankInfo
+
+        rank, world_size = self.context.rank, self.context.world_size
+        return RankInfo(rank=rank, world_size=world_size, dp_rank=rank, dp_size=world_size)
+
+    def init_process_group(self) -> None:
+        """Collective. Join the cluster's ``torch.distributed`` group; a second call does nothing.
+
+        The backend is the platform's; a collective that takes longer than the role's ``backend_timeout`` (minutes)
+        raises.
+        """
+        if self._store is not None:
+            return
+        import torch.distributed as dist
+
+        context, platform = self.context, current_platform()
+        timeout = timedelta(minutes=context.role.backend_timeout)
+        self._store = dist.TCPStore(
+            context.master_addr,
+            context.master_port,
+            context.world_size,
+            is_master=context.rank == 0,
+            timeout=timeout,
+            master_listen_fd=context.listen_fd,
+        )
+        if platform.device_type != "cpu":
+            platform.set_device(0)
+        dist.init_process_group(
+            platform.process_group_backend,
+            store=dist.PrefixStore("default", self._store),
+            rank=context.rank,
+            world_size=context.world_size,
+            timeout=timeout,
+        )
+        logger.info("process group of %d ranks on %s", context.world_size, platform.collective_backend)
+
+    def ping(self) -> int:
+        """The process id: an answer shows that the worker is there and not busy."""
+        return os.getpid()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def memory_stats(self) -> dict[str, int]:
+        """Bytes in use and at peak (:meth:`roll.platforms.Platform.memory_stats`)."""
+        return current_platform().memory_stats()
+
+    def close(self) -> None:
+        """Hook: free what the worker holds; called once, before its process ends in good order."""
+
+    def shutdown(self) -> None:
+        """Collective. End in good order: :meth:`close`, then leave the process group together with the other ranks."""
+        self.close()
+        if self._store is None:
+            return
+        import torch.distributed as dist
+
+        # All ranks arrive before any leaves, else gloo's threads may abort a peer that is still in the group; and
+        # rank 0, which serves the store, leaves last. A count in the store works on every backend.
+        self._count_in("leaving")
+        dist.destroy_process_group()
+        if self.context.rank == 0:
+            self._count_in("left")
+        else:
+            self._store.add("left", 1)
+        self._store = None
+
+    def _count_in(self, key: str) -> None:
+        assert self._store is not None
+        give_up = time.monotonic() + _FAREWELL_SECONDS
+        arrived = self._store.add(key, 1)
+        while arrived < self.context.world_size and time.monotonic() < give_up:
+            time.sleep(0.01)
+            arrived = self._store.add(key, 0)
