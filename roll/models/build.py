@@ -86,13 +86,25 @@ def build_model(args: ModelArguments, head: HeadName, dtype: torch.dtype = torch
 
 
 def load_config(args: ModelArguments) -> PretrainedConfig:
-    """The model's configuration with ``model_config_kwargs`` applied, no dropout and no KV cache."""
+    """The model's configuration with ``model_config_kwargs`` applied, and no dropout.
+
+    Raises:
+        ValueError: a key in ``model_config_kwargs`` that this configuration does not have.
+    """
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(
-        args.model_name_or_path, trust_remote_code=args.trust_remote_code, **args.model_config_kwargs
+    assert args.model_name_or_path
+    config, unused = AutoConfig.from_pretrained(
+        args.model_name_or_path,
+        trust_remote_code=args.trust_remote_code,
+        return_unused_kwargs=True,
+        **args.model_config_kwargs,
     )
-    config.use_cache = False
+    if unused:
+        raise ValueError(
+            f"model_args.model_config_kwargs: the {config.model_type} configuration has no {', '.join(sorted(unused))}; "
+            f"it has {', '.join(sorted(key for key in config.to_dict() if not key.startswith('_')))}"
+        )
     for key in _DROPOUT_KEYS:
         if hasattr(config, key) and key not in args.model_config_kwargs:
             setattr(config, key, 0.0)
@@ -108,28 +120,14 @@ def attention_implementation(args: ModelArguments) -> str:
 def enable_gradient_checkpointing(model: PreTrainedModel, args: ModelArguments) -> None:
     """Compute each layer's activations again in the backward pass, unless the role says otherwise."""
     if not args.disable_gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": args.gradient_checkpointing_use_reentrant})
-        model.enable_input_require_grads() if args.gradient_checkpointing_use_reentrant else None
+        # Renamed within transformers 5; the old name warns where the new one exists.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": args.gradient_checkpointing_use_reentrant})
 
 
 def has_tied_embeddings(model: PreTrainedModel) -> bool:
     output = model.get_output_embeddings()
     return output is not None and output.weight is model.get_input_embeddings().weight
-
-
-def refuse_partial_attention(config: PretrainedConfig, feature: str) -> None:
-    """Raise ValueError unless every layer is full causal softmax attention."""
-    layer_types = getattr(config, "layer_types", None) or []
-    other = sorted({kind for kind in layer_types if kind != "full_attention"})
-    if not layer_types and getattr(config, "sliding_window", None):
-        other = ["sliding_attention"]
-    if getattr(config, "model_type", "") in {"mamba", "mamba2", "rwkv", "falcon_mamba"}:
-        other = [config.model_type]
-    if other:
-        raise ValueError(
-            f"{feature}: the {config.model_type} model has layers of type {', '.join(other)}; this works only with "
-            f"full attention in every layer. Set {feature}: false"
-        )
 
 
 def _refuse_changed_logits(config: PretrainedConfig, path: str) -> None:

@@ -4,30 +4,61 @@ A batch has one row a sample: ``[prompt | response | padding]``.  A layout says 
 which hidden state predicts which response token, and where in the batch the result is written.  Two layouts are here:
 
 * :func:`row_layout`: the rows as they are, without the columns that predict nothing;
-* :func:`shared_prompt_layout`: adjacent rows with the same prompt become one sequence
-  ``[prompt | response 1 | response 2 | ...]``, in which each response sees the prompt and itself only and has the
-  positions that it would have behind its own copy of the prompt.  Log-probs and gradients are the same, and the prompt
-  is computed once.
+* :func:`shared_prompt_layout`: adjacent rows with the same prompt become ``[prompt | response 1 | response 2 | ...]``,
+  in which each response sees the prompt and itself only, at the positions it would have behind its own copy of the
+  prompt.  Log-probs and gradients are the same, the prompt is computed once, and no padding is computed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True)
-class TokenLayout:
+class _OnDevice:
+    def to(self, device: torch.device) -> Self:
+        """A copy on ``device``; itself where it is there already."""
+        moved = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, torch.Tensor | _OnDevice):
+                moved[item.name] = value.to(device)
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class PromptParts(_OnDevice):
+    """A flat run of N tokens as G prompts (padded to P) and B response parts (padded to R), for attention.
+
+    Indices of padding point at token 0: harmless, because nothing looks at the result.
+    """
+
+    prompts: Tensor
+    """int64 (G, P), indices into the N tokens."""
+    parts: Tensor
+    """int64 (B, R), indices into the N tokens."""
+    prompt_of_part: Tensor
+    """int64 (B,)."""
+    part_mask: Tensor
+    """bool (B or 1, 1, R, P + R): what a response token may see of its prompt and of its own part."""
+    restore: Tensor
+    """int64 (N,), where each token stands in the prompts followed by the parts, both flattened."""
+
+
+@dataclass(frozen=True)
+class TokenLayout(_OnDevice):
     """What the model computes for one micro-batch of B rows and length L: S sequences of length T."""
 
     input_ids: Tensor
     """int64 (S, T)."""
     position_ids: Tensor | None
     """int64 (S, T), or None for 0..T-1 in every sequence."""
-    attention_mask: Tensor | None
-    """bool (S, 1, T, T), True where the query (third axis) may see the key (fourth), or None for plain causal."""
+    prompt_parts: PromptParts | None
+    """Who sees whom, where prompts are shared; None: every token what is before it in its sequence."""
     predictors: Tensor
     """int64 (N,), indices into the flattened (S * T) hidden states: the one that predicts each response token."""
     targets: Tensor
@@ -35,19 +66,9 @@ class TokenLayout:
     destinations: Tensor
     """int64 (N,), indices of the response tokens in the flattened (B * L) batch."""
 
-    def to(self, device: torch.device) -> TokenLayout:
-        if self.input_ids.device == device:
-            return self
-        moved = {
-            name: value.to(device, non_blocking=True)
-            for name, value in vars(self).items()
-            if isinstance(value, torch.Tensor)
-        }
-        return replace(self, **moved)
-
-    def scatter(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
+    def scatter(self, values: Tensor, shape: torch.Size) -> Tensor:
         """Put (N,) values at their places in a (B, L) tensor of zeros; gradients flow back to ``values``."""
-        flat = values.new_zeros(shape[0] * shape[1])
+        flat = values.new_zeros(shape.numel())
         return flat.scatter(0, self.destinations, values).view(shape)
 
 
@@ -58,13 +79,12 @@ def row_layout(input_ids: Tensor, response_mask: Tensor) -> TokenLayout:
         input_ids: int64 (B, L), right-padded.
         response_mask: bool (B, L); its first column is ignored (nothing predicts the first token).
     """
-    targets_at = response_mask[:, 1:].nonzero()
-    rows, columns = targets_at[:, 0], targets_at[:, 1]
+    rows, columns = response_mask[:, 1:].nonzero(as_tuple=True)
     width = int(columns.max()) + 1 if len(columns) else 1
     return TokenLayout(
         input_ids=input_ids[:, :width],
         position_ids=None,
-        attention_mask=None,
+        prompt_parts=None,
         predictors=rows * width + columns,
         targets=input_ids[rows, columns + 1],
         destinations=rows * input_ids.shape[1] + columns + 1,
@@ -72,11 +92,11 @@ def row_layout(input_ids: Tensor, response_mask: Tensor) -> TokenLayout:
 
 
 def shared_prompt_layout(input_ids: Tensor, response_mask: Tensor) -> TokenLayout:
-    """Adjacent rows with the same prompt as one sequence.
+    """Adjacent rows with the same prompt behind one copy of it, all in one flat run of tokens.
 
     A row's prompt is everything before its first response token; what follows (in multi-turn work the environment's
-    tokens too) is its response part.  Rows without a response token take no part.  Without any two rows that share a
-    prompt this is :func:`row_layout`, whose attention needs no mask.
+    tokens too) is its response part.  Rows without a response token take no part.  Where no two rows share a prompt
+    this is :func:`row_layout`.
 
     Args: as :func:`row_layout`.
     """
@@ -93,34 +113,19 @@ def shared_prompt_layout(input_ids: Tensor, response_mask: Tensor) -> TokenLayou
         return row_layout(input_ids, response_mask)
 
     group = leads.cumsum(0) - 1
-    num_groups = int(group[-1]) + 1
-    # The last response token predicts nothing, so a response part has last - first tokens.
-    part_lengths = last - first
-    ends = part_lengths.cumsum(0)
-    starts = ends - part_lengths
-    offsets = first + starts - starts[leads][group]
-    width = int((offsets + part_lengths).max())
-
-    # slots[b, t]: where token t of row b stands in the flattened (num_groups * width) layout.
     in_prompt = columns < first[:, None]
-    within = torch.where(in_prompt, columns, offsets[:, None] + columns - first[:, None])
-    slots = group[:, None] * width + within
-    laid_out = (in_prompt & leads[:, None]) | (~in_prompt & (columns < last[:, None]))
-
-    new_ids = ids.new_zeros(num_groups * width)
-    positions = torch.zeros_like(new_ids)
-    part = torch.full_like(new_ids, -1)
-    # Parts are numbered by row (from 1; any numbers that differ will do), a prompt is part 0, padding part -1.
-    part_of_row = torch.arange(1, len(rows) + 1, device=ids.device)[:, None]
-    new_ids[slots[laid_out]] = ids[laid_out]
-    positions[slots[laid_out]] = columns.expand_as(ids)[laid_out]
-    part[slots[laid_out]] = torch.where(in_prompt, 0, part_of_row)[laid_out]
+    # The last response token predicts nothing, so a response part ends before it.
+    used = (in_prompt & leads[:, None]) | (~in_prompt & (columns < last[:, None]))
+    # slots[b, t]: where token t of row b stands among the tokens used; that of a shared prompt is with its first row.
+    order = used.flatten().cumsum(0).view_as(ids) - 1
+    leaders = leads.nonzero()[:, 0][group]
+    slots = torch.where(in_prompt, order[leaders], order)
 
     row_index, column_index = mask.nonzero(as_tuple=True)
     return TokenLayout(
-        input_ids=new_ids.view(num_groups, width),
-        position_ids=positions.view(num_groups, width),
-        attention_mask=_part_mask(part.view(num_groups, width)),
+        input_ids=ids[used][None],
+        position_ids=columns.expand_as(ids)[used][None],
+        prompt_parts=_prompt_parts(slots, used, leads, group, first, last),
         predictors=slots[row_index, column_index - 1],
         targets=ids[row_index, column_index],
         destinations=rows[row_index] * length + column_index,
@@ -135,11 +140,28 @@ def _leads_a_group(ids: Tensor, first: Tensor, columns: Tensor) -> Tensor:
     return leads
 
 
-def _part_mask(part: Tensor) -> Tensor:
-    """bool (S, 1, T, T) from the part number (S, T) of each token: the prompt (0) and one's own part, up to oneself.
+def _prompt_parts(
+    slots: Tensor, used: Tensor, leads: Tensor, group: Tensor, first: Tensor, last: Tensor
+) -> PromptParts:
+    """Cut the flat tokens into prompts and parts. ``slots`` and ``used`` are (B, L), the rest (B,)."""
+    device = slots.device
+    prompt_lengths, part_lengths = first[leads], last - first
+    prompt_width, part_width = int(prompt_lengths.max()), max(1, int(part_lengths.max()))
+    prompt_columns = torch.arange(prompt_width, device=device)
+    part_columns = torch.arange(part_width, device=device)
+    is_prompt = prompt_columns < prompt_lengths[:, None]
+    is_part = part_columns < part_lengths[:, None]
+    prompts = torch.where(is_prompt, slots[leads, :prompt_width], 0)
+    part_source = (first[:, None] + part_columns).clamp_(max=slots.shape[1] - 1)
+    parts = torch.where(is_part, slots.gather(1, part_source), 0)
 
-    Padding (-1) sees the prompt and the padding before it, so that no softmax is over nothing.
-    """
-    query, key = part[:, None, :, None], part[:, None, None, :]
-    causal = torch.ones(part.shape[1], part.shape[1], dtype=torch.bool, device=part.device).tril()
-    return ((key == 0) | (key == query)) & causal
+    restore = torch.empty(int(used.sum()), dtype=torch.int64, device=device)
+    restore[prompts[is_prompt]] = is_prompt.flatten().nonzero()[:, 0]
+    restore[parts[is_part]] = is_part.flatten().nonzero()[:, 0] + is_prompt.numel()
+
+    seen = is_prompt[group] if not bool(is_prompt.all()) else is_prompt[:1]
+    own = torch.ones(part_width, part_width, dtype=torch.bool, device=device).tril()
+    part_mask = torch.cat(
+        [seen[:, None].expand(-1, part_width, -1), own.expand(len(seen), part_width, part_width)], dim=2
+    )
+    return PromptParts(prompts, parts, group, part_mask[:, None], restore)

@@ -48,7 +48,8 @@ def token_log_probs(
 
     Args:
         hidden: (N, H), any float dtype; N may be 0.
-        weight: (V, H), the dtype of ``hidden``. The matrix product runs in that dtype, all else in float32.
+        weight: (V, H), the dtype of ``hidden``. The matrix product runs in that dtype, all else in float32 (in
+            float64 where they are float64).
         targets: int64 (N,).
         bias: (V,) or None.
         temperature: greater than 0.
@@ -67,16 +68,20 @@ def token_log_probs(
 
 def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     """float32 (n, V) log-softmax of one chunk."""
-    logits = torch.nn.functional.linear(hidden, weight, bias).float()
+    logits = torch.nn.functional.linear(hidden, weight, bias).to(_math_dtype(hidden))
     if temperature != 1.0:
         logits = logits.div_(temperature)
     return torch.log_softmax(logits, dim=-1)
 
 
+def _math_dtype(hidden: Tensor) -> torch.dtype:
+    return torch.promote_types(hidden.dtype, torch.float32)
+
+
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, with_entropy, chunk, keep):  # type: ignore[no-untyped-def]
-        log_probs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+        log_probs = hidden.new_empty(hidden.shape[0], dtype=_math_dtype(hidden))
         entropy = torch.empty_like(log_probs) if with_entropy else None
         kept: list[Tensor] = []
         for start in range(0, hidden.shape[0], chunk):

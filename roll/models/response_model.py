@@ -44,15 +44,14 @@ class ResponseModel(nn.Module):
 
         ``values[i]`` is the value of the state in which response token i is about to be sampled.
         """
+        # A layout without shared prompts must not meet a model that would take the keyword for something else.
+        extra = {} if layout.prompt_parts is None else {"prompt_parts": layout.prompt_parts}
         hidden = self.language_model.base_model(
-            input_ids=layout.input_ids,
-            attention_mask=layout.attention_mask,
-            position_ids=layout.position_ids,
-            use_cache=False,
+            input_ids=layout.input_ids, position_ids=layout.position_ids, use_cache=False, **extra
         ).last_hidden_state
         hidden = hidden.flatten(0, 1).index_select(0, layout.predictors)
         if "values" in outputs:
-            return {"values": self.language_model.score(hidden)[:, 0].float()}
+            return {"values": self.language_model.get_submodule("score")(hidden)[:, 0].float()}
         head = self.language_model.get_output_embeddings()
         log_probs, entropy = head.log_probs(hidden, layout.targets, temperature, "entropy" in outputs)
         computed = {"log_probs": log_probs, "entropy": entropy}

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -23,6 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.optim import Optimizer
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ def save(path: Path, model: nn.Module, optimizer: Optimizer | None, step: int) -
     """Collective. Write parameters, optimizer (unless None), step and RNG states; parameters must be sharded."""
     rank = dist.get_rank()
     path.mkdir(parents=True, exist_ok=True)
-    dcp.save(_state_dict(model, optimizer), checkpoint_id=path / _TENSORS)
+    save_distributed(_state_dict(model, optimizer), checkpoint_id=path / _TENSORS)
     torch.save(_rng_state(), path / f"rng_rank{rank}.pt")
     if rank == 0:
         state = {"step": step, "world_size": dist.get_world_size(), "has_optimizer": optimizer is not None}
@@ -55,7 +56,7 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
         raise FileNotFoundError(f"{path}: not a training checkpoint ({_STATE} is missing)")
     state = json.loads((path / _STATE).read_text())
     restored = _state_dict(model, optimizer if state["has_optimizer"] else None)
-    dcp.load(restored, checkpoint_id=path / _TENSORS)
+    load_distributed(restored, checkpoint_id=path / _TENSORS)
     set_model_state_dict(model, restored["model"])
     if state["has_optimizer"]:
         set_optimizer_state_dict(model, optimizer, restored["optimizer"])
@@ -77,7 +78,8 @@ def _state_dict(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]
 
 def _rng_state() -> dict[str, Any]:
     """Tensors and plain values only, so that reading it back cannot run code."""
-    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    numpy_state: Any = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, gauss = numpy_state
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),

@@ -19,6 +19,7 @@ from roll.config.roles import ModelArguments
 from roll.config.strategy import Fsdp2StrategyConfig, WrapPolicy
 from roll.models.build import DTYPES, has_tied_embeddings
 from roll.models.response_model import ResponseModel
+from roll.platforms import current_platform
 
 
 def compute_dtype(args: ModelArguments, config: Fsdp2StrategyConfig) -> torch.dtype:
@@ -27,12 +28,19 @@ def compute_dtype(args: ModelArguments, config: Fsdp2StrategyConfig) -> torch.dt
 
 def shard_model(
     model: ResponseModel, mesh: DeviceMesh, args: ModelArguments, config: Fsdp2StrategyConfig
-) -> FSDPModule:
+) -> FSDPModule | None:
     """Turn ``model`` into an FSDP root over ``mesh``, in place; gradients become plain sums over all ranks.
+
+    Returns:
+        The root, or None for one rank in float32 without offload: nothing is sharded, cast or moved there, so the
+        module stays as it is and pays for no hooks.
 
     Raises:
         ValueError: a wrap policy that names no module of this model.
     """
+    if mesh.size() == 1 and compute_dtype(args, config) is torch.float32 and not config.offload_policy:
+        model.to(mesh.device_type)
+        return None
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": config.reshard_after_forward,
@@ -41,7 +49,7 @@ def shard_model(
         ),
     }
     if config.offload_policy:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=current_platform().pin_memory)
     for unit in _units(model, config.wrap_policy):
         fully_shard(unit, **options)
     if config.wrap_policy.wrap_lm_output:
@@ -58,7 +66,9 @@ def shard_model(
 def _units(model: ResponseModel, policy: WrapPolicy) -> list[nn.Module]:
     """The modules to shard apart from the root, innermost first."""
     language_model = model.language_model
-    names = set(policy.transformer_layer_cls_to_wrap or getattr(language_model, "_no_split_modules", None) or ())
+    chosen = policy.transformer_layer_cls_to_wrap
+    # An empty list is a choice too: one unit for everything, the cheapest way for a very small model.
+    names = set(getattr(language_model, "_no_split_modules", None) or () if chosen is None else chosen)
     experts = set(policy.moe_experts or ())
     units = [module for module in model.modules() if type(module).__name__ in experts]
     units += [module for module in model.modules() if type(module).__name__ in names]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -13,9 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from roll.config.roles import WorkerConfig
 from roll.config.strategy import Fsdp2StrategyConfig, typed_strategy_config
-from roll.models.build import build_model, has_tied_embeddings, refuse_partial_attention
+from roll.models.build import build_model, has_tied_embeddings
 from roll.models.layouts import TokenLayout, row_layout, shared_prompt_layout
 from roll.models.response_model import ResponseModel
+from roll.models.shared_prompt import use_shared_prompt_attention
+from roll.platforms import current_platform
 from roll.strategies.base import ModelHead, ModelStrategy, Output, RankInfo, StateKind, TensorBatch
 from roll.strategies.fsdp2.mesh import build_mesh
 from roll.strategies.fsdp2.sharding import compute_dtype, shard_model
@@ -33,7 +34,9 @@ class Fsdp2InferStrategy(ModelStrategy):
         assert isinstance(config, Fsdp2StrategyConfig), config
         self.config = config
         self.compute_dtype = compute_dtype(role.model_args, config)
-        self.device = _own_device()
+        self.platform = current_platform()
+        self.platform.set_device()
+        self.device = self.platform.device()
 
     def initialize(self, num_training_steps: int = 0) -> None:
         """Collective. Build and shard the model.
@@ -55,7 +58,7 @@ class Fsdp2InferStrategy(ModelStrategy):
         self.mesh = build_mesh(self.device.type, self.world_size, self.config.fsdp_size)
         language_model = build_model(self.role.model_args, self.head.value, storage_dtype)
         if self.role.use_prefix_sharing:
-            refuse_partial_attention(language_model.config, "use_prefix_sharing")
+            use_shared_prompt_attention(language_model, "use_prefix_sharing")
         self.model = ResponseModel(language_model)
         self.root = shard_model(self.model, self.mesh, self.role.model_args, self.config)
 
@@ -81,9 +84,8 @@ class Fsdp2InferStrategy(ModelStrategy):
             if start < shape[0]:
                 cut = part["input_ids"].shape
                 for name, values in computed.items():
-                    results[name][start : start + cut[0], : cut[1]] = layout.scatter(values.to(device), tuple(cut))
-        # A root stays gathered after a forward pass without a backward pass; what follows expects shards.
-        self.root.reshard()
+                    results[name][start : start + cut[0], : cut[1]] = layout.scatter(values.to(device), cut)
+        self._reshard()
         self.model.train(was_training)
         return results
 
@@ -105,9 +107,9 @@ class Fsdp2InferStrategy(ModelStrategy):
     def offload_states(self, include: Collection[StateKind]) -> None:
         """Move to host memory. Nothing to do on a CPU, or where ``offload_policy`` keeps everything there already."""
         if self._moves_states() and StateKind.MODEL_PARAMS in include:
-            self.root.reshard()
+            self._reshard()
             self.model.to("cpu")
-            torch.cuda.empty_cache()
+            self.platform.empty_cache()
 
     def load_states(self, include: Collection[StateKind]) -> None:
         if self._moves_states() and StateKind.MODEL_PARAMS in include:
@@ -130,22 +132,30 @@ class Fsdp2InferStrategy(ModelStrategy):
                 if names[id(parameter)] == embeddings:
                     weights[name] = weights[embeddings]
         language_model.save_pretrained(path, state_dict=weights)
+        # The model wrote the type of the weights it holds (float32 master weights), not of those it was given.
+        language_model.config.dtype = self.compute_dtype
+        language_model.config.save_pretrained(path)
 
     def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters, tied ones once, then persistent buffers, under their Hugging Face names."""
-        self.root.reshard()
+        self._reshard()
         language_model = self.model.language_model
         yield from language_model.named_parameters()
         persistent = language_model.state_dict().keys()
         yield from ((name, buffer) for name, buffer in language_model.named_buffers() if name in persistent)
 
+    def _reshard(self) -> None:
+        """A root stays gathered after a forward pass without a backward pass; what comes next expects shards."""
+        if self.root is not None:
+            self.root.reshard()
+
     def _wire_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         return self.compute_dtype if tensor.is_floating_point() else tensor.dtype
 
     def _gather(self, tensor: torch.Tensor, to_cpu: bool = False) -> torch.Tensor:
-        tensor = tensor.detach().to(self._wire_dtype(tensor))
+        tensor = tensor.detach().to(self.device, self._wire_dtype(tensor))
         if isinstance(tensor, DTensor):
-            tensor = tensor.to(self.device).full_tensor()
+            tensor = tensor.full_tensor()
         if to_cpu:
             tensor = tensor.cpu() if self.rank == 0 else tensor.new_empty(0)
         return tensor
@@ -168,11 +178,3 @@ class Fsdp2InferStrategy(ModelStrategy):
 
     def _moves_states(self) -> bool:
         return self.device.type != "cpu" and not self.config.offload_policy
-
-
-def _own_device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device

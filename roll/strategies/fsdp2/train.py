@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection
 from pathlib import Path
 
@@ -80,7 +81,7 @@ class Fsdp2TrainStrategy(Fsdp2InferStrategy, TrainStrategy):
         """Forward and backward of one micro-batch. One with nothing to predict still takes part in all collectives."""
         layout = self._layout(part).to(self.device)
         computed = self.model(layout, [str(name) for name in outputs], temperature)
-        shape = tuple(part["input_ids"].shape)
+        shape = part["input_ids"].shape
         aligned = {name: layout.scatter(values, shape) for name, values in computed.items()}
         if is_empty(part):
             _zero_loss(aligned).backward()
@@ -96,7 +97,7 @@ class Fsdp2TrainStrategy(Fsdp2InferStrategy, TrainStrategy):
         norm = float(global_norm(gradients, self._shard_group(), self.device))
         learning_rate = self.schedule(self.step)
         metrics: Metrics = {"grad_norm": Mean(norm), "lr": Mean(learning_rate)}
-        if torch.isfinite(torch.tensor(norm)):
+        if math.isfinite(norm):
             if self.max_grad_norm is not None:
                 clip_(gradients, norm, self.max_grad_norm)
             for group in self.optimizer.param_groups:
@@ -111,7 +112,7 @@ class Fsdp2TrainStrategy(Fsdp2InferStrategy, TrainStrategy):
 
     def _sync_gradients(self, last: bool) -> None:
         """Sum gradients over shards at every micro-batch or at the last one only; over replicas at the last one."""
-        if self.world_size == 1:
+        if self.root is None or self.world_size == 1:
             return
         if not self.config.reduce_scatter_during_grad_accumulation:
             self.root.set_requires_gradient_sync(last)
@@ -142,7 +143,7 @@ class Fsdp2TrainStrategy(Fsdp2InferStrategy, TrainStrategy):
         super().offload_states(include)
         if self._moves_states() and StateKind.OPTIMIZER_STATES in include:
             self._move_optimizer(torch.device("cpu"))
-            torch.cuda.empty_cache()
+            self.platform.empty_cache()
 
     def load_states(self, include: Collection[StateKind]) -> None:
         super().load_states(include)
@@ -154,7 +155,7 @@ class Fsdp2TrainStrategy(Fsdp2InferStrategy, TrainStrategy):
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     state[key] = value.to(device, non_blocking=True)
-        torch.cuda.synchronize(self.device)
+        self.platform.synchronize()
 
 
 def _zero_loss(outputs: TensorBatch) -> torch.Tensor:

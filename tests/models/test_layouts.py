@@ -1,0 +1,150 @@
+"""Layouts say where every response token is predicted and written; shared prompts change no number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll.models.layouts import TokenLayout, row_layout, shared_prompt_layout
+from roll.models.response_model import ResponseModel
+from roll.models.shared_prompt import use_shared_prompt_attention
+
+VOCABULARY = 40
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    """Groups behind one prompt, of any lengths; some rows without response, some with gaps in it."""
+    rows: list[tuple[list[int], list[bool]]] = []
+    token = st.integers(1, 3)
+    for _ in range(draw(st.integers(1, 4))):
+        prompt = draw(st.lists(token, min_size=1, max_size=6))
+        for _ in range(draw(st.integers(1, 4))):
+            response = draw(st.lists(token, min_size=0, max_size=5))
+            sampled = draw(st.lists(st.booleans(), min_size=len(response), max_size=len(response)))
+            rows.append((prompt + response, [False] * len(prompt) + sampled))
+    width = max(len(ids) for ids, _ in rows) + draw(st.integers(0, 3))
+    input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    mask = torch.zeros(len(rows), width, dtype=torch.bool)
+    for row, (ids, sampled) in enumerate(rows):
+        input_ids[row, : len(ids)] = torch.tensor(ids)
+        mask[row, : len(ids)] = torch.tensor(sampled)
+    return input_ids, mask
+
+
+def visible_tokens(layout: TokenLayout, slot: int) -> list[tuple[int, int]]:
+    """(position, token) of everything that token ``slot`` sees, itself included, by brute force."""
+    length = layout.input_ids.shape[1]
+    ids = layout.input_ids.flatten()
+    if layout.prompt_parts is None:
+        start = slot - slot % length
+        return [(index - start, int(ids[index])) for index in range(start, slot + 1)]
+    assert layout.position_ids is not None
+    positions = layout.position_ids.flatten()
+    parts = layout.prompt_parts
+    place = int(parts.restore[slot])
+    num_prompts, prompt_width = parts.prompts.shape
+    if place < num_prompts * prompt_width:
+        prompt, column = divmod(place, prompt_width)
+        seen = parts.prompts[prompt, : column + 1]
+    else:
+        part, column = divmod(place - num_prompts * prompt_width, parts.parts.shape[1])
+        keys = torch.cat([parts.prompts[parts.prompt_of_part[part]], parts.parts[part]])
+        mask = parts.part_mask.expand(len(parts.parts), -1, -1, -1)[part, 0, column]
+        seen = keys[mask]
+    return sorted((int(positions[index]), int(ids[index])) for index in seen)
+
+
+@settings(max_examples=150, deadline=None)
+@given(batch=batches(), shared=st.booleans())
+def test_each_response_token_is_predicted_from_what_stands_before_it(
+    batch: tuple[torch.Tensor, torch.Tensor], shared: bool
+) -> None:
+    input_ids, mask = batch
+    layout = (shared_prompt_layout if shared else row_layout)(input_ids, mask)
+    mask = mask.clone()
+    mask[:, 0] = False
+    assert layout.destinations.tolist() == mask.flatten().nonzero()[:, 0].tolist()
+    assert torch.equal(layout.targets, input_ids[mask])
+    for slot, destination in zip(layout.predictors.tolist(), layout.destinations.tolist(), strict=True):
+        row, column = divmod(destination, input_ids.shape[1])
+        assert visible_tokens(layout, slot) == list(enumerate(input_ids[row, :column].tolist()))
+
+
+def test_a_shared_prompt_is_laid_out_once() -> None:
+    prompts = torch.arange(1, 42).expand(8, 41)
+    input_ids = torch.cat([prompts, torch.randint(1, VOCABULARY, (8, 27))], dim=1)
+    mask = torch.zeros(8, 68, dtype=torch.bool)
+    mask[:, 41:] = True
+    layout = shared_prompt_layout(input_ids, mask)
+    # The last token of each response predicts nothing.
+    assert layout.input_ids.shape == (1, 41 + 8 * 26)
+    assert row_layout(input_ids, mask).input_ids.numel() == 8 * 67
+
+
+def test_rows_of_different_prompts_stay_rows() -> None:
+    input_ids = torch.tensor([[1, 2, 3, 4], [1, 9, 3, 4]])
+    mask = torch.tensor([[False, False, True, True]] * 2)
+    assert shared_prompt_layout(input_ids, mask).prompt_parts is None
+
+
+def _model(kind: str, **options: Any) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        **options,
+    )
+    return getattr(transformers, f"{kind}ForCausalLM")(config).double()
+
+
+def _outputs(model: Any, layout: TokenLayout, seed: int) -> dict[str, torch.Tensor]:
+    """Log-probs, entropies and gradients of a random combination of them."""
+    model.zero_grad()
+    values = ResponseModel(model)(layout, ("log_probs", "entropy"), temperature=0.8)
+    random = torch.Generator().manual_seed(seed)
+    total = sum((value * torch.randn(value.shape, generator=random)).sum() for value in values.values())
+    total.backward()
+    return values | {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Llama"])
+def test_sharing_prompts_changes_no_log_prob_and_no_gradient(kind: str) -> None:
+    random = torch.Generator().manual_seed(3)
+    input_ids = torch.randint(1, VOCABULARY, (9, 20), generator=random)
+    mask = torch.zeros(9, 20, dtype=torch.bool)
+    for row in range(9):
+        prompt = (4, 4, 4, 7, 7, 5, 5, 5, 5)[row]
+        input_ids[row, :prompt] = torch.arange(prompt) + prompt
+        mask[row, prompt : prompt + (13, 1, 6, 10, 3, 0, 9, 2, 15)[row]] = True
+    mask[3, 9] = False
+    plain, shared = _model(kind), _model(kind)
+    use_shared_prompt_attention(shared, "use_prefix_sharing")
+    layout = shared_prompt_layout(input_ids, mask)
+    assert layout.prompt_parts is not None
+    actual, wanted = _outputs(shared, layout, 1), _outputs(plain, row_layout(input_ids, mask), 1)
+    for name, value in wanted.items():
+        # Parameters are float64, so that nothing hides in rounding; what the model itself does in float32 (norms,
+        # rotary angles) leaves about 1e-7 of the largest element.
+        scale = max(1.0, float(value.detach().abs().max()))
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=1e-6 * scale)
+
+
+def test_models_without_full_attention_are_refused() -> None:
+    sliding = _model("Qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    with pytest.raises(ValueError, match=r"use_prefix_sharing: this qwen2 model has layers of type sliding_attention"):
+        use_shared_prompt_attention(sliding, "use_prefix_sharing")
+    with pytest.raises(ValueError, match="attn_implementation: sdpa"):
+        use_shared_prompt_attention(_model("Qwen2", attn_implementation="eager"), "use_prefix_sharing")

@@ -1,0 +1,121 @@
+"""The chunked log-prob head equals log_softmax over all logits, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll.models.log_probs import HeadMemory, token_log_probs
+
+
+def naive(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, bias: torch.Tensor | None, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    table = (torch.nn.functional.linear(hidden, weight, bias).float() / temperature).log_softmax(-1)
+    return table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(-1)
+
+
+def inputs(tokens: int, with_bias: bool, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, 16, generator=random, dtype=dtype, requires_grad=True)
+    weight = torch.randn(50, 16, generator=random, dtype=dtype, requires_grad=True)
+    leaves = [hidden, weight]
+    if with_bias:
+        leaves.append(torch.randn(50, generator=random, dtype=dtype, requires_grad=True))
+    return leaves
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.integers(0, 23),
+    chunk_tokens=st.integers(1, 30),
+    keep=st.booleans(),
+    with_bias=st.booleans(),
+    use=st.sampled_from(["log_probs", "entropy", "both"]),
+    temperature=st.sampled_from([1.0, 0.6, 1.7]),
+    seed=st.integers(0, 100),
+)
+def test_equals_log_softmax(
+    tokens: int, chunk_tokens: int, keep: bool, with_bias: bool, use: str, temperature: float, seed: int
+) -> None:
+    leaves = inputs(tokens, with_bias, torch.float32, seed)
+    targets = torch.randint(0, 50, (tokens,), generator=torch.Generator().manual_seed(seed))
+    upstream = torch.randn(2, tokens, generator=torch.Generator().manual_seed(seed + 1))
+    memory = HeadMemory(chunk_bytes=chunk_tokens * 50 * 4, kept_bytes=2**20 if keep else 0)
+    bias = leaves[2] if with_bias else None
+
+    def loss(log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        terms = {"log_probs": (log_probs * upstream[0]).sum(), "entropy": (entropy * upstream[1]).sum()}
+        return sum(terms.values()) if use == "both" else terms[use]
+
+    log_probs, entropy = token_log_probs(
+        leaves[0], leaves[1], targets, bias=bias, temperature=temperature, with_entropy=True, memory=memory
+    )
+    wanted = naive(leaves[0], leaves[1], targets, bias, temperature)
+    assert entropy is not None
+    torch.testing.assert_close(log_probs, wanted[0], rtol=0, atol=2e-6 * 20)
+    torch.testing.assert_close(entropy, wanted[1], rtol=0, atol=2e-6 * 20)
+    actual_gradients = torch.autograd.grad(loss(log_probs, entropy), leaves)
+    for actual, expected in zip(actual_gradients, torch.autograd.grad(loss(*wanted), leaves), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_entropy_is_computed_only_when_asked() -> None:
+    hidden, weight = inputs(5, False, torch.float32)
+    assert token_log_probs(hidden, weight, torch.zeros(5, dtype=torch.int64))[1] is None
+
+
+def test_confident_predictions_keep_their_precision() -> None:
+    """A token of probability 1 - 1e-9 has a log-prob of -1e-9, not log(1.0) of a rounded softmax; nothing overflows."""
+    weight = torch.tensor([[20.72], [0.0]])
+    hidden = torch.tensor([[1.0], [1000.0]], requires_grad=True)
+    log_probs, entropy = token_log_probs(hidden, weight, torch.tensor([1, 0]), with_entropy=True)
+    assert entropy is not None
+    assert log_probs[0].item() == pytest.approx(-20.72) and log_probs[1].item() == 0.0
+    (log_probs.sum() + entropy.sum()).backward()
+    assert hidden.grad is not None and bool(hidden.grad.isfinite().all())
+
+
+def test_bf16_inputs_give_float32_results_and_bf16_gradients() -> None:
+    hidden, weight = inputs(40, False, torch.bfloat16)
+    targets = torch.arange(40) % 50
+    log_probs, _ = token_log_probs(hidden, weight, targets, memory=HeadMemory(chunk_bytes=7 * 200, kept_bytes=0))
+    log_probs.sum().backward()
+    assert log_probs.dtype is torch.float32
+    assert hidden.grad is not None and hidden.grad.dtype is torch.bfloat16
+    wanted, _ = naive(hidden.float(), weight.float(), targets, None, 1.0)
+    # The logits of the bf16 product carry 8 bits; they are about 10 here.
+    torch.testing.assert_close(log_probs, wanted, rtol=0, atol=0.08)
+
+
+def test_frozen_matrix_gets_no_gradient() -> None:
+    hidden, weight = inputs(4, False, torch.float32)
+    weight.requires_grad_(False)
+    token_log_probs(hidden, weight, torch.zeros(4, dtype=torch.int64))[0].sum().backward()
+    assert hidden.grad is not None and weight.grad is None
+
+
+def test_never_holds_all_logits() -> None:
+    """Peak memory of forward and backward stays far below one float32 table of logits."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    tokens, vocabulary, largest = 4096, 8192, 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                largest = max(largest, out.numel())
+            return out
+
+    hidden = torch.randn(tokens, 8, requires_grad=True)
+    weight = torch.randn(vocabulary, 8, requires_grad=True)
+    with Watch():
+        memory = HeadMemory(chunk_bytes=2**20, kept_bytes=2**20)
+        log_probs, _ = token_log_probs(hidden, weight, torch.zeros(tokens, dtype=torch.int64), memory=memory)
+        log_probs.sum().backward()
+    assert largest <= max(2**20 // 4, weight.numel())
+    assert largest < tokens * vocabulary // 100

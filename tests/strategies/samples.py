@@ -1,0 +1,125 @@
+"""Small models, batches and roles for the tests of strategies, and the plain computation that they must equal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roll.config.roles import ModelArguments, StrategyArguments, TrainingArguments, WorkerConfig
+from roll.protocol.metrics import Mean, Metrics
+
+VOCABULARY = 96
+ENTROPY_WEIGHT = 0.05
+
+TensorBatch = dict[str, torch.Tensor]
+
+
+def write_model(folder: Path, tied: bool = True) -> Path:
+    """A Qwen2 model with grouped-query attention; seconds matter, so it is tiny."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        initializer_range=0.1,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_batch(groups: int = 4, group_size: int = 3, seed: int = 0, extra_padding: int = 0) -> TensorBatch:
+    """Groups of rows behind one prompt, of many lengths; the second row has no response, the last is two-turn."""
+    random = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=random))
+
+    width = 10 + 9 + extra_padding
+    rows = groups * group_size
+    input_ids = torch.zeros(rows, width, dtype=torch.int64)
+    attention_mask = torch.zeros(rows, width, dtype=torch.bool)
+    response_mask = torch.zeros_like(attention_mask)
+    for group in range(groups):
+        prompt = torch.randint(1, VOCABULARY, (number(3, 11),), generator=random)
+        for row in range(group * group_size, (group + 1) * group_size):
+            length = number(1, 10)
+            end = len(prompt) + length
+            input_ids[row, : len(prompt)] = prompt
+            input_ids[row, len(prompt) : end] = torch.randint(1, VOCABULARY, (length,), generator=random)
+            attention_mask[row, :end] = True
+            response_mask[row, len(prompt) : end] = True
+    response_mask[1] = False
+    response_mask[-1, int(response_mask[-1].int().argmax()) + 1] = False
+    return {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "response_mask": response_mask,
+        "advantages": torch.randn(rows, 1, generator=random) * response_mask,
+        "num_tokens": response_mask.sum().expand(rows),
+    }
+
+
+def split_rows(batch: TensorBatch, sizes: tuple[int, ...]) -> list[TensorBatch]:
+    assert sum(sizes) == len(batch["input_ids"])
+    parts = {name: column.split(sizes) for name, column in batch.items()}
+    return [{name: columns[rank] for name, columns in parts.items()} for rank in range(len(sizes))]
+
+
+def make_role(model: Path, strategy: str = "fsdp2_train", **options: Any) -> WorkerConfig:
+    """``options``: ``dtype``, ``micro_batch``, ``config`` (strategy_config), ``training``, ``model_args``; the rest are
+    keys of the role."""
+    training = {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "weight_decay": 0.1}
+    training |= {"per_device_train_batch_size": options.pop("micro_batch", 4)} | options.pop("training", {})
+    model_args = {"dtype": options.pop("dtype", "fp32"), "disable_gradient_checkpointing": True}
+    return WorkerConfig(
+        name="actor_train",
+        model_args=ModelArguments(model_name_or_path=str(model), **(model_args | options.pop("model_args", {}))),
+        training_args=TrainingArguments(**training),
+        strategy_args=StrategyArguments(strategy, options.pop("config", {})),
+        infer_batch_size=options.pop("infer_batch_size", 3),
+        **options,
+    )
+
+
+def policy_loss(outputs: TensorBatch, batch: TensorBatch) -> tuple[torch.Tensor, Metrics]:
+    """REINFORCE with an entropy bonus: its gradient goes through both outputs."""
+    total = batch["num_tokens"][0]
+    gain = (outputs["log_probs"] * batch["advantages"]).sum() + ENTROPY_WEIGHT * outputs["entropy"].sum()
+    count = batch["response_mask"].sum()
+    return -gain / total, {
+        "entropy": Mean(outputs["entropy"].detach().sum(), count),
+        "rows": Mean(float(len(batch["input_ids"])), 1.0),
+    }
+
+
+def value_loss(outputs: TensorBatch, batch: TensorBatch) -> tuple[torch.Tensor, Metrics]:
+    error = (outputs["values"] - batch["advantages"]) * batch["response_mask"]
+    return error.square().sum() / batch["num_tokens"][0], {}
+
+
+def plain_outputs(model: Any, batch: TensorBatch, temperature: float = 1.0) -> TensorBatch:
+    """Log-probs and entropies by the book: padded, masked, all logits, log_softmax."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"].long()).logits
+    table = (logits[:, :-1].float() / temperature).log_softmax(-1)
+    log_probs = table.gather(2, batch["input_ids"][:, 1:, None])[..., 0]
+    entropy = -(table.exp() * table).sum(-1)
+    pad = torch.nn.functional.pad
+    return {
+        "log_probs": pad(log_probs, (1, 0)) * batch["response_mask"],
+        "entropy": pad(entropy, (1, 0)) * batch["response_mask"],
+    }
+
+
+def plain_model(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.config.roles import StrategyArguments, WorkerConfig
+from roll.strategies.base import ModelHead
+from roll.strategies.factory import create_generation_strategy, create_strategy
+from roll.strategies.fsdp2 import Fsdp2InferStrategy, Fsdp2TrainStrategy
+from roll.strategies.fsdp2.mesh import mesh_shape
+from tests.strategies import fsdp2_cases as cases
+from tests.strategies.samples import make_role
+
+
+def role(name: str, **config: Any) -> WorkerConfig:
+    return WorkerConfig(name="actor_train", strategy_args=StrategyArguments(name, config))
+
+
+def test_names_give_strategies() -> None:
+    trainer = create_strategy(role("fsdp2_train"), ModelHead.VALUE, max_grad_norm=0.5)
+    assert type(trainer) is Fsdp2TrainStrategy
+    assert (trainer.head, trainer.max_grad_norm) == (ModelHead.VALUE, 0.5)
+    assert type(create_strategy(role("fsdp2_infer"), max_grad_norm=1.0)) is Fsdp2InferStrategy
+
+
+def test_the_roles_own_max_grad_norm_goes_first(tied_model: Path) -> None:
+    own = make_role(tied_model, training={"max_grad_norm": 0.25})
+    assert create_strategy(own, max_grad_norm=1.0).max_grad_norm == 0.25  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("megatron_train", "'megatron_train' is not available yet; use one of fsdp2_train, fsdp2_infer"),
+        ("deepspeed_infer", "not available yet"),
+        ("fsdp3_train", "not a strategy that can compute batches"),
+        ("hf_infer", "not a strategy that can compute batches"),
+    ],
+)
+def test_other_names_are_refused(name: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"actor_train.strategy_args.strategy_name: .*{reason}"):
+        create_strategy(role(name))
+
+
+def test_generation_names_are_apart() -> None:
+    with pytest.raises(ValueError, match="not a strategy that can generate; use one of hf_infer"):
+        create_generation_strategy(role("fsdp2_train"))
+    with pytest.raises(ValueError, match="'vllm' is not available yet"):
+        create_generation_strategy(role("vllm"))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "fsdp_size", "shape"),
+    [(16, 16, (16,)), (16, 8, (2, 8)), (8, 4, (2, 4)), (8, 1, (8,)), (8, 0, (8,)), (8, -1, (8,)), (8, 32, (8,))],
+)
+def test_mesh_shapes(world_size: int, fsdp_size: int, shape: tuple[int, ...]) -> None:
+    assert mesh_shape(world_size, fsdp_size) == shape
+
+
+def test_a_mesh_that_does_not_divide_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ValueError, match="fsdp_size: 3 does not divide the role's 8 ranks; use one of 2, 4, 8, or 1"):
+        mesh_shape(8, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "fp16"}, "training in fp16"),
+        ({"config": {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Block"]}}}, "no module of class Block"),
+        ({"config": {"wrap_policy": {"wrap_lm_output": True}}}, "ties its output matrix to its embeddings"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(
+    run_ranks: Callable[..., list[Any]], tied_model: Path, options: dict[str, Any], message: str
+) -> None:
+    assert message in run_ranks(2, cases.refused, make_role(tied_model, **options))[0]
+
+
+def test_a_forward_only_strategy_does_not_train(run_ranks: Callable[..., list[Any]], tied_model: Path) -> None:
+    with pytest.raises(ValueError, match="fsdp2_infer cannot train; use fsdp2_train"):
+        create_strategy(make_role(tied_model, "fsdp2_infer")).initialize(num_training_steps=3)

@@ -1,0 +1,228 @@
+"""FSDP2 computes what a plain model computes: outputs, gradients and optimizer steps, however the work is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.strategies import fsdp2_cases as cases
+from tests.strategies.samples import (
+    make_batch,
+    make_role,
+    plain_model,
+    plain_outputs,
+    policy_loss,
+    split_rows,
+)
+
+SPLITS = {1: (12,), 2: (7, 5), 4: (5, 4, 3, 0)}
+# float32 sums of a few hundred terms, taken in another order: a few units in the last place (6e-8) of the largest.
+RELATIVE = 2e-6
+
+RunRanks = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def expected(tied_model: Path) -> dict[str, Any]:
+    """The plain model on the whole batch: outputs, gradients, norm."""
+    model, batch = plain_model(tied_model), make_batch()
+    outputs = plain_outputs(model, batch)
+    loss, _ = policy_loss(outputs, batch)
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    norm = torch.nn.utils.get_total_norm(list(gradients.values()))
+    return {
+        "outputs": {name: values.detach() for name, values in outputs.items()},
+        "gradients": gradients,
+        "norm": float(norm),
+    }
+
+
+def assert_same_gradients(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(actual[name], gradient, rtol=0, atol=RELATIVE * float(gradient.abs().max()) + 1e-9)
+
+
+def train(run_ranks: RunRanks, role: Any, world_size: int = 1, **batch_options: Any) -> list[dict[str, Any]]:
+    return run_ranks(world_size, cases.train, role, split_rows(make_batch(**batch_options), SPLITS[world_size]))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        pytest.param(1, {}, id="1-rank"),
+        pytest.param(1, {"micro_batch": 1}, id="micro-batch-1"),
+        pytest.param(1, {"micro_batch": 12}, id="one-micro-batch"),
+        pytest.param(1, {"use_prefix_sharing": True}, id="shared-prompts"),
+        pytest.param(1, {"config": {"offload_policy": True}}, id="1-rank-offload"),
+        pytest.param(2, {}, id="2-ranks"),
+        pytest.param(2, {"use_prefix_sharing": True}, id="2-ranks-shared-prompts"),
+        pytest.param(2, {"config": {"reduce_scatter_during_grad_accumulation": False}}, id="reduce-at-the-end"),
+        pytest.param(2, {"config": {"reshard_after_forward": False}}, id="no-reshard"),
+        pytest.param(2, {"config": {"offload_policy": True}}, id="offload"),
+        pytest.param(2, {"model_args": {"disable_gradient_checkpointing": False}}, id="gradient-checkpointing"),
+        pytest.param(
+            2,
+            {"model_args": {"disable_gradient_checkpointing": False}, "use_prefix_sharing": True},
+            id="gradient-checkpointing-shared-prompts",
+        ),
+        pytest.param(2, {"config": {"wrap_policy": {"transformer_layer_cls_to_wrap": []}}}, id="one-unit"),
+        pytest.param(4, {}, id="4-ranks-one-without-rows"),
+        pytest.param(4, {"micro_batch": 2, "config": {"fsdp_size": 2}}, id="hsdp-2x2"),
+    ],
+)
+def test_gradient_and_outputs_equal_the_plain_model(
+    run_ranks: RunRanks, tied_model: Path, expected: dict[str, Any], world_size: int, options: dict[str, Any]
+) -> None:
+    results = train(run_ranks, make_role(tied_model, **options), world_size)
+    for result in results:
+        assert_same_gradients(result["gradients"], expected["gradients"])
+        assert result["metrics"]["grad_norm"] == pytest.approx(expected["norm"], rel=RELATIVE)
+        assert result["metrics"]["lr"] == 1e-2
+        assert result["dtypes"] == {"torch.float32"}
+    for name, wanted in expected["outputs"].items():
+        actual = torch.cat([result["outputs"][name] for result in results])
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-5)
+        assert torch.equal(actual == 0, wanted == 0)
+
+
+def test_extra_padding_changes_nothing(run_ranks: RunRanks, tied_model: Path) -> None:
+    tight = train(run_ranks, make_role(tied_model))[0]
+    loose = train(run_ranks, make_role(tied_model), extra_padding=13)[0]
+    assert all(torch.equal(loose["gradients"][name], gradient) for name, gradient in tight["gradients"].items())
+    assert torch.equal(loose["outputs"]["log_probs"][:, :-13], tight["outputs"]["log_probs"])
+    assert not loose["outputs"]["log_probs"][:, -13:].any()
+
+
+def test_metrics_of_micro_batches_are_merged(run_ranks: RunRanks, tied_model: Path, expected: dict[str, Any]) -> None:
+    metrics = train(run_ranks, make_role(tied_model, micro_batch=5))[0]["metrics"]
+    entropy = expected["outputs"]["entropy"]
+    assert metrics["entropy"] == pytest.approx(float(entropy.sum() / (entropy != 0).sum()), rel=1e-5)
+    assert metrics["rows"] == pytest.approx((5 + 5 + 2) / 3)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.05])
+def test_optimizer_steps_equal_plain_adamw(
+    run_ranks: RunRanks, tied_model: Path, world_size: int, max_grad_norm: float | None
+) -> None:
+    batch = make_batch()
+    # Epsilon keeps AdamW's first steps smooth: with 1e-8 an element whose gradient is rounding noise moves as far as
+    # any other, in either direction.
+    training = {"adam_epsilon": 1e-3, "lr_scheduler_type": "linear", "warmup_steps": 2}
+    role = make_role(tied_model, training=training)
+    result = run_ranks(world_size, cases.train, role, split_rows(batch, SPLITS[world_size]), 3, max_grad_norm)[0]
+
+    model = plain_model(tied_model)
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, eps=1e-3, foreach=False)
+    for rate in (0.5e-2, 1e-2, 1e-2):
+        optimizer.zero_grad()
+        policy_loss(plain_outputs(model, batch), batch)[0].backward()
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    assert result["metrics"]["lr"] == pytest.approx(rate)
+    assert result["weights"].keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(result["weights"][name], parameter.detach(), rtol=0, atol=2e-6)
+
+
+def test_rows_with_nothing_to_learn_give_no_gradient(run_ranks: RunRanks, tied_model: Path) -> None:
+    batch = make_batch()
+    batch["response_mask"] = torch.zeros_like(batch["response_mask"])
+    results = run_ranks(2, cases.train, make_role(tied_model), split_rows(batch, (7, 5)))
+    for result in results:
+        assert all(not gradient.any() for gradient in result["gradients"].values())
+        assert result["metrics"]["grad_norm"] == 0.0
+        assert not result["outputs"]["log_probs"].any()
+        assert all(bool(weight.isfinite().all()) for weight in result["weights"].values())
+
+
+def test_bf16_computes_in_bf16_and_keeps_float32_weights(
+    run_ranks: RunRanks, tied_model: Path, expected: dict[str, Any]
+) -> None:
+    results = train(run_ranks, make_role(tied_model, dtype="bf16"), 2)
+    assert results[0]["dtypes"] == {"torch.float32"}
+    log_probs = torch.cat([result["outputs"]["log_probs"] for result in results])
+    difference = (log_probs - expected["outputs"]["log_probs"]).abs().max()
+    # bf16 has 8 bits: 0.4% of hidden states of order 1, through a dozen products. Equality would mean float32.
+    assert 1e-4 < float(difference) < 0.1
+    assert results[0]["metrics"]["grad_norm"] == pytest.approx(expected["norm"], rel=0.03)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_reference_in_compute_dtype_equals_the_trainer(run_ranks: RunRanks, tied_model: Path, dtype: str) -> None:
+    """The KL to the initial policy is exactly 0 before the first update."""
+    parts = split_rows(make_batch(), SPLITS[2])
+    trained = run_ranks(2, cases.train, make_role(tied_model, dtype=dtype), parts)
+    reference = run_ranks(2, cases.forward, make_role(tied_model, "fsdp2_infer", dtype=dtype), parts)
+    for one, other in zip(trained, reference, strict=True):
+        assert torch.equal(one["outputs"]["log_probs"], other["log_probs"])
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_forward_with_temperature(run_ranks: RunRanks, tied_model: Path, world_size: int) -> None:
+    batch = make_batch()
+    role = make_role(tied_model, "fsdp2_infer", use_prefix_sharing=world_size == 4)
+    parts = run_ranks(world_size, cases.forward, role, split_rows(batch, SPLITS[world_size]), 0.7)
+    with torch.no_grad():
+        wanted = plain_outputs(plain_model(tied_model), batch, temperature=0.7)
+    for name, values in wanted.items():
+        torch.testing.assert_close(torch.cat([part[name] for part in parts]), values, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_separate_units_for_embeddings_and_output(run_ranks: RunRanks, untied_model: Path, world_size: int) -> None:
+    wrap = {"wrap_policy": {"wrap_embeddings": True, "wrap_lm_output": True}}
+    parts = split_rows(make_batch(), SPLITS[world_size])
+    results = run_ranks(world_size, cases.train, make_role(untied_model, config=wrap), parts)
+    model, batch = plain_model(untied_model), make_batch()
+    policy_loss(plain_outputs(model, batch), batch)[0].backward()
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert_same_gradients(results[0]["gradients"], wanted)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_value_model_starts_at_zero_and_learns(run_ranks: RunRanks, tied_model: Path, world_size: int) -> None:
+    batch = make_batch()
+    role = make_role(tied_model)
+    parts = split_rows(batch, SPLITS[world_size])
+    first = run_ranks(world_size, cases.train, role, parts, 1, None, True)
+    assert all(not result["outputs"]["values"].any() for result in first)
+    # With a head of zeros the body gets no gradient; the head's is the plain derivative of the squared error.
+    hidden = plain_model(tied_model).model(input_ids=batch["input_ids"]).last_hidden_state.detach()[:, :-1]
+    mask = batch["response_mask"][:, 1:]
+    error = -2.0 * batch["advantages"][:, 1:][mask] / mask.sum()
+    gradients = first[0]["gradients"]
+    torch.testing.assert_close(gradients["score.weight"][0], (error[:, None] * hidden[mask]).sum(0), rtol=0, atol=1e-6)
+    torch.testing.assert_close(gradients["score.bias"][0], error.sum(), rtol=0, atol=1e-6)
+    later = run_ranks(world_size, cases.train, role, parts, 3, None, True)
+    values = torch.cat([result["outputs"]["values"] for result in later])
+    assert torch.equal(values != 0, batch["response_mask"])
+
+
+def test_frozen_modules_do_not_change(run_ranks: RunRanks, tied_model: Path) -> None:
+    role = make_role(tied_model, model_args={"freeze_module_prefix": "model.layers.0, model.embed_tokens"})
+    result = train(run_ranks, role, 2)[0]
+    for name, parameter in plain_model(tied_model).named_parameters():
+        frozen = name.startswith(("model.layers.0", "model.embed_tokens"))
+        assert torch.equal(result["weights"][name], parameter.detach()) == frozen, name
+        assert (name in result["gradients"]) != frozen
+
+
+def test_rank_info(run_ranks: RunRanks, tied_model: Path) -> None:
+    results = train(run_ranks, make_role(tied_model), 2)
+    assert [(r["rank_info"].dp_rank, r["rank_info"].dp_size, r["rank_info"].rank) for r in results] == [
+        (0, 2, 0),
+        (1, 2, 1),
+    ]

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from roll.config.roles import TrainingArguments
+from roll.strategies.schedule import LearningRateSchedule
+
+
+def rates(kind: str, **options: object) -> list[float]:
+    args = TrainingArguments(learning_rate=2.0, lr_scheduler_type=kind, **options)  # type: ignore[arg-type]
+    schedule = LearningRateSchedule.from_arguments(args, total_steps=10)
+    return [schedule(step) for step in range(12)]
+
+
+def test_linear_falls_to_the_minimum_and_stays() -> None:
+    values = rates("linear", min_lr_ratio=0.1)
+    assert values[0] == 2.0 and values[5] == pytest.approx(2.0 * 0.55)
+    assert values[10] == values[11] == pytest.approx(0.2)
+
+
+def test_warm_up_starts_above_zero_and_ends_at_the_peak() -> None:
+    assert rates("linear", warmup_steps=4)[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
+
+
+def test_warm_up_ratio_is_a_share_of_all_steps_and_steps_go_first() -> None:
+    assert rates("constant", warmup_ratio=0.11)[:3] == pytest.approx([1.0, 2.0, 2.0])
+    assert rates("constant", warmup_ratio=0.5, warmup_steps=1)[0] == 2.0
+
+
+def test_cosine() -> None:
+    values = rates("cosine", warmup_steps=2)
+    assert values[6] == pytest.approx(1.0)
+    assert values[4] == pytest.approx(1.0 + math.cos(math.pi / 4))
+    assert values[10] == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "key"), [({"lr_scheduler_type": "step"}, "lr_scheduler_type"), ({"min_lr_ratio": 2.0}, "min_lr_ratio")]
+)
+def test_mistakes_name_the_key(options: dict[str, object], key: str) -> None:
+    with pytest.raises(ValueError, match=f"training_args.{key}"):
+        LearningRateSchedule.from_arguments(TrainingArguments(**options), 10)  # type: ignore[arg-type]
