@@ -50,7 +50,7 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
     Raises ``ValueError`` where a term needs ``ref_log_probs``, ``entropy`` or ``rollout_log_probs`` and has none.
     """
     metrics = MetricBuilder()
-    share = inputs.num_tokens / max(denominators.tokens, 1.0)
+    share = inputs.num_tokens.double() / max(denominators.tokens, 1.0)
 
     def reduced(loss: Tensor, sample_weights: Tensor | None = None) -> Tensor:
         return aggregate(loss, inputs.mask, options.loss_agg_mode, denominators, sample_weights)

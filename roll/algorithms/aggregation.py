@@ -50,16 +50,16 @@ def denominators_from(summed: Tensor, norm_length: float | None = None) -> LossD
 
 
 def row_weights(mask: Tensor, mode: str, denominators: LossDenominators) -> Tensor:
-    """What the masked loss sum of each row is multiplied with: float32 (B,) on the device of ``mask``.
+    """What the masked loss sum of each row is multiplied with: float64 (B,) on the device of ``mask``.
 
     Raises ``ValueError`` for an unknown mode, or where ``seq-mean-token-sum-norm`` has no length.
     """
     samples = max(denominators.samples, 1.0)
-    rows = torch.ones(mask.shape[0], device=mask.device)
+    rows = torch.ones(mask.shape[0], dtype=torch.float64, device=mask.device)
     if mode == "token-mean":
         return rows / max(denominators.tokens, 1.0)
     if mode == "seq-mean-token-mean":
-        return 1.0 / (mask.sum(-1).clamp(min=1) * samples)
+        return rows / (mask.sum(-1).clamp(min=1) * samples)
     if mode == "seq-mean-token-sum":
         return rows / samples
     if mode == "seq-mean-token-sum-norm":

@@ -63,11 +63,13 @@ class MetricBuilder:
 
     def max(self, name: str, values: Tensor, mask: Tensor) -> None:
         """The largest masked value; left out of the metrics when nothing is masked."""
-        self._add(name, Max, values.detach().masked_fill(~mask, -torch.inf).amax())
+        if values.numel():
+            self._add(name, Max, values.detach().masked_fill(~mask, -torch.inf).amax())
 
     def min(self, name: str, values: Tensor, mask: Tensor) -> None:
         """The smallest masked value; left out of the metrics when nothing is masked."""
-        self._add(name, Min, values.detach().masked_fill(~mask, torch.inf).amin())
+        if values.numel():
+            self._add(name, Min, values.detach().masked_fill(~mask, torch.inf).amin())
 
     def correlation(self, name: str, x: Tensor, y: Tensor, mask: Tensor) -> None:
         """Pearson's correlation of the masked values, accumulated in float64."""
@@ -78,8 +80,6 @@ class MetricBuilder:
         """``name/mean``, ``name/max`` and ``name/min`` of the masked values."""
         values = values.detach().float()
         mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
-        if values.numel() == 0:
-            return
         self.mean(f"{name}/mean", torch.where(mask, values, 0.0).sum(), mask.sum())
         self.max(f"{name}/max", values, mask)
         self.min(f"{name}/min", values, mask)

@@ -137,7 +137,8 @@ def kimi15(inputs: LossInputs, options: Kimi15Options, metrics: MetricBuilder) -
 @register_policy_loss("sapo", options=SAPOOptions)
 def sapo(inputs: LossInputs, options: SAPOOptions, metrics: MetricBuilder) -> Tensor:
     """-(4/tau) sigmoid(tau (r - 1)) A with tau by the sign of A: a soft gate instead of a clip; arXiv 2511.20347."""
-    tau = torch.where(inputs.advantages > 0, options.sapo_tau_pos, options.sapo_tau_neg)
+    tau = torch.full_like(inputs.advantages, options.sapo_tau_neg)
+    tau = tau.masked_fill_(inputs.advantages > 0, options.sapo_tau_pos)
     gate = torch.sigmoid(tau * (inputs.log_ratio.exp() - 1.0)) * (4.0 / tau)
     return -gate * inputs.advantages
 

@@ -43,7 +43,7 @@ def value_loss(
         clipped_count = ((clipped_error > error) & mask).sum()
     total = 0.5 * aggregate(loss, mask, loss_agg_mode, denominators)
     tokens = mask.sum()
-    metrics.mean("critic/loss", total, tokens / max(denominators.tokens, 1.0))
+    metrics.mean("critic/loss", total, tokens.double() / max(denominators.tokens, 1.0))
     metrics.mean("critic/clipfrac", clipped_count, tokens)
     for name, per_token in (("value", old_values), ("vpred", values), ("error", error)):
         metrics.mean(f"critic/{name}", torch.where(mask, per_token.detach(), 0.0).sum(), tokens)

@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from roll.algorithms import options as options_module
+from roll.algorithms.actor_loss import POLICY_LOSS_NAMES, actor_loss, actor_loss_options, register_policy_loss
+from roll.algorithms.aggregation import AGGREGATION_MODES, LossDenominators, denominators_from, denominators_of
+from roll.algorithms.loss_types import LossInputs, LossOutputs
+from roll.algorithms.metric_builder import MetricBuilder
+from roll.algorithms.policy_registry import options_class_of
+from roll.protocol.metrics import merge_metrics, to_floats
+from tests.algorithms.reference import Batch, batches, make_batch
+
+# clip_cov and kl_cov choose tokens by their rank within the micro-batch: a documented exception.
+SPLITTABLE = [name for name in POLICY_LOSS_NAMES if name not in ("clip_cov", "kl_cov")]
+EVERYTHING = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_loss_coef": 0.01, "rl_loss_coef": 0.5}
+
+
+def inputs_of(batch: Batch, rows: slice | torch.Tensor = slice(None), **changes: object) -> LossInputs:
+    inputs = LossInputs(
+        batch.log_probs[rows],
+        batch.advantages[rows],
+        batch.mask[rows],
+        batch.old_log_probs[rows],
+        batch.rollout_log_probs[rows],
+        batch.ref_log_probs[rows],
+        batch.entropy[rows],
+        batch.sample_weights[rows],
+    )
+    return replace(inputs, **changes)
+
+
+def whole(batch: Batch) -> LossDenominators:
+    return denominators_from(denominators_of(batch.mask), norm_length=10.0)
+
+
+def with_gradient(
+    batch: Batch, splits: list[slice | torch.Tensor], settings: dict[str, object]
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+    log_probs = batch.log_probs.clone().requires_grad_()
+    parts: list[LossOutputs] = []
+    for rows in splits:
+        parts.append(
+            actor_loss(inputs_of(replace(batch, log_probs=log_probs), rows), actor_loss_options(settings), whole(batch))
+        )
+    total = torch.stack([part.loss for part in parts]).sum()
+    (gradient,) = torch.autograd.grad(total, log_probs)
+    return total.detach(), gradient, to_floats(merge_metrics(part.metrics for part in parts))
+
+
+@pytest.mark.parametrize("variant", SPLITTABLE)
+@given(batch=batches, cut=st.integers(0, 7), mode=st.sampled_from(AGGREGATION_MODES))
+def test_micro_batches_ranks_and_row_order_change_nothing(variant: str, batch: Batch, cut: int, mode: str) -> None:
+    settings = {
+        **EVERYTHING, "pg_variant": variant, "loss_agg_mode": mode, "train_infer_correction": "seq_mask_tis"
+    }  # fmt: skip
+    expected = with_gradient(batch, [slice(None)], settings)
+    split = with_gradient(batch, [slice(0, cut), slice(cut, None)], settings)
+    shuffled = with_gradient(batch, [torch.randperm(len(batch.mask))], settings)
+    for loss, gradient, metrics in (split, shuffled):
+        assert_close(loss, expected[0], rtol=1e-10, atol=1e-12)
+        assert_close(gradient, expected[1], rtol=1e-10, atol=1e-12)
+        assert metrics == pytest.approx(expected[2], rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("variant", SPLITTABLE)
+@given(batch=batches, padding=st.integers(1, 9), left=st.booleans())
+def test_padding_changes_nothing(variant: str, batch: Batch, padding: int, left: bool) -> None:
+    settings = {**EVERYTHING, "pg_variant": variant, "train_infer_correction": "icepop"}
+    sides = (padding, 0) if left else (0, padding)
+    padded = Batch(
+        **{
+            f.name: torch.nn.functional.pad(value, sides) if (value := getattr(batch, f.name)).dim() == 2 else value
+            for f in fields(batch)
+        }
+    )
+    loss, gradient, _ = with_gradient(batch, [slice(None)], settings)
+    padded_loss, padded_gradient, _ = with_gradient(padded, [slice(None)], settings)
+    assert_close(padded_loss, loss, rtol=1e-10, atol=1e-12)
+    assert_close(padded_gradient, torch.nn.functional.pad(gradient, sides), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("variant", POLICY_LOSS_NAMES)
+def test_an_empty_mask_gives_zero_loss_and_zero_gradient(variant: str) -> None:
+    batch = make_batch(0, 3, 5, density=0.0)
+    assert not bool(batch.mask.any())
+    noise = torch.full_like(batch.log_probs, -1.0)
+    batch = replace(batch, log_probs=noise, old_log_probs=noise - 1, advantages=noise, entropy=-noise)
+    settings = {**EVERYTHING, "pg_variant": variant, "train_infer_correction": "tis"}
+    loss, gradient, metrics = with_gradient(batch, [slice(None)], settings)
+    assert loss.item() == 0.0
+    assert bool((gradient == 0).all())
+    assert all(value == value and abs(value) != float("inf") for value in metrics.values())
+
+
+@pytest.mark.parametrize("variant", POLICY_LOSS_NAMES)
+def test_without_old_log_probs_the_ratio_is_exactly_one(variant: str) -> None:
+    batch = make_batch(1, 6, 9)
+    log_probs = batch.log_probs.float().requires_grad_()
+    inputs = LossInputs(log_probs, batch.advantages.float(), batch.mask)
+    metrics = to_floats(actor_loss(inputs, actor_loss_options({"pg_variant": variant}), whole(batch)).metrics)
+    for name in ("actor/ratio_mean", "actor/ratio_max", "actor/ratio_min"):
+        assert metrics[name] == 1.0
+    for name in ("actor/approxkl", "actor/policykl"):
+        assert metrics[name] == 0.0
+
+
+@pytest.mark.parametrize("variant", ["ppo", "vanilla", "tis", "cispo", "topr", "gspo", "gspo_token", "sapo", "gmpo"])
+def test_on_policy_every_variant_has_the_policy_gradient(variant: str) -> None:
+    """At ratio 1 they differ in how they treat later steps, not in this one: the gradient is -A / (n_i N).
+
+    One advantage a response, so that ratios of responses agree with those of tokens too.
+    """
+    batch = make_batch(2, 6, 9)
+    advantages = torch.where(batch.mask, batch.response_rewards.unsqueeze(-1) - 0.4, 0.0)
+    log_probs = batch.log_probs.clone().requires_grad_()
+    options = actor_loss_options({"pg_variant": variant})
+    loss = actor_loss(LossInputs(log_probs, advantages, batch.mask), options, whole(batch)).loss
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    lengths = batch.mask.sum(-1, keepdim=True).clamp(min=1)
+    assert_close(gradient, -advantages / (lengths * whole(batch).samples))
+
+
+def test_terms_add_up_with_their_coefficients() -> None:
+    batch = make_batch(3, 6, 9)
+    metrics = to_floats(actor_loss(inputs_of(batch), actor_loss_options(EVERYTHING), whole(batch)).metrics)
+    plain = replace(inputs_of(batch), sample_weights=None)
+    unweighted = to_floats(actor_loss(plain, actor_loss_options({}), whole(batch)).metrics)
+    assert metrics["actor/pg_loss"] == pytest.approx(unweighted["actor/pg_loss"])
+    assert metrics["actor/pg_loss"] != pytest.approx(metrics["actor/weighted_pg_loss"])
+    token_mean = {**EVERYTHING, "loss_agg_mode": "token-mean"}
+    terms = to_floats(actor_loss(inputs_of(batch), actor_loss_options(token_mean), whole(batch)).metrics)
+    expected = terms["actor/weighted_pg_loss"] + 0.1 * terms["actor/kl_loss"] - 0.01 * terms["actor/entropy"]
+    assert terms["actor/total_loss"] == pytest.approx(expected)
+
+
+@given(batch=batches)
+def test_metrics_equal_the_loop(batch: Batch) -> None:
+    metrics = to_floats(actor_loss(inputs_of(batch), actor_loss_options({"pg_clip": 0.1}), whole(batch)).metrics)
+    log_ratio = (batch.log_probs - batch.old_log_probs)[batch.mask]
+    ratio, advantages = log_ratio.exp(), batch.advantages[batch.mask]
+    if ratio.numel() == 0:
+        assert "actor/ratio_max" not in metrics
+        return
+    high, low = ratio > 1.1, ratio < 0.9
+    expected = {
+        "actor/ratio_mean": ratio.mean(),
+        "actor/ratio_max": ratio.max(),
+        "actor/ratio_min": ratio.min(),
+        "actor/approxkl": 0.5 * log_ratio.square().mean(),
+        "actor/policykl": log_ratio.mean(),
+        "actor/ppo_ratio_high_clipfrac": high.double().mean(),
+        "actor/ppo_ratio_low_clipfrac": low.double().mean(),
+        "actor/ppo_ratio_clipfrac": (high | low).double().mean(),
+        "actor/clipfrac": ((high & (advantages > 0)) | (low & (advantages < 0))).double().mean(),
+        "actor/valid_samples": batch.mask.any(-1).sum(),
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx({k: float(v) for k, v in expected.items()})
+
+
+def test_missing_columns_are_named() -> None:
+    batch = make_batch(4, 3, 5)
+    bare = LossInputs(batch.log_probs, batch.advantages, batch.mask)
+    for settings, name in (
+        ({"use_kl_loss": True, "kl_loss_coef": 0.1}, "ref_log_probs"),
+        ({"entropy_loss_coef": 0.1}, "entropy"),
+        ({"train_infer_correction": "tis"}, "rollout_log_probs"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            actor_loss(bare, actor_loss_options(settings), whole(batch))
+
+
+@pytest.mark.parametrize("variant", POLICY_LOSS_NAMES)
+def test_fault_5_every_option_of_a_variant_reaches_its_loss(variant: str) -> None:
+    """Every field of the variant's options is taken from the settings."""
+    options_class = options_class_of(variant)
+    changed = {
+        f.name: {"importance_sampling": "seq", "dppo_divergence": "kl"}.get(
+            f.name, not f.default if isinstance(f.default, bool) else 0.123
+        )
+        for f in fields(options_class)
+    }
+    built = actor_loss_options({"pg_variant": variant, **changed}).pg
+    assert type(built) is options_class
+    assert {name: getattr(built, name) for name in changed} == changed
+
+
+def test_fault_5_changed_options_change_the_loss() -> None:
+    batch = make_batch(8, 6, 9)
+    for variant, change in (
+        ("tis", {"tis_upper_bound": 0.5}),
+        ("tis", {"tis_lower_bound": 0.9}),
+        ("cispo", {"cispo_epsilon_high": 0.01}),
+        ("cispo", {"cispo_epsilon_low": 0.01}),
+        ("kimi15", {"kimi15_tau": 3.0}),
+        ("topr", {"topr_positive_weight": 2.0}),
+        ("topr", {"topr_negative_weight": 0.1}),
+    ):
+        losses = [
+            actor_loss(inputs_of(batch), actor_loss_options({"pg_variant": variant, **more}), whole(batch)).loss
+            for more in ({}, change)
+        ]
+        assert not torch.isclose(*losses), (variant, change)
+
+
+def test_fault_6_topr_learns_from_positives_and_negatives() -> None:
+    batch = make_batch(9, 6, 9, density=1.0)
+    log_probs = batch.log_probs.clone().requires_grad_()
+    inputs = LossInputs(log_probs, batch.advantages, batch.mask, batch.old_log_probs)
+    loss = actor_loss(inputs, actor_loss_options({"pg_variant": "topr"}), whole(batch)).loss
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    for sign in (batch.advantages > 0, batch.advantages < 0):
+        assert bool((gradient[sign & batch.mask] != 0).all())
+
+
+def asymmetric(inputs: LossInputs, options: options_module.PPOOptions, metrics: MetricBuilder) -> torch.Tensor:
+    metrics.mean("actor/mine", inputs.num_tokens, inputs.num_tokens)
+    return -inputs.advantages * inputs.log_probs * options.pg_clip
+
+
+def test_a_users_own_loss_enters_by_dotted_path_and_by_decorator() -> None:
+    batch = make_batch(10, 3, 5)
+    by_path = actor_loss_options({"pg_variant": f"{__name__}.asymmetric", "pg_clip": 0.5})
+    result = actor_loss(inputs_of(batch), by_path, whole(batch))
+    assert to_floats(result.metrics)["actor/mine"] == 1.0
+    register_policy_loss("asymmetric")(asymmetric)
+    by_name = actor_loss(
+        inputs_of(batch), actor_loss_options({"pg_variant": "asymmetric", "pg_clip": 0.5}), whole(batch)
+    )
+    assert_close(by_name.loss, result.loss)
+
+
+def test_an_unknown_variant_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"'cisp'.*nearest known: 'cispo'"):
+        actor_loss_options({"pg_variant": "cisp"})

@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from roll.algorithms.advantages import (
+    ADVANTAGE_NAMES,
+    AdvantageInputs,
+    AdvantageOptions,
+    estimate_advantages,
+    needs_values,
+    register_advantage,
+    resolve_norm_types,
+)
+from roll.algorithms.group_advantages import discounted_step_returns
+from roll.algorithms.reward_processing import RewardOptions, RewardPostprocessor, token_level_rewards
+from roll.protocol.metrics import to_floats
+from tests.algorithms import reference
+from tests.algorithms.reference import Batch, batches, make_batch
+
+
+def inputs_of(batch: Batch) -> AdvantageInputs:
+    rng = torch.Generator().manual_seed(len(batch.mask))
+    rows = len(batch.mask)
+    return AdvantageInputs(
+        token_level_rewards(batch.response_rewards, batch.mask).double(),
+        batch.mask,
+        batch.group_ids,
+        values=batch.values,
+        baseline_rewards=batch.sample_weights,
+        reward_components=torch.stack([batch.response_rewards, batch.sample_weights], 1),
+        step_returns=batch.sample_weights,
+        state_ids=torch.randint(0, 3, (rows,), generator=rng),
+        trajectory_ids=batch.group_ids * 10 + torch.arange(rows) % 2,
+    )
+
+
+def rows_of(batch: Batch, per_row: list[float]) -> torch.Tensor:
+    values = torch.tensor(per_row, dtype=torch.float32).view(-1, 1)
+    return torch.where(batch.mask, values, 0.0)
+
+
+def rewards_of(batch: Batch) -> list[float]:
+    """An empty row has no token to carry its reward."""
+    return [r if any(m) else 0.0 for r, m in zip(batch.response_rewards.tolist(), batch.mask.tolist(), strict=True)]
+
+
+def rloo(batch: Batch, i: int, group: list[int], rewards: list[float]) -> float:
+    others = [rewards[j] for j in group if j != i]
+    return rewards[i] - (reference.mean(others) if others else 0.0)
+
+
+def remax(batch: Batch, i: int, group: list[int], rewards: list[float]) -> float:
+    return rewards[i] - float(batch.sample_weights[i])
+
+
+def opo(batch: Batch, i: int, group: list[int], rewards: list[float]) -> float:
+    lengths = batch.mask.sum(-1).tolist()
+    if len(group) == 1:
+        return rewards[i]
+    total = sum(lengths[j] for j in group)
+    return rewards[i] - (sum(lengths[j] * rewards[j] for j in group) / total if total else 0.0)
+
+
+def centred(i: int, group: list[int], rewards: list[float]) -> float:
+    return rewards[i] - (reference.mean([rewards[j] for j in group]) if len(group) > 1 else 0.0)
+
+
+def gpg(batch: Batch, i: int, group: list[int], rewards: list[float]) -> float:
+    ids = batch.group_ids.tolist()
+    with_signal = sum(
+        any(abs(centred(k, reference.members(ids, j), rewards)) > 1e-9 for k in reference.members(ids, j))
+        for j in range(len(ids))
+    )
+    return centred(i, group, rewards) * len(ids) / max(with_signal, 1)
+
+
+def pass_at_k(batch: Batch, i: int, group: list[int], rewards: list[float]) -> float:
+    """By enumeration of all subsets of size k: each subset's reward, then the mean over those that hold the response."""
+    k = min(2, len(group))
+    subsets = list(itertools.combinations(group, k))
+    value = {s: max(float(rewards[j] > 0) for j in s) for s in subsets}
+    centre = reference.mean(list(value.values()))
+    spread = math.sqrt(centre * (1 - centre))
+    if spread < 1e-6:
+        return 0.0
+    return (reference.mean([value[s] for s in subsets if i in s]) - centre) / spread
+
+
+@pytest.mark.parametrize("formula", [rloo, remax, opo, gpg, pass_at_k], ids=lambda f: f.__name__)
+@given(batch=batches)
+def test_group_estimators_equal_the_loop(formula, batch: Batch) -> None:
+    rewards, ids = rewards_of(batch), batch.group_ids.tolist()
+    options = AdvantageOptions(formula.__name__, pass_k=2)
+    result = estimate_advantages(inputs_of(batch), options)
+    expected = [formula(batch, i, reference.members(ids, i), rewards) for i in range(len(ids))]
+    assert_close(result.advantages, rows_of(batch, expected), rtol=1e-5, atol=1e-5)
+    assert_close(result.returns, rows_of(batch, rewards), rtol=1e-5, atol=1e-5)
+
+
+@given(batch=batches)
+def test_gdpo_normalises_each_reward_apart(batch: Batch) -> None:
+    ids = batch.group_ids.tolist()
+    columns = [batch.response_rewards.tolist(), batch.sample_weights.tolist()]
+    total = [0.0] * len(ids)
+    for weight, column in zip((2.0, 0.5), columns, strict=True):
+        for i in range(len(ids)):
+            group = reference.members(ids, i)
+            spread = reference.std([column[j] for j in group])
+            total[i] += weight * centred(i, group, column) / (spread + 1e-6 if spread > 1e-6 else 1.0)
+    if len(total) > 1:
+        centre, spread = reference.mean(total), reference.std(total)
+        total = [(x - centre) / (spread + 1e-6 if spread > 1e-6 else 1.0) for x in total]
+    options = AdvantageOptions("gdpo", reward_weights=(2.0, 0.5))
+    assert_close(estimate_advantages(inputs_of(batch), options).advantages, rows_of(batch, total), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="reward_weights has 3"):
+        estimate_advantages(inputs_of(batch), AdvantageOptions("gdpo", reward_weights=(1.0, 1.0, 1.0)))
+
+
+@given(batch=batches)
+def test_gigpo_equals_the_loop(batch: Batch) -> None:
+    inputs = inputs_of(batch)
+    rewards, ids = rewards_of(batch), batch.group_ids.tolist()
+    episodes, states = inputs.trajectory_ids.tolist(), inputs.state_ids.tolist()
+    steps = batch.sample_weights.tolist()
+    expected = []
+    for i in range(len(ids)):
+        # An episode's reward is the mean of what its steps carry.
+        by_episode = {
+            e: reference.mean([rewards[j] for j in range(len(ids)) if episodes[j] == e])
+            for e in {episodes[j] for j in reference.members(ids, i)}
+        }
+        centre = reference.mean(list(by_episode.values()))
+        members = reference.members(ids, i)
+        count = {e: sum(episodes[j] == e for j in members) for e in by_episode}
+        squares = sum((rewards[j] - centre) ** 2 / count[episodes[j]] for j in members)
+        spread = math.sqrt(squares / max(len(by_episode) - 1, 1))
+        episode = (rewards[i] - centre) / (spread + 1e-6 if spread > 1e-6 else 1.0)
+        if len(by_episode) == 1:
+            episode = rewards[i]
+        same_state = [steps[j] for j in range(len(ids)) if states[j] == states[i]]
+        step_spread = reference.std(same_state)
+        step = (steps[i] - reference.mean(same_state)) / (step_spread + 1e-6 if step_spread > 1e-6 else 1.0)
+        expected.append(episode + 0.5 * step)
+    result = estimate_advantages(inputs, AdvantageOptions("gigpo", step_reward_weight=0.5))
+    assert_close(result.advantages, rows_of(batch, expected), rtol=1e-4, atol=1e-5)
+
+
+@given(batch=batches, gamma=st.sampled_from([0.5, 1.0]))
+def test_agentic_reinforce_discounts_by_turn(batch: Batch, gamma: float) -> None:
+    inputs = replace(inputs_of(batch), token_level_rewards=batch.rewards)
+    expected = torch.zeros_like(batch.rewards)
+    for i, row in enumerate(batch.mask.tolist()):
+        turns: list[list[int]] = []
+        for t, m in enumerate(row):
+            if m and (t == 0 or not row[t - 1]):
+                turns.append([])
+            if m:
+                turns[-1].append(t)
+        running = 0.0
+        for turn in reversed(turns):
+            running = sum(float(batch.rewards[i, t]) for t in turn) + gamma * running
+            expected[i, turn] = running
+    result = estimate_advantages(inputs, AdvantageOptions("agentic_reinforce", gamma=gamma))
+    assert_close(result.advantages, expected, rtol=1e-9, atol=1e-9)
+
+
+@given(
+    episodes=st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=5), min_size=1, max_size=4),
+    gamma=st.sampled_from([0.0, 0.9, 1.0]),
+    seed=st.integers(0, 1000),
+)
+def test_step_returns_equal_the_loop(episodes: list[list[float]], gamma: float, seed: int) -> None:
+    rows = [(e * 17, 2 * s, r) for e, rewards in enumerate(episodes) for s, r in enumerate(rewards)]
+    expected = [sum(gamma**k * r for k, r in enumerate(episodes[e // 17][s // 2 :])) for e, s, _ in rows]
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    trajectory, step, reward = (torch.tensor(column)[order] for column in zip(*rows, strict=True))
+    result = discounted_step_returns(reward.double(), trajectory, step, gamma)
+    assert_close(result, torch.tensor(expected, dtype=torch.float64)[order], rtol=1e-6, atol=1e-6)
+
+
+@given(batch=batches, gamma=st.sampled_from([0.9, 1.0]))
+def test_token_estimators_equal_the_loop(batch: Batch, gamma: float) -> None:
+    inputs = replace(inputs_of(batch), token_level_rewards=batch.rewards)
+    returns = reference.returns(batch.rewards.tolist(), batch.mask.tolist(), gamma)
+    for name in ("reinforce", "grpo"):
+        result = estimate_advantages(inputs, AdvantageOptions(name, gamma=gamma))
+        assert_close(result.advantages, returns, rtol=1e-9, atol=1e-9)
+    for name in ("reinforce++", "reinforce_plus_plus", "reinforce++_baseline"):
+        result = estimate_advantages(inputs, AdvantageOptions(name, gamma=gamma))
+        assert_close(result.advantages, reference.whiten(returns, batch.mask), rtol=1e-6, atol=1e-8)
+        assert_close(result.raw_advantages, returns, rtol=1e-9, atol=1e-9)
+    gae = estimate_advantages(inputs, AdvantageOptions("gae", gamma=gamma, lambd=0.9))
+    expected = reference.gae(batch.rewards.tolist(), batch.values.tolist(), batch.mask.tolist(), gamma, 0.9)
+    assert_close(gae.advantages, expected, rtol=1e-9, atol=1e-9)
+
+
+@given(batch=batches)
+def test_whitening_and_clipping(batch: Batch) -> None:
+    inputs = replace(inputs_of(batch), token_level_rewards=batch.rewards)
+    options = AdvantageOptions("reinforce", gamma=0.9, whiten_rewards=True, whiten_advantages=True, advantage_clip=0.8)
+    whitened = reference.whiten(batch.rewards, batch.mask)
+    returns = reference.returns(whitened.tolist(), batch.mask.tolist(), 0.9)
+    unclipped = reference.whiten(returns, batch.mask)
+    result = estimate_advantages(inputs, options)
+    assert_close(result.advantages, unclipped.clamp(-0.8, 0.8), rtol=1e-6, atol=1e-8)
+    tokens = int(batch.mask.sum())
+    clipped = int((unclipped.abs() > 0.8).sum())
+    assert to_floats(result.metrics)["critic/advantage_clip_frac"] == pytest.approx(clipped / tokens if tokens else 0)
+
+
+def test_whitening_equal_advantages_gives_zero_not_noise() -> None:
+    mask = torch.ones(4, 50, dtype=torch.bool)
+    inputs = AdvantageInputs(token_level_rewards(torch.full((4,), 0.1), mask), mask, torch.arange(4))
+    assert bool((estimate_advantages(inputs, AdvantageOptions("reinforce++")).advantages == 0).all())
+
+
+def test_grpo_gives_the_papers_advantage_to_every_token() -> None:
+    """(R - mean) / std of the group, arXiv 2402.03300 section 4.1.2, through the pipeline's three steps."""
+    mask = torch.tensor([[False, True, True, False]] * 4)
+    scores = torch.tensor([1.0, 0.0, 0.0, 1.0])
+    group_ids = torch.tensor([3, 3, 3, 8])
+    postprocessor = RewardPostprocessor(RewardOptions(*resolve_norm_types("grpo")))
+    rewards, _ = postprocessor(scores, group_ids)
+    inputs = AdvantageInputs(token_level_rewards(rewards, mask), mask, group_ids)
+    result = estimate_advantages(inputs, AdvantageOptions("grpo")).advantages
+    std = (1 / 3) ** 0.5
+    expected = torch.tensor([2 / 3 / std, -1 / 3 / std, -1 / 3 / std, 1.0])
+    assert_close(result, torch.where(mask, expected.unsqueeze(1), 0.0), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_NAMES)
+@given(batch=batches, padding=st.integers(1, 5))
+def test_row_order_and_padding_change_nothing(name: str, batch: Batch, padding: int) -> None:
+    inputs, options = inputs_of(batch), AdvantageOptions(name)
+    plain = estimate_advantages(inputs, options)
+    order = torch.randperm(len(batch.mask), generator=torch.Generator().manual_seed(padding))
+    changed = replace(
+        inputs,
+        **{
+            key: torch.nn.functional.pad(value[order], (0, padding))
+            if value.shape == batch.mask.shape
+            else value[order]
+            for key in AdvantageInputs.__dataclass_fields__
+            if (value := getattr(inputs, key)) is not None and key != "reward_components"
+        },
+        reward_components=inputs.reward_components[order],
+    )
+    result = estimate_advantages(changed, options)
+    for got, expected in ((result.advantages, plain.advantages), (result.returns, plain.returns)):
+        assert_close(got, torch.nn.functional.pad(expected[order], (0, padding)), rtol=1e-6, atol=1e-6)
+        assert bool((got[~changed.mask] == 0).all())
+
+
+def test_missing_inputs_and_unknown_names_are_named() -> None:
+    batch = make_batch(0, 3, 4)
+    bare = AdvantageInputs(batch.rewards, batch.mask, batch.group_ids)
+    for name, column in (("gae", "values"), ("remax", "baseline_rewards"), ("gigpo", "trajectory_ids")):
+        with pytest.raises(ValueError, match=f"{name}.*{column}"):
+            estimate_advantages(bare, AdvantageOptions(name))
+    with pytest.raises(ValueError, match=r"'grop'.*nearest known: 'grpo'"):
+        estimate_advantages(bare, AdvantageOptions("grop"))
+    assert needs_values("gae")
+    assert not needs_values("grpo")
+
+
+def raw_score(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[torch.Tensor, torch.Tensor]:
+    advantages = inputs.spread(inputs.response_rewards)
+    return advantages, advantages
+
+
+def test_a_users_own_estimator_enters_by_dotted_path_and_by_decorator() -> None:
+    inputs = inputs_of(make_batch(1, 4, 5))
+    by_path = estimate_advantages(inputs, AdvantageOptions(f"{__name__}:raw_score"))
+    register_advantage("raw_score", norm=("batch", None))(raw_score)
+    assert resolve_norm_types("raw_score") == ("batch", None)
+    by_name = estimate_advantages(inputs, AdvantageOptions("raw_score"))
+    assert torch.equal(by_path.advantages, by_name.advantages)

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from roll.algorithms.aggregation import (
+    AGGREGATION_MODES,
+    LossDenominators,
+    aggregate,
+    denominators_from,
+    denominators_of,
+)
+from tests.algorithms import reference
+from tests.algorithms.reference import Batch, batches, make_batch
+
+modes = st.sampled_from(AGGREGATION_MODES)
+
+
+def whole(mask: torch.Tensor, norm_length: float = 10.0) -> LossDenominators:
+    return denominators_from(denominators_of(mask), norm_length)
+
+
+@given(batch=batches, mode=modes)
+def test_every_mode_equals_the_loop(batch: Batch, mode: str) -> None:
+    result = aggregate(batch.advantages, batch.mask, mode, whole(batch.mask), batch.sample_weights)
+    expected = reference.aggregate(batch.advantages, batch.mask, mode, 10.0, batch.sample_weights)
+    assert_close(float(result), expected, rtol=1e-12, atol=1e-12)
+
+
+@given(batch=batches, mode=modes, cut=st.integers(0, 7), padding=st.integers(0, 5))
+def test_shares_of_any_split_add_up(batch: Batch, mode: str, cut: int, padding: int) -> None:
+    """Micro-batches of any size, on any rank, padded to any width."""
+    denominators = whole(batch.mask)
+    total = aggregate(batch.advantages, batch.mask, mode, denominators)
+    pad = torch.nn.functional.pad
+    parts = [
+        aggregate(pad(loss, (0, padding)), pad(mask, (padding, 0)).roll(-padding, 1), mode, denominators)
+        for loss, mask in zip(
+            (batch.advantages[:cut], batch.advantages[cut:]), (batch.mask[:cut], batch.mask[cut:]), strict=True
+        )
+    ]
+    assert_close(sum(parts), total, rtol=1e-12, atol=1e-12)
+
+
+@given(batch=batches, cut=st.integers(0, 7))
+def test_denominators_add_up_over_ranks(batch: Batch, cut: int) -> None:
+    parts = denominators_of(batch.mask[:cut]) + denominators_of(batch.mask[cut:])
+    assert denominators_from(parts) == denominators_from(denominators_of(batch.mask))
+
+
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
+def test_an_empty_mask_gives_zero_loss_and_zero_gradient(mode: str) -> None:
+    loss = torch.randn(3, 4, requires_grad=True)
+    mask = torch.zeros(3, 4, dtype=torch.bool)
+    result = aggregate(loss, mask, mode, whole(mask))
+    result.backward()
+    assert result.item() == 0.0
+    assert loss.grad is not None
+    assert bool((loss.grad == 0).all())
+
+
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
+def test_fault_3_the_mask_multiplies_the_numerator_in_every_mode(mode: str) -> None:
+    batch = make_batch(1, 5, 9)
+    dirty = torch.where(batch.mask, batch.advantages, 1e6)
+    clean = aggregate(batch.advantages, batch.mask, mode, whole(batch.mask))
+    assert_close(aggregate(dirty, batch.mask, mode, whole(batch.mask)), clean)
+
+
+def test_fault_4_the_norm_length_is_a_constant_and_samples_divide() -> None:
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    loss = torch.ones(2, 3)
+    wide = torch.nn.functional.pad(loss, (0, 100)), torch.nn.functional.pad(mask, (0, 100))
+    expected = torch.tensor((2 + 1) / (2 * 8.0))
+    for values, where in ((loss, mask), wide):
+        assert_close(aggregate(values, where, "seq-mean-token-sum-norm", whole(mask, 8.0)), expected)
+
+
+def test_unknown_mode_and_missing_length_are_named() -> None:
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"token_mean.*token-mean"):
+        aggregate(torch.ones(1, 1), mask, "token_mean", whole(mask))
+    with pytest.raises(ValueError, match="norm_length"):
+        aggregate(torch.ones(1, 1), mask, "seq-mean-token-sum-norm", LossDenominators(1.0, 1.0))

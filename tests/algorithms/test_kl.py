@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from roll.algorithms.kl import (
+    AdaptiveKLController,
+    FixedKLController,
+    KLOptions,
+    kl_estimate,
+    make_kl_controller,
+)
+from tests.algorithms.reference import Batch, batches
+
+FORMULAS = {
+    "kl": lambda d: d,
+    "k1": lambda d: d,
+    "k2": lambda d: d * d / 2,
+    "mse": lambda d: d * d / 2,
+    "abs": abs,
+    "k3": lambda d: math.exp(-d) - 1 + d,
+}
+
+
+@pytest.mark.parametrize("name", sorted(FORMULAS))
+@given(batch=batches)
+def test_estimators_equal_their_formulas(name: str, batch: Batch) -> None:
+    result = kl_estimate(batch.log_probs, batch.ref_log_probs, KLOptions(name))
+    expected = [
+        [min(FORMULAS[name](p - q), 10.0 if name == "k3" else math.inf) for p, q in zip(ps, qs, strict=True)]
+        for ps, qs in zip(batch.log_probs.tolist(), batch.ref_log_probs.tolist(), strict=True)
+    ]
+    assert_close(result, torch.tensor(expected, dtype=torch.float64).view_as(result), rtol=1e-9, atol=1e-12)
+
+
+@given(seed=st.integers(0, 2**31))
+def test_k1_and_k3_are_unbiased_and_full_is_exact(seed: int) -> None:
+    """Expectations over the policy by enumeration of the vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    policy, reference = torch.randn(2, 1, 1, 7, dtype=torch.float64, generator=generator).log_softmax(-1)
+    exact = (policy.exp() * (policy - reference)).sum()
+    assert_close(kl_estimate(policy, reference, KLOptions("full")).sum(), exact)
+    unclamped = {"log_ratio_clamp": None, "value_clamp": None}
+    for name in ("k1", "k3"):
+        estimates = kl_estimate(policy, reference, KLOptions(name, **unclamped))
+        assert_close((policy.exp() * estimates).sum(), exact)
+
+
+def test_importance_weighted_k3_has_the_gradient_of_the_divergence() -> None:
+    """Tokens from an old policy; the weighted estimate is unbiased in value and gradient, the plain one is not."""
+    generator = torch.Generator().manual_seed(0)
+    logits, old_logits, ref_logits = torch.randn(3, 1, 7, dtype=torch.float64, generator=generator)
+    logits.requires_grad_()
+    old, reference = old_logits.log_softmax(-1), ref_logits.log_softmax(-1)
+
+    def gradient(value: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    policy = logits.log_softmax(-1)
+    exact = (policy.exp() * (policy - reference)).sum()
+    weighted = KLOptions("k3", value_clamp=None, importance_weighted=True)
+    estimate = (old.exp() * kl_estimate(policy, reference, weighted, policy - old)).sum()
+    plain = (old.exp() * kl_estimate(policy, reference, KLOptions("k3", value_clamp=None))).sum()
+    assert_close(estimate, exact)
+    exact_gradient = gradient(exact)
+    assert_close(gradient(estimate), exact_gradient)
+    assert not torch.allclose(gradient(plain), exact_gradient, atol=1e-3)
+
+
+def test_k3_keeps_small_divergences_in_float32() -> None:
+    difference = torch.tensor([[1e-4, -1e-4]])
+    result = kl_estimate(difference, torch.zeros(1, 2))
+    assert_close(result, torch.full((1, 2), 5e-9), rtol=1e-2, atol=1e-12)
+
+
+def test_k3_overflows_without_the_clamps_and_says_10_at_minus_5_with_them() -> None:
+    far = torch.tensor([[-5.0, -200.0]])
+    zero = torch.zeros(1, 2)
+    raw = kl_estimate(far, zero, KLOptions("k3", log_ratio_clamp=None, value_clamp=None))
+    assert_close(raw[0, 0], torch.tensor(math.exp(5) - 6))
+    assert bool(raw[0, 1].isinf())
+    assert kl_estimate(far, zero).tolist() == [[10.0, 10.0]]
+    assert bool(kl_estimate(far, zero, KLOptions("k3", value_clamp=None)).isfinite().all())
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match=r"vocabulary.*\(1, 2\)"):
+        kl_estimate(torch.zeros(1, 2), torch.zeros(1, 2), KLOptions("full"))
+    with pytest.raises(ValueError, match=r"k4.*k1"):
+        kl_estimate(torch.zeros(1, 2), torch.zeros(1, 2), KLOptions("k4"))
+    with pytest.raises(ValueError, match="target_kl"):
+        make_kl_controller(0.2, -1.0, 100)
+
+
+def test_controllers() -> None:
+    fixed = make_kl_controller(0.2, None, 10000)
+    assert type(fixed) is FixedKLController
+    fixed.update(5.0, 1000)
+    assert fixed.value == 0.2
+
+    adaptive = make_kl_controller(0.2, 0.1, 1000)
+    adaptive.update(1.0, 100)  # far above the target: the error is held at 0.2
+    assert adaptive.value == pytest.approx(0.2 * (1 + 0.2 * 0.1))
+    adaptive.update(0.09, 100)
+    assert adaptive.value == pytest.approx(0.2 * 1.02 * (1 - 0.1 * 0.1))
+    restored = AdaptiveKLController(0.2, 0.1, 1000)
+    restored.load_state_dict(adaptive.state_dict())
+    assert restored.value == adaptive.value

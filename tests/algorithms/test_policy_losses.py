@@ -1,0 +1,236 @@
+"""Each policy loss against its formula, token by token in plain Python, and its gradient against finite differences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from torch.testing import assert_close
+
+from roll.algorithms.actor_loss import POLICY_LOSS_NAMES, actor_loss_options
+from roll.algorithms.covariance_losses import token_covariance
+from roll.algorithms.loss_types import LossInputs
+from roll.algorithms.metric_builder import MetricBuilder
+from roll.algorithms.policy_registry import policy_losses
+from tests.algorithms.reference import Batch, batches, make_batch, mean
+
+
+def per_token(variant: str, inputs: LossInputs, **settings: object) -> torch.Tensor:
+    options = actor_loss_options({"pg_variant": variant, **settings})
+    return policy_losses.resolve(variant)(inputs, options.pg, MetricBuilder())
+
+
+def inputs_of(batch: Batch, **changes: object) -> LossInputs:
+    inputs = LossInputs(batch.log_probs, batch.advantages, batch.mask, batch.old_log_probs)
+    return replace(inputs, **changes)
+
+
+class Row:
+    """One response as plain numbers; ``t`` runs over its masked tokens."""
+
+    def __init__(self, batch: Batch, row: int) -> None:
+        kept = [t for t, m in enumerate(batch.mask[row].tolist()) if m]
+        self.kept = kept
+        self.logp = [float(batch.log_probs[row, t]) for t in kept]
+        self.old = [float(batch.old_log_probs[row, t]) for t in kept]
+        self.advantage = [float(batch.advantages[row, t]) for t in kept]
+        self.log_ratio = [a - b for a, b in zip(self.logp, self.old, strict=True)]
+        self.ratio = [math.exp(x) for x in self.log_ratio]
+
+    @property
+    def sequence_ratio(self) -> float:
+        return math.exp(mean(self.log_ratio))
+
+
+def clip(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+def surrogate(r: float, a: float, low: float = 0.2, high: float = 0.2) -> float:
+    return -min(r * a, clip(r, 1 - low, 1 + high) * a)
+
+
+def dual(r: float, a: float, bound: float) -> float:
+    return min(surrogate(r, a), -bound * a) if a < 0 else surrogate(r, a)
+
+
+def gmpo_row(row: Row) -> float:
+    clipped = [min(x, 0.4) if a > 0 else max(x, -0.4) for x, a in zip(row.log_ratio, row.advantage, strict=True)]
+    return math.exp(mean(clipped))
+
+
+def dppo_weight(row: Row, t: int, divergence: str, threshold: float) -> float:
+    new, old, r, a = math.exp(row.logp[t]), math.exp(row.old[t]), row.ratio[t], row.advantage[t]
+    if divergence == "tv":
+        distance = abs(new - old)
+    else:
+        distance = old * math.log(old / new) + (1 - old) * math.log((1 - old) / (1 - new))
+    away = r > 1 if a > 0 else r < 1
+    return 0.0 if away and distance > threshold else min(r, 20.0)
+
+
+FORMULAS: list[tuple[str, dict[str, object], Callable[[Row, int], float]]] = [
+    ("ppo", {}, lambda row, t: surrogate(row.ratio[t], row.advantage[t])),
+    (
+        "ppo",
+        {"use_pg_clip_range": True, "pg_clip_low": 0.1, "pg_clip_high": 0.3},
+        lambda row, t: surrogate(row.ratio[t], row.advantage[t], 0.1, 0.3),
+    ),
+    ("ppo", {"dual_clip_loss": True}, lambda row, t: dual(row.ratio[t], row.advantage[t], 1.4)),
+    (
+        "ppo",
+        {"dual_clip_loss": True, "dual_clip_coef": 1.3},
+        lambda row, t: dual(row.ratio[t], row.advantage[t], 1.3),
+    ),
+    ("ppo", {"importance_sampling": "seq"}, lambda row, t: surrogate(row.sequence_ratio, row.advantage[t])),
+    ("gspo", {"pg_clip": 0.05}, lambda row, t: surrogate(row.sequence_ratio, row.advantage[t], 0.05, 0.05)),
+    ("gspo_token", {}, lambda row, t: surrogate(row.sequence_ratio, row.advantage[t])),
+    ("vanilla", {}, lambda row, t: -row.advantage[t] * row.logp[t]),
+    ("tis", {}, lambda row, t: -clip(row.ratio[t], 0.0, 1.0) * row.advantage[t] * row.logp[t]),
+    (
+        "cispo",
+        {"cispo_epsilon_low": 1.0, "cispo_epsilon_high": 0.3},
+        lambda row, t: -clip(row.ratio[t], 0.0, 1.3) * row.advantage[t] * row.logp[t],
+    ),
+    (
+        "topr",
+        {"topr_positive_weight": 0.7, "topr_negative_weight": 0.4},
+        lambda row, t: (
+            -row.advantage[t]
+            * row.logp[t]
+            * (0.7 if row.advantage[t] >= 0 else 0.4 * clip(math.exp(sum(row.log_ratio)), 0.0, 1.0))
+        ),
+    ),
+    ("raft++", {}, lambda row, t: surrogate(row.ratio[t], row.advantage[t]) if row.advantage[t] > 0 else 0.0),
+    (
+        "kimi15",
+        {"kimi15_tau": 0.3},
+        lambda row, t: -row.advantage[t] * row.logp[t] + 0.15 * sum(row.log_ratio) ** 2 / len(row.logp),
+    ),
+    (
+        "sapo",
+        {},
+        lambda row, t: (
+            -row.advantage[t]
+            * (4 / (tau := 1.0 if row.advantage[t] > 0 else 1.05))
+            / (1 + math.exp(-tau * (row.ratio[t] - 1)))
+        ),
+    ),
+    ("gmpo", {}, lambda row, t: -row.advantage[t] * gmpo_row(row)),
+    (
+        "dro",
+        {"dro_tau": 0.2},
+        lambda row, t: 0.5 * (mean(row.advantage) - 0.2 * sum(row.log_ratio)) ** 2 / len(row.logp),
+    ),
+    ("dppo", {}, lambda row, t: -dppo_weight(row, t, "tv", 0.15) * row.advantage[t] * row.logp[t]),
+    (
+        "dppo",
+        {"dppo_divergence": "kl", "dppo_threshold": 0.02},
+        lambda row, t: -dppo_weight(row, t, "kl", 0.02) * row.advantage[t] * row.logp[t],
+    ),
+]
+
+
+@pytest.mark.parametrize(("variant", "settings", "formula"), FORMULAS, ids=lambda v: str(v) if type(v) is str else "")
+@given(batch=batches)
+def test_value_equals_the_formula(
+    variant: str, settings: dict[str, object], formula: Callable[[Row, int], float], batch: Batch
+) -> None:
+    result = per_token(variant, inputs_of(batch), **settings)
+    for i in range(len(batch.mask)):
+        row = Row(batch, i)
+        for position, t in enumerate(row.kept):
+            assert_close(float(result[i, t]), formula(row, position), rtol=1e-9, atol=1e-12)
+
+
+def test_every_variant_has_a_formula() -> None:
+    assert {name for name, _, _ in FORMULAS} | {"clip_cov", "kl_cov"} == set(POLICY_LOSS_NAMES)
+
+
+# Their weights or values stand apart from what the gradient flows through.
+STOPS_GRADIENT = {"tis", "cispo", "topr", "gspo_token", "dppo", "clip_cov"}
+
+
+@pytest.mark.parametrize("variant", sorted(set(POLICY_LOSS_NAMES) - STOPS_GRADIENT))
+@pytest.mark.parametrize("settings", [{}, {"dual_clip_loss": True}, {"importance_sampling": "segment"}])
+def test_gradient_is_that_of_the_value(variant: str, settings: dict[str, object]) -> None:
+    batch = make_batch(11, 4, 6)
+    log_probs = batch.log_probs.clone().requires_grad_()
+
+    def masked(log_probs: torch.Tensor) -> torch.Tensor:
+        return torch.where(batch.mask, per_token(variant, inputs_of(batch, log_probs=log_probs), **settings), 0.0)
+
+    assert torch.autograd.gradcheck(masked, log_probs)
+
+
+@pytest.mark.parametrize("variant", ["tis", "cispo", "topr", "dppo", "vanilla"])
+def test_weighted_log_prob_losses_have_the_weight_as_gradient(variant: str) -> None:
+    batch = make_batch(12, 4, 6)
+    log_probs = batch.log_probs.clone().requires_grad_()
+    loss = per_token(variant, inputs_of(batch, log_probs=log_probs))
+    (gradient,) = torch.autograd.grad(loss[batch.mask].sum(), log_probs)
+    assert_close(gradient[batch.mask], (loss / batch.log_probs)[batch.mask].detach())
+
+
+def test_gspo_token_equals_gspo_in_value_and_row_gradient_for_equal_advantages() -> None:
+    """arXiv 2507.18071 section 4.3: with one advantage a response the two objectives agree."""
+    batch = make_batch(3, 5, 8)
+    advantages = torch.where(batch.mask, batch.response_rewards.unsqueeze(-1) - 0.5, 0.0)
+    gradients = []
+    for variant in ("gspo", "gspo_token"):
+        log_probs = batch.log_probs.clone().requires_grad_()
+        loss = per_token(variant, inputs_of(batch, log_probs=log_probs, advantages=advantages))
+        lengths = batch.mask.sum(-1).clamp(min=1)
+        (gradient,) = torch.autograd.grad((torch.where(batch.mask, loss, 0.0).sum(-1) / lengths).sum(), log_probs)
+        gradients.append(gradient)
+    assert_close(gradients[0], gradients[1])
+
+
+def test_dro_uses_the_reference_where_there_is_one() -> None:
+    batch = make_batch(4, 3, 5)
+    with_reference = per_token("dro", inputs_of(batch, ref_log_probs=batch.ref_log_probs))
+    as_old = per_token("dro", inputs_of(batch, old_log_probs=batch.ref_log_probs))
+    assert_close(with_reference, as_old)
+
+
+def test_clip_cov_takes_the_gradient_from_tokens_of_high_covariance() -> None:
+    batch = make_batch(6, 6, 12, density=1.0)
+    log_probs = batch.log_probs.clone().requires_grad_()
+    inputs = inputs_of(batch, log_probs=log_probs, old_log_probs=None)
+    covariance = token_covariance(inputs)
+    settings = {"clip_cov_ratio": 0.1, "clip_cov_low": 0.3, "clip_cov_high": 50.0}
+    loss = per_token("clip_cov", inputs, **settings)
+    (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
+    without = batch.mask & (gradient == 0)
+    eligible = batch.mask & (covariance >= 0.3)
+    assert int(without.sum()) == min(int(0.1 * int(batch.mask.sum())), int(eligible.sum())) > 0
+    assert bool((without <= eligible).all())
+
+
+def test_kl_cov_penalises_the_tokens_of_highest_covariance() -> None:
+    batch = make_batch(7, 6, 12, density=1.0)
+    inputs = inputs_of(batch)
+    plain = -(inputs.log_ratio.exp() * batch.advantages)
+    extra = per_token("kl_cov", inputs, kl_cov_ratio=0.1, kl_cov_coef=2.0) - plain
+    wanted = int(0.1 * int(batch.mask.sum()))
+    chosen = token_covariance(inputs).masked_fill(~batch.mask, -math.inf).flatten().topk(wanted).indices
+    expected = torch.zeros(batch.mask.numel(), dtype=extra.dtype)
+    expected[chosen] = 2.0 * inputs.log_ratio.abs().flatten()[chosen]
+    assert_close(extra.flatten(), expected)
+
+
+@pytest.mark.parametrize("variant", POLICY_LOSS_NAMES)
+def test_extreme_ratios_stay_finite(variant: str) -> None:
+    log_probs = torch.tensor([[-0.01, -300.0, -0.5]], requires_grad=True)
+    old = torch.tensor([[-300.0, -0.01, -0.5]])
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    for advantage in (-1.0, 0.0, 1.0):
+        advantages = torch.full((1, 3), advantage)
+        loss = per_token(variant, LossInputs(log_probs, advantages, mask, old))
+        (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
+        assert bool(loss.isfinite().all())
+        assert bool(gradient.isfinite().all())

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from roll.algorithms.returns import discounted_returns, generalized_advantages, reverse_discounted_sum
+from tests.algorithms import reference
+from tests.algorithms.reference import Batch, batches, make_batch
+
+discounts = st.sampled_from([0.0, 0.5, 0.95, 0.99, 1.0])
+
+
+@given(batch=batches, gamma=discounts, lambd=discounts)
+def test_gae_equals_the_loop(batch: Batch, gamma: float, lambd: float) -> None:
+    advantages, returns = generalized_advantages(batch.rewards, batch.values, batch.mask, gamma, lambd)
+    expected = reference.gae(batch.rewards.tolist(), batch.values.tolist(), batch.mask.tolist(), gamma, lambd)
+    assert_close(advantages, expected, rtol=1e-10, atol=1e-10)
+    assert_close(returns, torch.where(batch.mask, expected + batch.values, 0.0), rtol=1e-10, atol=1e-10)
+
+
+@given(batch=batches, gamma=discounts)
+def test_discounted_returns_equal_the_loop(batch: Batch, gamma: float) -> None:
+    expected = reference.returns(batch.rewards.tolist(), batch.mask.tolist(), gamma)
+    assert_close(discounted_returns(batch.rewards, batch.mask, gamma), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 1023, 1024, 1025, 2100])
+@pytest.mark.parametrize("discount", [0.9, 0.999, 1.0])
+def test_blocks_join_at_every_length(length: int, discount: float) -> None:
+    values = torch.randn(3, length, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
+    expected = values.clone()
+    for t in reversed(range(length - 1)):
+        expected[:, t] += discount * expected[:, t + 1]
+    assert_close(reverse_discounted_sum(values, discount), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_float32_stays_accurate_over_long_rows() -> None:
+    batch = make_batch(5, 8, 4000, density=0.95)
+    exact, _ = generalized_advantages(batch.rewards, batch.values, batch.mask, 1.0, 1.0)
+    single, _ = generalized_advantages(batch.rewards.float(), batch.values.float(), batch.mask, 1.0, 1.0)
+    # Sums of 4,000 terms of size 1: about 60 in size, so 1e-3 is some 30 float32 roundings.
+    assert_close(single.double(), exact, rtol=1e-4, atol=1e-3)
+
+
+@given(batch=batches, padding=st.integers(1, 40), left=st.booleans())
+def test_padding_changes_nothing(batch: Batch, padding: int, left: bool) -> None:
+    sides = (padding, 0) if left else (0, padding)
+    rewards, values, mask = (torch.nn.functional.pad(t, sides) for t in (batch.rewards, batch.values, batch.mask))
+    padded, _ = generalized_advantages(rewards, values, mask, 0.99, 0.9)
+    plain, _ = generalized_advantages(batch.rewards, batch.values, batch.mask, 0.99, 0.9)
+    expected = torch.nn.functional.pad(plain, sides)
+    assert_close(padded, expected, rtol=1e-10, atol=1e-10)
+
+
+@given(batch=batches)
+def test_what_stands_outside_the_mask_is_ignored(batch: Batch) -> None:
+    dirty = torch.where(batch.mask, 0.0, torch.nan)
+    clean, _ = generalized_advantages(batch.rewards, batch.values, batch.mask, 1.0, 0.95)
+    noisy, returns = generalized_advantages(batch.rewards + dirty, batch.values + dirty, batch.mask, 1.0, 0.95)
+    assert_close(noisy, clean)
+    assert bool(returns.isfinite().all())
+
+
+def test_value_and_running_sum_are_carried_across_tool_output() -> None:
+    mask = torch.tensor([[True, False, False, True]])
+    rewards = torch.tensor([[0.0, 9.0, 9.0, 1.0]])
+    values = torch.tensor([[0.5, 9.0, 9.0, 0.25]])
+    advantages, _ = generalized_advantages(rewards, values, mask, 1.0, 0.5)
+    last = 1.0 - 0.25
+    first = (0.25 - 0.5) + 0.5 * last
+    assert_close(advantages, torch.tensor([[first, 0.0, 0.0, last]]))
