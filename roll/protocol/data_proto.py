@@ -326,7 +326,7 @@ class DataProto:
     # Comparing and keeping
 
     def equals(self, other: DataProto) -> bool:
-        """Same columns (order aside), dtypes, shapes, bits (a NaN equals itself) and ``meta_info``."""
+        """Same columns (order aside), dtypes, shapes, values (exactly; NaN equals NaN) and ``meta_info``."""
         return first_difference(self, other) is None
 
     def save(self, path: str | Path) -> None:

@@ -34,7 +34,10 @@ def first_difference(left: DataProto, right: DataProto) -> str | None:
 
 
 def same_value(left: Any, right: Any) -> bool:
-    """Equality that reaches into containers: tensors and arrays by dtype, shape and value, NaN equal to NaN."""
+    """Equality that reaches into containers: tensors and arrays by dtype, shape and values, exactly.
+
+    A NaN equals a NaN, and -0.0 equals 0.0.
+    """
     if left is right:
         return True
     if isinstance(left, torch.Tensor):
@@ -59,8 +62,12 @@ def same_value(left: Any, right: Any) -> bool:
 def _same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.dtype != right.dtype or left.shape != right.shape or left.device != right.device:
         return False
-    # Bytes, so that NaNs are equal to themselves and -0.0 is not 0.0.
-    return torch.equal(flat_view(left).view(torch.uint8), flat_view(right).view(torch.uint8))
+    if torch.equal(flat_view(left).view(torch.uint8), flat_view(right).view(torch.uint8)):
+        return True
+    if not (left.is_floating_point() or left.is_complex()):
+        return False
+    wide = torch.complex128 if left.is_complex() else torch.float64
+    return torch.allclose(left.to(wide), right.to(wide), rtol=0, atol=0, equal_nan=True)
 
 
 def _describe(value: Any) -> str:

@@ -2,9 +2,9 @@
 
 A per-token column (B, L, ...) of a right- or left-padded batch is constant outside one span of each row.  Packing finds
 that constant and those spans and keeps the tokens inside, one after another (the *payload*); unpacking restores every
-bit.  Whatever is constant inside its spans too (most masks) costs only the spans, columns share spans where they can,
-and int64 is narrowed to the smallest integer that holds its values.  Comparisons are of bits, never of floats: a NaN or
-a -0.0 in the padding survives.
+bit, with one exception: padding of zeros comes back as 0.0 where it was -0.0, which ``values * mask`` makes of negative
+values.  Whatever is constant inside its spans too (most masks) costs only the spans, columns share spans where they
+can, and int64 is narrowed to the smallest integer that holds its values.
 
 Everything works on numpy arrays of integers as wide as the column's dtype (its *bits*), since numpy has no bfloat16.
 """
@@ -28,14 +28,13 @@ _BITS: dict[int, tuple[torch.dtype, type[Any]]] = {
     4: (torch.int32, np.int32),
     8: (torch.int64, np.int64),
 }
+_SIGNED_ZEROS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _NARROW_SIGNED = (np.int8, np.int16, np.int32)
 _NARROW_UNSIGNED = (np.uint8, np.uint16, np.uint32)
 _MIN_NARROW = 64
 """Below this many values narrowing saves less than it takes."""
 _DENSE_FRACTION = 0.85
 """With more of a column inside its spans it is sent whole: less work at both ends for at most 18% more bytes."""
-_SPAN_SLACK = 1 / 64
-"""Spans wider than a column's own by this part at most are shared: cheaper than spans of its own."""
 
 
 class Spans:
@@ -75,11 +74,11 @@ class Spans:
         first = int(self.ends[start - 1]) if start else 0
         return slice(first, int(self.ends[stop - 1]) if stop > start else first)
 
-    def covers(self, other: Spans, slack: float) -> bool:
-        """True if these spans contain ``other``'s and are longer by a part ``slack`` of them at most."""
+    def covers(self, other: Spans, slack: int) -> bool:
+        """True if these spans contain ``other``'s and have at most ``slack`` tokens more in all."""
         if len(self.starts) != len(other.starts) or self.width != other.width:
             return False
-        if not other.total <= self.total <= other.total + int(other.total * slack):
+        if not other.total <= self.total <= other.total + slack:
             return False
         empty = other.starts == other.stops
         return bool((empty | ((self.starts <= other.starts) & (other.stops <= self.stops))).all())
@@ -150,14 +149,15 @@ def _pack_column(tensor: torch.Tensor, known: list[Spans]) -> Packed:
     bits = to_bits(tensor)
     if tensor.dim() < 2 or not bits.size:
         return Packed(tensor.dtype, tensor.shape, bits)
-    found = _find_spans(bits)
+    found = _find_spans(bits, tensor.dtype)
     if found is None:
         return Packed(tensor.dtype, tensor.shape, _shrunk(bits, tensor.dtype))
     own, padding = found
     if not own.total:
         return Packed(tensor.dtype, tensor.shape, padding)
-    # A mask is constant inside its own spans only, and then costs nothing else: it shares no wider ones.
-    slack = 0.0 if tensor.dtype == torch.bool else _SPAN_SLACK
+    # Wider spans are shared where a token more in each row costs less than other spans would (8 bytes a row, and the
+    # work of an index), but not by a mask: it is constant inside its own spans only, and then costs nothing else.
+    slack = 0 if tensor.dtype == torch.bool else max(len(tensor), own.total // 64)
     spans = next((other for other in known if other.covers(own, slack)), own)
     if spans is own:
         known.append(own)
@@ -178,15 +178,16 @@ def to_bits(tensor: torch.Tensor) -> np.ndarray:
     return flat_view(tensor.detach().cpu()).view(integers).numpy().reshape(tensor.shape)
 
 
-def _find_spans(bits: np.ndarray) -> tuple[Spans, int] | None:
+def _find_spans(bits: np.ndarray, dtype: torch.dtype) -> tuple[Spans, int] | None:
     """The tightest spans outside which ``bits`` (B, L, ...) is one value, and that value; None if hardly any is.
 
     The second candidate is tried only if the first leaves the column dense (a begin-of-sequence token in front of all
     rows must not hide the padding behind them, nor a last token that many rows share the padding in front of them).
     """
     flat = bits.reshape(len(bits), -1)
-    for padding in _padding_candidates(flat):
-        starts, stops = _first_and_last(flat, padding)
+    signed_zeros = dtype in _SIGNED_ZEROS
+    for padding in _padding_candidates(flat, signed_zeros):
+        starts, stops = _first_and_last(flat, padding, signed_zeros)
         per_token = flat.shape[1] // bits.shape[1]
         starts, stops = starts // per_token, -(-stops // per_token)
         spans = Spans(starts.astype(np.int32), stops.astype(np.int32), bits.shape[1])
@@ -195,11 +196,14 @@ def _find_spans(bits: np.ndarray) -> tuple[Spans, int] | None:
     return None
 
 
-def _first_and_last(flat: np.ndarray, padding: int) -> tuple[np.ndarray, np.ndarray]:
+def _first_and_last(flat: np.ndarray, padding: int, signed_zeros: bool) -> tuple[np.ndarray, np.ndarray]:
     """For each row the first element that differs from ``padding`` and the one after the last; (0, 0) if none does."""
     rows, width = np.arange(len(flat)), flat.shape[1]
     words = -(-width // 8)
     inside = np.zeros((len(flat), 8 * words), dtype=bool)
+    if signed_zeros and padding == 0:
+        # As floats -0.0 equals 0.0 (and NaN nothing); numpy has no bfloat16, there the sign is shifted out.
+        flat = flat << 1 if flat.itemsize == 2 else flat.view(f"f{flat.itemsize}")
     np.not_equal(flat, padding, out=inside[:, :width])
     starts = inside.argmax(axis=1)
     # numpy's search stops at the first hit, but a reversed row is copied first: search eight at a time, then one word.
@@ -210,13 +214,15 @@ def _first_and_last(flat: np.ndarray, padding: int) -> tuple[np.ndarray, np.ndar
     return starts, stops
 
 
-def _padding_candidates(flat: np.ndarray) -> list[int]:
+def _padding_candidates(flat: np.ndarray, signed_zeros: bool) -> list[int]:
     """The most frequent values of the last and of the first element of a row."""
     candidates: list[int] = []
     for edge in (flat[:, -1], flat[:, 0]):
         if not edge.any():
             value = 0
         else:
+            if signed_zeros:
+                edge = np.where(edge == np.iinfo(edge.dtype).min, 0, edge)
             values, counts = np.unique(edge, return_counts=True)
             value = int(values[counts.argmax()])
         if value not in candidates:

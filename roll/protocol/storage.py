@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _FORMAT = "roll.DataProto 1"
 _STRUCTURE = "structure"
+_ENCODING = ("utf-8", "surrogatepass")  # half of a character, as a cut token stream leaves, is a valid Python str
 
 
 def save(data: DataProto, path: Path) -> None:
@@ -45,7 +46,7 @@ def save(data: DataProto, path: Path) -> None:
         },
         "meta_info": encoder.encode(data.meta_info, "meta_info"),
     }
-    text = bytearray(json.dumps(structure, ensure_ascii=False, separators=(",", ":")).encode())
+    text = bytearray(json.dumps(structure, ensure_ascii=False, separators=(",", ":")).encode(*_ENCODING))
     tensors[_STRUCTURE] = torch.frombuffer(text, dtype=torch.uint8)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
@@ -71,7 +72,7 @@ def load(path: Path) -> DataProto:
         found = (file.metadata() or {}).get("format")
         if found != _FORMAT:
             raise ValueError(f"{path} is no DataProto file: its format is {found!r}, expected {_FORMAT!r}")
-        structure = json.loads(file.get_tensor(_STRUCTURE).numpy().tobytes())
+        structure = json.loads(file.get_tensor(_STRUCTURE).numpy().tobytes().decode(*_ENCODING))
         tensors = {key: file.get_tensor(f"batch/{key}") for key in structure["columns"]}
         objects = {
             key: [_decode(value, file.get_tensor) for value in values]

@@ -13,8 +13,8 @@ def tensor_over(array: np.ndarray) -> torch.Tensor:
 
     Torch has no read-only tensors: whoever takes such a tensor must not write to it.
     """
-    if not array.flags.writeable and array.size:
-        array = np.asarray(_Exposed(array))
+    if not array.flags.writeable:
+        array = np.asarray(_Exposed(array)) if array.size else array.copy()
     return torch.from_numpy(array)
 
 

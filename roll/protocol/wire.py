@@ -1,4 +1,4 @@
-"""How a DataProto is pickled: columns packed (see :mod:`roll.protocol.packing`), arrays out of band, no torch.save.
+"""How a DataProto is pickled: columns packed (:mod:`roll.protocol.packing`), arrays out of band, no torch.save.
 
 With pickle protocol 5 (Ray's arguments, results and ``ray.put``; multiprocessing falls back to copies) the payload of
 each column is a buffer of its own, so Ray writes it to the object store once and readers map it.  On arrival nothing is

@@ -8,16 +8,13 @@ from itertools import chain, groupby
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.protocol import DataProto
 from roll.protocol.equality import first_difference
 from roll.protocol.metrics import Max, Mean
-from tests.protocol.batches import assert_rows, batches, rows_of
-
-settings.register_profile("protocol", deadline=None, max_examples=60)
-settings.load_profile("protocol")
+from tests.protocol.batches import EXAMPLES, assert_rows, batches, rows_of
 
 
 def small() -> DataProto:
@@ -126,6 +123,7 @@ class TestColumns:
         with pytest.raises(ValueError, match="as many new names"):
             data.rename(["reward"], ["a", "b"])
 
+    @EXAMPLES
     @given(batches(min_rows=3, max_rows=3), batches(min_rows=3, max_rows=3))
     def test_union(self, left: DataProto, right: DataProto) -> None:
         shared = {*left.batch, *left.non_tensor_batch} & {*right.batch, *right.non_tensor_batch}
@@ -161,11 +159,13 @@ class TestColumns:
 
 
 class TestRows:
+    @EXAMPLES
     @given(batches(), st.slices(7))
     def test_slice(self, data: DataProto, index: slice) -> None:
         assert_rows(data[index], rows_of(data)[index])
         assert data[index].meta_info == data.meta_info or "nan" in repr(data.meta_info)
 
+    @EXAMPLES
     @given(batches(min_rows=1), st.data())
     def test_list_of_rows(self, data: DataProto, choice: st.DataObject) -> None:
         picked = choice.draw(st.lists(st.integers(-len(data), len(data) - 1), max_size=9))
@@ -173,6 +173,7 @@ class TestRows:
         for index in (picked, np.array(picked, dtype=np.int32), torch.tensor(picked, dtype=torch.int64)):
             assert_rows(data[index], expected)
 
+    @EXAMPLES
     @given(batches(), st.data())
     def test_mask(self, data: DataProto, choice: st.DataObject) -> None:
         mask = choice.draw(st.lists(st.booleans(), min_size=len(data), max_size=len(data)))
@@ -200,6 +201,7 @@ class TestRows:
         data[[1, 2]].batch["score"][1] = 200
         assert data.batch["score"].tolist() == [0, 100, 2, 3, 4, 5]
 
+    @EXAMPLES
     @given(batches(), st.randoms())
     def test_reorder(self, data: DataProto, random: object) -> None:
         order = list(range(len(data)))
@@ -213,18 +215,21 @@ class TestRows:
         with pytest.raises(ValueError, match="each of the 6 rows once"):
             small().reorder(order)
 
+    @EXAMPLES
     @given(batches(), st.integers(0, 3))
     def test_repeat(self, data: DataProto, times: int) -> None:
         rows = rows_of(data)
         assert_rows(data.repeat(times, interleave=True), [row for row in rows for _ in range(times)])
         assert_rows(data.repeat(times, interleave=False), rows * times)
 
+    @EXAMPLES
     @given(batches(), st.integers(1, 9))
     def test_chunk_then_concat(self, data: DataProto, chunks: int) -> None:
         parts = data.chunk(chunks)
         assert [len(part) for part in parts] == [len(part) for part in np.array_split(np.arange(len(data)), chunks)]
         assert DataProto.concat(parts).equals(data)
 
+    @EXAMPLES
     @given(batches(), st.integers(1, 9))
     def test_split(self, data: DataProto, size: int) -> None:
         rows = rows_of(data)
@@ -233,6 +238,7 @@ class TestRows:
         for number, part in enumerate(parts):
             assert_rows(part, rows[number * size : (number + 1) * size])
 
+    @EXAMPLES
     @given(batches(min_rows=1), st.integers(1, 9))
     def test_pad_and_unpad(self, data: DataProto, divisor: int) -> None:
         padded, pad_size = data.pad_to_divisor(divisor)
@@ -289,6 +295,7 @@ class TestConcat:
 
 
 class TestGroups:
+    @EXAMPLES
     @given(batches(), st.data())
     def test_group_by(self, data: DataProto, choice: st.DataObject) -> None:
         keys = choice.draw(st.lists(st.sampled_from("pqr"), min_size=len(data), max_size=len(data)))
@@ -310,6 +317,7 @@ class TestGroups:
 
 
 class TestIterator:
+    @EXAMPLES
     @given(batches(), st.integers(1, 9), st.integers(0, 2))
     def test_in_order(self, data: DataProto, size: int, epochs: int) -> None:
         parts = list(data.make_iterator(size, epochs))
@@ -333,6 +341,7 @@ class TestIterator:
         assert epochs(1) == [first, second]
         assert epochs(2) != [first, second]
 
+    @EXAMPLES
     @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=30), st.integers(0, 9), st.integers(0, 20))
     def test_groups_stay_together(self, keys: list[str], extra: int, seed: int) -> None:
         data = DataProto({"x": torch.arange(len(keys))}, {"key": keys})
@@ -366,12 +375,15 @@ class TestEquality:
         assert "non_tensor_batch['extra'] differs" in (first_difference(small(), other) or "")
         assert "meta_info has" in (first_difference(small(), small().select(meta_info_keys=[])) or "")
 
-    def test_bits_count(self) -> None:
+    def test_numbers(self) -> None:
         nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
         assert DataProto({"x": nan}).equals(DataProto({"x": nan.clone()}))
-        assert not DataProto({"x": zero}).equals(DataProto({"x": -zero}))
+        assert DataProto({"x": torch.cat([nan, zero])}).equals(DataProto({"x": torch.cat([-nan, -zero])}))
+        assert not DataProto({"x": zero}).equals(DataProto({"x": zero + 1e-30}))
+        assert not DataProto({"x": zero}).equals(DataProto({"x": nan}))
         assert not DataProto({"x": zero}).equals(DataProto({"x": zero.double()}))
 
+    @EXAMPLES
     @given(batches())
     def test_copies_are_equal(self, data: DataProto) -> None:
         assert copy.deepcopy(data).equals(data)
