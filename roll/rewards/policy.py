@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 from roll.config.rewards import RewardConfig
 from roll.rewards.base import RewardResult
+from roll.rewards.registry import option_names
 
 OnError = Literal["raise", "mask", "value"]
+
+SECTION_KEYS = {"timeout": "timeout", "format_pattern": "pattern"}
+"""Keys of a reward section that are options of some rules."""
 
 
 class RewardError(RuntimeError):
@@ -44,11 +48,14 @@ def failure_rates(results: Sequence[RewardResult]) -> dict[str, float]:
 def reward_options(name: str, config: RewardConfig) -> tuple[str, dict[str, Any]]:
     """What :func:`roll.rewards.build_reward` needs for the section ``rewards.<name>``.
 
-    Without ``worker_cls`` the section's name is the reward's.  ``reward_kwargs`` are the options; a ``format_pattern``
-    of its own key becomes the ``pattern`` of the ``format`` rule.
+    Without ``worker_cls`` the section's name is the reward's.  The options are ``reward_kwargs``, and the section's own
+    keys ``timeout`` and ``format_pattern`` for rules that have such an option.
+
+    Raises:
+        RewardOptionError: the reward does not exist.
     """
     worker_cls = config.worker_cls or name
-    options: Mapping[str, Any] = config.reward_kwargs
-    if worker_cls == "format" and config.format_pattern is not None:
-        options = {"pattern": config.format_pattern, **options}
-    return worker_cls, dict(options)
+    taken = option_names(worker_cls)
+    values = {option: getattr(config, key) for key, option in SECTION_KEYS.items() if option in taken}
+    options = {option: value for option, value in values.items() if value is not None}
+    return worker_cls, {**options, **config.reward_kwargs}

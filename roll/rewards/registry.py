@@ -103,19 +103,37 @@ def build_reward(worker_cls: str, options: Mapping[str, Any] | None = None) -> R
     """
     options = dict(options or {})
     name = resolve_name(worker_cls)
-    if name in _REGISTERED:
-        return build_rule(name, _REGISTERED[name], options)
-    if name in _RULES:
-        module, class_name = _RULES[name]
-        return build_rule(name, getattr(importlib.import_module(module), class_name), options)
-    target = load_dotted(name)
+    target = load_target(name)
     if isinstance(target, type):
-        if not issubclass(target, RewardRule):
-            raise RewardOptionError(f"worker_cls {name!r}: a class must derive from roll.rewards.RewardRule")
         return build_rule(name, target, options)
     from roll.rewards.custom import CustomReward
 
     return CustomReward(name, target, options)
+
+
+def option_names(worker_cls: str) -> set[str]:
+    """The options of a rule; empty for a user's own function.
+
+    Raises:
+        RewardOptionError: the reward does not exist.
+    """
+    target = load_target(resolve_name(worker_cls))
+    return {field.name for field in dataclasses.fields(target) if field.init} if isinstance(target, type) else set()
+
+
+def load_target(name: str) -> Any:
+    """The rule's class or the user's function behind a resolved name."""
+    if name in _REGISTERED:
+        return _REGISTERED[name]
+    if name in _RULES:
+        module, class_name = _RULES[name]
+        return getattr(importlib.import_module(module), class_name)
+    target = load_dotted(name)
+    if isinstance(target, type) and not (issubclass(target, RewardRule) and dataclasses.is_dataclass(target)):
+        raise RewardOptionError(
+            f"worker_cls {name!r}: a class must be a dataclass derived from roll.rewards.RewardRule"
+        )
+    return target
 
 
 def load_dotted(path: str) -> Any:

@@ -41,7 +41,7 @@ def test_published_class_paths_and_short_names() -> None:
         ("no_such.module.function", "cannot import 'no_such.module'"),
         (f"{OWN}.absent", "has no function or class 'absent'"),
         (f"{OWN}.answer", "has no function or class 'answer'"),
-        (f"{OWN}.NoRule", "must derive from roll.rewards.RewardRule"),
+        (f"{OWN}.NoRule", "must be a dataclass derived from"),
         (f"{OWN}.awaited", "async"),
     ],
 )
@@ -108,7 +108,8 @@ def test_true_is_one() -> None:
     assert build_reward(f"{OWN}.returns")([RewardSample("", "true")])[0].score == 1.0
 
 
-def test_a_rule_class_by_dotted_path_and_by_registered_name() -> None:
+def test_a_rule_class_by_dotted_path_and_by_registered_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roll.rewards.registry._REGISTERED", {})
     assert build_reward(f"{OWN}.Constant", {"value": 3})([RewardSample("", "")])[0].score == 3.0
     register_reward("constant_for_test")(Constant)
     assert build_reward("constant_for_test", {"value": 4})([RewardSample("", "")])[0].score == 4.0
@@ -131,10 +132,14 @@ def test_failures_are_masked_valued_or_raised_and_always_counted() -> None:
 
 
 def test_a_section_names_its_reward_and_options() -> None:
-    assert reward_options("math_rule", RewardConfig()) == ("math_rule", {})
-    config = RewardConfig(worker_cls="gsm8k_rule", reward_kwargs={"method": "flexible"})
+    config = RewardConfig(worker_cls="gsm8k_rule", reward_kwargs={"method": "flexible"}, timeout=7)
     assert reward_options("gsm", config) == ("gsm8k_rule", {"method": "flexible"})
-    assert reward_options("format", RewardConfig(format_pattern="a+")) == ("format", {"pattern": "a+"})
+    assert reward_options("math_rule", RewardConfig(timeout=7)) == ("math_rule", {"timeout": 7})
+    config = RewardConfig(format_pattern="a+", timeout=7, reward_kwargs={"timeout": 2})
+    assert reward_options("format", config) == ("format", {"pattern": "a+", "timeout": 2})
+    assert reward_options("own", RewardConfig(worker_cls=f"{OWN}.shortness"))[1] == {}
+    for name in reward_names():
+        build_reward(*reward_options(name, RewardConfig(format_pattern="a"))).close()
 
 
 def test_rewards_load_without_the_heavy_packages() -> None:
