@@ -30,7 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["prepare-data"]:
         return prepare_data(words[1:])
-    arguments = build_parser().parse_args(words)
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(words)
+    unknown = [word for word in rest if word.startswith("-")]
+    if unknown:
+        parser.error(f"unknown flag {unknown[0]}; overrides are written key=value")
+    arguments.overrides += rest
     try:
         if arguments.command == "run":
             return run(load_config(None, arguments.config, None, arguments.overrides))

@@ -6,6 +6,7 @@ Native ROLL files load as they are: ``hydra:`` blocks, ``defaults:`` lists with 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ class Composed:
 
     data: dict[str, Any]
     source: SourceFile
+    referenced: frozenset[str] = frozenset()
+    """Top-level names that some ``${...}`` refers to."""
 
 
 def compose_file(file: Path, overrides: Sequence[str], problems: Problems) -> Composed:
@@ -39,7 +42,12 @@ def compose_file(file: Path, overrides: Sequence[str], problems: Problems) -> Co
     source = SourceFile(file)
     words = [word for word in (_hydra_word(text, file.parent, source, problems) for text in overrides) if word]
     try:
-        with initialize_config_dir(config_dir=str(file.parent.resolve()), version_base="1.3", job_name="roll"):
+        with (
+            warnings.catch_warnings(),
+            initialize_config_dir(config_dir=str(file.parent.resolve()), version_base="1.3", job_name="roll"),
+        ):
+            # A file without _self_ in its defaults is meant to override them, which is what hydra then does.
+            warnings.filterwarnings("ignore", message=".*Defaults list is missing `_self_`")
             config = compose(config_name=file.stem, overrides=words)
     except yaml.YAMLError as error:
         problems.add(*_yaml_problem(error, file))
@@ -47,7 +55,8 @@ def compose_file(file: Path, overrides: Sequence[str], problems: Problems) -> Co
     except (HydraException, OmegaConfBaseException) as error:
         problems.missing("(composition)", _first_lines(error))
         return Composed({}, source)
-    return Composed(_resolve(config, problems), source)
+    names = frozenset(name for _, raw in _interpolations(config, "") for name in re.findall(r"\$\{\s*(\w+)", raw))
+    return Composed(_resolve(config, problems), source, names)
 
 
 def _hydra_word(text: str, folder: Path, source: SourceFile, problems: Problems) -> str | None:

@@ -48,11 +48,18 @@ def _parse_expression(text: str) -> list[Any]:
 
 
 def _read(node: ast.expr) -> list[Any]:
+    """The ids of a sum of terms. A sum nests to the left, so that a loop is enough."""
+    terms = []
+    while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        terms.append(node.right)
+        node = node.left
+    return [item for term in (node, *reversed(terms)) for item in _read_term(term)]
+
+
+def _read_term(node: ast.expr) -> list[int]:
     match node:
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_integer(item) for item in items]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _read(left) + _read(right)
         case ast.Call(func=ast.Name(id="list"), args=[ast.Call() as inner], keywords=[]):
             return _read_range(inner)
         case ast.Call(func=ast.Name(id="range")):
@@ -81,7 +88,7 @@ def _integer(node: ast.expr) -> int:
             raise ValueError(RULE)
         case ast.Constant(value=int() as number):
             return number
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant() as operand):
             return -_integer(operand)
         case _:
             raise ValueError(RULE)

@@ -14,12 +14,12 @@ from roll.config.availability import refuse_unavailable
 from roll.config.checks import Checks
 from roll.config.checks_rlvr import check_rlvr
 from roll.config.checks_sft import check_sft
-from roll.config.compose import compose_file
+from roll.config.compose import Composed, compose_file
 from roll.config.errors import ConfigError, Notice, Problem, Problems
 from roll.config.plan import Plan
 from roll.config.planning import plan_rlvr, plan_sft
 from roll.config.rlvr import RLVRConfig
-from roll.config.schema import SchemaReader, build, closest
+from roll.config.schema import SchemaReader, build, closest, known_keys
 from roll.config.sft import SFTConfig
 
 C = TypeVar("C", RLVRConfig, SFTConfig)
@@ -77,7 +77,7 @@ def load_config(
     composed = compose_file(file, overrides, problems)
     if not composed.data and not problems.errors:
         problems.missing("(file)", "is empty")
-    loaded = _load(config_class, composed.data, file, problems, check_files) if composed.data else None
+    loaded = _load(config_class, without_fragments(composed), file, problems, check_files) if composed.data else None
     if problems.errors:
         raise ConfigError(problems.located(composed.source.place_of))
     assert loaded is not None
@@ -114,6 +114,18 @@ def _load(
     if isinstance(config, RLVRConfig):
         return config, plan_rlvr(config, exp_name, checks.written)
     return config, plan_sft(config, exp_name, checks.written)
+
+
+def without_fragments(composed: Composed) -> dict[str, Any]:
+    """The tree without top-level names that only serve ``${...}``: those that are referred to, and sections that come
+    from the files of a ``defaults`` list (presets, of which a file uses what it needs)."""
+    known = {*known_keys(RLVRConfig), *known_keys(SFTConfig), *(key for keys in MARKS.values() for key in keys)}
+    return {
+        key: value
+        for key, value in composed.data.items()
+        if key in known
+        or not (key in composed.referenced or (isinstance(value, Mapping) and composed.source.included(key)))
+    }
 
 
 def detect_pipeline(data: Mapping[str, Any], expected: str | None, problems: Problems) -> str | None:

@@ -162,6 +162,9 @@ class RLVRPlan(Plan):
     needs_critic: bool
     pg_variant: str
     """The actor's policy loss."""
+    norm_types: tuple[str | None, str | None]
+    """``norm_mean_type`` and ``norm_std_type`` as written (null included); ``auto`` where the file leaves them open, so
+    that the estimator's own pair holds."""
 
     @property
     def samples_per_step(self) -> int:

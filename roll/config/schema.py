@@ -22,6 +22,8 @@ from roll.config.errors import Problems
 from roll.config.fields import NO_RULES, RULES, FieldRules
 
 T = TypeVar("T")
+SHORTEST_PREFIX = 3
+MOST_KEYS_LISTED = 12
 DOTTED_PATH = re.compile(r"[A-Za-z_]\w*([.:][A-Za-z_]\w*)+")
 
 
@@ -40,6 +42,8 @@ def closest(word: str, known: Iterable[str]) -> str | None:
     candidates = list(known)
     lowered = {item.lower(): item for item in candidates}
     matches = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
+    if not matches and len(word) >= SHORTEST_PREFIX:
+        matches = [item for item in lowered if item.startswith(word.lower()) or word.lower().startswith(item)]
     return lowered[matches[0]] if matches else None
 
 
@@ -162,8 +166,10 @@ class SchemaReader:
             rule = f"unknown key here; it belongs at {home}"
         elif nearest is not None:
             rule = f"unknown key; the nearest known one is {nearest}"
-        else:
+        elif len(known_keys(cls)) <= MOST_KEYS_LISTED:
             rule = f"unknown key; known here: {', '.join(known_keys(cls))}"
+        else:
+            rule = "unknown key, and no known one is near; docs/configuration-reference.md lists them all"
         self.problems.add(path, value, rule)
 
 
@@ -178,6 +184,8 @@ def convert_field(value: Any, hint: Any, rules: FieldRules) -> Any:
             value = rules.parse(value)
         except ValueError as error:
             raise Mismatch(str(error), rules.example) from None
+    if value == "None" and rules.choices is not None and NoneType in get_args(hint):
+        value = None
     try:
         result = convert(value, hint)
     except Mismatch as error:

@@ -38,6 +38,12 @@ class SourceFile:
                     return f"{shown(file)}:{lines[path]}"
         return shown(self.file)
 
+    def included(self, key: str) -> bool:
+        """True when a file of the ``defaults`` has this top-level key and the main file has not."""
+        return not any(key in lines for file, lines in self._files if file == self.file) and any(
+            key in lines for _, lines in self._files
+        )
+
     @cached_property
     def _files(self) -> list[tuple[Path, dict[str, int]]]:
         return list(_read_files(self.file, "", set()))

@@ -1,0 +1,95 @@
+"""A small configuration that loads, and ways to damage it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from roll.config.errors import ConfigError, Problem
+from roll.config.loader import LoadedConfig, load_config
+
+GONE = object()
+"""In a change: take the key out."""
+
+GOOD: dict[str, Any] = {
+    "exp_name": "good",
+    "pretrain": "owner/model",
+    "num_gpus_per_node": 8,
+    "max_steps": 10,
+    "rollout_batch_size": 64,
+    "num_return_sequences_in_group": 4,
+    "prompt_length": 128,
+    "response_length": 128,
+    "adv_estimator": "grpo",
+    "actor_train": {
+        "device_mapping": "list(range(0,2))",
+        "training_args": {
+            "learning_rate": 1.0e-6,
+            "per_device_train_batch_size": 8,
+            "gradient_accumulation_steps": 8,
+        },
+        "data_args": {"file_name": ["train.jsonl"], "messages": "messages"},
+        "strategy_args": {"strategy_name": "fsdp2_train", "strategy_config": {"fsdp_size": 1}},
+    },
+    "actor_infer": {
+        "device_mapping": [0, 1],
+        "generating_args": {"temperature": 1.0, "top_p": 1.0, "top_k": -1},
+        "strategy_args": {"strategy_name": "hf_infer", "strategy_config": {"max_num_seqs": 64}},
+    },
+    "reference": {
+        "device_mapping": [0, 1],
+        "strategy_args": {"strategy_name": "fsdp2_infer", "strategy_config": {}},
+    },
+    "rewards": {
+        "math": {"worker_cls": "math_rule", "tag_included": ["math", "gsm8k"]},
+        "choice": {"worker_cls": "multiple_choice", "tag_included": ["choice"]},
+    },
+    "validation": {"data_args": {"file_name": "val.jsonl"}},
+}
+
+GOOD_SFT: dict[str, Any] = {
+    "pretrain": "owner/model",
+    "sequence_length": 256,
+    "max_steps": 10,
+    "sft_train": {
+        "device_mapping": [0],
+        "training_args": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+        "data_args": {"file_name": "train.jsonl", "messages": "messages"},
+    },
+}
+
+
+def changed(changes: Mapping[str, Any], base: Mapping[str, Any] = GOOD) -> dict[str, Any]:
+    """``base`` with dotted keys set to other values."""
+    data: dict[str, Any] = copy.deepcopy(dict(base))
+    for path, value in changes.items():
+        *sections, last = path.split(".")
+        node = data
+        for name in sections:
+            if not isinstance(node.get(name), dict):
+                node[name] = {}
+            node = node[name]
+        if value is GONE:
+            node.pop(last)
+        else:
+            node[last] = value
+    return data
+
+
+def load(folder: Path, data: Mapping[str, Any], *overrides: str, check_files: bool = False) -> LoadedConfig[Any]:
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(dict(data), sort_keys=False), encoding="utf-8")
+    return load_config(None, file, None, overrides, check_files=check_files)
+
+
+def mistakes(folder: Path, data: Mapping[str, Any], *overrides: str, check_files: bool = False) -> tuple[Problem, ...]:
+    """Every problem of a configuration; empty when it loads."""
+    try:
+        load(folder, data, *overrides, check_files=check_files)
+    except ConfigError as error:
+        return error.problems
+    return ()

@@ -1,0 +1,115 @@
+"""Features still to come are refused, and neutral values of their keys are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.config.availability import REFUSALS
+from roll.config.names import PLANNED_ADV_ESTIMATORS, PLANNED_REWARDS
+from roll.config.strategy import PLANNED
+from tests.config.good import GOOD, changed, mistakes
+
+SHARD = "actor_train.strategy_args.strategy_config"
+REFUSED: list[tuple[str, Any]] = [
+    ("async_generation_ratio", 1),
+    ("async_generation_ratio", 0.5),
+    ("actor_train.use_sequence_packing", True),
+    ("reference.use_sequence_packing", True),
+    ("actor_train.use_dynamic_batching_in_train", True),
+    ("actor_train.use_remove_padding", True),
+    ("actor_train.model_args.lora_target", "all-linear"),
+    ("actor_train.model_args.ulysses_size", 2),
+    ("actor_train.model_args.dtype", "fp16"),
+    ("actor_train.training_args.fp16", True),
+    (f"{SHARD}.param_dtype", "float16"),
+    (f"{SHARD}.ep_size", 2),
+    (f"{SHARD}.apply_tiled_mlp", True),
+    (f"{SHARD}.wrap_policy.moe_experts", ["Qwen3MoeMLP"]),
+    ("actor_infer.generating_args.num_beams", 4),
+    ("rewards.math.judge_model_type", "api"),
+    ("rewards.math.worker_cls", "roll.pipeline.rlvr.rewards.code_sandbox_reward_worker.CodeSandboxRewardWorker"),
+    ("rewards.math.worker_cls", "LLMJudgeRewardWorker"),
+    ("rewards.math.worker_cls", "code_sandbox"),
+    ("reward_model", {"device_mapping": [0]}),
+    ("teacher", {"device_mapping": [0]}),
+    ("use_opd", True),
+    ("user_defined_rollout_loop_cls", "my.loop"),
+    ("rollout_mock.enable", True),
+    ("transfer_backend.backend_name", "TransferQueue"),
+    ("profiler_timeline", True),
+    ("track_with", "ml_tracker"),
+    ("track_with", ["stdout", "trackio"]),
+    ("adv_estimator", "gigpo"),
+    ("actor_train.data_args.image_folder", "images"),
+    ("reference.strategy_args.strategy_name", "hf_infer"),
+    *(("actor_train.strategy_args.strategy_name", name) for name in PLANNED if name.endswith("_train")),
+    ("actor_infer.strategy_args.strategy_name", "vllm"),
+    ("actor_infer.strategy_args.strategy_name", "sglang"),
+]
+NEUTRAL = {
+    "async_generation_ratio": 0.0,
+    "actor_train.use_sequence_packing": False,
+    "actor_train.model_args.lora_target": None,
+    "actor_train.model_args.lora_rank": 32,
+    "actor_train.model_args.lora_alpha": 64,
+    "actor_train.model_args.ulysses_size": 1,
+    "actor_infer.model_args.dtype": "fp16",
+    "actor_infer.generating_args.num_beams": 1,
+    f"{SHARD}.ep_size": 1,
+    f"{SHARD}.apply_expert_patch": False,
+    "rollout_mock": {"enable": False, "mode": "dump", "dump_dir": "x"},
+    "router_args.router_name": "PromptAffinityRouter",
+    "teacher": None,
+    "profiler_memory": False,
+    "lora_rank": 8,
+}
+
+
+@pytest.mark.parametrize(("key", "value"), REFUSED)
+def test_refused(tmp_path: Path, key: str, value: Any) -> None:
+    data = changed({key: value} | ({"use_kl_loss": True, "kl_loss_coef": 0.1} if key.startswith("reference") else {}))
+    problems = mistakes(tmp_path, data)
+    assert [problem.key for problem in problems] == [key]
+    assert problems[0].rule.startswith(f"not available yet: {key} (")
+    assert problems[0].example is not None
+
+
+def test_the_way_out_works(tmp_path: Path) -> None:
+    """The value that the message offers loads."""
+    for key, value in REFUSED:
+        (problem,) = mistakes(tmp_path, changed({key: value, "use_kl_loss": True, "kl_loss_coef": 0.1}))
+        works = {"~": None, "{}": {}}.get(str(problem.example), problem.example)
+        assert mistakes(tmp_path, changed({key: works})) == (), f"{key}: {works}"
+
+
+def test_neutral_values_load(tmp_path: Path) -> None:
+    assert mistakes(tmp_path, changed(NEUTRAL)) == ()
+
+
+def test_every_refusal_can_happen() -> None:
+    """No pattern of the table is a dead letter: each names a key of the schema."""
+    from roll.config.rlvr import RLVRConfig
+    from roll.config.schema import schema_paths
+    from roll.config.sft import SFTConfig
+    from roll.config.strategy import Fsdp2StrategyConfig
+
+    known = {*schema_paths(RLVRConfig), *schema_paths(SFTConfig), *schema_paths(Fsdp2StrategyConfig)}
+    for refusal in REFUSALS:
+        last = refusal.pattern.rsplit(".", 1)[-1]
+        assert last in known or "*" in last, refusal.pattern
+
+
+def test_planned_names_are_not_available_names() -> None:
+    from roll.config.names import ADV_ESTIMATORS, REWARDS
+
+    assert not set(PLANNED_ADV_ESTIMATORS) & set(ADV_ESTIMATORS)
+    assert not set(PLANNED_REWARDS.values()) & set(REWARDS)
+
+
+def test_options_of_another_backend_do_not_stop_a_switch(tmp_path: Path) -> None:
+    options = {"gpu_memory_utilization": 0.8, "tensor_parallel_size": 1, "max_num_seqs": 3}
+    data = changed({"actor_infer.strategy_args.strategy_config": options}, GOOD)
+    assert mistakes(tmp_path, data) == ()

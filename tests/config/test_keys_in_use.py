@@ -1,0 +1,79 @@
+"""Every key of ROLL's published RLVR and SFT files loads here, or is refused as not available yet: never unknown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.config.good import GOOD_SFT, changed, mistakes
+
+DATA = Path(__file__).parent / "data"
+FREE_NAMES = {"<domain>": "math", "<name>": "math", "<VAR>": "NCCL_DEBUG"}
+REASONABLE: dict[str, Any] = {
+    "device_mapping": "list(range(0,2))",
+    "rollout_batch_size": 64,
+    "num_return_sequences_in_group": 4,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 8,
+    "file_name": ["data.jsonl"],
+    "worker_cls": "math_rule",
+    "max_model_len": 512,
+    "file_names": "data.jsonl",
+    "prompt_length": 128,
+    "response_length": 128,
+    "sequence_length": 256,
+    "domain_interleave_probs": None,
+    "tag_included": ["math"],
+    "num_gpus_per_worker": 1,
+    "difficulty_low_threshold": 0.0,
+    "advantage_clip": 2.0,
+    "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"],
+    "max_new_tokens": 64,
+    "device_map": "balanced",
+    "eval_steps": 10,
+}
+CRITIC = {"device_mapping": [0], "training_args": {"per_device_train_batch_size": 8}}
+BY_KIND: dict[str, Any] = {"int": 1, "float": 0.5, "bool": True, "null": None, "list": ["x"], "map": {}, "str": "x"}
+
+
+def rounds(group: str) -> list[dict[str, Any]]:
+    """Changes that set every published key at once; further rounds bring a key's further values."""
+    found: list[dict[str, Any]] = []
+    for line in (DATA / f"keys_in_use_{group}.tsv").read_text(encoding="utf-8").splitlines():
+        key, kinds, texts = line.split("\t")
+        for free, name in FREE_NAMES.items():
+            key = key.replace(free, name)
+        for number, value in enumerate(values(key, kinds.split("/"), texts)):
+            while len(found) <= number:
+                found.append({})
+            found[number][key] = value
+    return found
+
+
+def values(key: str, kinds: list[str], texts: str) -> list[Any]:
+    last = key.rsplit(".", 1)[-1]
+    written = [text.strip() for text in texts.split(",") if text.strip()]
+    if key.endswith("domain_interleave_probs.math"):
+        return [1.0]
+    if written and not last.startswith("transformer"):
+        return written
+    return [REASONABLE[last]] if last in REASONABLE else [BY_KIND[kind] for kind in kinds]
+
+
+CASES = [(group, number, changes) for group in ("rlvr", "sft") for number, changes in enumerate(rounds(group))]
+
+
+@pytest.mark.parametrize(("group", "number", "changes"), CASES, ids=[f"{group}-{number}" for group, number, _ in CASES])
+def test_published_keys_load_or_are_not_available_yet(
+    tmp_path: Path, group: str, number: int, changes: dict[str, Any]
+) -> None:
+    base = changed({"critic": CRITIC}) if group == "rlvr" else GOOD_SFT
+    problems = mistakes(tmp_path, changed(changes, base))
+    assert [str(problem) for problem in problems if "not available yet" not in problem.rule] == []
+
+
+def test_the_lists_are_whole() -> None:
+    assert len(rounds("rlvr")[0]) == 333
+    assert len(rounds("sft")[0]) == 61

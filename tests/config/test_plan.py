@@ -1,0 +1,213 @@
+"""The plan: placement, batch arithmetic, passes, lengths, folders."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll.config.batch import divisors, explain_indivisible, working_values
+from roll.config.plan import RLVRPlan, SFTPlan, TrainingPlan
+from roll.config.render import compact
+from tests.config.good import GOOD_SFT, changed, load, mistakes
+
+CRITIC = {
+    "adv_estimator": "gae",
+    "critic": {"device_mapping": [0, 1], "training_args": {"per_device_train_batch_size": 16}},
+}
+
+
+def rlvr_plan(folder: Path, changes: dict[str, Any] | None = None) -> RLVRPlan:
+    plan = load(folder, changed(changes or {})).plan
+    assert isinstance(plan, RLVRPlan)
+    return plan
+
+
+def test_the_arithmetic_of_the_good_one(tmp_path: Path) -> None:
+    plan = rlvr_plan(tmp_path)
+    training = plan.training["actor_train"]
+    assert (plan.prompts_per_step, plan.group_size, plan.samples_per_step) == (64, 4, 256)
+    assert training.mini_batch_size == 128
+    assert training.optimizer_steps_per_step == 2
+    assert training.total_optimizer_steps == 20
+    assert training.sentence() == "2 optimizer steps of 128; 2 ranks x 8 micro-batches of 8"
+    assert (plan.prompt_length, plan.response_length, plan.sequence_length, plan.max_new_tokens) == (128, 128, 256, 128)
+
+
+def test_epochs_and_critic_warmup(tmp_path: Path) -> None:
+    plan = rlvr_plan(tmp_path, CRITIC | {"ppo_epochs": 3, "critic_warmup": 4, "reward_pretrain": "owner/value"})
+    assert plan.needs_critic
+    assert plan.training["actor_train"].total_optimizer_steps == (10 - 4) * 3 * 2
+    assert plan.training["critic"].total_optimizer_steps == 10 * 3 * 8
+    assert plan.roles["critic"].model_path == "owner/value"
+    assert plan.roles["actor_infer"].model_path == "owner/model"
+
+
+def test_placement(tmp_path: Path) -> None:
+    changes = {
+        "actor_train.device_mapping": [0, 1, 2, 3],
+        "actor_train.training_args.gradient_accumulation_steps": 4,
+        "actor_infer.device_mapping": "list(range(2,10))",
+        "actor_infer.num_gpus_per_worker": 2,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.01,
+        "reference.device_mapping": [0, 1],
+        "rewards.math.world_size": 5,
+    }
+    plan = rlvr_plan(tmp_path, changes)
+    assert list(plan.roles) == ["actor_train", "actor_infer", "reference", "rewards.math", "rewards.choice"]
+    infer = plan.roles["actor_infer"]
+    assert (infer.world_size, infer.dp_size, infer.num_gpus_per_worker) == (4, 4, 2)
+    assert infer.device_mapping == tuple(range(2, 10))
+    assert infer.colocated_with == ("actor_train",)
+    assert plan.roles["actor_train"].colocated_with == ("actor_infer", "reference")
+    assert plan.roles["rewards.math"].world_size == 5 and plan.roles["rewards.math"].device_mapping == ()
+    assert (plan.num_devices_per_node, plan.num_nodes, plan.num_devices) == (8, 2, 16)
+
+
+def test_a_node_is_no_larger_than_needed_unless_written(tmp_path: Path) -> None:
+    data = changed({})
+    del data["num_gpus_per_node"]
+    plan = load(tmp_path, data).plan
+    assert (plan.num_devices_per_node, plan.num_nodes) == (2, 1)
+    plan = load(tmp_path, data, "actor_infer.device_mapping=list(range(0,16))").plan
+    assert (plan.num_devices_per_node, plan.num_nodes) == (8, 2)
+
+
+# changes, needs_reference, needs_old_log_probs; the plain one makes one optimizer step per rollout
+ON_POLICY = {"actor_train.training_args.gradient_accumulation_steps": 16}
+PASSES: list[tuple[dict[str, Any], bool, bool]] = [
+    ({}, False, False),
+    ({"init_kl_coef": 0.2}, False, False),
+    ({"use_kl_loss": True}, False, False),
+    ({"kl_loss_coef": 0.1}, False, False),
+    ({"use_kl_loss": True, "kl_loss_coef": 0.1}, True, False),
+    ({"add_token_level_kl": True}, True, True),
+    ({"add_token_level_kl": True, "init_kl_coef": 0}, False, False),
+    ({"enable_reference": True}, True, False),
+    ({"ppo_epochs": 2}, False, True),
+    ({"actor_train.training_args.gradient_accumulation_steps": 8}, False, True),
+    ({"enable_old_logprobs_recompute": True}, False, True),
+    ({"ppo_epochs": 2, "force_disable_old_logprobs_recompute": True}, False, False),
+]
+
+
+@pytest.mark.parametrize(("changes", "reference", "old_log_probs"), PASSES)
+def test_passes_that_something_consumes(
+    tmp_path: Path, changes: dict[str, Any], reference: bool, old_log_probs: bool
+) -> None:
+    plan = rlvr_plan(tmp_path, ON_POLICY | changes)
+    assert (plan.needs_reference, plan.needs_old_log_probs) == (reference, old_log_probs)
+    assert ("reference" in plan.roles) == reference
+
+
+def test_lengths_follow_from_one_another(tmp_path: Path) -> None:
+    data = changed({"sequence_length": 192, "actor_infer.generating_args.max_new_tokens": 500})
+    del data["response_length"]
+    plan = load(tmp_path, data).plan
+    assert isinstance(plan, RLVRPlan)
+    assert (plan.response_length, plan.sequence_length, plan.max_new_tokens) == (64, 192, 64)
+    changes = {
+        "val_prompt_length": 100,
+        "val_sequence_length": 400,
+        "validation.generating_args": {"max_new_tokens": 90, "num_return_sequences": 4},
+    }
+    plan = rlvr_plan(tmp_path, changes)
+    assert (plan.val_prompt_length, plan.val_response_length, plan.val_max_new_tokens) == (100, 300, 90)
+    assert plan.val_samples_per_prompt == 4
+    assert plan.max_sequence_length == 400
+
+
+def test_validation_inherits_columns_it_leaves_out(tmp_path: Path) -> None:
+    changes = {"actor_train.data_args.template": "qwen3", "actor_train.data_args.tag": "kind"}
+    inherited = rlvr_plan(tmp_path, changes).val_data_args
+    assert inherited is not None
+    assert (inherited.template, inherited.tag, inherited.messages) == ("qwen3", "kind", "messages")
+    assert inherited.file_name == "val.jsonl"
+    own = rlvr_plan(
+        tmp_path, changes | {"validation.data_args.template": "native", "validation.data_args.prompt": "question"}
+    ).val_data_args
+    assert own is not None
+    assert (own.template, own.prompt, own.messages) == ("native", "question", None)
+
+
+def test_folders(tmp_path: Path) -> None:
+    shared = rlvr_plan(tmp_path)
+    assert (shared.output_dir, shared.log_dir) == (Path("output/good"), Path("output/logs/good"))
+    assert shared.checkpoint_dir == Path("output/good/checkpoints") and shared.dump_dir is None
+    own = rlvr_plan(tmp_path, {"output_dir": "/a/b", "logging_dir": "/a/l", "rollout_dump_dir": "/a/d"})
+    assert (own.output_dir, own.log_dir, own.dump_dir) == (Path("/a/b"), Path("/a/l"), Path("/a/d"))
+    data = changed({})
+    del data["exp_name"]
+    assert load(tmp_path, data).plan.exp_name == "config"
+
+
+def test_intervals(tmp_path: Path) -> None:
+    plan = rlvr_plan(tmp_path, {"save_steps": -1, "eval_steps": 5, "validation.eval_steps": 3})
+    assert (plan.save_steps, plan.eval_steps) == (0, 3)
+    assert rlvr_plan(tmp_path, {"eval_steps": -1}).eval_steps == 0
+
+
+def test_sft_plan(tmp_path: Path) -> None:
+    plan = load(tmp_path, GOOD_SFT).plan
+    assert isinstance(plan, SFTPlan)
+    assert plan.global_batch_size == 8
+    assert plan.training["sft_train"].total_optimizer_steps == plan.max_steps == 10
+    open_ended = load(tmp_path, GOOD_SFT, "max_steps=null").plan
+    assert open_ended.max_steps is None and open_ended.training["sft_train"].total_optimizer_steps is None
+
+
+def test_frozen_and_picklable(tmp_path: Path) -> None:
+    loaded = load(tmp_path, changed({}))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        loaded.config.max_steps = 3
+    again = pickle.loads(pickle.dumps(loaded))
+    assert again.config == loaded.config and again.plan == loaded.plan
+
+
+@given(
+    prompts=st.integers(1, 300),
+    group=st.integers(1, 16),
+    micro=st.integers(1, 32),
+    accumulation=st.integers(1, 16),
+    ranks=st.integers(1, 16),
+)
+def test_suggested_values_work(prompts: int, group: int, micro: int, accumulation: int, ranks: int) -> None:
+    plan = TrainingPlan(prompts * group, micro, accumulation, ranks)
+    problem = explain_indivisible(plan, prompts, group)
+    assert (problem is None) == ((prompts * group) % (micro * accumulation * ranks) == 0)
+    if problem is None:
+        return
+    for suggestion in working_values(plan, prompts, group, "actor_train").split(", or "):
+        key, value = suggestion.split(": ")
+        fixed = {
+            "rollout_batch_size": lambda new: TrainingPlan(new * group, micro, accumulation, ranks),
+            "actor_train.training_args.gradient_accumulation_steps": lambda new: dataclasses.replace(
+                plan, gradient_accumulation_steps=new
+            ),
+            "actor_train.training_args.per_device_train_batch_size": lambda new: dataclasses.replace(
+                plan, micro_batch_size=new
+            ),
+        }[key](int(value))
+        assert fixed.samples_per_step > 0 and fixed.samples_per_step % fixed.mini_batch_size == 0
+
+
+@given(st.integers(1, 5_000))
+def test_divisors(number: int) -> None:
+    assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]
+
+
+def test_suggestion_in_the_message_loads(tmp_path: Path) -> None:
+    damaged = {"actor_train.training_args.gradient_accumulation_steps": 3}
+    (problem,) = mistakes(tmp_path, changed(damaged))
+    key, value = str(problem.example).split(", or ")[0].split(": ")
+    assert mistakes(tmp_path, changed(damaged | {key: int(value)})) == ()
+
+
+def test_compact() -> None:
+    assert compact([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
