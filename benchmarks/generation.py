@@ -2,7 +2,7 @@
 
 Both sides generate the same requests: prompts of 32 tokens, groups of 8 samples, temperature 1, with log-probs on our
 side only.  Lengths are forced (end-of-sequence is banned until the wanted length), either all equal (64 tokens) or
-spread evenly from 8 to 64 (1:8).  ``model.generate`` gets as many rows a call as the engine runs at a time, and at
+spread evenly from 8 to 64 (1:8), shuffled; four times as many samples as run at a time.  ``model.generate`` gets as many rows a call as the engine runs at a time, and at
 varied lengths runs each call to its longest row, which is what a padded batch must do; only wanted tokens count.
 The runs alternate and each figure is the median.
 
@@ -195,7 +195,7 @@ def vllm_is_installed() -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=2, help="samples, as a multiple of those that run at a time")
+    parser.add_argument("--rounds", type=int, default=4, help="samples, as a multiple of those that run at a time")
     parser.add_argument("--models", default="tiny,10m")
     parser.add_argument("--concurrency", default="64,256")
     parser.add_argument("--no-vllm", action="store_true")

@@ -59,12 +59,13 @@ class DecodeSlots:
 
     Args:
         positions: int64 (size,), on the cache's device: where each row's new token goes.
-        lengths: the same plus one, on the host: how many tokens each row has with the new one.
+        lengths: on the host, how many tokens each row that counts has with the new one; rows past its end only fill up
+            the batch, and their positions lie past every length.
     """
 
     def __init__(self, cache: SlotCache, positions: torch.Tensor, lengths: np.ndarray) -> None:
         self._data = cache.data
-        self.size = len(lengths)
+        self.size = len(positions)
         self.end = int(lengths.max())
         self._ragged = bool((lengths != self.end).any())
         self.positions = positions

@@ -60,6 +60,10 @@ class Decoder(ABC):
         """Logits (size, vocab_size) after one more token (int64, (size,)) in each of the rows of ``slots``."""
 
 
+def round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
 def create_decoder(model: PreTrainedModel, max_model_len: int) -> Decoder:
     """The fused decoder where the model's family allows it, the generic one elsewhere.
 

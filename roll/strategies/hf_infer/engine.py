@@ -11,7 +11,7 @@ import torch
 
 from roll.strategies.generation import FinishReason, GenerationOutput, GenerationRequest, SamplingParams
 from roll.strategies.hf_infer.cache import DecodeSlots, SlotCache
-from roll.strategies.hf_infer.decoder import Decoder, PromptStates
+from roll.strategies.hf_infer.decoder import Decoder, PromptStates, round_up
 from roll.strategies.hf_infer.random_streams import stream_key
 from roll.strategies.hf_infer.rows import RunningRows, RunningSample
 from roll.strategies.hf_infer.sampler import Sampler
@@ -201,10 +201,17 @@ class GenerationEngine:
         group.next_sample += 1
 
     def _decode(self, size: int) -> torch.Tensor:
-        device, lengths = self._decoder.device, self._rows.lengths[:size]
-        tokens = torch.from_numpy(self._rows.last_tokens[:size]).to(device)
-        positions = torch.from_numpy(lengths - 1).to(device)
-        return self._decoder.decode(tokens, DecodeSlots(self._cache, positions, lengths))
+        """Logits (size, vocab_size) of the next token of the first ``size`` rows."""
+        # oneDNN builds a kernel for each batch size it meets (about a millisecond a matrix shape), so batches are
+        # filled up to a few sizes. The rows that do not count write to the last place of the cache, which no sample
+        # reads: the last token of the longest possible sample is never fed back.
+        padded = min(round_up(size, 8 if size <= 64 else 32), self._rows.capacity)
+        positions = np.full(padded, self._max_model_len - 1)
+        positions[:size] = self._rows.lengths[:size] - 1
+        device = self._decoder.device
+        tokens = torch.from_numpy(self._rows.last_tokens[:padded]).to(device)
+        slots = DecodeSlots(self._cache, torch.from_numpy(positions).to(device), self._rows.lengths[:size])
+        return self._decoder.decode(tokens, slots)[:size]
 
     def _release(self, rows: np.ndarray, reasons: Sequence[FinishReason]) -> list[GenerationOutput]:
         """Hand out the samples of ``rows`` (sorted) and close the gaps they leave."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from roll.strategies.hf_infer.attention import decode_attention, linear
 from roll.strategies.hf_infer.cache import CacheShape, DecodeSlots
-from roll.strategies.hf_infer.decoder import Decoder, PromptStates
+from roll.strategies.hf_infer.decoder import Decoder, PromptStates, round_up
 
 _FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})  # those that do not change with the length
@@ -106,7 +106,7 @@ class FusedDecoder(Decoder):
             if index == len(self._layers) - 1:  # only the last token of a prompt is wanted from here on
                 x, mixed = x[grid.last], mixed[grid.last]
             x = self._finish_layer(layer, x, mixed)
-        return PromptStates(keys_values, self._logits(x))
+        return PromptStates(keys_values, self._logits(x)[: grid.num_prompts])
 
     def decode(self, tokens: torch.Tensor, slots: DecodeSlots) -> torch.Tensor:
         x = F.embedding(tokens, self._embedding)
@@ -148,30 +148,37 @@ class FusedDecoder(Decoder):
 
 
 class _PromptGrid:
-    """Prompts of different lengths as one row of tokens without padding, and as a right-padded grid for attention."""
+    """Prompts of different lengths as one row of tokens, and as a right-padded grid for attention.
+
+    ``tokens`` and ``positions``: int64 (filled-up number of tokens,); ``last``: where each prompt ends in them.
+    """
 
     def __init__(self, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
-        lengths = [len(prompt) for prompt in prompts]
-        self.num_prompts, self.longest = len(prompts), max(lengths)
-        self._ragged = min(lengths) != self.longest
-        self.tokens = torch.tensor([token for prompt in prompts for token in prompt], device=device)
-        self.positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-        counts = torch.tensor(lengths, device=device)
-        self.last = counts.cumsum(0) - 1
-        first_cell = torch.arange(self.num_prompts, device=device) * self.longest
-        self._cells = first_cell.repeat_interleave(counts) + self.positions
+        counts = torch.tensor([len(prompt) for prompt in prompts])
+        self.num_prompts, self.longest = len(prompts), int(counts.max())
+        self._num_tokens = int(counts.sum())
+        # Filled up to a few sizes with copies of a token, whose results nobody reads (the engine's _decode says why).
+        filler = round_up(self._num_tokens, 64) - self._num_tokens
+        flat = [token for prompt in prompts for token in prompt] + [prompts[0][0]] * filler
+        positions = torch.cat([torch.arange(length) for length in counts.tolist()] + [torch.zeros(filler).long()])
+        first_cell = (torch.arange(self.num_prompts) * self.longest).repeat_interleave(counts)
+        cells = positions.clone()
+        cells[: self._num_tokens] += first_cell
+        last = F.pad(counts.cumsum(0) - 1, (0, round_up(self.num_prompts, 8) - self.num_prompts))
+        self.tokens = torch.tensor(flat).to(device)
+        self.positions, self._cells, self.last = positions.to(device), cells.to(device), last.to(device)
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
-        """(num_tokens, ...) -> (num_prompts, longest, ...)."""
-        if self._ragged:
-            grid = x.new_zeros((self.num_prompts * self.longest, *x.shape[1:]))
-            x = grid.index_copy_(0, self._cells, x)
+        """(filled-up number of tokens, ...) -> (num_prompts, longest, ...)."""
+        x, num_cells = x[: self._num_tokens], self.num_prompts * self.longest
+        if self._num_tokens != num_cells:
+            grid = x.new_zeros((num_cells, *x.shape[1:]))
+            x = grid.index_copy_(0, self._cells[: self._num_tokens], x)
         return x.unflatten(0, (self.num_prompts, self.longest))
 
     def unpad(self, x: torch.Tensor) -> torch.Tensor:
-        """(num_prompts, longest, ...) -> (num_tokens, ...)."""
-        x = x.flatten(0, 1)
-        return x[self._cells] if self._ragged else x
+        """(num_prompts, longest, ...) -> (filled-up number of tokens, ...)."""
+        return x.flatten(0, 1).index_select(0, self._cells)
 
 
 def _fuse_layer(layer: Any) -> _Layer:
