@@ -9,7 +9,8 @@ from roll.rewards.numerals import NUMERAL
 THOUGHT_START, THOUGHT_END = "<think>", "</think>"
 _MARKED = re.compile(r"####[ \t]*([^\n]+)")
 _LAST_NUMBER = re.compile(rf"(?<![0-9A-Za-z_.,])({NUMERAL})(?![0-9]|[.,][0-9]|[eE][-+]?[0-9])")
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+MAX_BOXES = 16
+"""Boxes tried from the end: a text of unclosed boxes, as degenerate models write, must not take quadratic time."""
 
 
 def after_thought(response: str, prompt: str = "") -> str | None:
@@ -26,12 +27,14 @@ def after_thought(response: str, prompt: str = "") -> str | None:
 
 def last_boxed(text: str) -> str | None:
     r"""The contents of the last complete ``\boxed{...}`` or ``\fbox{...}``, braces balanced; also ``\boxed 5``."""
-    position = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
-    while position >= 0:
-        content = _box_at(text, text.index("box", position) + len("boxed" if text[position + 1] == "b" else "box"))
+    position = len(text)
+    for _ in range(MAX_BOXES):
+        position = max(text.rfind("\\boxed", 0, position), text.rfind("\\fbox", 0, position))
+        if position < 0:
+            return None
+        content = _box_at(text, text.index("box", position) + (5 if text[position + 1] == "b" else 3))
         if content is not None:
             return content
-        position = max(text.rfind("\\boxed", 0, position), text.rfind("\\fbox", 0, position))
     return None
 
 
@@ -60,8 +63,9 @@ def last_marked(text: str) -> str | None:
 
 def tagged_answer(text: str) -> str | None:
     """The contents of the last ``<answer>...</answer>``."""
-    found = _TAGGED.findall(text)
-    return found[-1].strip() if found else None
+    end = text.rfind("</answer>")
+    begin = text.rfind("<answer>", 0, max(end, 0))
+    return text[begin + len("<answer>") : end].strip() if begin >= 0 else None
 
 
 def last_number(text: str) -> str | None:

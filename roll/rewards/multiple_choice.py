@@ -30,12 +30,13 @@ class MultipleChoice(RewardRule):
         upper = self.choices.upper()
         # "a banana" is no choice: small letters must be followed by a stop, a bracket or nothing.
         several = rf"{series(upper)}(?![A-Za-z])|{series(upper.lower())}(?=\s*(?:[^\sA-Za-z]|$))"
-        wrapped = rf"[\s(\[{{*\"'$]*(?:\\text\w*\{{)?\(?({several})"
+        # Possessive quantifiers: a long run of spaces is passed once, not in every way it can be divided.
+        wrapped = rf"[\s(\[{{*\"'$]*+(?:\\text\w*+\{{)?\(?({several})"
         self._content = re.compile(wrapped)
         # "AC" for A and C: capitals in alphabetical order, each at most once.
         self._together = re.compile("".join(f"{letter}?" for letter in sorted(upper)))
         # "so", "is" and the like are words in any case, so the claim itself may be written in any case.
-        self._claim = re.compile(rf"(?i:answer|choice|option)(?i:\s+is|\s*[:=])\s*(?i:option\s+)?{wrapped}")
+        self._claim = re.compile(rf"(?i:answer|choice|option)(?i:\s++is|\s*+[:=])(?:\s*+(?i:option))?{wrapped}")
         # "A" as an article and "I" as a pronoun are more often words than choices: those need a bracket or a stop.
         self._alone = re.compile(rf"(?:\(([{upper}])\)|(?<![A-Za-z'])([{upper}])(?=\s*(?:[.):,*]|$)))")
 

@@ -1,6 +1,9 @@
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -176,3 +179,30 @@ def test_boxes(text: str, content: str | None) -> None:
 )
 def test_what_stands_after_the_thought(response: str, prompt: str, rest: str | None) -> None:
     assert after_thought(response, prompt) == rest
+
+
+def test_the_helper_ends_when_its_owner_is_killed() -> None:
+    program = (
+        "import time; from roll.rewards.verifier import MathVerifier; v = MathVerifier(5); v.equivalent('x^2', 'x*x');"
+        "print(v._process.pid, flush=True); time.sleep(600)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    helper = int(owner.stdout.readline())
+    assert runs(helper)
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    deadline = time.monotonic() + 30
+    while runs(helper) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not runs(helper)
+
+
+def runs(process_id: int) -> bool:
+    """Whether a process exists and is more than a zombie."""
+    try:
+        stat = Path(f"/proc/{process_id}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
