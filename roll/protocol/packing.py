@@ -29,8 +29,10 @@ _BITS: dict[int, tuple[torch.dtype, type[Any]]] = {
     8: (torch.int64, np.int64),
 }
 _SIGNED_ZEROS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-_NARROW_SIGNED = (np.int8, np.int16, np.int32)
-_NARROW_UNSIGNED = (np.uint8, np.uint16, np.uint32)
+_NARROW = [
+    (dtype, np.iinfo(dtype).min, np.iinfo(dtype).max)
+    for dtype in (np.uint8, np.uint16, np.uint32, np.int8, np.int16, np.int32)
+]
 _MIN_NARROW = 64
 """Below this many values narrowing saves less than it takes."""
 _DENSE_FRACTION = 0.85
@@ -215,9 +217,10 @@ def _first_and_last(flat: np.ndarray, padding: int, signed_zeros: bool) -> tuple
 
 
 def _padding_candidates(flat: np.ndarray, signed_zeros: bool) -> list[int]:
-    """The most frequent values of the last and of the first element of a row."""
+    """The most frequent values of the last and of the first element of a row, if enough rows end or begin with them."""
     candidates: list[int] = []
-    for edge in (flat[:, -1], flat[:, 0]):
+    last, first = flat[:, -1], flat[:, 0]
+    for edge in (last, first):
         if not edge.any():
             value = 0
         else:
@@ -225,7 +228,10 @@ def _padding_candidates(flat: np.ndarray, signed_zeros: bool) -> list[int]:
                 edge = np.where(edge == np.iinfo(edge.dtype).min, 0, edge)
             values, counts = np.unique(edge, return_counts=True)
             value = int(values[counts.argmax()])
-        if value not in candidates:
+        if value in candidates:
+            continue
+        # A row that neither begins nor ends with it is full: with too many of those a search would be for nothing.
+        if value == 0 or np.count_nonzero((last == value) | (first == value)) > (1 - _DENSE_FRACTION) * len(flat):
             candidates.append(value)
     return candidates
 
@@ -239,9 +245,9 @@ def _shrunk(values: np.ndarray, dtype: torch.dtype) -> np.ndarray | int:
         return int(first)
     if dtype != torch.int64 or len(flat) < _MIN_NARROW:
         return values
-    low, high = flat.min(), flat.max()
-    for narrow in _NARROW_UNSIGNED if low >= 0 else _NARROW_SIGNED:
-        if np.iinfo(narrow).min <= low and high <= np.iinfo(narrow).max:
+    low, high = int(flat.min()), int(flat.max())
+    for narrow, smallest, largest in _NARROW:
+        if smallest <= low and high <= largest:
             return values.astype(narrow)
     return values
 
