@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
@@ -55,6 +55,7 @@ def with_gradient(
 
 
 @pytest.mark.parametrize("variant", SPLITTABLE)
+@settings(max_examples=25)
 @given(batch=batches, cut=st.integers(0, 7), mode=st.sampled_from(AGGREGATION_MODES))
 def test_micro_batches_ranks_and_row_order_change_nothing(variant: str, batch: Batch, cut: int, mode: str) -> None:
     settings = {
@@ -70,6 +71,7 @@ def test_micro_batches_ranks_and_row_order_change_nothing(variant: str, batch: B
 
 
 @pytest.mark.parametrize("variant", SPLITTABLE)
+@settings(max_examples=25)
 @given(batch=batches, padding=st.integers(1, 9), left=st.booleans())
 def test_padding_changes_nothing(variant: str, batch: Batch, padding: int, left: bool) -> None:
     settings = {**EVERYTHING, "pg_variant": variant, "train_infer_correction": "icepop"}
@@ -167,13 +169,13 @@ def test_metrics_equal_the_loop(batch: Batch) -> None:
 def test_missing_columns_are_named() -> None:
     batch = make_batch(4, 3, 5)
     bare = LossInputs(batch.log_probs, batch.advantages, batch.mask)
-    for settings, name in (
+    for changed, name in (
         ({"use_kl_loss": True, "kl_loss_coef": 0.1}, "ref_log_probs"),
         ({"entropy_loss_coef": 0.1}, "entropy"),
         ({"train_infer_correction": "tis"}, "rollout_log_probs"),
     ):
         with pytest.raises(ValueError, match=name):
-            actor_loss(bare, actor_loss_options(settings), whole(batch))
+            actor_loss(bare, actor_loss_options(changed), whole(batch))
 
 
 @pytest.mark.parametrize("variant", POLICY_LOSS_NAMES)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from torch.testing import assert_close
 
 from roll.algorithms.actor_loss import POLICY_LOSS_NAMES, actor_loss_options
@@ -136,6 +136,7 @@ FORMULAS: list[tuple[str, dict[str, object], Callable[[Row, int], float]]] = [
 
 
 @pytest.mark.parametrize(("variant", "settings", "formula"), FORMULAS, ids=lambda v: str(v) if type(v) is str else "")
+@settings(max_examples=25)
 @given(batch=batches)
 def test_value_equals_the_formula(
     variant: str, settings: dict[str, object], formula: Callable[[Row, int], float], batch: Batch

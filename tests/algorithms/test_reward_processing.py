@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
@@ -49,6 +49,7 @@ def normalised_by_loop(
 
 
 @pytest.mark.parametrize(("mean_type", "std_type"), PAIRS)
+@settings(max_examples=25)
 @given(batch=batches, second=batches, clip=st.sampled_from([None, 0.7]))
 def test_every_pair_equals_the_loop_over_two_steps(
     mean_type: str | None, std_type: str | None, batch: Batch, second: Batch, clip: float | None

@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from roll.algorithms.correction_options import (
+    CORRECTION_PRESETS,
+    LEVELS,
+    CorrectionOptions,
+    CorrectionRule,
+    correction_options,
+)
+from roll.algorithms.corrections import correct_mismatch, mismatch_metrics
+from roll.algorithms.loss_types import LossInputs
+from roll.algorithms.metric_builder import MetricBuilder
+from roll.protocol.metrics import merge_metrics, to_floats
+from tests.algorithms.reference import Batch, batches, make_batch, mean
+
+
+def inputs_of(batch: Batch, rows: slice = slice(None)) -> LossInputs:
+    return LossInputs(
+        batch.log_probs[rows],
+        batch.advantages[rows],
+        batch.mask[rows],
+        batch.old_log_probs[rows],
+        batch.rollout_log_probs[rows],
+    )
+
+
+def unit_of(mask: list[bool], t: int, level: str) -> list[int]:
+    """Positions that a token's level spans."""
+    if level == "token":
+        return [t]
+    if level != "segment":
+        return [s for s, m in enumerate(mask) if m]
+    first = last = t
+    while first > 0 and mask[first - 1]:
+        first -= 1
+    while last + 1 < len(mask) and mask[last + 1]:
+        last += 1
+    return list(range(first, last + 1))
+
+
+def leveled(per_token: list[float], mask: list[bool], t: int, level: str) -> float:
+    values = [per_token[s] for s in unit_of(mask, t, level)]
+    return sum(values) if level == "sequence" else mean(values)
+
+
+def metric_value(rule: CorrectionRule, old: list[float], rollout: list[float], mask: list[bool], t: int) -> float:
+    log_ratio = [a - b for a, b in zip(old, rollout, strict=True)]
+    per_token = {
+        "ratio": log_ratio,
+        "log_diff": log_ratio,
+        "prob_diff": [math.exp(a) - math.exp(b) for a, b in zip(old, rollout, strict=True)],
+        "k1": [-x for x in log_ratio],
+        "k3": [math.exp(x) - 1 - x for x in log_ratio],
+    }[rule.metric]
+    value = leveled(per_token, mask, t, rule.level)
+    return math.exp(value) if rule.metric == "ratio" else value
+
+
+def by_loop(batch: Batch, rule: CorrectionRule) -> tuple[torch.Tensor, torch.Tensor]:
+    weights, keep = torch.ones_like(batch.log_probs), batch.mask.clone()
+    low = -math.inf if rule.low is None else rule.low
+    high = math.inf if rule.high is None else rule.high
+    for i, t in batch.mask.nonzero().tolist():
+        if rule.only_negative and batch.advantages[i, t] >= 0:
+            continue
+        old, rollout = batch.old_log_probs[i].tolist(), batch.rollout_log_probs[i].tolist()
+        mask = batch.mask[i].tolist()
+        ratio = metric_value(CorrectionRule(rule.level), old, rollout, mask, t)
+        if rule.action == "truncate":
+            weights[i, t] = min(max(ratio, low), high)
+        else:
+            keep[i, t] = low <= metric_value(rule, old, rollout, mask, t) <= high
+            if rule.action == "both":
+                weights[i, t] = ratio
+    return weights, keep
+
+
+rules = st.one_of(
+    st.builds(
+        CorrectionRule,
+        level=st.sampled_from(LEVELS),
+        action=st.sampled_from(["truncate", "both", "mask"]),
+        low=st.sampled_from([None, 0.5, 0.95]),
+        high=st.sampled_from([None, 1.05, 2.0]),
+        only_negative=st.booleans(),
+    ),
+    st.builds(
+        CorrectionRule,
+        level=st.sampled_from(LEVELS),
+        action=st.just("mask"),
+        metric=st.sampled_from(["log_diff", "prob_diff", "k1", "k3"]),
+        low=st.sampled_from([None, -0.05]),
+        high=st.sampled_from([None, 0.003, 0.1]),
+    ),
+)
+
+
+@given(batch=batches, rule=rules)
+def test_every_rule_equals_the_loop(batch: Batch, rule: CorrectionRule) -> None:
+    result = correct_mismatch(inputs_of(batch), CorrectionOptions((rule,)), MetricBuilder())
+    weights, keep = by_loop(batch, rule)
+    assert torch.equal(result.keep, keep)
+    assert_close(result.weights, weights, rtol=1e-9, atol=1e-12)
+
+
+@given(batch=batches, first=rules, second=rules)
+def test_rules_multiply_weights_and_intersect_masks(
+    batch: Batch, first: CorrectionRule, second: CorrectionRule
+) -> None:
+    both = correct_mismatch(inputs_of(batch), CorrectionOptions((first, second)), MetricBuilder())
+    parts = [
+        correct_mismatch(inputs_of(batch), CorrectionOptions((rule,)), MetricBuilder()) for rule in (first, second)
+    ]
+    assert_close(both.weights, parts[0].weights * parts[1].weights)
+    assert torch.equal(both.keep, parts[0].keep & parts[1].keep)
+
+
+def test_without_mismatch_no_preset_does_anything() -> None:
+    batch = make_batch(1, 6, 9)
+    batch = replace(batch, rollout_log_probs=batch.old_log_probs)
+    for options in CORRECTION_PRESETS.values():
+        result = correct_mismatch(inputs_of(batch), options, MetricBuilder())
+        assert bool((result.weights == 1).all())
+        assert torch.equal(result.keep, batch.mask)
+
+
+def test_gradient_enters_the_weights_only_when_asked_and_on_policy() -> None:
+    batch = make_batch(2, 4, 6)
+    log_probs = batch.log_probs.clone().requires_grad_()
+    inputs = LossInputs(log_probs, batch.advantages, batch.mask, rollout_log_probs=batch.rollout_log_probs)
+    options = CORRECTION_PRESETS["tis"]
+    assert not correct_mismatch(inputs, options, MetricBuilder()).weights.requires_grad
+    assert correct_mismatch(inputs, replace(options, detach=False), MetricBuilder()).weights.requires_grad
+
+
+def test_rolls_spelling_maps_onto_the_vocabulary() -> None:
+    setting = {
+        "is_weight": {"enabled": True, "weight_type": "segment", "upper_bound": 1.5, "detach": False},
+        "filters": [
+            {"enabled": True, "agg_type": "sequence", "ratio_enabled": True, "ratio_high": 1.3},
+            {"enabled": False, "agg_type": "token", "ratio_enabled": True},
+            {"agg_type": "geometric", "diff_enabled": True, "diff_low": -0.1, "diff_high": 0.1},
+        ],
+    }
+    expected = CorrectionOptions(
+        (
+            CorrectionRule("segment", "truncate", high=1.5),
+            CorrectionRule("sequence", "mask", "ratio", 0.8, 1.3),
+            CorrectionRule("geometric", "mask", "prob_diff", -0.1, 0.1),
+        ),
+        detach=False,
+    )
+    assert correction_options(setting) == expected
+
+
+def test_presets_rules_and_nothing() -> None:
+    assert correction_options(None) == CorrectionOptions()
+    assert correction_options({"is_weight": {"enabled": False}}) == CorrectionOptions()
+    assert correction_options("icepop") is CORRECTION_PRESETS["icepop"]
+    rule = {"level": "sequence", "action": "mask", "metric": "k3", "high": 0.1}
+    assert correction_options([rule]) == CorrectionOptions((CorrectionRule("sequence", "mask", "k3", high=0.1),))
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("tsi", r"'tsi'.*tis"),
+        ({"is_wieght": {}}, "is_wieght"),
+        ({"is_weight": {"upper": 2}}, "is_weight.upper"),
+        ({"filters": [{"agg": "token"}]}, "agg"),
+        ([{"level": "word"}], "'word'"),
+        ([{"levle": "token"}], "levle"),
+        ([{"action": "truncate", "metric": "k3"}], "k3"),
+        ([{"low": 2.0, "high": 1.0}], "wrong way round"),
+        (["tis"], "'tis'"),
+    ],
+)
+def test_mistakes_are_named(setting: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        correction_options(setting)
+
+
+@given(batch=batches, cut=st.integers(0, 7))
+def test_mismatch_metrics_equal_the_loop_however_split(batch: Batch, cut: int) -> None:
+    parts = []
+    for rows in (slice(0, cut), slice(cut, None)):
+        metrics = MetricBuilder()
+        mismatch_metrics(inputs_of(batch, rows), metrics, with_segments=True)
+        parts.append(metrics.build())
+    result = to_floats(merge_metrics(parts))
+    if not bool(batch.mask.any()):
+        return
+    old, rollout = batch.old_log_probs[batch.mask], batch.rollout_log_probs[batch.mask]
+    log_ratio = old - rollout
+    difference = batch.old_log_probs - batch.rollout_log_probs
+    rows = [row[mask] for row, mask in zip(difference, batch.mask, strict=True) if bool(mask.any())]
+    segments = [
+        math.exp(
+            leveled((batch.old_log_probs - batch.rollout_log_probs)[i].tolist(), batch.mask[i].tolist(), t, "segment")
+        )
+        for i, t in batch.mask.nonzero().tolist()
+    ]
+    expected = {
+        "log_diff_abs_mean": log_ratio.abs().mean(),
+        "log_diff_abs_max": log_ratio.abs().max(),
+        "kl_k1": -log_ratio.mean(),
+        "kl_k3": (log_ratio.exp() - 1 - log_ratio).mean(),
+        "diff_token_mean": (old.exp() - rollout.exp()).mean(),
+        "ratio_token_mean": log_ratio.exp().mean(),
+        "ratio_geometric_mean": torch.stack([row.mean().exp() for row in rows]).mean(),
+        "ratio_sequence_mean": torch.stack([row.sum().exp() for row in rows]).mean(),
+        "ratio_segment_mean": mean(segments),
+    }
+    if len(old) > 1:
+        expected["pearson"] = torch.corrcoef(torch.stack([old.exp(), rollout.exp()]))[0, 1]
+    for name, value in expected.items():
+        assert result[f"actor/train_infer_{name}"] == pytest.approx(float(value), rel=1e-6, abs=1e-8), name

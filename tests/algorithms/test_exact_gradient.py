@@ -1,0 +1,136 @@
+"""Estimators against the exact gradient of an enumerable policy (see tabular.py): sums, not samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions, estimate_advantages
+from roll.algorithms.kl import KLOptions, kl_estimate
+from roll.algorithms.reward_processing import token_level_rewards
+from tests.algorithms.tabular import (
+    TabularPolicy,
+    bias_and_deviation,
+    corrected_gradients,
+    expected_gradient,
+    expected_group_gradient,
+    relative_bias,
+)
+
+
+@pytest.fixture(scope="module")
+def policy() -> TabularPolicy:
+    return TabularPolicy(0)
+
+
+def gradient_with(
+    policy: TabularPolicy, options: AdvantageOptions, kl: Tensor | None = None, **columns: Tensor
+) -> Tensor:
+    """Exact expectation over single responses, advantages by an estimator that needs no group."""
+    rows = torch.arange(len(policy.responses))
+    mask = torch.ones(len(rows), policy.length, dtype=torch.bool)
+    rewards = token_level_rewards(policy.rewards, mask, kl, 0.0 if kl is None else 0.3).double()
+    inputs = AdvantageInputs(rewards, mask, rows, **columns)
+    advantages = estimate_advantages(inputs, options).advantages
+    probability = policy.log_probs().sum(-1).exp().detach()
+    return expected_gradient(policy, advantages, probability, rows, {})
+
+
+# Rewards and advantages pass through float32: 1e-6 of the gradient's size.
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+@pytest.mark.parametrize(("estimator", "group_size"), [("reinforce", 1), ("rloo", 2), ("rloo", 3)])
+def test_unbiased_estimators(policy: TabularPolicy, estimator: str, group_size: int) -> None:
+    small = TabularPolicy(0, vocabulary=3, length=2) if group_size == 3 else policy
+    assert_close(expected_group_gradient(small, estimator, group_size), small.exact_gradient(), **TOLERANCE)
+
+
+def test_remax_is_unbiased_whatever_the_greedy_reward(policy: TabularPolicy) -> None:
+    baseline = torch.full((len(policy.responses),), 0.7, dtype=torch.float64)
+    gradient = gradient_with(policy, AdvantageOptions("remax"), baseline_rewards=baseline)
+    assert_close(gradient, policy.exact_gradient(), **TOLERANCE)
+
+
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_grpo_without_std_is_the_gradient_times_one_minus_one_over_n(group_size: int) -> None:
+    """The mean contains the response itself, so 1/n of its own reward is subtracted; the direction is right."""
+    small = TabularPolicy(0, vocabulary=3, length=2)
+    gradient = expected_group_gradient(small, "grpo", group_size, ("group", None))
+    assert_close(gradient, (1 - 1 / group_size) * small.exact_gradient(), **TOLERANCE)
+
+
+def test_grpo_with_std_changes_the_direction(policy: TabularPolicy) -> None:
+    """Biased by design; the measured angle stands in the documentation."""
+    _, angle = relative_bias(policy, expected_group_gradient(policy, "grpo", 2))
+    assert 0.01 < angle < 0.2
+
+
+def test_gae_is_unbiased_at_lambda_1_with_any_critic_and_at_any_lambda_with_an_exact_one(policy: TabularPolicy) -> None:
+    exact_values = policy.exact_values()
+    wrong_values = exact_values + torch.arange(policy.length) - 1.0
+    exact = policy.exact_gradient()
+    for values, lambd in ((wrong_values, 1.0), (exact_values, 0.0), (exact_values, 0.7)):
+        assert_close(gradient_with(policy, AdvantageOptions("gae", lambd=lambd), values=values), exact, **TOLERANCE)
+    # A critic that errs by a number for each prefix, not only for each position, misleads below lambda 1.
+    prefix_error = exact_values + policy.responses.roll(1, 1) * torch.tensor([0.0, 1.0, 1.0])
+    assert_close(gradient_with(policy, AdvantageOptions("gae", lambd=1.0), values=prefix_error), exact, **TOLERANCE)
+    biased = gradient_with(policy, AdvantageOptions("gae", lambd=0.0), values=prefix_error)
+    assert not torch.allclose(biased, exact, atol=1e-2)
+
+
+def test_k1_in_the_reward_gives_the_gradient_of_the_regularised_objective(policy: TabularPolicy) -> None:
+    reference = policy.log_probs(policy.perturbed(0.8, seed=5)).detach()
+    kl = kl_estimate(policy.log_probs().detach(), reference, KLOptions("k1"))
+    divergence = (policy.log_probs().sum(-1).exp() * (policy.log_probs().sum(-1) - reference.sum(-1))).sum()
+    exact = policy.exact_gradient() - 0.3 * policy.gradient(divergence)
+    assert_close(gradient_with(policy, AdvantageOptions("reinforce"), kl), exact, **TOLERANCE)
+
+
+def test_gradients_of_kl_losses_on_one_token() -> None:
+    """On-policy: k2's gradient is that of KL(pi || ref), k3's that of KL(ref || pi), k1's is nothing."""
+    bandit = TabularPolicy(2, vocabulary=4, length=1)
+    reference = bandit.log_probs(bandit.perturbed(0.8)).detach()
+    log_probs = bandit.log_probs()
+    probability = log_probs.exp().detach()
+    reverse = bandit.gradient((log_probs.exp() * (log_probs - reference)).sum())
+    forward = bandit.gradient((reference.exp() * (reference - log_probs)).sum())
+    for name, expected in (("k1", torch.zeros_like(reverse)), ("k2", reverse), ("k3", forward)):
+        estimate = kl_estimate(log_probs, reference, KLOptions(name, value_clamp=None))
+        assert_close(bandit.gradient((probability * estimate).sum()), expected)
+
+
+@pytest.fixture(scope="module")
+def mismatch(policy: TabularPolicy) -> dict[str, tuple[float, float]]:
+    engine, exact = policy.perturbed(0.6), policy.exact_gradient()
+    names = {"none": None, "unbounded": [{"level": "sequence", "action": "truncate"}]}
+    names |= {name: name for name in ("tis", "seq_tis", "seq_mask_tis", "icepop", "geo_mask")}
+    return {
+        name: bias_and_deviation(*corrected_gradients(policy, engine, correction), exact)
+        for name, correction in names.items()
+    }
+
+
+def test_the_sequence_ratio_removes_the_bias_of_a_mismatched_engine(mismatch: dict[str, tuple[float, float]]) -> None:
+    assert mismatch["none"][0] > 0.1
+    assert mismatch["unbounded"][0] < 1e-6
+
+
+def test_truncation_trades_bias_for_variance(mismatch: dict[str, tuple[float, float]]) -> None:
+    for preset in ("seq_tis", "seq_mask_tis"):
+        assert 0 < mismatch[preset][0] < mismatch["none"][0]
+        assert mismatch[preset][1] < mismatch["unbounded"][1]
+    assert mismatch["seq_tis"][0] < mismatch["seq_mask_tis"][0]
+
+
+def test_masking_far_responses_lowers_the_variance_most(mismatch: dict[str, tuple[float, float]]) -> None:
+    assert mismatch["geo_mask"][1] == min(deviation for _, deviation in mismatch.values())
+
+
+def test_token_ratios_are_exact_for_one_token() -> None:
+    bandit = TabularPolicy(3, vocabulary=4, length=1)
+    correction = [{"level": "token", "action": "truncate"}]
+    gradients, probability = corrected_gradients(bandit, bandit.perturbed(0.6), correction)
+    assert bias_and_deviation(gradients, probability, bandit.exact_gradient())[0] < 1e-9
