@@ -129,7 +129,9 @@ def check_rewards(config: RLVRConfig, checks: Checks) -> None:
 def check_reward_name(key: str, reward: RewardConfig, checks: Checks) -> None:
     name, path = reward.worker_cls, f"{key}.worker_cls"
     if name is None:
-        checks.missing(path, "is needed: which reward scores the responses", "math_rule")
+        if key.removeprefix("rewards.") not in REWARDS:
+            rule = f"is needed (a section named {', '.join(REWARDS)} may leave it out): which reward scores responses"
+            checks.missing(path, rule, "math_rule")
         return
     class_name = name.rpartition(".")[2]
     published = name.startswith(PUBLISHED_PREFIX) or class_name == name
@@ -209,6 +211,8 @@ def check_algorithm(config: RLVRConfig, checks: Checks) -> None:
     if config.critic_warmup >= config.max_steps and needs_critic(config):
         rule = f"must be less than max_steps {config.max_steps}, or the policy never learns"
         checks.add("critic_warmup", config.critic_warmup, rule, 0)
+    if config.adv_estimator == "grpo" and config.norm_mean_type is None:
+        checks.note("norm_mean_type", "null with grpo: rewards are not compared within their group")
     note_without_effect(config, checks)
 
 

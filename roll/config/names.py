@@ -5,11 +5,24 @@ A test asserts that these lists and the registries of the packages agree.
 
 from __future__ import annotations
 
-ADV_ESTIMATORS = ("gae", "grpo", "reinforce", "reinforce++", "reinforce_plus_plus", "rloo")
+ADV_ESTIMATORS = (
+    "gae",
+    "grpo",
+    "reinforce",
+    "reinforce++",
+    "reinforce_plus_plus",
+    "reinforce++_baseline",
+    "reinforce_plus_plus_baseline",
+    "rloo",
+    "opo",
+    "gpg",
+    "pass@k",
+    "pass_at_k",
+)
 """Estimators that run today, aliases included."""
 
-PLANNED_ADV_ESTIMATORS = ("gigpo", "step_reinforce", "agentic_reinforce")
-"""Published names that belong to multi-turn work."""
+PLANNED_ADV_ESTIMATORS = ("remax", "gdpo", "gigpo", "step_reinforce", "agentic_reinforce")
+"""Estimators that need what no pipeline supplies yet: a greedy baseline, several rewards, turns."""
 
 PG_VARIANTS = (
     "ppo",

@@ -136,6 +136,10 @@ class SFTPlan(Plan):
 
     global_batch_size: int
     """Samples of one optimizer step."""
+    data_args: DataArguments
+    """The training data section, columns named by ``prompt_key`` and ``response_key`` included."""
+    val_data_args: DataArguments | None
+    """The validation's; columns and template that it leaves out are those of ``sft_train``."""
 
 
 @dataclass(frozen=True)

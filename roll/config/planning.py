@@ -29,7 +29,9 @@ def kl_in_reward(config: RLVRConfig) -> bool:
 
 
 def needs_critic(config: RLVRConfig) -> bool:
-    return config.adv_estimator == "gae"
+    """``gae`` uses values; an estimator of the user's own gets them where there is a critic section."""
+    own = "." in config.adv_estimator and config.critic is not None
+    return config.adv_estimator == "gae" or own
 
 
 def pg_variant(config: RLVRConfig) -> str:
@@ -103,7 +105,7 @@ def role_plans(config: RLVRConfig | SFTConfig) -> dict[str, RolePlan]:
             dp_size=world_size(role),
             colocated_with=tuple(others),
             model_path=model_path(config, name, role) if is_model else None,
-            worker_cls=worker_name(role.worker_cls),
+            worker_cls=worker_name(role.worker_cls) if is_model else reward_name(name, role.worker_cls),
         )
     return plans
 
@@ -115,6 +117,11 @@ def worker_name(written: str | None) -> str | None:
         return written
     class_name = written.rpartition(".")[2]
     return None if class_name in PUBLISHED_WORKERS else PUBLISHED_REWARDS.get(class_name, written)
+
+
+def reward_name(section: str, written: str | None) -> str:
+    """A reward domain without ``worker_cls`` is scored by the reward of its own name."""
+    return worker_name(written) or section.removeprefix("rewards.")
 
 
 def shares_devices(one: WorkerConfig, other: WorkerConfig) -> bool:
@@ -164,11 +171,8 @@ def needs_old_log_probs(config: RLVRConfig) -> bool:
     return several or kl_in_reward(config) or config.enable_old_logprobs_recompute
 
 
-def validation_data(config: RLVRConfig, written: Written) -> DataArguments | None:
+def validation_data(own: DataArguments, training: DataArguments, written: Written) -> DataArguments:
     """The validation's own data section; what it leaves out of columns and template is as in training."""
-    if config.validation is None:
-        return None
-    own, training = config.validation.data_args, config.actor_train.data_args
     inherited = {
         key: getattr(training, key)
         for key in ("template", "tag", "id", "response")
@@ -209,7 +213,9 @@ def plan_rlvr(config: RLVRConfig, exp_name: str, written: Written) -> RLVRPlan:
         val_sequence_length=val_sequence,
         val_max_new_tokens=min(val_sequence - val_prompt, val_generating.max_new_tokens or val_sequence - val_prompt),
         val_samples_per_prompt=(val_generating.num_return_sequences or 1) if validation is not None else 0,
-        val_data_args=validation_data(config, written),
+        val_data_args=None
+        if validation is None
+        else validation_data(validation.data_args, config.actor_train.data_args, written),
         needs_reference=needs_reference(config),
         needs_old_log_probs=needs_old_log_probs(config),
         needs_critic=needs_critic(config),
@@ -221,8 +227,15 @@ def plan_rlvr(config: RLVRConfig, exp_name: str, written: Written) -> RLVRPlan:
     )
 
 
+def sft_data(config: SFTConfig) -> DataArguments:
+    """The training data section, with the columns that the top-level keys name."""
+    own = config.sft_train.data_args
+    return replace(own, prompt=config.prompt_key or own.prompt, response=config.response_key or own.response)
+
+
 def plan_sft(config: SFTConfig, exp_name: str, written: Written) -> SFTPlan:
     """The plan of a checked SFT configuration."""
+    data, validation = sft_data(config), config.validation
     training = training_plan(config.sft_train, 0, 1, config.max_steps)
     training = replace(training, samples_per_step=training.mini_batch_size)
     per_node, num_nodes = node_shape(config, written)
@@ -239,4 +252,6 @@ def plan_sft(config: SFTConfig, exp_name: str, written: Written) -> SFTPlan:
         eval_steps=max(0, config.eval_steps) if config.validation is not None else 0,
         sequence_length=config.sequence_length,
         global_batch_size=training.mini_batch_size,
+        data_args=data,
+        val_data_args=None if validation is None else validation_data(validation.data_args, data, written),
     )

@@ -85,11 +85,14 @@ class PPOConfig(PolicyLossConfig):
     """Compute reference log-probs for the metrics even when nothing else needs them."""
     reward_clip: float | None = setting(None, gt=0)
     """Response rewards are clipped to plus and minus this; null: not clipped."""
-    norm_mean_type: str | None = setting(None, choices=NORM_TYPES)
+    norm_mean_type: str | None = setting("auto", choices=("auto", *NORM_TYPES), example="group")
     """Mean taken off the response rewards: over the ``batch``, the ``group`` of a prompt, ``running`` over steps, or
-    null. With ``grpo``, group statistics unless this key is written."""
-    norm_std_type: str | None = setting(None, choices=NORM_TYPES)
-    """Spread that response rewards are divided by: ``batch``, ``group``, ``running`` or null."""
+    null (none). ``auto``: what the estimator's paper asks for (``grpo``: group; most others: none)."""
+    norm_std_type: str | None = setting("auto", choices=("auto", *NORM_TYPES), example="group")
+    """Spread that response rewards are divided by: ``batch``, ``group``, ``running`` or null (none; with ``grpo``
+    that is Dr. GRPO). ``auto``: what the estimator's paper asks for."""
+    pass_k: int = setting(4, ge=1)
+    """``pass@k``: the k."""
     whiten_rewards: bool = False
     """Bring token rewards to mean 0 and spread 1 over the batch."""
     whiten_advantages: bool = False

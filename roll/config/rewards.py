@@ -39,15 +39,15 @@ class RewardConfig(WorkerConfig):
     """Which single responses are kept for training."""
     format_pattern: str | None = None
     """Regular expression of the format that a response must have."""
-    reward_type: str | None = None
-    """Form of the score where a reward offers several (``soft`` ...)."""
+    reward_type: str | None = setting(None, inert="reward_kwargs holds the options of a reward")
+    """Accepted for older files."""
     response_length_penalty_coef: float = setting(0.0, ge=0)
     """Penalty for long responses."""
     use_local: bool = True
     """Run code on this host instead of calling ``code_url``."""
     code_url: str | None = None
     """Address of a code execution service."""
-    judge_prompt: str | None = None
+    judge_prompt: str | None = setting(None, inert="it belongs to judge models")
     """Prompt template of a judge model."""
     judge_model_type: str | None = setting(None, choices=("api", "inference", "cluster"))
     """Where the judge model runs."""

@@ -105,8 +105,8 @@ class RLVRConfig(PPOConfig, OlderRLVRKeys, RunConfig):
     """Reward domains by name."""
     validation: ValidationConfig | None = None
     """Questions for validation; null: none."""
-    is_num_return_sequences_expand: bool = False
-    """Send each sample of a prompt as a request of its own (the prompt is computed once either way)."""
+    is_num_return_sequences_expand: bool = setting(False, inert="a prompt is computed once for all of its samples")
+    """Accepted for older files."""
     max_running_requests: int = setting(128, ge=1)
     """Prompts that one engine works on at a time."""
     is_use_additional_prompts: bool = False

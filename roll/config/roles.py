@@ -124,8 +124,8 @@ class WorkerConfig:
     """Lay several sequences into one row without padding."""
     sequence_packing_args: SequencePackingArguments = field(default_factory=SequencePackingArguments)
     """How sequences are packed."""
-    logits_in_fp32: bool = True
-    """Softmax arithmetic in float32."""
+    logits_in_fp32: bool = setting(True, inert="softmax arithmetic is always float32")
+    """Accepted for older files."""
     apply_loss_scale: bool = setting(True, inert="loss denominators are always global")
     """Accepted for older files."""
     offload_nccl: bool = setting(False, inert="")

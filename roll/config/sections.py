@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from roll.config.fields import parse_dtype, setting
+from roll.config.fields import parse_dtype, rules, setting
 from roll.config.names import ATTENTION, LR_SCHEDULERS, TEMPLATES
 
 
@@ -28,8 +28,8 @@ class ModelArguments:
     """Keep all activations instead of recomputing them in the backward pass: faster, more memory."""
     gradient_checkpointing_use_reentrant: bool = False
     """Use PyTorch's reentrant form of gradient checkpointing."""
-    device_map: str = "balanced"
-    """Layer placement of a model loaded by ``hf_infer`` on several devices."""
+    device_map: str = setting("balanced", inert="device_mapping decides")
+    """Accepted for older files."""
     dtype: Literal["bf16", "fp16", "fp32"] = setting("bf16", parse=parse_dtype)
     """Compute type. Trained parameters are kept in float32 whatever stands here."""
     model_type: str | None = setting(
@@ -102,8 +102,8 @@ class TrainingArguments:
     """Accepted for older files."""
     save_hf_model: bool = False
     """Write the model in Hugging Face format beside every checkpoint."""
-    dataloader_num_workers: int = setting(0, ge=0)
-    """Processes that read supervised data ahead; 0: the driver itself."""
+    dataloader_num_workers: int = setting(0, ge=0, inert="the driver reads the data")
+    """Accepted for older files."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,10 @@ class DataArguments:
     """Chat template: ``native`` (the tokenizer's own), ``qwen2_5``, ``qwen3``, ``chatml``, ``base``, ``empty`` ..."""
     file_name: str | list[str] | None = None
     """Data file or files (json, jsonl, csv, parquet, arrow, txt)."""
-    eval_file_name: str | list[str] | None = None
-    """Evaluation file or files."""
+    eval_file_name: str | list[str] | None = field(
+        default=None, metadata=rules(inert="validation.data_args.file_name decides")
+    )
+    """Accepted for older files."""
     dataset_dir: str | None = setting(None, inert="file names start from the working directory")
     """Accepted for older files."""
     dataset_type: str = setting("json", inert="the file's extension decides")
@@ -124,8 +126,8 @@ class DataArguments:
     """Share of each domain (a name under ``rewards``) in a rollout batch; the shares sum to 1. null: by data size."""
     interleave_probs: str | float | None = setting(None, inert="domain_interleave_probs decides")
     """Accepted for older files."""
-    preprocessing_num_workers: int | None = setting(None, ge=1)
-    """Processes that tokenise; null: as many as pays."""
+    preprocessing_num_workers: int | None = setting(None, ge=1, inert="the tokenizer's own threads do the work")
+    """Accepted for older files."""
     tag: str = "tag"
     """Column that says which reward a row is routed to."""
     id: str = "id"
@@ -183,8 +185,8 @@ class GeneratingArguments:
     """Tokens before which a response may not stop."""
     repetition_penalty: float = setting(1.0, gt=0)
     """Penalty on tokens already seen; 1 is off."""
-    length_penalty: float = 1.0
-    """Exponent of the length in a beam search."""
+    length_penalty: float = setting(1.0, inert="it belongs to beam search")
+    """Accepted for older files."""
     num_return_sequences: int | None = setting(None, ge=1)
     """Samples of a prompt. In training ``num_return_sequences_in_group`` counts; in validation this key."""
     stop_strings: list[str] | None = None

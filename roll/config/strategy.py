@@ -57,8 +57,8 @@ class Fsdp2StrategyConfig(StrategyConfig):
     """Which modules become FSDP units of their own."""
     reduce_scatter_during_grad_accumulation: bool = True
     """Sum gradients over ranks at every micro-batch (less memory) instead of at the last one (less traffic)."""
-    async_save_ckpt: bool = True
-    """Write checkpoints in the background where the platform can."""
+    async_save_ckpt: bool = setting(True, inert="a checkpoint is written before training goes on")
+    """Accepted for older files."""
     save_only_model: bool = False
     """Leave optimizer states out of checkpoints (such a checkpoint cannot be continued exactly)."""
     apply_tiled_mlp: bool = False

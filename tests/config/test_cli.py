@@ -1,0 +1,124 @@
+"""The command line: what it prints, what it masks, what it never imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from roll import cli
+from roll.config.cli_args import parse_launcher_args
+from roll.config.loader import LoadedConfig
+from roll.config.masking import MASK, is_secret
+from tests.config.good import GOOD, GOOD_SFT, changed
+
+
+@pytest.fixture
+def good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.yaml").write_text(yaml.safe_dump(GOOD, sort_keys=False))
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(GOOD_SFT, sort_keys=False))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("good")
+@pytest.mark.parametrize("command", ["check", "plan"])
+def test_check_prints_the_plan(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "good.yaml", "--skip-files", "max_steps=30"]) == 0
+    text = capsys.readouterr().out
+    assert "64 prompts x 4 = 256 samples; 2 optimizer steps of 128; 2 ranks x 8 micro-batches of 8" in text
+    assert "30 steps; 60 optimizer steps of actor_train; validation every 10" in text
+    for fragment in ("actor_infer", "hf_infer", "shares devices with", "output/good", "math_rule", "owner/model"):
+        assert fragment in text
+
+
+@pytest.mark.usefixtures("good")
+def test_check_of_sft(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "sft", "--skip-files"]) == 0
+    assert "1 optimizer step of 8; 1 rank x 2 micro-batches of 4" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("good")
+def test_wrong_configuration_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "good.yaml", "--skip-files", "max_step=30", "gamma=2"]) == 2
+    error = capsys.readouterr().err
+    assert "2 mistakes" in error and "max_steps" in error and "gamma" in error
+    assert cli.main(["check", "good.yaml"]) == 2
+    assert "no such file" in capsys.readouterr().err
+    assert cli.main(["run", "nowhere.yaml"]) == 2
+
+
+def test_resolved_masks_secrets(
+    good: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "very-secret")
+    data = changed(
+        {"system_envs": {"WANDB_API_KEY": "${oc.env:MY_KEY}", "NCCL_DEBUG": "INFO"}, "exp_name": "${pretrain}"}
+    )
+    data["rewards"]["math"]["judge_api_key"] = "${oc.env:MY_KEY}"
+    (good / "good.yaml").write_text(yaml.safe_dump(data))
+    assert cli.main(["check", "good.yaml", "--resolved", "--skip-files"]) == 0
+    text = capsys.readouterr().out
+    resolved = yaml.safe_load(text)
+    assert "very-secret" not in text
+    assert resolved["system_envs"] == {"WANDB_API_KEY": MASK, "NCCL_DEBUG": "INFO"}
+    assert resolved["exp_name"] == "owner/model"
+
+
+def test_what_is_a_secret() -> None:
+    assert all(map(is_secret, ["judge_api_key", "HF_TOKEN", "password", "client_secret", "WANDB_API_KEY", "apikey"]))
+    assert not any(map(is_secret, ["prompt_key", "max_new_tokens", "stop_token_ids", "tokenizer", "keys", "monkey"]))
+
+
+@pytest.mark.usefixtures("good")
+def test_run_hands_the_loaded_configuration_to_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[LoadedConfig[Any]] = []
+    for name in ("rlvr", "sft"):
+        module = types.ModuleType(f"roll.pipelines.{name}")
+        module.run = seen.append  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, f"roll.pipelines.{name}", module)
+    data_there = changed({"pretrain": "owner/model"})
+    for file in ("train.jsonl", "val.jsonl"):
+        Path(file).touch()
+    Path("good.yaml").write_text(yaml.safe_dump(data_there))
+    assert cli.main(["run", "good.yaml", "max_steps=3"]) == 0
+    with pytest.raises(SystemExit) as stopped:
+        cli.launch("sft", "nowhere", "nothing", ["--config_path", ".", "--config_name", "sft", "max_steps=5"])
+    assert stopped.value.code == 0
+    assert [loaded.plan.pipeline for loaded in seen] == ["rlvr", "sft"]
+    assert [loaded.config.max_steps for loaded in seen] == [3, 5]
+    with pytest.raises(SystemExit) as refused:
+        cli.launch("sft", "nowhere", "nothing", [])
+    assert refused.value.code == 2
+
+
+def test_launcher_arguments() -> None:
+    arguments = parse_launcher_args(["a=1", "--config_path", "dir", "+b.c=2", "--config_name", "x", "~d"], "p", "n")
+    assert (arguments.config_path, arguments.config_name) == ("dir", "x")
+    assert arguments.overrides == ("a=1", "+b.c=2", "~d") and not arguments.is_default
+    default = parse_launcher_args([], "p", "n")
+    assert (default.config_path, default.config_name, default.is_default) == ("p", "n", True)
+    with pytest.raises(SystemExit):
+        parse_launcher_args(["--confg_name", "x"], "p", "n")
+
+
+def test_check_imports_no_heavy_package(good: Path) -> None:
+    program = (
+        "import sys; from roll.cli import main; status = main(['check', 'good.yaml', '--skip-files']);"
+        "heavy = {'torch', 'ray', 'transformers', 'numpy', 'datasets', 'pyarrow', 'matplotlib'} & set(sys.modules);"
+        "assert not heavy, heavy; sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=good, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+def test_prepare_data_goes_to_its_module(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["prepare-data", "no-such-data-set", "--input", str(tmp_path), "--output", str(tmp_path)])
+    assert stopped.value.code == 2

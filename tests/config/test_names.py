@@ -1,0 +1,83 @@
+"""The torch-free lists of names agree with the registries of the packages that implement them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from roll.config import names
+from roll.config.rlvr import RLVRConfig
+
+
+def test_policy_losses() -> None:
+    from roll.algorithms import actor_loss  # noqa: F401  (importing it registers every loss)
+    from roll.algorithms.policy_registry import policy_losses
+
+    assert set(names.PG_VARIANTS) == set(policy_losses._entries)
+
+
+def test_advantage_estimators() -> None:
+    from roll.algorithms import advantages, group_advantages  # noqa: F401
+    from roll.algorithms.advantage_types import advantage_estimators
+
+    assert {*names.ADV_ESTIMATORS, *names.PLANNED_ADV_ESTIMATORS} == set(advantage_estimators._entries)
+
+
+def test_norms_kl_and_aggregation() -> None:
+    from roll.algorithms.aggregation import AGGREGATION_MODES
+    from roll.algorithms.kl import KL_ESTIMATORS
+    from roll.algorithms.reward_processing import NORM_TYPES
+
+    assert set(names.NORM_TYPES) | {None} == set(NORM_TYPES)
+    assert set(names.KL_PENALTIES) == set(KL_ESTIMATORS)
+    assert set(names.LOSS_AGG_MODES) == set(AGGREGATION_MODES)
+
+
+def test_options_of_policy_losses_are_keys_with_the_same_defaults() -> None:
+    from roll.algorithms import options
+
+    keys = {item.name: item for item in dataclasses.fields(RLVRConfig)}
+    for name in dir(options):
+        cls = getattr(options, name)
+        if not name.endswith("Options") or not dataclasses.is_dataclass(cls) or name == "CorrectionOptions":
+            continue
+        for item in dataclasses.fields(cls):
+            if item.name in ("pg", "correction"):
+                continue
+            assert item.name in keys, f"{name}.{item.name} is no key of the configuration"
+            if item.default is not dataclasses.MISSING:
+                assert keys[item.name].default == item.default, f"default of {item.name}"
+
+
+def test_corrections() -> None:
+    from roll.algorithms.correction_options import CORRECTION_PRESETS
+
+    assert set(names.CORRECTION_PRESETS) == set(CORRECTION_PRESETS)
+
+
+def test_templates() -> None:
+    from roll.datasets.templates import TEMPLATES
+
+    assert set(names.TEMPLATES) == set(TEMPLATES)
+
+
+def test_rewards() -> None:
+    from roll.rewards import registry
+
+    assert set(names.REWARDS) == set(registry._RULES)
+    assert names.PUBLISHED_REWARDS == registry._PUBLISHED
+    assert names.PLANNED_REWARDS == registry._NOT_YET
+
+
+def test_group_filters() -> None:
+    from roll.rollout.filters import FILTERS, build_filter
+
+    assert set(names.FILTER_ARGUMENTS) == set(FILTERS)
+    for kind, arguments in names.FILTER_ARGUMENTS.items():
+        build_filter(kind, dict.fromkeys(arguments, 0.5))
+
+
+@pytest.mark.parametrize("names_of_kind", [names.KL_PENALTIES, names.LOSS_AGG_MODES, names.NORM_TYPES])
+def test_lists_have_no_doubles(names_of_kind: tuple[str, ...]) -> None:
+    assert len(set(names_of_kind)) == len(names_of_kind)

@@ -1,0 +1,82 @@
+"""Typed options of strategies."""
+
+from __future__ import annotations
+
+import pytest
+
+from roll.config.errors import ConfigError
+from roll.config.roles import StrategyArguments
+from roll.config.strategy import (
+    AVAILABLE,
+    PLANNED,
+    Fsdp2StrategyConfig,
+    HfInferStrategyConfig,
+    strategy_keys,
+    typed_strategy_config,
+)
+
+SECTION_E_KEYS = {
+    "fsdp_size",
+    "param_dtype",
+    "reduce_dtype",
+    "reshard_after_forward",
+    "offload_policy",
+    "reduce_scatter_during_grad_accumulation",
+    "async_save_ckpt",
+    "save_only_model",
+    "wrap_policy",
+    "apply_expert_patch",
+    "apply_tiled_mlp",
+    "tiled_num_shards",
+    "model_type",
+    "ep_size",
+    "efsdp_size",
+    "moe_use_grouped_mm",
+}
+
+
+def test_defaults() -> None:
+    assert typed_strategy_config(StrategyArguments()) == Fsdp2StrategyConfig()
+    assert typed_strategy_config(StrategyArguments("hf_infer")) == HfInferStrategyConfig()
+    assert strategy_keys("fsdp2_train") >= SECTION_E_KEYS
+
+
+def test_values_are_read_as_their_types() -> None:
+    written = {
+        "fsdp_size": "1e1",
+        "param_dtype": "bfloat16",
+        "reduce_dtype": "torch.float32",
+        "reshard_after_forward": 4,
+        "wrap_policy": {"transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"], "wrap_lm_output": True},
+    }
+    options = typed_strategy_config(StrategyArguments("fsdp2_infer", written))
+    assert isinstance(options, Fsdp2StrategyConfig)
+    assert (options.fsdp_size, options.param_dtype, options.reduce_dtype) == (10, "bf16", "fp32")
+    assert options.reshard_after_forward == 4 and options.reshard_after_forward is not True
+    assert options.wrap_policy.transformer_layer_cls_to_wrap == ["Qwen2DecoderLayer"]
+    assert options.wrap_policy.wrap_lm_output and not options.wrap_policy.wrap_embeddings
+    no_reshard = typed_strategy_config(StrategyArguments("fsdp2_train", {"reshard_after_forward": False}))
+    assert isinstance(no_reshard, Fsdp2StrategyConfig) and no_reshard.reshard_after_forward is False
+
+
+def test_options_of_other_strategies_are_left_out() -> None:
+    options = typed_strategy_config(StrategyArguments("hf_infer", {"gpu_memory_utilization": 0.5, "max_num_seqs": 3}))
+    assert options == HfInferStrategyConfig(max_num_seqs=3)
+
+
+def test_unknown_option_names_the_nearest() -> None:
+    with pytest.raises(
+        ConfigError, match=r"strategy_args\.strategy_config\.offload_polic = .*nearest.* offload_policy"
+    ):
+        typed_strategy_config(StrategyArguments("fsdp2_train", {"offload_polic": True}))
+
+
+@pytest.mark.parametrize("name", sorted(PLANNED))
+def test_planned_strategies_say_so(name: str) -> None:
+    with pytest.raises(ConfigError, match="not available yet"):
+        typed_strategy_config(StrategyArguments(name))
+
+
+def test_planned_and_available_are_apart() -> None:
+    assert not set(PLANNED) & set(AVAILABLE)
+    assert all(strategy_keys(name) for name in (*PLANNED, *AVAILABLE))
