@@ -10,6 +10,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from roll.config.names import PLANNED_REWARDS, PUBLISHED_REWARDS
 from roll.rewards.base import RewardFunction, RewardOptionError, RewardRule
 
 _RULES: dict[str, tuple[str, str]] = {
@@ -22,22 +23,9 @@ _RULES: dict[str, tuple[str, str]] = {
 }
 """Short name to module and class; imported when chosen, so a worker loads only what it uses."""
 
-_PUBLISHED: dict[str, str] = {
-    "MathRuleRewardWorker": "math_rule",
-    "MultipleChoiceBoxedRuleRewardWorker": "multiple_choice",
-}
+_PUBLISHED = PUBLISHED_REWARDS
 """Class names behind ``roll.pipeline.rlvr.rewards.<module>.``, as ROLL's YAML files have them."""
-
-_NOT_YET = {
-    "CodeSandboxRewardWorker": "code_sandbox",
-    "CrossThinkQARuleRewardWorker": "crossthinkqa",
-    "DetectionRewardWorker": "detection",
-    "GeneralRuleRewardWorker": "ifeval",
-    "GeneralValRuleRewardWorker": "general_val",
-    "LLMJudgeRewardWorker": "llm_judge",
-    "RemoteRewardSystemWorker": "remote",
-    "VideoR1RewardWorker": "video_r1",
-}
+_NOT_YET = PLANNED_REWARDS
 _PUBLISHED_PREFIX = "roll.pipeline.rlvr.rewards."
 
 R = TypeVar("R", bound=type)

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -177,3 +179,11 @@ def test_ids_of_several_files_and_of_rows_without(tokenizer: Any, write_jsonl: W
     one = write_jsonl([row("0"), row("only")], "one.jsonl")
     two = write_jsonl([row("0"), {"tag": "easy", "messages": row("")["messages"]}], "two.jsonl")
     assert [p.prompt_id for p in build(tokenizer, [one, two])] == ["one/0", "only", "two/0", "two.jsonl:2"]
+
+
+def test_data_sets_load_without_the_heavy_packages() -> None:
+    program = (
+        "import sys, roll.datasets, roll.datasets.prepare;"
+        "print([m for m in ('torch', 'transformers', 'ray', 'datasets', 'pyarrow', 'pandas') if m in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"
