@@ -32,7 +32,10 @@ EXTRAS = {
     "deepspeed": ["deepspeed==0.19.8"],
     "megatron": ["megatron-core==0.16.1"],
     "peft": ["peft==0.21.2"],
-    "trackers": ["wandb>=0.20", "swanlab>=0.7"],
+    "wandb": ["wandb>=0.20"],
+    # SwanLab wants an older protobuf than constraints/cpu.txt: install it without the constraints.
+    "swanlab": ["swanlab>=0.10"],
+    "trackers": ["wandb>=0.20", "swanlab>=0.10"],
     "gpu": ["deepspeed==0.19.8", "megatron-core==0.16.1", "peft==0.21.2", "vllm==0.32.0"],
     "test": [
         "hypothesis>=6.100",

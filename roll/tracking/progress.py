@@ -1,0 +1,146 @@
+"""How a run is going: a bar on a terminal, a line a step in the log."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from roll.tracking.logs import STEP_LOGGER
+
+logger = logging.getLogger(STEP_LOGGER)
+
+_ETA_WINDOW = 20
+"""Steps whose mean duration gives the time left: recent ones, since responses grow and validation comes and goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """A number worth a place in the line: metric ``key``, shown after ``label`` as ``format`` says."""
+
+    key: str
+    label: str
+    format: str = "{:.3f}"
+
+
+RLVR_HEADLINES = (
+    Headline("critic/score/mean", "reward"),
+    Headline("val_correct/all/mean", "accuracy"),
+    Headline("token/response_length/mean", "length", "{:.1f}"),
+    Headline("critic/kl", "kl", "{:.4f}"),
+    Headline("system/tps", "tok/s", "{:,.0f}"),
+)
+SFT_HEADLINES = (
+    Headline("sft_train/loss", "loss", "{:.4f}"),
+    Headline("val/loss", "validation loss", "{:.4f}"),
+    Headline("sft_train/lr", "lr", "{:.2e}"),
+    Headline("system/tps", "tok/s", "{:,.0f}"),
+)
+
+
+class ProgressReporter:
+    """A context manager; :meth:`update` is called once after every step.
+
+    Args:
+        total_steps: steps of the whole run.
+        headlines: the numbers shown; those that a step does not have are left out.
+        first_step: steps done before (a resumed run).
+        console: where the bar is drawn; None: standard error. Without a terminal there is no bar, only the log lines.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        headlines: tuple[Headline, ...] = RLVR_HEADLINES,
+        *,
+        first_step: int = 0,
+        console: Console | None = None,
+    ) -> None:
+        self._total = total_steps
+        self._done = first_step
+        self._headlines = headlines
+        self._durations: deque[float] = deque(maxlen=_ETA_WINDOW)
+        self._last = time.perf_counter()
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        console = console or Console(file=sys.stderr)
+        if console.is_terminal:
+            self._progress = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=20),
+                TextColumn("{task.description}"),
+                console=console,
+            )
+
+    def __enter__(self) -> Self:
+        self._last = time.perf_counter()
+        if self._progress is not None:
+            self._progress.start()
+            self._task = self._progress.add_task("", total=self._total, completed=self._done)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def update(self, metrics: Mapping[str, float]) -> None:
+        """One more step is done, with these metrics (``time/<phase>`` are shown as phases)."""
+        now = time.perf_counter()
+        self._durations.append(now - self._last)
+        self._last = now
+        self._done += 1
+        line = self._line(metrics)
+        logger.info("step %d/%d  %s", self._done, self._total, line)
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=self._done, description=line)
+
+    def seconds_left(self) -> float:
+        """Expected time of the steps to come; 0 before the first step."""
+        if not self._durations:
+            return 0.0
+        return sum(self._durations) / len(self._durations) * max(self._total - self._done, 0)
+
+    def _line(self, metrics: Mapping[str, float]) -> str:
+        parts = [
+            f"{headline.label} {headline.format.format(metrics[headline.key])}"
+            for headline in self._headlines
+            if headline.key in metrics
+        ]
+        phases = [
+            f"{phase_label(name)} {seconds:.2f}s"
+            for name, seconds in metrics.items()
+            if name.startswith("time/") and name.count("/") == 1 and name != "time/step_total"
+        ]
+        if phases:
+            parts.append(f"({', '.join(phases)})")
+        parts.append(f"{self._durations[-1]:.2f}s a step")
+        parts.append(f"{format_seconds(self.seconds_left())} left")
+        return "  ".join(parts)
+
+
+def phase_label(metric: str) -> str:
+    """``time/step_generate`` is ``generate`` to a reader."""
+    return metric.removeprefix("time/").removeprefix("step_")
+
+
+def format_seconds(seconds: float) -> str:
+    """``42s``, ``3m07s``, ``2h05m``, ``3d04h``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"

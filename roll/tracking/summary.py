@@ -1,0 +1,55 @@
+"""What a run ends with: validation before and after, how long it took, and where everything is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from roll.tracking.progress import format_seconds
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The end of a run.
+
+    Attributes:
+        title: the experiment's name.
+        before, after: validation metrics by name, from before the first step and after the last.
+        seconds: wall-clock time of the run.
+        steps: training steps done.
+        files: what the run wrote, by what it is ("TensorBoard", "plot").
+    """
+
+    title: str
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+    seconds: float
+    steps: int
+    files: Mapping[str, Path] = field(default_factory=dict)
+
+    def show(self, console: Console | None = None) -> None:
+        """Write the summary to ``console``; None: standard output."""
+        (console or Console()).print(self.render())
+
+    def render(self) -> RenderableType:
+        """A table of the metrics that ``before`` or ``after`` has, then the files, one a line."""
+        table = Table(title=f"{self.title}: {self.steps} steps in {format_seconds(self.seconds)}", title_justify="left")
+        for column in ("validation", "before", "after", "change"):
+            table.add_column(column, justify="left" if column == "validation" else "right")
+        for name in dict.fromkeys((*self.before, *self.after)):
+            before, after = self.before.get(name), self.after.get(name)
+            change = f"{after - before:+.3f}" if before is not None and after is not None else ""
+            table.add_row(name, _number(before), _number(after), change)
+        width = max((len(kind) for kind in self.files), default=0)
+        # Text, not markup: a path may hold square brackets; and not wrapped, so that it can be copied.
+        lines = [Text(f"{kind:<{width}}  {path}", no_wrap=True, overflow="ignore") for kind, path in self.files.items()]
+        return Group(table, *lines)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
