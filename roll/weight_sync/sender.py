@@ -52,22 +52,25 @@ def send_weights(
     """
     begin = time.monotonic()
 
+    def ask(method: str, *arguments: Any) -> list[Any]:
+        return [engine.call.remote(method, (), *arguments) for engine in engines]
+
     def wait(refs: list[Any]) -> list[Any]:
         return ray.get(refs, timeout=max(0.0, deadline - (time.monotonic() - begin)))
 
     sent: dict[str, int] = {}
     num_bytes = num_buckets = 0
-    in_flight = [engine.start_weight_update.remote(version) for engine in engines]
+    in_flight = ask("start_weight_update", version)
     for tensors in buckets:
         bucket = WeightBucket.pack(tensors)
         sent.update((name, tensor_checksum(tensor)) for name, tensor in tensors)
         wait(in_flight)
         shared = ray.put(bucket)
-        in_flight = [engine.update_weights.remote(shared) for engine in engines]
+        in_flight = ask("update_weights", shared)
         num_bytes += bucket.num_bytes
         num_buckets += 1
     wait(in_flight)
-    held_by_engine = wait([engine.finish_weight_update.remote() for engine in engines])
+    held_by_engine = wait(ask("finish_weight_update"))
     for index, held in enumerate(held_by_engine):
         verify_checksums(sent, held, engine=index, version=version)
     return SyncReport(version, len(sent), num_bytes, num_buckets, time.monotonic() - begin)

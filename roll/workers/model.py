@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from roll.distributed import Dispatch, Worker, register
 from roll.platforms import current_platform
 from roll.protocol import DataProto
@@ -67,9 +65,3 @@ class ModelWorker(Worker):
         platform.reset_peak_memory()
         return dict(stats)
 
-
-def mini_batches(batch: dict[str, torch.Tensor], rows: int) -> list[dict[str, torch.Tensor]]:
-    """Cut this rank's rows into consecutive mini-batches of ``rows`` rows each."""
-    total = len(batch["input_ids"])
-    assert total % rows == 0, f"{total} rows do not divide into mini-batches of {rows}"
-    return [{k: v[begin : begin + rows] for k, v in batch.items()} for begin in range(0, total, rows)]

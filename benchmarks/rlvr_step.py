@@ -1,0 +1,175 @@
+"""Cost of a training step of the tiny GRPO recipe, beside TRL's GRPOTrainer and beside a bare single-process loop.
+
+    python benchmarks/rlvr_step.py [--steps 30] [--rounds 3] [--only NAME ...]
+
+Every contestant is a command of its own; all use the same model (the tiny example's warm start), data, reward, batch
+shape (32 prompts x 8 samples, at most 36 tokens), loss and optimizer.  The first steps are left out as warm-up; from
+there to the last step the harness measures wall time and the CPU time of the whole process tree (for the pipeline:
+driver, workers and all of Ray's own processes).  Contestants take turns for ``--rounds`` rounds; figures are medians.
+
+Needs the warm start (``make run`` makes it) and, for TRL, ``pip install trl==1.16.0``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = ROOT / "examples/tiny/artifacts/seed0/warm_start/model"
+TRAIN = ROOT / "examples/tiny/artifacts/data/train.jsonl"
+SAMPLES_PER_STEP = 256
+WARM_UP_STEPS = 5
+MARKER = "STEP-DONE "
+
+
+@dataclass
+class Contestant:
+    name: str
+    command: list[str]
+    metrics_file: Path | None = None
+    """A jsonl file with one line a step; None: markers on standard error."""
+    runs: list[tuple[float, float]] = field(default_factory=list)
+    """(wall seconds, CPU seconds) a step."""
+
+
+def contestants(steps: int, folder: Path, model: Path, extra: list[str]) -> list[Contestant]:
+    scripts = ROOT / "benchmarks/rlvr"
+    own = [str(model), str(TRAIN), "--steps", str(steps)]
+
+    def bare(name: str, *options: str) -> Contestant:
+        return Contestant(name, [sys.executable, str(scripts / "bare_loop.py"), *own, *options])
+
+    def trl(threads: int) -> Contestant:
+        command = [sys.executable, str(scripts / "trl_grpo.py"), *own, "--threads", str(threads)]
+        return Contestant(f"TRL GRPOTrainer, {threads} thread{'s'[: threads - 1]}", command)
+
+    def roll(name: str, *overrides: str) -> Contestant:
+        output = folder / name.replace(" ", "-").replace(",", "")
+        command = [
+            *(sys.executable, str(ROOT / "examples/start_rlvr_pipeline.py")),
+            *("--config_path", str(ROOT / "examples/tiny"), "--config_name", "rlvr_config"),
+            *(f"max_steps={steps}", f"output_dir={output}", f"pretrain={model}", "eval_steps=0", "track_with=[jsonl]"),
+            *overrides,
+            *extra,
+        ]
+        return Contestant(name, command, output / "logs/metrics.jsonl")
+
+    one_device = [
+        "num_gpus_per_node=1",
+        "actor_train.device_mapping=[0]",
+        "actor_infer.device_mapping=[0]",
+        "actor_train.training_args.per_device_train_batch_size=256",
+    ]
+    found = [
+        roll("roll, 2 devices"),
+        roll("roll, 1 device", *one_device),
+        roll("roll, 1 device, prompts not shared", *one_device, "actor_train.use_prefix_sharing=false"),
+        bare("bare loop, 1 thread"),
+        bare("bare loop, 1 thread, old log-probs recomputed", "--recompute"),
+        bare("bare loop, 2 threads", "--threads", "2"),
+    ]
+    return found + ([trl(1), trl(2)] if find_spec("trl") else [])
+
+
+def measure(contestant: Contestant, steps: int) -> tuple[float, float]:
+    """(wall seconds, CPU seconds) a step, between the end of the warm-up steps and the end of the last step."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    if contestant.metrics_file is not None:
+        contestant.metrics_file.unlink(missing_ok=True)
+    process = subprocess.Popen(
+        contestant.command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    log: list[str] = []
+    points: dict[int, tuple[float, float]] = {}
+    source = _from_stderr(process, log) if contestant.metrics_file is None else _from_file(process, contestant, log)
+    for step in source:
+        if step in (WARM_UP_STEPS, steps):
+            points[step] = (time.perf_counter(), tree_cpu_seconds(process.pid))
+    process.wait()
+    if process.returncode or len(points) < 2:
+        raise SystemExit(f"{contestant.name} failed:\n" + "".join(log[-30:]))
+    (wall_0, cpu_0), (wall_1, cpu_1) = points[WARM_UP_STEPS], points[steps]
+    return (wall_1 - wall_0) / (steps - WARM_UP_STEPS), (cpu_1 - cpu_0) / (steps - WARM_UP_STEPS)
+
+
+def _from_stderr(process: subprocess.Popen[str], log: list[str]) -> Iterator[int]:
+    assert process.stderr is not None
+    for line in process.stderr:
+        log.append(line)
+        if line.startswith(MARKER):
+            yield json.loads(line[len(MARKER) :])["step"]
+
+
+def _from_file(process: subprocess.Popen[str], contestant: Contestant, log: list[str]) -> Iterator[int]:
+    """Steps as they appear in the metrics file; looked at every 5 ms."""
+    assert process.stderr is not None and contestant.metrics_file is not None
+    threading.Thread(target=lambda: log.extend(process.stderr or ()), daemon=True).start()
+    seen = 0
+    while process.poll() is None:
+        if contestant.metrics_file.exists():
+            lines = contestant.metrics_file.read_text().splitlines()
+            done = sum("time/step_total" in line for line in lines)
+            for step in range(seen + 1, done + 1):
+                yield step
+            seen = done
+        time.sleep(0.005)
+
+
+def tree_cpu_seconds(pid: int) -> float:
+    """User and system seconds of a process and all its descendants, dead ones that were waited for included."""
+    total = 0.0
+    root = psutil.Process(pid)
+    for process in [root, *root.children(recursive=True)]:
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system + times.children_user + times.children_system
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="*", help="contestants whose names contain one of these")
+    parser.add_argument("--model", type=Path, default=MODEL, help="another model folder with the same tokenizer")
+    arguments, extra = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = [
+            contestant
+            for contestant in contestants(arguments.steps, Path(folder), arguments.model.resolve(), extra)
+            if not arguments.only or any(part in contestant.name for part in arguments.only)
+        ]
+        for _ in range(arguments.rounds):
+            for contestant in chosen:
+                contestant.runs.append(measure(contestant, arguments.steps))
+                wall, cpu = contestant.runs[-1]
+                print(f"{contestant.name}: {wall:.3f} s, {cpu:.3f} CPU-s", file=sys.stderr, flush=True)
+    print("| | wall s / step | CPU-s / step | samples / s | samples / CPU-s |")
+    print("|---|---|---|---|---|")
+    for contestant in chosen:
+        wall = statistics.median(run[0] for run in contestant.runs)
+        cpu = statistics.median(run[1] for run in contestant.runs)
+        print(
+            f"| {contestant.name} | {wall:.3f} | {cpu:.3f} | "
+            f"{SAMPLES_PER_STEP / wall:.0f} | {SAMPLES_PER_STEP / cpu:.0f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

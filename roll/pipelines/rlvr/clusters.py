@@ -1,0 +1,85 @@
+"""Starts the clusters that a plan names, all at once: importing and loading take most of a start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from roll.config.loader import LoadedConfig
+from roll.config.plan import RLVRPlan
+from roll.config.rewards import RewardConfig
+from roll.config.rlvr import RLVRConfig
+from roll.config.roles import WorkerConfig
+from roll.distributed import Cluster, PendingCall, ResourceManager
+from roll.pipelines.roles import role_config
+from roll.workers import ACTOR_WORKER, CRITIC_WORKER, GENERATION_WORKER, REFERENCE_WORKER, REWARD_WORKER
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """The roles of an RLVR run; a role that nothing consumes is not started."""
+
+    actor_train: Cluster
+    actor_infer: Cluster
+    rewards: Mapping[str, Cluster]
+    reference: Cluster | None = None
+    critic: Cluster | None = None
+
+    def all(self) -> list[Cluster]:
+        models = [self.actor_train, self.actor_infer, self.reference, self.critic]
+        return [cluster for cluster in (*models, *self.rewards.values()) if cluster is not None]
+
+
+def start_clusters(loaded: LoadedConfig[RLVRConfig], resources: ResourceManager) -> tuple[Clusters, list[PendingCall]]:
+    """Create every cluster and begin to initialise it.
+
+    Returns:
+        The clusters, and the calls to wait for before they are used.
+    """
+    config, plan = loaded.config, loaded.plan
+    assert isinstance(plan, RLVRPlan)
+    starter = _Starter(config, plan, resources)
+    actor_extra = {"loss": actor_loss_settings(config, plan), "max_grad_norm": config.max_grad_norm}
+    critic_extra = {"value_clip": config.value_clip, "max_grad_norm": config.max_grad_norm}
+    clusters = Clusters(
+        actor_train=starter.start("actor_train", config.actor_train, ACTOR_WORKER, actor_extra),
+        actor_infer=starter.start("actor_infer", config.actor_infer, GENERATION_WORKER),
+        reference=starter.start("reference", config.reference, REFERENCE_WORKER) if plan.needs_reference else None,
+        critic=starter.start("critic", config.critic, CRITIC_WORKER, critic_extra) if plan.needs_critic else None,
+        rewards={name: starter.start_reward(name, section) for name, section in config.rewards.items()},
+    )
+    return clusters, starter.pending
+
+
+class _Starter:
+    def __init__(self, config: RLVRConfig, plan: RLVRPlan, resources: ResourceManager) -> None:
+        self._config = config
+        self._plan = plan
+        self._resources = resources
+        self.pending: list[PendingCall] = []
+
+    def start(
+        self, name: str, section: WorkerConfig | None, worker: str, extra: Mapping[str, Any] | None = None
+    ) -> Cluster:
+        assert section is not None, f"the plan has {name}, the configuration has not"
+        role = role_config(section, self._plan.roles[name])
+        cluster = Cluster(
+            name, role.worker_cls or worker, self._resources, role, seed=self._config.seed, extra=dict(extra or {})
+        )
+        training = self._plan.training.get(name)
+        arguments = (training.total_optimizer_steps,) if training is not None else ()
+        self.pending.append(cluster.initialize(*arguments, blocking=False))
+        return cluster
+
+    def start_reward(self, name: str, section: RewardConfig) -> Cluster:
+        role_plan = self._plan.roles[f"rewards.{name}"]
+        role = replace(section, name=name, worker_cls=role_plan.worker_cls, world_size=role_plan.world_size)
+        cluster = Cluster(f"rewards.{name}", REWARD_WORKER, self._resources, role, seed=self._config.seed)
+        self.pending.append(cluster.initialize(blocking=False))
+        return cluster
+
+
+def actor_loss_settings(config: RLVRConfig, plan: RLVRPlan) -> dict[str, Any]:
+    """The flat mapping of keys that the actor's loss options are made from, variant included."""
+    return {field.name: getattr(config, field.name) for field in fields(config)} | {"pg_variant": plan.pg_variant}

@@ -1,0 +1,45 @@
+"""Prompts of a run: training prompts by domain, validation prompts, and the tokenizer that reads both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from roll.config.plan import RLVRPlan
+from roll.config.rlvr import RLVRConfig
+from roll.datasets import DomainSampler, PromptDataset, PromptRow
+from roll.pipelines.tokenizers import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run draws from."""
+
+    tokenizer: PreTrainedTokenizerBase
+    sampler: DomainSampler
+    validation: list[PromptRow]
+
+
+def load_data(config: RLVRConfig, plan: RLVRPlan) -> RunData:
+    """Read, route, tokenise and filter both sets.
+
+    Raises:
+        DataError: a file, row, tag or template that cannot be used.
+    """
+    model_path = plan.roles["actor_train"].model_path
+    tokenizer = load_tokenizer(model_path, config.actor_train.model_args.trust_remote_code)
+    domains = {name: section.tag_included for name, section in config.rewards.items()}
+    templates = {"global_template": config.global_template, "tag_to_template": config.tag_to_template}
+    training = PromptDataset.build(
+        config.actor_train.data_args, tokenizer, plan.prompt_length, domains, **templates
+    )
+    validation: list[PromptRow] = []
+    if plan.val_data_args is not None:
+        validation = list(
+            PromptDataset.build(plan.val_data_args, tokenizer, plan.val_prompt_length, domains, **templates)
+        )
+    probs = config.actor_train.data_args.domain_interleave_probs
+    return RunData(tokenizer, DomainSampler(training.by_domain(), probs, config.seed), validation)

@@ -1,0 +1,169 @@
+"""The RLVR pipeline: reinforcement learning from verifiable rewards.
+
+One training step, as prose: the engines take over the newest weights, answer prompts, and the answers are scored; the
+models whose opinion is needed look at the answers; scores become advantages; actor and critic learn.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from roll.checkpoint import Checkpoint
+from roll.config.loader import LoadedConfig
+from roll.config.plan import RLVRPlan
+from roll.config.rlvr import RLVRConfig
+from roll.distributed import ResourceManager
+from roll.pipelines.export import export_model
+from roll.pipelines.frame import RunFrame
+from roll.pipelines.rlvr.clusters import start_clusters
+from roll.pipelines.rlvr.data import load_data
+from roll.pipelines.rlvr.phases import add_old_log_probs, add_reference_log_probs, add_values, update_model
+from roll.pipelines.rlvr.rollout import RolloutPhase
+from roll.pipelines.rlvr.scoring import Scoring
+from roll.pipelines.samples import sample_table
+from roll.protocol import DataProto
+from roll.weight_sync.controller import WeightSync
+
+MIB = 2**20
+
+
+class RLVRPipeline:
+    """A run, from start to summary."""
+
+    def __init__(self, loaded: LoadedConfig[RLVRConfig]) -> None:
+        assert isinstance(loaded.plan, RLVRPlan)
+        self.loaded = loaded
+        self.config = loaded.config
+        self.plan = loaded.plan
+        self.frame = RunFrame(loaded)
+        generating = loaded.config.actor_infer.generating_args
+        self.temperature = generating.temperature if generating.do_sample else 1.0
+
+    def run(self) -> None:
+        """Train until ``max_steps``; everything that was started is stopped again, however it ends."""
+        with self.frame.running() as resources:
+            self.start(resources)
+            first_step = self.restore()
+            for step in self.frame.steps(first_step, self.config.max_steps):
+                self.train_one_step(step)
+            self.finish()
+
+    def start(self, resources: ResourceManager) -> None:
+        """Start all clusters; the data is read while their workers load their models."""
+        self.clusters, loading = start_clusters(self.loaded, resources)
+        self.frame.watch(self.clusters.all())
+        self.data = load_data(self.config, self.plan)
+        for call in loading:
+            call.result()
+        self.rollout = RolloutPhase(self.config, self.plan, self.clusters, self.data)
+        self.scoring = Scoring(self.config, self.plan.norm_types)
+        self.weight_sync = WeightSync(
+            self.clusters.actor_train,
+            self.clusters.actor_infer,
+            bucket_bytes=self.config.model_update_buffer_size_mb * MIB,
+            deadline=self.config.rpc_timeout,
+        )
+
+    def train_one_step(self, step: int) -> None:
+        """The algorithm."""
+        self.update_engines(step)
+        if self.is_validation_due(step):
+            self.validate(step)
+        batch = self.generate(step)
+        self.look_at(batch)
+        with self.frame.phase("adv"):
+            self.frame.record(self.scoring(batch))
+        self.learn(batch, step)
+        self.frame.end_step(step)
+        if self.frame.is_save_due(step):
+            self.save(step + 1)
+
+    def update_engines(self, version: int) -> None:
+        """Give the engines the trainer's weights."""
+        with self.frame.phase("step_model_update"):
+            self.frame.record(self.weight_sync.sync(version))
+
+    def generate(self, step: int) -> DataProto:
+        """The step's samples with their scores."""
+        with self.frame.phase("step_generate"):
+            batch, groups, metrics = self.rollout.collect()
+        self.frame.record(metrics)
+        self.frame.dump_samples("train", step, lambda: sample_table(groups))
+        return batch
+
+    def look_at(self, batch: DataProto) -> None:
+        """What reference, actor and critic think of the samples, where something consumes it."""
+        if self.clusters.reference is not None:
+            with self.frame.phase("ref_log_probs_values"):
+                add_reference_log_probs(batch, self.clusters.reference, self.temperature)
+        if self.plan.needs_old_log_probs:
+            with self.frame.phase("old_log_probs"):
+                add_old_log_probs(batch, self.clusters.actor_train, self.temperature)
+        if self.clusters.critic is not None:
+            with self.frame.phase("values"):
+                add_values(batch, self.clusters.critic)
+
+    def learn(self, batch: DataProto, step: int) -> None:
+        """All optimizer steps of actor and critic on this batch."""
+        with self.frame.phase("step_train"):
+            if self.clusters.critic is not None:
+                self.frame.record(update_model(batch, self.clusters.critic, self.plan.training["critic"]))
+            if step >= self.config.critic_warmup or self.clusters.critic is None:
+                self.frame.record(
+                    update_model(
+                        batch,
+                        self.clusters.actor_train,
+                        self.plan.training["actor_train"],
+                        temperature=self.temperature,
+                        norm_length=float(self.plan.response_length),
+                    )
+                )
+
+    def is_validation_due(self, step: int) -> bool:
+        """Every ``eval_steps`` steps, the first of them before any training unless ``before_train`` is false."""
+        section = self.config.validation
+        if section is None or not self.plan.eval_steps or step % self.plan.eval_steps:
+            return False
+        return step > 0 or section.before_train
+
+    def validate(self, step: int) -> None:
+        """Answer the validation prompts and report accuracies."""
+        with self.frame.phase("val_step"):
+            metrics, groups = self.rollout.validate()
+        self.frame.record_validation(metrics, step)
+        self.frame.dump_samples("validation", step, lambda: sample_table(groups))
+
+    def finish(self) -> None:
+        """A last validation of the final weights, the last checkpoint, and the summary."""
+        self.update_engines(self.config.max_steps)
+        if self.config.validation is not None and self.plan.eval_steps:
+            self.validate(self.config.max_steps)
+        if self.config.actor_train.training_args.save_hf_model:
+            export_model(self.clusters.actor_train, self.data.tokenizer, self.plan.output_dir / "model")
+        self.frame.finish(self.config.max_steps)
+
+    def save(self, step: int) -> None:
+        """A checkpoint after ``step`` steps."""
+        with self.frame.writing_checkpoint(step, self.state_dict()) as path:
+            self.clusters.actor_train.save_checkpoint(str(path / "actor_train"))
+            if self.clusters.critic is not None:
+                self.clusters.critic.save_checkpoint(str(path / "critic"))
+
+    def restore(self) -> int:
+        """Continue from a checkpoint if the configuration asks for it; the number of steps already done."""
+        checkpoint: Checkpoint | None = self.frame.checkpoint_to_resume()
+        if checkpoint is None:
+            return 0
+        self.clusters.actor_train.load_checkpoint(str(checkpoint.role("actor_train")))
+        if self.clusters.critic is not None:
+            self.clusters.critic.load_checkpoint(str(checkpoint.role("critic")))
+        self.load_state_dict(self.frame.load_state(checkpoint))
+        return checkpoint.step
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the driver must remember: plain JSON values."""
+        return {"rollout": self.rollout.state_dict(), "scoring": self.scoring.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rollout.load_state_dict(state["rollout"])
+        self.scoring.load_state_dict(state["scoring"])

@@ -1,0 +1,117 @@
+"""The rollout phase: prompts in, a batch of scored samples out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+from roll.config.plan import RLVRPlan
+from roll.config.rlvr import RLVRConfig
+from roll.pipelines.rlvr.clusters import Clusters
+from roll.pipelines.rlvr.data import RunData
+from roll.pipelines.rlvr.validation import ValidationPass, validate
+from roll.pipelines.tokenizers import pad_token_id
+from roll.protocol import DataProto
+from roll.protocol.metrics import Max, Mean, Metrics, Min
+from roll.rewards import failure_rates
+from roll.rollout.batch import build_batch
+from roll.rollout.engines import EnginePool
+from roll.rollout.filters import build_filter
+from roll.rollout.groups import SampleGroup
+from roll.rollout.rewarding import RewardRouter
+from roll.rollout.sampling import greedy, sampling_params
+from roll.rollout.scheduler import RolloutResult, RolloutScheduler
+
+
+class RolloutPhase:
+    """Draws prompts, has them answered and scored; counts the draws, which seeds and order depend on."""
+
+    def __init__(self, config: RLVRConfig, plan: RLVRPlan, clusters: Clusters, data: RunData) -> None:
+        self._config = config
+        self._plan = plan
+        self._data = data
+        self._engines = EnginePool(clusters.actor_infer)
+        self._scheduler = RolloutScheduler(
+            self._engines, RewardRouter(clusters.rewards), config.seed, deadline=config.rpc_timeout
+        )
+        self._params = sampling_params(config.actor_infer.generating_args, plan.max_new_tokens)
+        self._filters = {
+            name: build_filter(section.query_filter_config.type, section.query_filter_config.filter_args)
+            for name, section in config.rewards.items()
+        }
+        self.num_drawn = 0
+        """Prompts drawn since the run began."""
+
+    def collect(self) -> tuple[DataProto, list[SampleGroup], Metrics]:
+        """A step's samples as a batch, as groups, and what it took to get them."""
+        config = self._config
+        additional = config.max_additional_running_prompts if config.is_use_additional_prompts else 0
+        busy_before = self._engines.busy_seconds
+        result = self._scheduler.collect(
+            draw=self._data.sampler.next_batch,
+            num_prompts=self._plan.prompts_per_step,
+            group_size=self._plan.group_size,
+            params=self._params,
+            first_draw=self.num_drawn,
+            filters=self._filters,
+            num_additional=additional,
+        )
+        self.num_drawn += result.num_drawn
+        batch = build_batch(result.groups, pad_token_id(self._data.tokenizer))
+        busy = self._engines.busy_seconds - busy_before
+        return batch, result.groups, _rollout_metrics(result, busy) | reward_metrics(result.groups)
+
+    def validate(self) -> tuple[dict[str, float], list[SampleGroup]]:
+        """Answer the validation prompts by sampling and, unless switched off, greedily."""
+        section = self._config.validation
+        assert section is not None
+        params = sampling_params(section.generating_args, self._plan.val_max_new_tokens)
+        passes = [ValidationPass("sampled", params, self._plan.val_samples_per_prompt)]
+        if section.greedy:
+            passes.append(ValidationPass("greedy", greedy(self._plan.val_max_new_tokens, params), 1))
+        return validate(self._scheduler, self._data.validation, passes, self._config.val_batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"num_drawn": self.num_drawn, "sampler": self._data.sampler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_drawn = int(state["num_drawn"])
+        self._data.sampler.load_state_dict(state["sampler"])
+
+
+def _rollout_metrics(result: RolloutResult, busy_seconds: float) -> Metrics:
+    tokens = float(sum(group.finished.lengths.sum() for group in result.groups))
+    return {
+        "scheduler/collect_query_count": Mean(result.num_drawn),
+        "scheduler/query_use_count": Mean(len(result.groups)),
+        "scheduler/filtered_query_count": Mean(result.num_filtered),
+        "scheduler/aborted_query_count": Mean(result.num_aborted),
+        "system/actor_infer/response/tps_dp": Mean(tokens / busy_seconds if busy_seconds else 0.0),
+    }
+
+
+def reward_metrics(groups: list[SampleGroup]) -> Metrics:
+    """By domain: score, further numbers of the reward, and shares of samples whose reward failed or timed out."""
+    by_domain: dict[str, list[SampleGroup]] = defaultdict(list)
+    for group in groups:
+        by_domain[group.prompt.domain].append(group)
+    metrics: Metrics = {}
+    for domain, members in by_domain.items():
+        scores = np.concatenate([group.scores() for group in members])
+        scores = scores[~np.isnan(scores)]
+        if len(scores):
+            metrics[f"{domain}/score/mean"] = Mean(float(scores.sum()), len(scores))
+            metrics[f"{domain}/score/max"] = Max(float(scores.max()))
+            metrics[f"{domain}/score/min"] = Min(float(scores.min()))
+        results = [result for group in members for result in group.rewards]
+        metrics |= {f"reward/{domain}/{name}": Mean(rate) for name, rate in failure_rates(results).items()}
+        numbers: dict[str, list[float]] = defaultdict(list)
+        for result in results:
+            for name, number in result.metrics.items():
+                numbers[name].append(number)
+        metrics |= {f"reward/{domain}/{name}": Mean(sum(n), len(n)) for name, n in numbers.items()}
+    return metrics
+

@@ -1,0 +1,16 @@
+"""A role's section as its workers get it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from roll.config.plan import RolePlan
+from roll.config.roles import WorkerConfig
+
+
+def role_config(section: WorkerConfig, plan: RolePlan) -> WorkerConfig:
+    """The section with what the plan derived filled in: model path, number of workers, the role's own worker class."""
+    model_args = replace(section.model_args, model_name_or_path=plan.model_path)
+    return replace(
+        section, name=plan.name, model_args=model_args, world_size=plan.world_size, worker_cls=plan.worker_cls
+    )

@@ -1,0 +1,144 @@
+"""The SFT pipeline: supervised learning from demonstrations, on the same strategies as RLVR."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from math import ceil
+from typing import Any
+
+import numpy as np
+import torch
+
+from roll.config.loader import LoadedConfig
+from roll.config.plan import SFTPlan
+from roll.config.sft import SFTConfig
+from roll.datasets import SftDataset, SftRow, ShuffledEpochs
+from roll.distributed import Cluster, PendingCall, ResourceManager
+from roll.pipelines.export import export_model
+from roll.pipelines.frame import RunFrame
+from roll.pipelines.roles import role_config
+from roll.pipelines.tokenizers import load_tokenizer, pad_token_id
+from roll.protocol import DataProto
+from roll.protocol.metrics import Metrics, merge_metrics
+from roll.workers import SFT_WORKER
+
+STEPS_IN_FLIGHT = 2
+"""Workers find the next batch waiting when they finish one."""
+
+
+def run(loaded: LoadedConfig[SFTConfig]) -> None:
+    """Run the pipeline that ``loaded`` describes, to the end."""
+    SFTPipeline(loaded).run()
+
+
+class SFTPipeline:
+    """A run, from start to summary. A step is one optimizer step."""
+
+    def __init__(self, loaded: LoadedConfig[SFTConfig]) -> None:
+        assert isinstance(loaded.plan, SFTPlan)
+        self.config = loaded.config
+        self.plan = loaded.plan
+        self.frame = RunFrame(loaded)
+
+    def run(self) -> None:
+        """Train for all steps; everything that was started is stopped again, however it ends."""
+        with self.frame.running() as resources:
+            first_step = self.start(resources)
+            in_flight: deque[PendingCall] = deque()
+            for step in self.frame.steps(first_step, self.num_steps):
+                ahead = min(STEPS_IN_FLIGHT, self.steps_until_pause(step))
+                while len(in_flight) < ahead:
+                    in_flight.append(self.sft_train.update(self.next_batch(), blocking=False))
+                with self.frame.phase("step_train"):
+                    self.frame.record(in_flight.popleft().result())
+                self.frame.end_step(step)
+                self.pause(step + 1)
+            self.finish()
+
+    def start(self, resources: ResourceManager) -> int:
+        """Start the cluster, read the data, continue from a checkpoint if there is one; the steps already done."""
+        role = role_config(self.config.sft_train, self.plan.roles["sft_train"])
+        extra = {"max_grad_norm": self.config.max_grad_norm}
+        self.sft_train = Cluster(
+            "sft_train", role.worker_cls or SFT_WORKER, resources, role, seed=self.config.seed, extra=extra
+        )
+        self.frame.watch([self.sft_train])
+        self.load_data()
+        self.sft_train.initialize(self.num_steps)
+        checkpoint = self.frame.checkpoint_to_resume()
+        if checkpoint is None:
+            return 0
+        self.sft_train.load_checkpoint(str(checkpoint.role("sft_train")))
+        self.demonstrations.load_state_dict(self.frame.load_state(checkpoint)["demonstrations"])
+        return checkpoint.step
+
+    def load_data(self) -> None:
+        """Read the demonstrations; the number of steps follows from them where the file does not say it."""
+        config, model_args = self.config, self.config.sft_train.model_args
+        tokenizer = load_tokenizer(self.plan.roles["sft_train"].model_path, model_args.trust_remote_code)
+        self.tokenizer, self.pad_token_id = tokenizer, pad_token_id(tokenizer)
+        arguments = {"global_template": config.global_template, "query_key": config.query_key}
+        training = SftDataset.build(config.sft_train.data_args, tokenizer, config.sequence_length, **arguments)
+        self.held_out: Sequence[SftRow] = ()
+        if config.validation is not None:
+            self.held_out = SftDataset.build(
+                config.validation.data_args, tokenizer, config.sequence_length, **arguments
+            )
+        self.demonstrations = ShuffledEpochs(training, config.seed, "sft")
+        epochs = config.sft_train.training_args.num_train_epochs
+        self.num_steps = config.max_steps or ceil(len(training) * epochs / self.plan.global_batch_size)
+
+    def next_batch(self) -> DataProto:
+        """The demonstrations of one optimizer step."""
+        return demonstration_batch(
+            self.demonstrations.next_batch(self.plan.global_batch_size), self.pad_token_id
+        )
+
+    def steps_until_pause(self, step: int) -> int:
+        """Steps from ``step`` on, this one included, that may be in flight together: none beyond a save or evaluation,
+        so that the data state saved is that of the steps done."""
+        ends = [self.num_steps - step]
+        ends += [every - step % every for every in (self.plan.save_steps, self.plan.eval_steps) if every]
+        return min(ends)
+
+    def pause(self, steps_done: int) -> None:
+        """What is due after ``steps_done`` steps: an evaluation, a checkpoint."""
+        if self.held_out and self.plan.eval_steps and steps_done % self.plan.eval_steps == 0:
+            self.evaluate(steps_done)
+        if self.frame.is_save_due(steps_done - 1):
+            state = {"demonstrations": self.demonstrations.state_dict()}
+            with self.frame.writing_checkpoint(steps_done, state) as path:
+                self.sft_train.save_checkpoint(str(path / "sft_train"))
+
+    def evaluate(self, steps_done: int) -> None:
+        """Loss on the held-out demonstrations."""
+        size = self.config.sft_train.infer_batch_size * self.sft_train.world_size
+        with self.frame.phase("val_step"):
+            parts: list[Metrics] = [
+                self.sft_train.evaluate(demonstration_batch(self.held_out[begin : begin + size], self.pad_token_id))
+                for begin in range(0, len(self.held_out), size)
+            ]
+        self.frame.record_validation({k: m.value() for k, m in merge_metrics(parts).items()}, steps_done)
+
+    def finish(self) -> None:
+        """The trained model in Hugging Face format, and the summary."""
+        if self.config.sft_train.training_args.save_hf_model:
+            export_model(self.sft_train, self.tokenizer, self.plan.output_dir / "model")
+        self.frame.finish(self.num_steps)
+
+
+def demonstration_batch(rows: Sequence[SftRow], pad: int) -> DataProto:
+    """One row a demonstration, right-padded: ``input_ids`` int64, ``attention_mask`` and ``response_mask`` bool (B, L)."""
+    lengths = np.array([len(row.input_ids) for row in rows])
+    prompts = np.array([row.prompt_length for row in rows])
+    positions = np.arange(int(lengths.max()))
+    attention_mask = positions < lengths[:, None]
+    input_ids = np.full(attention_mask.shape, pad, dtype=np.int64)
+    input_ids[attention_mask] = np.concatenate([np.asarray(row.input_ids, dtype=np.int64) for row in rows])
+    tensors: dict[str, Any] = {
+        "input_ids": torch.from_numpy(input_ids),
+        "attention_mask": torch.from_numpy(attention_mask),
+        "response_mask": torch.from_numpy(attention_mask & (positions >= prompts[:, None])),
+    }
+    return DataProto.from_dict(tensors)

@@ -1,0 +1,39 @@
+"""The driver's side of weight sync: which cluster sends to which engines, and under which version."""
+
+from __future__ import annotations
+
+from roll.distributed import Cluster
+from roll.protocol.metrics import Mean, Metrics
+from roll.weight_sync.sender import SyncReport
+
+
+class WeightSync:
+    """Carries the weights of ``source`` to every engine of ``target``, verified.
+
+    Args:
+        bucket_bytes: most bytes of one bucket (``model_update_buffer_size_mb``).
+        deadline: seconds for one whole exchange.
+    """
+
+    def __init__(self, source: Cluster, target: Cluster, bucket_bytes: int, deadline: float) -> None:
+        self._source = source
+        self._target = target
+        self._bucket_bytes = bucket_bytes
+        self._deadline = deadline
+
+    def sync(self, version: int) -> Metrics:
+        """Bring the engines to ``version``; they must be idle.
+
+        Raises:
+            WorkerFailed: an engine does not hold what was sent (caused by a ``WeightSyncError``).
+        """
+        reports: list[SyncReport | None] = self._source.send_weights(
+            self._target.workers, version, self._bucket_bytes, self._deadline
+        )
+        report = next(report for report in reports if report is not None)
+        return {
+            "time/actor_train/model_update/total": Mean(report.seconds),
+            "model_update/bytes": Mean(report.num_bytes),
+            "model_update/buckets": Mean(report.num_buckets),
+            "model_update/version": Mean(report.version),
+        }

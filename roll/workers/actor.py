@@ -1,0 +1,66 @@
+"""The policy's worker: log-probs, updates, and the sending half of weight sync."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from roll.algorithms.actor_loss import actor_loss, actor_loss_options
+from roll.algorithms.aggregation import LossDenominators
+from roll.algorithms.loss_types import LossInputs
+from roll.algorithms.options import ActorLossOptions
+from roll.distributed import Dispatch, register
+from roll.protocol import DataProto
+from roll.protocol.metrics import Metrics, merge_metrics
+from roll.strategies.base import Output, TensorBatch
+from roll.weight_sync.sender import SyncReport, send_weights
+from roll.workers.model import MODEL_COLUMNS
+from roll.workers.training import TrainingWorker, mini_batches
+
+LOSS_COLUMNS = ("loss_mask", "advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "sample_weights")
+
+
+class ActorWorker(TrainingWorker):
+    """``actor_train`` on one rank. ``context.extra["loss"]``: the YAML keys that its loss is made from."""
+
+    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS + LOSS_COLUMNS)
+    def update(self, batch: DataProto) -> Metrics:
+        """Collective. ``meta_info["mini_batches"]`` optimizer steps over the rows, ``meta_info["epochs"]`` times."""
+        options = actor_loss_options(self.context.extra["loss"])
+        shares = mini_batches(batch.batch, batch.meta_info["mini_batches"])
+        denominators = self.denominators([s["loss_mask"] for s in shares], batch.meta_info["norm_length"])
+        outputs = [Output.LOG_PROBS] + ([Output.ENTROPY] if options.needs_entropy else [])
+        metrics = []
+        for _ in range(batch.meta_info["epochs"]):
+            for share, denominator in zip(shares, denominators, strict=True):
+                loss = partial(policy_update_loss, options=options, denominators=denominator)
+                temperature = batch.meta_info["temperature"]
+                metrics.append(self.optimizer_step(share, loss, outputs, temperature, prefix="actor/"))
+        return merge_metrics(metrics)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def send_weights(self, engines: list[Any], version: int, bucket_bytes: int, deadline: float) -> SyncReport | None:
+        """Collective. Rank 0 sends the whole policy to ``engines`` and verifies it; the others help to gather."""
+        buckets = self.strategy.named_full_weights(bucket_bytes)
+        if self.rank_info.rank == 0:
+            return send_weights(buckets, engines, version, deadline)
+        for _ in buckets:
+            pass
+        return None
+
+
+def policy_update_loss(
+    outputs: TensorBatch, batch: TensorBatch, options: ActorLossOptions, denominators: LossDenominators
+) -> tuple[torch.Tensor, Metrics]:
+    """The actor's loss as a strategy's :class:`~roll.strategies.base.LossFunction`."""
+    inputs = LossInputs(
+        log_probs=outputs[Output.LOG_PROBS],
+        entropy=outputs.get(Output.ENTROPY),
+        mask=batch["loss_mask"],
+        **{name: batch.get(name) for name in LOSS_COLUMNS if name not in ("loss_mask", "advantages")},
+        advantages=batch["advantages"],
+    )
+    result = actor_loss(inputs, options, denominators)
+    return result.loss, result.metrics

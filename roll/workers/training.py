@@ -1,0 +1,50 @@
+"""Workers whose model learns: what actor, critic and SFT share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+
+from roll.algorithms.aggregation import LossDenominators, denominators_from, denominators_of
+from roll.distributed import Dispatch, register
+from roll.protocol.metrics import Metrics
+from roll.strategies.base import LossFunction, Output, TensorBatch, TrainStrategy
+from roll.workers.model import ModelWorker
+
+
+class TrainingWorker(ModelWorker):
+    """A model that learns on one rank."""
+
+    strategy: TrainStrategy
+
+    def denominators(self, masks: list[torch.Tensor], norm_length: float | None = None) -> list[LossDenominators]:
+        """Collective. Of each mini-batch, summed over all ranks, from the loss masks of this rank's shares."""
+        local = torch.stack([denominators_of(mask) for mask in masks])
+        return [denominators_from(summed, norm_length) for summed in self.strategy.all_reduce_sum(local).unbind()]
+
+    def optimizer_step(
+        self, batch: TensorBatch, loss: LossFunction, outputs: Collection[Output], temperature: float, prefix: str
+    ) -> Metrics:
+        """Collective. One optimizer step; gradient norm and learning rate are reported under ``prefix``."""
+        metrics = self.strategy.train_step(batch, loss, outputs, temperature)
+        return {prefix + name if name in ("grad_norm", "lr") else name: metric for name, metric in metrics.items()}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str) -> None:
+        """Collective. Everything needed to continue, written into the folder ``path``."""
+        self.strategy.save(Path(path))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        """Collective. The inverse of :meth:`save_checkpoint`."""
+        self.strategy.load(Path(path))
+
+
+def mini_batches(batch: TensorBatch, count: int) -> list[TensorBatch]:
+    """Cut this rank's rows into ``count`` consecutive mini-batches of equal size."""
+    total = len(batch["input_ids"])
+    assert total % count == 0, f"{total} rows do not divide into {count} mini-batches"
+    rows = total // count
+    return [{k: v[begin : begin + rows] for k, v in batch.items()} for begin in range(0, total, rows)]

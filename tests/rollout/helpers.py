@@ -1,0 +1,35 @@
+"""Groups of samples made by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from roll.datasets.types import PromptRow
+from roll.rewards.base import RewardResult
+from roll.rollout.groups import SampleGroup
+from roll.rollout.messages import FinishedGroup
+
+
+def make_group(
+    order: int,
+    prompt: list[int],
+    responses: list[list[int]],
+    scores: list[float | None] | None = None,
+    tag: str = "tag",
+    domain: str = "domain",
+) -> SampleGroup:
+    lengths = np.array([len(response) for response in responses])
+    finished = FinishedGroup(
+        request_id=str(order),
+        token_ids=np.array([token for response in responses for token in response], dtype=np.int32),
+        log_probs=-np.arange(1, lengths.sum() + 1, dtype=np.float32),
+        lengths=lengths,
+        finish_reasons=["stop"] * len(responses),
+        texts=[" ".join(map(str, response)) for response in responses],
+        weight_versions=[[(0, 0, len(response))] for response in responses],
+    )
+    row = PromptRow(f"p{order}", domain, tag, prompt, "prompt", "truth", {})
+    group = SampleGroup(order, row, finished)
+    if scores is not None:
+        group.rewards = [RewardResult(score, error=None if score is not None else "none") for score in scores]
+    return group

@@ -1,0 +1,47 @@
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll.rollout.batch import build_batch
+from tests.rollout.helpers import make_group
+
+tokens = st.lists(st.integers(0, 1000), min_size=1, max_size=6)
+group_shapes = st.lists(st.tuples(tokens, st.lists(tokens, min_size=1, max_size=3)), min_size=1, max_size=4)
+
+
+@given(group_shapes)
+def test_rows_hold_prompt_response_and_padding(shapes):
+    groups = [
+        make_group(i, prompt, responses, [float(j) for j in range(len(responses))])
+        for i, (prompt, responses) in enumerate(shapes)
+    ]
+    batch = build_batch(groups, pad_token_id=7777)
+
+    width = max(len(prompt) + len(r) for prompt, responses in shapes for r in responses)
+    row = 0
+    for index, group in enumerate(groups):
+        prompt = list(group.prompt.token_ids)
+        log_probs = iter(group.finished.log_probs.tolist())
+        for sample, response in enumerate(group.finished.split(group.finished.token_ids)):
+            ids = prompt + response.tolist()
+            padding = width - len(ids)
+            assert batch.batch["input_ids"][row].tolist() == ids + [7777] * padding
+            assert batch.batch["attention_mask"][row].tolist() == [True] * len(ids) + [False] * padding
+            expected_mask = [False] * len(prompt) + [True] * len(response) + [False] * padding
+            assert batch.batch["response_mask"][row].tolist() == expected_mask
+            expected = [0.0] * len(prompt) + [next(log_probs) for _ in response] + [0.0] * padding
+            assert batch.batch["rollout_log_probs"][row].tolist() == expected
+            assert batch.batch["scores"][row].item() == float(sample)
+            assert batch.batch["group_ids"][row].item() == index
+            assert batch.non_tensor_batch["sample_id"][row] == f"{group.order}-{sample}"
+            assert batch.non_tensor_batch["prompt_id"][row] == group.prompt.prompt_id
+            row += 1
+    assert len(batch) == row
+
+
+def test_a_sample_without_reward_has_score_nan():
+    batch = build_batch([make_group(0, [1], [[2], [3]], [None, 1.0])], pad_token_id=0)
+    assert math.isnan(batch.batch["scores"][0])
+    assert batch.batch["scores"].dtype == torch.float32
