@@ -22,6 +22,8 @@ from roll.distributed.worker_logs import LOG_DIR_ENV, open_worker_log
 
 logger = logging.getLogger(__name__)
 
+_STACK_FRAMES = 6
+
 
 class WorkerRaised(Exception):
     """What a worker's method raised, in words; it carries no object that the driver might fail to unpickle."""
@@ -141,7 +143,9 @@ def _described(error: Exception) -> WorkerRaised:
     logger.error("a call failed", exc_info=error)
     name = type(error).__name__
     text = str(error)
-    return WorkerRaised(f"{name}: {text}" if text else name, traceback.format_exc(), time.time())
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    stack = "".join(traceback.format_list(frames[-_STACK_FRAMES:])).rstrip()
+    return WorkerRaised(f"{name}: {text}" if text else name, stack, time.time())
 
 
 def _show_devices(local_devices: tuple[int, ...]) -> None:

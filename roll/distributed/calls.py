@@ -159,7 +159,7 @@ class PendingCall:
             frames = diagnosis.stacks(address) if address else []
             text = f"{len(self._answers)} of {len(self._refs)} ranks answered (deadline {self.deadline:g} s)"
             reports.append(
-                RankReport(rank, _where(address), text, log_file=address and address.log_file, log_tail=frames)
+                RankReport(rank, _where(address), text, log_file=address.log_file if address else None, log_tail=frames)
             )
         return DeadlineExceeded(self.cluster, self.method, time.monotonic() - self.began, reports, silent)
 

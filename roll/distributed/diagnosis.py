@@ -6,11 +6,13 @@ import os
 import re
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from roll.distributed import actor
 from roll.distributed.actor import WorkerAddress
 from roll.distributed.worker_logs import STACK_SIGNAL, tail
 
@@ -18,7 +20,8 @@ _REMOTE_SECONDS = 10.0
 _STACK_SECONDS = 2.0
 _STACK_LINES = 25
 
-_EXIT_DETAIL = re.compile(r"Worker exit detail: (?P<detail>.*?)(?:\n|$)")
+_EXIT_DETAIL = re.compile(r"Worker exit detail: (?P<detail>.*)")
+_RAY_LINES = (":job_id:", ":actor_name:", ":task_name:")
 
 
 def log_tail(address: WorkerAddress, lines: int = 15) -> list[str]:
@@ -33,27 +36,31 @@ def stacks(address: WorkerAddress) -> list[str]:
 
 def death_cause(error: Exception) -> str:
     """One line out of Ray's account of how an actor ended."""
-    text = str(error)
+    text = " ".join(str(error).split())
+    if isinstance(error, ray.exceptions.OutOfMemoryError) or "memory usage threshold" in text:
+        return "ended by Ray because the node ran out of memory"
+    if "connection error code 2" in text:
+        return "its process ended without a word (kill -9, the kernel's out-of-memory killer, or a native crash)"
     found = _EXIT_DETAIL.search(text)
-    detail = found["detail"] if found else " ".join(text.split())
-    if "SIGKILL" in detail:
-        return "its process ended without a word (kill -9, the kernel's out-of-memory killer, or a crash)"
-    return detail[:300]
+    return (found["detail"] if found else text)[:300]
 
 
-def _on_node(address: WorkerAddress, look: object, lines: int) -> list[str]:
+def _on_node(address: WorkerAddress, look: Callable[[WorkerAddress, int], list[str]], lines: int) -> list[str]:
     if address.hostname == socket.gethostname():
-        return look(address, lines)  # type: ignore[operator]
+        return look(address, lines)
     strategy = NodeAffinitySchedulingStrategy(address.node_id, soft=False)
-    task = ray.remote(look).options(num_cpus=0, scheduling_strategy=strategy)  # type: ignore[call-overload]
+    task = ray.remote(look).options(num_cpus=0, scheduling_strategy=strategy)
     try:
-        return list(ray.get(task.remote(address, lines), timeout=_REMOTE_SECONDS))
+        found: list[str] = ray.get(task.remote(address, lines), timeout=_REMOTE_SECONDS)
+        return found
     except (ray.exceptions.RayError, TimeoutError) as error:
         return [f"(could not be read on node {address.node_ip}: {type(error).__name__})"]
 
 
 def _read_tail(address: WorkerAddress, lines: int) -> list[str]:
-    return tail(Path(address.log_file), lines) if address.log_file else []
+    if not address.log_file:
+        return []
+    return [line for line in tail(Path(address.log_file), lines + 3) if not line.startswith(_RAY_LINES)][-lines:]
 
 
 def _dump_stacks(address: WorkerAddress, lines: int) -> list[str]:
@@ -76,6 +83,9 @@ def _dump_stacks(address: WorkerAddress, lines: int) -> list[str]:
 
 
 def _main_thread(dump: list[str]) -> list[str]:
-    """The part of a faulthandler dump that shows the thread which runs the worker's methods (the last one)."""
+    """The frames, innermost first, of the thread that runs the worker's methods (the last of a faulthandler dump),
+    down to where the call came in."""
     starts = [i for i, line in enumerate(dump) if line.startswith(("Thread 0x", "Current thread 0x"))]
-    return dump[starts[-1] :] if starts else dump
+    frames = [line.strip() for line in dump[starts[-1] + 1 :]] if starts else dump
+    ends = [i for i, line in enumerate(frames) if f'"{actor.__file__}"' in line]
+    return frames[: ends[0]] if ends else frames

@@ -14,6 +14,7 @@ class RankReport:
     """Process and node, ``pid 123 on 10.0.0.4``."""
     error: str = ""
     stack: str = ""
+    """The frames that raised, without those of the machinery around the worker."""
     log_file: str | None = None
     log_tail: list[str] = field(default_factory=list)
 
@@ -69,11 +70,10 @@ class WorkerDied(RemoteError):
 
 
 class WorkerFailed(RemoteError):
-    """A worker's method raised; ``reports[0].stack`` is its whole traceback."""
+    """A worker's method raised; ``reports[0].stack`` is where."""
 
     def _evidence(self, report: RankReport) -> list[str]:
-        frames = [line for line in report.stack.splitlines() if line.strip()]
-        lines = ["  raised at:"] + [f"    {line.rstrip()}" for line in frames[-9:-1]] if len(frames) > 2 else []
+        lines = ["  raised at:"] + [f"    {line}" for line in report.stack.splitlines()] if report.stack else []
         if report.log_file:
             lines.append(f"  its log: {report.log_file}")
         return lines

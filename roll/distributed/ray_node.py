@@ -7,6 +7,7 @@ module (and no other) uses Ray's own node class, the one behind ``ray start``.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -16,12 +17,15 @@ from typing import Any
 
 import ray
 import ray._private.ray_constants
+import ray._private.worker
 from ray._private.node import Node
 from ray._private.parameter import RayParams
-from ray._raylet import AuthenticationTokenLoader, Config
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from roll.distributed.resources import NODE_RANK_LABEL, SLOT_RESOURCE
 from roll.platforms import Platform
+
+logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 
@@ -73,6 +77,7 @@ def start_node(options: NodeOptions, temp_dir: Path) -> Node:
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = options.address != LOOPBACK
     store_bytes, store_dir = object_store(options.object_store_bytes, temp_dir)
     is_head = options.gcs_address is None
+    # Ray annotates dashboard_port as a bool and include_log_monitor as a str; it uses a number and a bool.
     parameters = RayParams(
         node_ip_address=options.address,
         gcs_address=options.gcs_address,
@@ -83,12 +88,12 @@ def start_node(options: NodeOptions, temp_dir: Path) -> Node:
         labels={NODE_RANK_LABEL: str(options.rank)},
         include_dashboard=options.dashboard_port is not None,
         dashboard_host=options.address,
-        dashboard_port=options.dashboard_port,
+        dashboard_port=options.dashboard_port,  # type: ignore[arg-type]
         temp_dir=str(temp_dir),
         object_store_memory=store_bytes,
         plasma_directory=store_dir,
         no_monitor=True,
-        include_log_monitor=False,
+        include_log_monitor=False,  # type: ignore[arg-type]
         _system_config=dict(SYSTEM_CONFIG) if is_head else None,
     )
     return _LeanNode(parameters, head=is_head, shutdown_at_exit=False, spawn_reaper=True)
@@ -102,13 +107,21 @@ def reload_auth() -> None:
 
 def connect(address: str, node_ip: str | None, runtime_env: Mapping[str, Any] | None = None) -> None:
     """Make this process the driver of the cluster at ``address``."""
+    # Ray prints its notices of dead workers to the driver's standard output, through a progress bar and ahead of the
+    # diagnosis that the failed call gives; the log keeps them.
+    ray._private.worker.print_to_stdstream = _log_notice
     ray.init(
         address=address,
         _node_ip_address=node_ip,
         log_to_driver=False,
-        logging_level="WARNING",
+        logging_level=logging.WARNING,
         runtime_env=dict(runtime_env) if runtime_env else None,
     )
+
+
+def _log_notice(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+    for line in data["lines"]:
+        logger.debug("ray (%s): %s", data["pid"], line)
 
 
 def object_store(wanted: int | None, temp_dir: Path) -> tuple[int, str | None]:

@@ -45,7 +45,11 @@ RAY_SETTINGS = {
     "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_TQDM": "0",
+}
+
+DRIVER_SETTINGS = {
+    # A failure is reported once, by the call that met it, not again for each rank that failed with it.
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
 }
 
 _JOIN_SECONDS = 600.0
@@ -100,7 +104,7 @@ def ray_runtime(
     mark = uuid.uuid4().hex
     defaults = {**WORKER_DEFAULTS, **RAY_SETTINGS, MARK_ENV: mark}
     inherited = {name: value for name, value in defaults.items() if name not in os.environ} | exported
-    with _private_auth(nodes), _environment(exported), _orderly_end(mark):
+    with _private_auth(nodes), _environment({**DRIVER_SETTINGS, **exported}), _orderly_end(mark):
         if nodes.ray_address is not None:
             with _connected(nodes.ray_address, None, inherited):
                 yield RayRuntime(nodes.ray_address, owned=False, log_dir=log_dir)
@@ -210,7 +214,7 @@ def _wait_for_nodes(world_size: int, num_nodes: int, join_timeout: float) -> Non
 def _private_auth(nodes: NodeEnvironment) -> Iterator[None]:
     """A private Ray answers to this run only, whoever else is on the host, by a token that only its processes know.
 
-    Where the user has chosen, or an existing cluster or several nodes are concerned, Ray's own variables say what holds.
+    Where the user has chosen, or an existing cluster or several nodes are concerned, Ray's own variables hold.
     """
     chosen = any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
     if chosen or nodes.ray_address is not None or nodes.world_size > 1:

@@ -15,7 +15,7 @@ from roll.distributed.registration import Dispatch, register
 from roll.platforms import current_platform
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import Store
 
     from roll.protocol.rank import RankInfo
 
@@ -53,7 +53,7 @@ class Worker:
 
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
-        self._store: dist.Store | None = None
+        self._store: Store | None = None
 
     @property
     def rank_info(self) -> RankInfo:
@@ -72,10 +72,11 @@ class Worker:
         if self._store is not None:
             return
         import torch.distributed as dist
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
         context, platform = self.context, current_platform()
         timeout = timedelta(minutes=context.role.backend_timeout)
-        self._store = dist.TCPStore(
+        self._store = TCPStore(
             context.master_addr,
             context.master_port,
             context.world_size,
@@ -87,7 +88,7 @@ class Worker:
             platform.set_device(0)
         dist.init_process_group(
             platform.process_group_backend,
-            store=dist.PrefixStore("default", self._store),
+            store=PrefixStore("default", self._store),
             rank=context.rank,
             world_size=context.world_size,
             timeout=timeout,

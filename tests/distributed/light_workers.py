@@ -1,0 +1,54 @@
+"""Workers without tensors: their processes start fast because nothing here imports torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+from roll.distributed import Dispatch, Worker, register
+
+
+class BasicWorker(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def describe(self) -> dict:
+        return {
+            "rank": self.context.rank,
+            "devices": self.context.device_ids,
+            "world_size": self.context.world_size,
+            "extra": dict(self.context.extra),
+            "seed": self.context.seed,
+            "environment": dict(os.environ),
+        }
+
+    @register(Dispatch.ONE_TO_ALL)
+    def echo(self, value: object, *, times: int = 1) -> list:
+        return [value] * times
+
+    @register(Dispatch.ALL_TO_ALL)
+    def add(self, left: int, *, right: int) -> int:
+        return left + right
+
+    @register(Dispatch.RANK_ZERO)
+    def who(self) -> int:
+        return self.context.rank
+
+    def unregistered(self, value: int) -> int:
+        return value + self.context.rank
+
+    @register(Dispatch.ONE_TO_ALL, deadline=1.0, name="short nap")
+    def nap(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def spawn_child(self) -> int:
+        """Leave a process behind that would live on by itself."""
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True).pid
+
+
+class BrokenAtStart(Worker):
+    def __init__(self, context) -> None:
+        super().__init__(context)
+        if context.rank == 1:
+            raise OSError("cannot find the model folder")

@@ -1,0 +1,36 @@
+"""A driver that a test starts, watches and kills: ``python run_in_ray.py HOW RESULT_FILE``.
+
+It starts Ray with two workers that each leave a child behind, writes what it started to RESULT_FILE, and then ends
+as HOW says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from roll.config.roles import WorkerConfig
+from roll.distributed import Cluster, ResourceManager, ray_runtime
+from tests.distributed.light_workers import BasicWorker
+
+
+def main(how: str, result_file: Path) -> None:
+    with ray_runtime(2) as runtime:
+        cluster = Cluster("role", BasicWorker, ResourceManager(2), WorkerConfig(device_mapping=[0, 1]))
+        children = cluster.spawn_child()
+        mark = cluster.describe()[0]["environment"]["ROLL_RUN_MARK"]
+        found = {"mark": mark, "children": children, "address": runtime.address, "driver": os.getpid()}
+        written = result_file.with_suffix(".part")
+        written.write_text(json.dumps(found))
+        written.rename(result_file)
+        if how == "failure":
+            raise RuntimeError("the run failed on purpose")
+        if how == "wait":
+            time.sleep(120)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,239 @@
+"""Starting Ray, joining it, and leaving nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from roll.distributed.environment import NodeEnvironment
+from roll.distributed.processes import marked_processes
+from roll.distributed.session_dir import PREFIX, remove_abandoned, session_dir
+
+ROOT = Path(__file__).parents[2]
+
+
+def _environment(**extra: str) -> dict[str, str]:
+    """This process's environment without what the session's own Ray put there."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "ROLL_"))}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **extra}
+
+
+def _start_driver(how: str, result_file: Path) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.distributed.run_in_ray", how, str(result_file)],
+        env=_environment(),
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _wait_for_file(path: Path, seconds: float = 60) -> dict:
+    give_up = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < give_up, f"{path} was not written"
+        time.sleep(0.05)
+    return json.loads(path.read_text())
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("how", "sent", "status"),
+    [
+        ("success", None, 0),
+        ("failure", None, 1),
+        ("wait", signal.SIGINT, -signal.SIGINT),
+        ("wait", signal.SIGTERM, 128 + signal.SIGTERM),
+    ],
+    ids=["success", "exception", "ctrl-c", "sigterm"],
+)
+def test_nothing_is_left_running(tmp_path, how, sent, status):
+    driver = _start_driver(how, tmp_path / "started.json")
+    started = _wait_for_file(tmp_path / "started.json")
+    if sent is not None:
+        assert len(marked_processes(started["mark"])) >= 6, "gcs, raylet, two workers and their two children at least"
+        # As from a terminal: the whole process group gets the signal.
+        os.killpg(driver.pid, sent) if sent == signal.SIGINT else driver.send_signal(sent)
+    _, errors = driver.communicate(timeout=60)
+    assert driver.returncode == status
+    assert marked_processes(started["mark"]) == []
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in started["children"])
+    assert not any(str(started["driver"]) in folder.name for folder in Path("/tmp").glob(f"{PREFIX}*/session_*"))
+    if how == "failure":
+        assert "the run failed on purpose" in errors
+
+
+@pytest.mark.e2e
+def test_driver_killed_outright(tmp_path):
+    """kill -9 leaves no time to tidy up; Ray's processes and the workers end by themselves all the same."""
+    driver = _start_driver("wait", tmp_path / "started.json")
+    started = _wait_for_file(tmp_path / "started.json")
+    driver.kill()
+    driver.communicate(timeout=60)
+    give_up = time.monotonic() + 20
+    while left := set(marked_processes(started["mark"])) - set(started["children"]):
+        assert time.monotonic() < give_up, f"still there: {left}"
+        time.sleep(0.2)
+    for pid in set(started["children"]) & set(marked_processes(started["mark"])):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_servers_listen_on_loopback_only(runtime):
+    """No socket of the run is reachable from outside."""
+    mark = _mark_of(runtime)
+    inodes = set()
+    for pid in [*marked_processes(mark), os.getpid()]:
+        for entry in Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                target = os.readlink(entry)
+            except OSError:
+                continue
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    assert inodes
+    outward = []
+    for table, loopback in (("tcp", "0100007F"), ("tcp6", "0" * 24 + "01000000")):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            address, state, inode = fields[1].split(":")[0], fields[3], fields[9]
+            mapped = address == "0000000000000000FFFF00000100007F"
+            if state == "0A" and inode in inodes and address != loopback and not mapped:
+                outward.append(fields[1])
+    assert outward == []
+
+
+def _mark_of(runtime) -> str:
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            command, environment = (entry / "cmdline").read_bytes(), (entry / "environ").read_bytes()
+        except OSError:
+            continue
+        if b"gcs_server" in command and runtime.address.rpartition(":")[2].encode() in command:
+            return next(
+                v[len(b"ROLL_RUN_MARK=") :] for v in environment.split(b"\0") if v.startswith(b"ROLL_RUN_MARK=")
+            ).decode()
+    raise AssertionError("no gcs_server of this run")
+
+
+NODE_SCRIPT = """
+import json, os, sys
+from roll.config.roles import WorkerConfig
+from roll.distributed import Cluster, ResourceManager, ray_runtime
+with ray_runtime(2, num_nodes=2, join_timeout=90, system_envs={"ROLL_TEST_GLOBAL": "both"}) as runtime:
+    assert os.environ["RANK"] == "0", "only node 0 runs the block"
+    resources = ResourceManager(2, num_nodes=2)
+    cluster = Cluster("role", "tests.distributed.workers.CollectiveWorker", resources, WorkerConfig(device_mapping=[3, 0]))
+    light = Cluster("light", "tests.distributed.light_workers.BasicWorker", resources, WorkerConfig(world_size=2))
+    cluster.initialize()
+    print(json.dumps({
+        "sum": cluster.rank_sum(),
+        "nodes": [len({a.node_id for a in c.addresses}) for c in (cluster, light)],
+        "global": [d["environment"]["ROLL_TEST_GLOBAL"] for d in light.describe()],
+        "node_of_device_0": cluster.addresses[1].node_id == light.addresses[0].node_id,
+    }))
+    try:
+        Cluster("wide", "tests.distributed.light_workers.BasicWorker", resources,
+                WorkerConfig(device_mapping=[1, 2], num_gpus_per_worker=2))
+    except ValueError as error:
+        print(error)
+    cluster.shutdown()
+"""
+
+
+@pytest.mark.e2e
+def test_two_nodes_join_and_leave():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-c", NODE_SCRIPT]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    follower = subprocess.Popen(command, env=_environment(RANK="1", **shared), **pipes)
+    head = subprocess.Popen(command, env=_environment(RANK="0", **shared), **pipes)
+    output, errors = head.communicate(timeout=180)
+    assert head.returncode == 0, errors
+    seen, refused = output.splitlines()
+    assert json.loads(seen) == {"sum": [3.0, 3.0], "nodes": [2, 2], "global": ["both"] * 2, "node_of_device_0": True}
+    assert "are on nodes [0, 1], but a worker runs on one node" in refused
+    follower_output, follower_errors = follower.communicate(timeout=60)
+    assert follower.returncode == 0, follower_errors
+    assert follower_output == ""
+
+
+@pytest.mark.e2e
+def test_existing_ray_is_used_and_left_running(runtime, tmp_path):
+    """A second driver on the session's Ray: its workers end with it, the cluster and its other workers go on."""
+    auth = {k: v for k, v in os.environ.items() if k.startswith("RAY_AUTH")}
+    script = (
+        "import json, ray\n"
+        "from roll.config.roles import WorkerConfig\n"
+        "from roll.distributed import Cluster, ResourceManager, ray_runtime\n"
+        "with ray_runtime(4) as runtime:\n"
+        "    assert not runtime.owned\n"
+        "    cluster = Cluster('guest', 'tests.distributed.light_workers.BasicWorker', GUEST, WorkerConfig(world_size=1))\n"
+        "    print(json.dumps([a.pid for a in cluster.addresses]))\n"
+    ).replace("GUEST", "ResourceManager(1)")
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=_environment(RAY_ADDRESS=runtime.address, **auth),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (pid,) = json.loads(done.stdout)
+    assert not os.path.exists(f"/proc/{pid}")
+    host, _, port = runtime.address.rpartition(":")
+    socket.create_connection((host, int(port)), timeout=2).close()
+
+
+def test_environment_of_nodes():
+    assert NodeEnvironment.from_environ({}) == NodeEnvironment()
+    several = NodeEnvironment.from_environ(
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.4", "MASTER_PORT": "7000", "DASHBOARD_PORT": "8265"}
+    )
+    assert (several.rank, several.world_size, several.master_addr) == (1, 2, "10.0.0.4")
+    assert (several.master_port, several.dashboard_port) == (7000, 8265)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0'.* from 1 "),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "RANK='2'.* from 0 to 1"),
+        ({"WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT='70000'"),
+    ],
+)
+def test_environment_that_makes_no_sense(environ, message):
+    with pytest.raises(ValueError, match=message):
+        NodeEnvironment.from_environ(environ)
+
+
+def test_session_folders(tmp_path, monkeypatch):
+    """A folder in use stays; one whose driver is gone is removed; ours goes at the end."""
+    import tempfile
+
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    abandoned = tmp_path / f"{PREFIX}abandoned"
+    abandoned.mkdir()
+    (abandoned / "driver.lock").touch()
+    remove_abandoned(tmp_path)
+    assert not abandoned.exists()
+    with session_dir() as folder:
+        remove_abandoned(folder.parent)
+        assert folder.exists()
+        assert len(str(folder)) < 30
+    assert not folder.exists()
