@@ -23,6 +23,7 @@ _RULES: dict[str, tuple[str, str]] = {
 }
 """Short name to module and class; imported when chosen, so a worker loads only what it uses."""
 
+_REGISTERED: dict[str, type[RewardRule]] = {}
 _PUBLISHED = PUBLISHED_REWARDS
 """Class names behind ``roll.pipeline.rlvr.rewards.<module>.``, as ROLL's YAML files have them."""
 _NOT_YET = PLANNED_REWARDS
@@ -34,9 +35,6 @@ R = TypeVar("R", bound=type)
 def reward_names() -> list[str]:
     """The short names that ``worker_cls`` takes."""
     return sorted({*_RULES, *_REGISTERED})
-
-
-_REGISTERED: dict[str, type[RewardRule]] = {}
 
 
 def register_reward(name: str) -> Callable[[R], R]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.datasets import DataError
@@ -104,12 +104,14 @@ JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambd
 
 
 @given(st.lists(st.dictionaries(st.text(), JSON, max_size=4), min_size=1, max_size=5), st.booleans())
+@settings(deadline=None)
 def test_json_lines_give_back_what_was_written(rows: list[dict[str, object]], ascii_only: bool) -> None:
     lines = [json.dumps(row, ensure_ascii=ascii_only) for row in rows]
     assert [row for _, row in parse_json_lines(Path("x"), lines)] == rows
 
 
 @given(st.text(alphabet="é\u2028\u0085x", min_size=1, max_size=9))
+@settings(deadline=None)
 def test_unusual_line_ends_inside_texts_do_not_split_rows(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     folder = tmp_path_factory.mktemp("rows")
     for name in ("a.jsonl", "a.json"):

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.rewards import RewardResult, RewardSample, build_reward
@@ -107,16 +107,19 @@ def test_a_bad_ground_truth_is_an_error_and_not_a_zero(truth: object) -> None:
 
 
 @given(st.text(alphabet="# 0123456789.,$-/e%ab\n", max_size=400), st.sampled_from(["strict", "flexible"]))
+@settings(deadline=None)
 def test_any_response_gets_a_score(response: str, method: str) -> None:
     assert verdict(response, "72", method=method).score in (0.0, 1.0)
 
 
 @given(st.text(alphabet="0123456789.,$-/ ab", max_size=300))
+@settings(deadline=None)
 def test_looking_at_the_end_first_finds_the_same_number(text: str) -> None:
     everywhere = _ANYWHERE.findall(text)
     assert last_numeral(text) == (everywhere[-1] if everywhere else None)
 
 
 @given(st.integers(min_value=-(10**9), max_value=10**9), st.text(alphabet="abc 123\n", max_size=200))
+@settings(deadline=None)
 def test_a_marked_answer_counts_whatever_stands_before(number: int, before: str) -> None:
     assert verdict(f"{before}\n#### {number:,}", str(number)).score == 1.0

@@ -1,7 +1,7 @@
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.rewards.numerals import parse_number
@@ -47,6 +47,7 @@ def test_what_is_no_numeral_has_no_value(text: str) -> None:
 
 
 @given(st.integers(min_value=-(10**15), max_value=10**15))
+@settings(deadline=None)
 def test_grouping_and_money_do_not_change_an_integer(number: int) -> None:
     sign, digits = ("-" if number < 0 else ""), abs(number)
     for written in (f"{number}", f"{number:,}", f"{sign}${digits:,}", f"{number}.", f"{number:,}.0"):
@@ -54,5 +55,6 @@ def test_grouping_and_money_do_not_change_an_integer(number: int) -> None:
 
 
 @given(st.text(max_size=80))
+@settings(deadline=None)
 def test_any_text_is_read_without_an_error(text: str) -> None:
     parse_number(text)
