@@ -138,34 +138,16 @@ def pack(tensors: Sequence[torch.Tensor]) -> list[Packed]:
     """Pack columns of one batch, with shared spans. Dense columns stay views of the tensors' memory.
 
     Tensors on an accelerator are copied to the CPU; gradients do not travel.
+
+    Raises:
+        TypeError: a dtype wider than 8 bytes.
     """
+    packer = _Packer()
     packed: dict[int, Packed] = {}
-    known: list[Spans] = []
     # Masks first: their spans are the true ones, and serve columns in which a real token happens to equal the padding.
     for place in sorted(range(len(tensors)), key=lambda i: tensors[i].dtype != torch.bool):
-        packed[place] = _pack_column(tensors[place], known)
+        packed[place] = packer.pack(tensors[place])
     return [packed[place] for place in range(len(tensors))]
-
-
-def _pack_column(tensor: torch.Tensor, known: list[Spans]) -> Packed:
-    bits = to_bits(tensor)
-    if tensor.dim() < 2 or not bits.size:
-        return Packed(tensor.dtype, tensor.shape, bits)
-    found = _find_spans(bits, tensor.dtype)
-    if found is None:
-        return Packed(tensor.dtype, tensor.shape, _shrunk(bits, tensor.dtype))
-    own, padding = found
-    if not own.total:
-        return Packed(tensor.dtype, tensor.shape, padding)
-    # Wider spans are shared where a token more in each row costs less than other spans would (8 bytes a row, and the
-    # work of an index), but not by a mask: it is constant inside its own spans only, and then costs nothing else.
-    slack = 0 if tensor.dtype == torch.bool else max(len(tensor), own.total // 64)
-    spans = next((other for other in known if other.covers(own, slack)), own)
-    if spans is own:
-        known.append(own)
-    by_token = bits.reshape(bits.shape[0] * bits.shape[1], *bits.shape[2:])
-    payload = _shrunk(by_token.take(spans.index, axis=0), tensor.dtype)
-    return Packed(tensor.dtype, tensor.shape, payload, spans, padding)
 
 
 def to_bits(tensor: torch.Tensor) -> np.ndarray:
@@ -180,40 +162,69 @@ def to_bits(tensor: torch.Tensor) -> np.ndarray:
     return flat_view(tensor.detach().cpu()).view(integers).numpy().reshape(tensor.shape)
 
 
-def _find_spans(bits: np.ndarray, dtype: torch.dtype) -> tuple[Spans, int] | None:
-    """The tightest spans outside which ``bits`` (B, L, ...) is one value, and that value; None if hardly any is.
+class _Packer:
+    """Packs the columns of one batch one after another."""
 
-    The second candidate is tried only if the first leaves the column dense (a begin-of-sequence token in front of all
-    rows must not hide the padding behind them, nor a last token that many rows share the padding in front of them).
-    """
-    flat = bits.reshape(len(bits), -1)
-    signed_zeros = dtype in _SIGNED_ZEROS
-    for padding in _padding_candidates(flat, signed_zeros):
-        starts, stops = _first_and_last(flat, padding, signed_zeros)
+    def __init__(self) -> None:
+        self._known: list[Spans] = []
+        self._inside = np.zeros((0, 0), dtype=bool)
+
+    def pack(self, tensor: torch.Tensor) -> Packed:
+        bits = to_bits(tensor)
+        if tensor.dim() < 2 or not bits.size:
+            return Packed(tensor.dtype, tensor.shape, bits)
+        found = self._find_spans(bits, tensor.dtype)
+        if found is None:
+            return Packed(tensor.dtype, tensor.shape, _shrunk(bits, tensor.dtype))
+        own, padding = found
+        if not own.total:
+            return Packed(tensor.dtype, tensor.shape, padding)
+        # Wider spans are shared where a token more in each row costs less than other spans would (8 bytes a row, and
+        # the work of an index).  Not by a mask: it is constant inside its own spans only, and then costs nothing else.
+        slack = 0 if tensor.dtype == torch.bool else max(len(tensor), own.total // 64)
+        spans = next((other for other in self._known if other.covers(own, slack)), own)
+        if spans is own:
+            self._known.append(own)
+        by_token = bits.reshape(bits.shape[0] * bits.shape[1], *bits.shape[2:])
+        payload = _shrunk(by_token.take(spans.index, axis=0), tensor.dtype)
+        return Packed(tensor.dtype, tensor.shape, payload, spans, padding)
+
+    def _find_spans(self, bits: np.ndarray, dtype: torch.dtype) -> tuple[Spans, int] | None:
+        """The tightest spans outside which ``bits`` (B, L, ...) is one value, and that value; None if hardly any is.
+
+        The second candidate is tried only if the first leaves the column dense (a begin-of-sequence token in front of
+        all rows must not hide the padding behind them, nor a last token that many rows share the padding in front).
+        """
+        flat = bits.reshape(len(bits), -1)
         per_token = flat.shape[1] // bits.shape[1]
-        starts, stops = starts // per_token, -(-stops // per_token)
-        spans = Spans(starts.astype(np.int32), stops.astype(np.int32), bits.shape[1])
-        if spans.total <= _DENSE_FRACTION * bits.shape[0] * bits.shape[1]:
-            return spans, padding
-    return None
+        signed_zeros = dtype in _SIGNED_ZEROS
+        for padding in _padding_candidates(flat, signed_zeros):
+            starts, stops = self._first_and_last(flat, padding, signed_zeros)
+            starts, stops = starts // per_token, -(-stops // per_token)
+            spans = Spans(starts.astype(np.int32), stops.astype(np.int32), bits.shape[1])
+            if spans.total <= _DENSE_FRACTION * bits.shape[0] * bits.shape[1]:
+                return spans, padding
+        return None
 
-
-def _first_and_last(flat: np.ndarray, padding: int, signed_zeros: bool) -> tuple[np.ndarray, np.ndarray]:
-    """For each row the first element that differs from ``padding`` and the one after the last; (0, 0) if none does."""
-    rows, width = np.arange(len(flat)), flat.shape[1]
-    words = -(-width // 8)
-    inside = np.zeros((len(flat), 8 * words), dtype=bool)
-    if signed_zeros and padding == 0:
-        # As floats -0.0 equals 0.0 (and NaN nothing); numpy has no bfloat16, there the sign is shifted out.
-        flat = flat << 1 if flat.itemsize == 2 else flat.view(f"f{flat.itemsize}")
-    np.not_equal(flat, padding, out=inside[:, :width])
-    starts = inside.argmax(axis=1)
-    # numpy's search stops at the first hit, but a reversed row is copied first: search eight at a time, then one word.
-    word = words - 1 - (inside.view(np.uint64) != 0)[:, ::-1].argmax(axis=1)
-    stops = 8 * word + 8 - inside.reshape(len(flat), words, 8)[rows, word, ::-1].argmax(axis=1)
-    empty = ~inside[rows, starts]
-    starts[empty] = stops[empty] = 0
-    return starts, stops
+    def _first_and_last(self, flat: np.ndarray, padding: int, signed_zeros: bool) -> tuple[np.ndarray, np.ndarray]:
+        """For each row the first element that is not ``padding`` and the one after the last; (0, 0) if none is."""
+        rows, width = np.arange(len(flat)), flat.shape[1]
+        words = -(-width // 8)
+        if self._inside.shape != (len(flat), 8 * words):  # kept between columns: fresh pages cost more than comparing
+            self._inside = np.zeros((len(flat), 8 * words), dtype=bool)
+        inside = self._inside
+        inside[:, width:] = False
+        if signed_zeros and padding == 0:
+            # As floats -0.0 equals 0.0 (and NaN nothing); numpy has no bfloat16, there the sign is shifted out.
+            flat = flat << 1 if flat.itemsize == 2 else flat.view(f"f{flat.itemsize}")
+        np.not_equal(flat, padding, out=inside[:, :width])
+        starts = inside.argmax(axis=1)
+        # numpy's search stops at the first hit, but copies a reversed row first: search by eight, then in one word.
+        word = words - 1 - (inside.view(np.uint64) != 0)[:, ::-1].argmax(axis=1)
+        stops = 8 * word + 8 - inside.reshape(len(flat), words, 8)[rows, word, ::-1].argmax(axis=1)
+        empty = ~inside[rows, starts]
+        starts[empty] = stops[empty] = 0
+        return starts, stops
 
 
 def _padding_candidates(flat: np.ndarray, signed_zeros: bool) -> list[int]:
