@@ -6,7 +6,7 @@ Imports neither torch nor ray; a whole load takes well under a second.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -75,6 +75,18 @@ def load_config(
     file = find_file(Path(config_path), config_name)
     problems = Problems()
     composed = compose_file(file, overrides, problems)
+    return replace(load_composed(config_class, composed, problems, check_files=check_files), overrides=tuple(overrides))
+
+
+def load_composed(
+    config_class: type[C] | None, composed: Composed, problems: Problems, *, check_files: bool = True
+) -> LoadedConfig[C]:
+    """:func:`load_config` from the composed tree on; ``problems`` holds the mistakes found so far.
+
+    Raises:
+        ConfigError: as :func:`load_config`.
+    """
+    file = composed.source.file
     if not composed.data and not problems.errors:
         problems.missing("(file)", "is empty")
     loaded = _load(config_class, without_fragments(composed), file, problems, check_files) if composed.data else None
@@ -88,7 +100,6 @@ def load_config(
         resolved=composed.data,
         warnings=tuple(problems.notices),
         source=file,
-        overrides=tuple(overrides),
     )
 
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import yaml
 
-from roll.config.errors import ConfigError, Problem
-from roll.config.loader import LoadedConfig, load_config
+from roll.config.compose import Composed
+from roll.config.errors import ConfigError, Problem, Problems
+from roll.config.loader import LoadedConfig, load_composed, load_config
+from roll.config.sources import SourceFile
 
 GONE = object()
 """In a change: take the key out."""
@@ -81,9 +83,14 @@ def changed(changes: Mapping[str, Any], base: Mapping[str, Any] = GOOD) -> dict[
 
 
 def load(folder: Path, data: Mapping[str, Any], *overrides: str, check_files: bool = False) -> LoadedConfig[Any]:
+    """Load ``data`` from a file. Without anything for hydra to do, composition (most of the time) is left out."""
     file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump(dict(data), sort_keys=False), encoding="utf-8")
-    return load_config(None, file, None, overrides, check_files=check_files)
+    text = yaml.safe_dump(dict(data), sort_keys=False)
+    file.write_text(text, encoding="utf-8")
+    if overrides or "${" in text or "???" in text:
+        return load_config(None, file, None, overrides, check_files=check_files)
+    composed = Composed(yaml.safe_load(text), SourceFile(file))
+    return load_composed(None, composed, Problems(), check_files=check_files)
 
 
 def mistakes(folder: Path, data: Mapping[str, Any], *overrides: str, check_files: bool = False) -> tuple[Problem, ...]:
