@@ -10,8 +10,8 @@ tiny run.  Each is put into the store and read back by
 - ``DataProto``: its wire format (padding removed, int64 narrowed);
 - ``TensorDict``: tensordict's own pickling (left out where tensordict is not installed).
 
-``put+get`` is up to holding the object; ``+copy`` makes every column a private, writable tensor too (which raw arrays
-and TensorDict's tensors over the store are not).
+``put+get`` is up to holding the object; ``+copy`` makes every column a private, writable tensor too (raw
+arrays are read-only until copied, TensorDict's tensors arrive copied).
 Times are the best of the repeats, taken in turn; CPU is this process.  Throughput is padded bytes over wall time; the
 ratio is that of ``raw``'s (goal: at least 0.8).
 """

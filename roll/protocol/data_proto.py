@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -347,6 +349,11 @@ class DataProto:
 
     def __copy__(self) -> DataProto:
         return self.select()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
+        columns = {key: c if isinstance(c, PackedColumn) else c.detach().clone() for key, c in self._batch.stored()}
+        objects = copy.deepcopy(self.non_tensor_batch, memo)
+        return self._build(columns, objects, copy.deepcopy(self.meta_info, memo))
 
     # Helpers
 

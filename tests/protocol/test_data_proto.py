@@ -388,3 +388,11 @@ class TestEquality:
     def test_copies_are_equal(self, data: DataProto) -> None:
         assert copy.deepcopy(data).equals(data)
         assert copy.copy(data).equals(data)
+
+    def test_deep_copies_share_nothing(self) -> None:
+        data = small()
+        copied = copy.deepcopy(data)
+        copied.batch["score"].zero_()
+        copied.non_tensor_batch["extra"][0].append(5)
+        assert data.equals(small())
+        assert copy.deepcopy(small().to("meta")).batch["score"].device.type == "meta"
