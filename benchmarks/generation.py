@@ -1,9 +1,10 @@
 """Tokens per CPU-second of the hf_infer engine beside ``model.generate`` in padded batches, and beside vLLM.
 
 Both sides generate the same requests: prompts of 32 tokens, groups of 8 samples, temperature 1, with log-probs on our
-side only.  Lengths are forced (end-of-sequence is banned until the wanted length), either all equal (64 tokens) or
-spread evenly from 8 to 64 (1:8), shuffled; four times as many samples as run at a time.  ``model.generate`` gets as many rows a call as the engine runs at a time, and at
-varied lengths runs each call to its longest row, which is what a padded batch must do; only wanted tokens count.
+side only.  Lengths are forced (end-of-sequence is banned until the wanted length): all equal (64 tokens), or spread
+evenly from 8 to 64 (1:8) and shuffled.  There are four times as many samples as run at a time.  ``model.generate`` gets
+as many rows a call as the engine runs at a time; at varied lengths it runs each call to its longest row, which is what
+a padded batch must do, and only wanted tokens count.
 The runs alternate and each figure is the median.
 
     OMP_NUM_THREADS=1 python benchmarks/generation.py [--repeats 5] [--models tiny,10m] [--concurrency 64,256]

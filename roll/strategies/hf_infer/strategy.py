@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,13 +39,19 @@ class HfInferStrategy(GenerationStrategy):
         self._updated: set[str] = set()
 
     def initialize(self) -> None:
+        from transformers import AutoTokenizer
+
+        args = self.role.model_args
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            args.model_name_or_path, trust_remote_code=args.trust_remote_code
+        )
         model = _load_model(self.role, self._config.load_format)
         max_model_len = self._max_model_len(model)
         self._decoder = create_decoder(model, max_model_len)
         self._engine = GenerationEngine(
             self._decoder,
-            _LazyTokenizer(self.role).decode,
-            _eos_token_ids(model),
+            partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+            _eos_token_ids(model, tokenizer),
             max_num_seqs=self._config.max_num_seqs,
             max_model_len=max_model_len,
             seed=self.seed,
@@ -150,46 +157,37 @@ class HfInferStrategy(GenerationStrategy):
         return asked
 
 
-class _LazyTokenizer:
-    """Loads the tokenizer when the first stop string asks for it."""
-
-    def __init__(self, role: WorkerConfig) -> None:
-        self._role = role
-        self._tokenizer: Any = None
-
-    def decode(self, token_ids: list[int]) -> str:
-        if self._tokenizer is None:
-            from transformers import AutoTokenizer
-
-            args = self._role.model_args
-            self._tokenizer = AutoTokenizer.from_pretrained(
-                args.model_name_or_path, trust_remote_code=args.trust_remote_code
-            )
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
 def _load_model(role: WorkerConfig, load_format: str) -> Any:
     # The engine gives masks of its own, which flash-attention kernels do not take.
     eager = attention_implementation(role.model_args) == "eager"
     args = replace(role.model_args, attn_implementation="eager" if eager else "sdpa")
     dtype = DTYPES[args.dtype]
     device = current_platform().device()
+    model: Any
     if load_format != "dummy":
-        return build_model(args, "causal_lm", dtype).to(device)
+        model = build_model(args, "causal_lm", dtype)
+        return model.to(device)
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(
+    model = AutoModelForCausalLM.from_config(
         load_config(args),
         dtype=dtype,
         attn_implementation=args.attn_implementation,
         trust_remote_code=args.trust_remote_code,
-    ).to(device)
+    )
+    return model.to(device)
 
 
-def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """The model's end-of-sequence tokens: of its generation config, or else of its config."""
-    for config in (model.generation_config, model.config.get_text_config()):
-        eos = getattr(config, "eos_token_id", None)
-        if eos is not None:
-            return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
-    return ()
+def _eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
+    """Every token that ends a sequence according to the generation config (or else the config) or the tokenizer.
+
+    The two differ where a chat model was made from a base model; each knows one way to end.
+    """
+    ids: list[int] = []
+    for source in (model.generation_config, model.config.get_text_config()):
+        eos = getattr(source, "eos_token_id", None)
+        if eos is not None and not ids:
+            ids += eos if isinstance(eos, list | tuple) else [eos]
+    if tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    return tuple(dict.fromkeys(int(token) for token in ids))

@@ -43,6 +43,19 @@ def test_equals_generate_with_ragged_prompts_groups_and_refill(name: str, kind: 
     assert {len(tokens) for tokens in expected} != {len(expected[0])}, "lengths must differ to say anything"
 
 
+def test_equals_generate_in_a_large_batch() -> None:
+    """Enough rows for the kernels of large products, and row counts between the sizes that batches are filled up to."""
+    model = build_model("llama")
+    prompts = random_prompts([3 + i % 7 for i in range(20)])
+    expected = [generate_greedy(model, prompt, 8 + i, min_new_tokens=8 + i) for i, prompt in enumerate(prompts)]
+    requests = [
+        GenerationRequest(str(i), prompt, greedy(8 + i, min_new_tokens=8 + i), num_samples=8)
+        for i, prompt in enumerate(prompts)
+    ]
+    outputs = run(build_engine(model, max_num_seqs=157), requests)
+    assert all(output.token_ids == expected[int(key[0])] for key, output in outputs.items())
+
+
 def test_weights_loaded_into_a_fused_model_are_the_ones_it_computes_with() -> None:
     model, other = build_model("qwen3"), build_model("qwen3", seed=1)
     engine_model = build_model("qwen3")

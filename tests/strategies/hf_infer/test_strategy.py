@@ -142,6 +142,18 @@ def test_stop_strings_use_the_model_s_tokenizer(model_folder: Path, tokenizer: A
     assert run(strategy, [request])["r", 0].token_ids == free.token_ids[: end + 1]
 
 
+def test_stops_at_the_end_tokens_of_model_and_tokenizer(model_folder: Path, tokenizer: Any, tmp_path: Path) -> None:
+    model = load(model_folder)
+    assert tokenizer.eos_token_id not in (20, 21)
+    model.generation_config.eos_token_id = [20, 21]
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    request = GenerationRequest("r", [5, 6, 7], SamplingParams(40, temperature=2.0, seed=1), num_samples=100)
+    outputs = run(start(tmp_path), [request]).values()
+    last = {output.token_ids[-1] for output in outputs if output.finish_reason == "stop"}
+    assert last == {20, 21, tokenizer.eos_token_id}
+
+
 def test_longest_sequence_comes_from_the_model_unless_given(model_folder: Path) -> None:
     request = GenerationRequest("r", [5] * 100, greedy(100, min_new_tokens=100))
     with pytest.raises(ValueError, match="prompt has 100 tokens, must have 1 to 63"):
