@@ -56,11 +56,11 @@ class RunConfig:
     seed: int = setting(42, ge=0)
     """Seed of data order, initialisation and sampling."""
     output_dir: str = "./output"
-    """Checkpoints and results go to ``output_dir/exp_name``."""
+    """Folder of checkpoints and results, used as written; the default ``./output`` becomes ``./output/<exp_name>``."""
     base_dir: str = setting("./output", inert="output_dir and logging_dir decide")
     """Accepted for older files."""
     logging_dir: str = "./output/logs"
-    """Logs go to ``logging_dir/exp_name``."""
+    """Folder of logs, used as written; the default ``./output/logs`` becomes ``./output/logs/<exp_name>``."""
     rollout_dump_dir: str | None = None
     """Folder for the sampled texts of every step; null: none are written."""
     track_with: str | list[str] = field(
@@ -75,6 +75,8 @@ class RunConfig:
     """Steps between log lines."""
     eval_steps: int = setting(10, ge=-1)
     """Steps between validations; 0 or -1: none."""
+    memory_steps: int = setting(10, ge=0)
+    """Steps between measurements of each phase's peak memory; 0: none."""
     max_ckpt_to_keep: int = setting(0, ge=0)
     """Newest checkpoints to keep; 0: all."""
     resume_from_checkpoint: bool | str = False
