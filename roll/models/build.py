@@ -102,7 +102,7 @@ def load_config(args: ModelArguments) -> PretrainedConfig:
     )
     if unused:
         raise ValueError(
-            f"model_args.model_config_kwargs: the {config.model_type} configuration has no {', '.join(sorted(unused))}; "
+            f"model_args.model_config_kwargs: the {config.model_type} model has no {', '.join(sorted(unused))}; "
             f"it has {', '.join(sorted(key for key in config.to_dict() if not key.startswith('_')))}"
         )
     for key in _DROPOUT_KEYS:

@@ -25,13 +25,20 @@ from torch.autograd.function import once_differentiable
 class HeadMemory:
     """How much memory the head may take; bytes of float32 logits."""
 
-    chunk_bytes: int = 64 * 2**20
-    """Logits computed at once. Twice to three times as much is held for a moment (softmax, cast)."""
+    chunk_bytes: int
+    """Logits computed at once. Two to three times as much is held for a moment (softmax, cast)."""
+    min_chunk_tokens: int = 128
+    """At least so many tokens at once, or the matrix product is slow."""
     kept_bytes: int = 64 * 2**20
     """Up to here the log-softmax of *all* tokens is kept for the backward pass rather than computed again."""
 
+    @classmethod
+    def for_device(cls, device: torch.device) -> HeadMemory:
+        """On a CPU a chunk that stays in the cache; on an accelerator one large enough to fill it."""
+        return cls(chunk_bytes=2 * 2**20 if device.type == "cpu" else 128 * 2**20)
 
-DEFAULT_MEMORY = HeadMemory()
+    def chunk_tokens(self, vocabulary: int) -> int:
+        return max(self.min_chunk_tokens, self.chunk_bytes // (4 * vocabulary))
 
 
 def token_log_probs(
@@ -42,7 +49,7 @@ def token_log_probs(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     with_entropy: bool = False,
-    memory: HeadMemory = DEFAULT_MEMORY,
+    memory: HeadMemory | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of ``targets[i]`` under ``softmax((weight @ hidden[i] + bias) / temperature)``.
 
@@ -54,15 +61,16 @@ def token_log_probs(
         bias: (V,) or None.
         temperature: greater than 0.
         with_entropy: also return the entropies, in nats.
+        memory: None: what suits the device.
 
     Returns:
         float32 (N,) log-probs, and float32 (N,) entropies or None. Both carry gradients to hidden, weight and bias.
     """
     assert hidden.ndim == 2 and targets.shape == hidden.shape[:1], (hidden.shape, targets.shape)
     assert temperature > 0, temperature
-    row_bytes = 4 * weight.shape[0]
-    chunk = max(1, memory.chunk_bytes // row_bytes)
-    keep = torch.is_grad_enabled() and hidden.shape[0] * row_bytes <= memory.kept_bytes
+    memory = memory or HeadMemory.for_device(hidden.device)
+    chunk = memory.chunk_tokens(weight.shape[0])
+    keep = torch.is_grad_enabled() and 4 * hidden.shape[0] * weight.shape[0] <= memory.kept_bytes
     return _TokenLogProbs.apply(hidden, weight, bias, targets, temperature, with_entropy, chunk, keep)
 
 

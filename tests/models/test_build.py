@@ -80,7 +80,7 @@ def test_models_that_change_their_logits_are_refused(folder: Path, tmp_path: Pat
         ({"freeze_module_prefix": "vision"}, r"no parameter starts with 'vision'; the top modules are lm_head, model"),
         (
             {"model_config_kwargs": {"atention_dropout": 0.1}},
-            r"llama configuration has no atention_dropout; it has .*att",
+            r"llama model has no atention_dropout; it has .*att",
         ),
     ],
 )

@@ -43,7 +43,7 @@ def test_equals_log_softmax(
     leaves = inputs(tokens, with_bias, torch.float32, seed)
     targets = torch.randint(0, 50, (tokens,), generator=torch.Generator().manual_seed(seed))
     upstream = torch.randn(2, tokens, generator=torch.Generator().manual_seed(seed + 1))
-    memory = HeadMemory(chunk_bytes=chunk_tokens * 50 * 4, kept_bytes=2**20 if keep else 0)
+    memory = HeadMemory(chunk_bytes=0, min_chunk_tokens=chunk_tokens, kept_bytes=2**20 if keep else 0)
     bias = leaves[2] if with_bias else None
 
     def loss(log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,9 @@ def test_confident_predictions_keep_their_precision() -> None:
 def test_bf16_inputs_give_float32_results_and_bf16_gradients() -> None:
     hidden, weight = inputs(40, False, torch.bfloat16)
     targets = torch.arange(40) % 50
-    log_probs, _ = token_log_probs(hidden, weight, targets, memory=HeadMemory(chunk_bytes=7 * 200, kept_bytes=0))
+    log_probs, _ = token_log_probs(
+        hidden, weight, targets, memory=HeadMemory(chunk_bytes=0, min_chunk_tokens=7, kept_bytes=0)
+    )
     log_probs.sum().backward()
     assert log_probs.dtype is torch.float32
     assert hidden.grad is not None and hidden.grad.dtype is torch.bfloat16
@@ -114,7 +116,7 @@ def test_never_holds_all_logits() -> None:
     hidden = torch.randn(tokens, 8, requires_grad=True)
     weight = torch.randn(vocabulary, 8, requires_grad=True)
     with Watch():
-        memory = HeadMemory(chunk_bytes=2**20, kept_bytes=2**20)
+        memory = HeadMemory(chunk_bytes=2**20, min_chunk_tokens=1, kept_bytes=2**20)
         log_probs, _ = token_log_probs(hidden, weight, torch.zeros(tokens, dtype=torch.int64), memory=memory)
         log_probs.sum().backward()
     assert largest <= max(2**20 // 4, weight.numel())
