@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -197,7 +196,10 @@ class DataProto:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Move the tensors to a device, in place; returns self."""
         for key in self._batch:
-            self._batch[key] = self._batch.peek(key).to(device, non_blocking=non_blocking)
+            here = self._batch.peek(key)
+            moved = here.to(device, non_blocking=non_blocking)
+            if moved is not here:  # else it stays as it is: a view into the object store must not become a column
+                self._batch[key] = moved
         return self
 
     # Rows

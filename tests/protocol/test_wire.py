@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import warnings
 from typing import Any
@@ -246,6 +247,31 @@ class TestMemory:
         first.batch["x"].zero_()
         assert first.batch["x"].abs().sum() == 0
         assert second.batch["x"].abs().sum() > 0
+
+    def test_no_verb_hands_out_the_shared_memory(self) -> None:
+        values = torch.arange(64 * 64.0).view(64, 64)
+        stream, buffers = dumps(DataProto({"x": values}))
+        shared = np.frombuffer(buffers[0], np.float32)
+        before = shared.copy()
+        for verb in (
+            lambda data: data.to("cpu"),
+            lambda data: data.select(["x"]),
+            lambda data: data[2:60],
+            lambda data: data[[3, 4]],
+            lambda data: data.chunk(2)[0],
+            lambda data: DataProto.concat([data]),
+            lambda data: DataProto.concat([data, data]),
+            lambda data: data.reorder(range(63, -1, -1)),
+            lambda data: data.rename("x", "x"),
+            lambda data: DataProto().union(data),
+            lambda data: data.pad_to_divisor(8)[0],
+            copy.copy,
+            copy.deepcopy,
+        ):
+            verb(pickle.loads(stream, buffers=buffers)).batch["x"].fill_(-1)
+            assert (shared == before).all()
+        pickle.loads(stream, buffers=buffers)[5].batch["x"].fill_(-1)
+        assert (shared == before).all()
 
     def test_sender_is_not_touched(self) -> None:
         data = DataProto({"x": torch.ones(64, 64)})
