@@ -174,7 +174,7 @@ def _short(name: str) -> str:
 
 
 def _smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
-    """Exponential moving average with the start corrected (as in Adam) so that it is not pulled to 0; nan is kept out."""
+    """Exponential moving average, corrected at the start as in Adam so that 0 does not pull at it; nan is left out."""
     average, total, result = 0.0, 0.0, []
     for value in values:
         if math.isfinite(value):

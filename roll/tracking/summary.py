@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -33,11 +33,16 @@ class RunSummary:
     files: Mapping[str, Path] = field(default_factory=dict)
 
     def show(self, console: Console | None = None) -> None:
-        """Write the summary to ``console``; None: standard output."""
-        (console or Console()).print(self.render())
+        """Write the table, then the files, one a line, to ``console``; None: standard output."""
+        console = console or Console()
+        console.print(self.table())
+        width = max((len(kind) for kind in self.files), default=0)
+        for kind, path in self.files.items():
+            # Text, not markup: a path may hold square brackets. Not wrapped: it is there to be copied.
+            console.print(Text(f"{kind:<{width}}  {path}"), soft_wrap=True)
 
-    def render(self) -> RenderableType:
-        """A table of the metrics that ``before`` or ``after`` has, then the files, one a line."""
+    def table(self) -> Table:
+        """Every metric that ``before`` or ``after`` has, with the change."""
         table = Table(title=f"{self.title}: {self.steps} steps in {format_seconds(self.seconds)}", title_justify="left")
         for column in ("validation", "before", "after", "change"):
             table.add_column(column, justify="left" if column == "validation" else "right")
@@ -45,10 +50,7 @@ class RunSummary:
             before, after = self.before.get(name), self.after.get(name)
             change = f"{after - before:+.3f}" if before is not None and after is not None else ""
             table.add_row(name, _number(before), _number(after), change)
-        width = max((len(kind) for kind in self.files), default=0)
-        # Text, not markup: a path may hold square brackets; and not wrapped, so that it can be copied.
-        lines = [Text(f"{kind:<{width}}  {path}", no_wrap=True, overflow="ignore") for kind, path in self.files.items()]
-        return Group(table, *lines)
+        return table
 
 
 def _number(value: float | None) -> str:

@@ -1,0 +1,128 @@
+"""Logs, progress and summary, as a person sees them."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from roll.tracking import LOG_NAME, SFT_HEADLINES, ProgressReporter, RunSummary, setup_logging
+from roll.tracking.progress import format_seconds
+
+METRICS = {
+    "critic/score/mean": 0.4123,
+    "token/response_length/mean": 24.31,
+    "system/tps": 1830.4,
+    "time/step_generate": 0.91,
+    "time/step_train": 0.5,
+    "time/actor_train/train_step/total": 0.4,
+    "time/step_total": 1.5,
+}
+
+
+@pytest.fixture(autouse=True)
+def restore_logging() -> Iterator[None]:
+    package = logging.getLogger("roll")
+    handlers, level, propagate = list(package.handlers), package.level, package.propagate
+    yield
+    for handler in set(package.handlers) - set(handlers):
+        handler.close()
+    package.handlers[:], package.propagate = handlers, propagate
+    package.setLevel(level)
+
+
+def test_plain_lines_without_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
+    out = io.StringIO()
+    with caplog.at_level(logging.INFO), ProgressReporter(60, first_step=10, console=Console(file=out)) as progress:
+        progress.update(METRICS)
+    assert out.getvalue() == ""
+    message = caplog.messages[0]
+    assert message.startswith("step 11/60  reward 0.412  length 24.3  tok/s 1,830  (generate 0.91s, train 0.50s)  ")
+    assert message.endswith(" left")
+
+
+def test_bar_on_a_terminal() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=140, legacy_windows=False)
+    with ProgressReporter(2, console=console) as progress:
+        progress.update(METRICS)
+        progress.update(METRICS)
+    assert "2/2" in out.getvalue() and "reward 0.412" in out.getvalue() and "0s left" in out.getvalue()
+
+
+def test_time_left_follows_recent_steps() -> None:
+    progress = ProgressReporter(10, SFT_HEADLINES, console=Console(file=io.StringIO()))
+    assert progress.seconds_left() == 0.0
+    for _ in range(4):
+        progress.update({"sft_train/loss": 1.0})
+    assert 0 < progress.seconds_left() < 5
+    for _ in range(8):
+        progress.update({})
+    assert progress.seconds_left() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0s"), (59.6, "1m00s"), (187, "3m07s"), (3599.7, "1h00m"), (7500, "2h05m"), (274_000, "3d04h")],
+)
+def test_seconds_as_text(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize("interactive", [False, True])
+def test_log_file_has_everything_and_the_console_what_the_bar_does_not_show(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], interactive: bool
+) -> None:
+    path = setup_logging(tmp_path / "logs", interactive=interactive)
+    assert path == tmp_path / "logs" / LOG_NAME
+    logging.getLogger("roll.pipelines").info("rollout starts")
+    logging.getLogger("roll.pipelines").debug("too fine")
+    logging.getLogger("roll.steps").info("step 1/2")
+    logging.getLogger("another.package").warning("not ours")
+    text = path.read_text()
+    assert "roll.pipelines: rollout starts" in text and "step 1/2" in text
+    assert "too fine" not in text and "not ours" not in text
+    console = capsys.readouterr().err
+    assert "rollout starts" in console
+    assert ("step 1/2" in console) is not interactive
+
+
+def test_logging_set_up_twice_writes_once(tmp_path: Path) -> None:
+    setup_logging(tmp_path)
+    path = setup_logging(tmp_path)
+    logging.getLogger("roll").info("only once")
+    assert path.read_text().count("only once") == 1
+
+
+def test_log_lines_appear_above_the_bar(tmp_path: Path) -> None:
+    """The console handler follows the bar's redirection of standard error: no line lands in the middle of the bar."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100, legacy_windows=False)
+    setup_logging(tmp_path, interactive=True)
+    with ProgressReporter(2, console=console) as progress:
+        logging.getLogger("roll.pipelines").warning("look here")
+        progress.update({})
+    assert "look here" in out.getvalue()
+
+
+def test_summary_shows_before_after_and_files(tmp_path: Path) -> None:
+    out = io.StringIO()
+    long_path = tmp_path / "a-folder-with-[brackets]-and-a-long-name" / "tensorboard"
+    RunSummary(
+        title="tiny_grpo",
+        before={"val/sampled/accuracy": 0.312, "only before": 1.0},
+        after={"val/sampled/accuracy": 0.892, "only after": 0.5},
+        seconds=187,
+        steps=100,
+        files={"TensorBoard": long_path, "plot": tmp_path / "run.png"},
+    ).show(Console(file=out, width=70))
+    text = out.getvalue()
+    assert "tiny_grpo: 100 steps in 3m07s" in text
+    row = next(line for line in text.splitlines() if "val/sampled/accuracy" in line)
+    assert [cell.strip() for cell in row.strip("│ ").split("│")] == ["val/sampled/accuracy", "0.312", "0.892", "+0.580"]
+    assert f"TensorBoard  {long_path}\n" in text
+    assert f"plot         {tmp_path / 'run.png'}\n" in text

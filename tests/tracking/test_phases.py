@@ -1,0 +1,77 @@
+"""Seconds and peak memory of phases."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from roll.tracking import PhaseTimer
+
+
+def test_seconds_add_up_and_start_anew() -> None:
+    timer = PhaseTimer()
+    with timer.phase("outer"):
+        time.sleep(0.02)
+        for _ in range(2):
+            with timer.phase("inner"):
+                time.sleep(0.01)
+    metrics = timer.pop()
+    assert set(metrics) == {"time/outer", "time/inner"}
+    assert metrics["time/inner"] >= 0.02
+    assert metrics["time/outer"] >= metrics["time/inner"] + 0.02
+    assert timer.pop() == {}
+
+
+def test_phase_that_raises_is_counted_too() -> None:
+    timer = PhaseTimer()
+    with pytest.raises(RuntimeError), timer.phase("outer"), timer.phase("inner"):
+        raise RuntimeError
+    with timer.phase("next"):
+        pass
+    assert set(timer.pop()) == {"time/outer", "time/inner", "time/next"}
+
+
+def test_peak_memory_belongs_to_all_open_phases() -> None:
+    readings = iter(
+        [
+            99,  # before any phase
+            10,  # outer's first stretch
+            50,  # inner's, so outer's too
+            20,  # outer's last stretch
+            5,  # between the phases
+            7,  # inner's second
+        ]
+    )
+    timer = PhaseTimer(lambda: {"actor_train": next(readings)})
+    outer, inner = timer.phase("outer"), timer.phase("inner")
+    with outer, inner:
+        pass
+    with timer.phase("inner"):
+        pass
+    metrics = timer.pop()
+    assert {name: value for name, value in metrics.items() if name.startswith("memory/")} == {
+        "memory/outer/actor_train": 50.0,
+        "memory/inner/actor_train": 50.0,
+    }
+    assert next(readings, None) is None
+
+
+def test_real_peak_of_this_process() -> None:
+    from roll.platforms.cpu import CpuPlatform
+
+    platform = CpuPlatform()
+
+    def peak() -> dict[str, float]:
+        bytes_ = platform.memory_stats()["peak"]
+        platform.reset_peak_memory()
+        return {"driver": float(bytes_)}
+
+    timer = PhaseTimer(peak)
+    with timer.phase("big"):
+        block = b"x" * (64 << 20)
+        del block
+    with timer.phase("small"):
+        pass
+    metrics = timer.pop()
+    assert metrics["memory/big/driver"] - metrics["memory/small/driver"] > 50 << 20

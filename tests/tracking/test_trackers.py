@@ -1,0 +1,245 @@
+"""Trackers, read back from what they wrote: real event files, real JSON lines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from roll.tracking import METRICS_NAME, TrackedRun, build_trackers, read_metrics
+from roll.tracking.jsonl import JsonlTracker
+from roll.tracking.tensorboard import TensorBoardTracker
+from roll.tracking.tracker import CompositeTracker, Tracker, strip_reducer_tags
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows of a folder."""
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return {
+        tag: [(event.step, round(event.value, 6)) for event in accumulator.Scalars(tag)]
+        for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_file_reads_back(tmp_path: Path) -> None:
+    tracker = TensorBoardTracker(tmp_path)
+    for step in range(3):
+        tracker.log({"critic/score/mean": 0.25 * step, "actor/lr": 1e-6}, step)
+    tracker.log({"val_correct/all/mean": 0.5}, 2)
+    tracker.close()
+    assert curves(tmp_path) == {
+        "critic/score/mean": [(0, 0.0), (1, 0.25), (2, 0.5)],
+        "actor/lr": [(0, 1e-6), (1, 1e-6), (2, 1e-6)],
+        "val_correct/all/mean": [(2, 0.5)],
+    }
+
+
+def test_tensorboard_curves_continue_after_resumption(tmp_path: Path) -> None:
+    first = TensorBoardTracker(tmp_path)
+    for step in range(6):
+        first.log({"loss": float(step)}, step)
+    first.close()
+    # Killed after step 5, resumed from a checkpoint made after step 3.
+    second = TensorBoardTracker(tmp_path, resume_step=3)
+    for step in (4, 5, 6):
+        second.log({"loss": 10.0 + step}, step)
+    second.close()
+    expected = [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 14.0), (5, 15.0), (6, 16.0)]
+    assert curves(tmp_path) == {"loss": expected}
+
+
+def test_tensorboard_new_run_in_an_old_folder_hides_the_old_one(tmp_path: Path) -> None:
+    for value in (1.0, 2.0):
+        tracker = TensorBoardTracker(tmp_path)
+        tracker.log({"loss": value}, 0)
+        tracker.close()
+    assert curves(tmp_path) == {"loss": [(0, 2.0)]}
+
+
+def test_tensorboard_samples_are_a_table_that_no_text_breaks(tmp_path: Path) -> None:
+    tracker = TensorBoardTracker(tmp_path)
+    tracker.log_samples("train", [{"prompt": "1 | 2 <b>\nsecond line", "score": 0.5}], 4)
+    tracker.log_samples("train", [], 5)
+    tracker.close()
+    accumulator = EventAccumulator(str(tmp_path))
+    accumulator.Reload()
+    assert accumulator.Tags()["tensors"] == ["samples/train/text_summary"]
+    event = accumulator.Tensors("samples/train/text_summary")[0]
+    lines = event.tensor_proto.string_val[0].decode().split("\n")
+    assert event.step == 4
+    assert lines == ["| prompt | score |", "| --- | --- |", "| 1 &#124; 2 &lt;b><br>second line | 0.5 |"]
+
+
+def test_jsonl_rows_read_back_and_merge_by_step(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path)
+    tracker.log({"val": 0.1}, 0)
+    tracker.log({"loss": 1.5, "nan": math.nan, "inf": math.inf}, 0)
+    tracker.log({"loss": 1.25}, 1)
+    tracker.log_samples("validation", [{"prompt": "é?", "score": 1.0}, {"prompt": "b", "score": 0.0}], 1)
+    tracker.close()
+    for line in (tmp_path / METRICS_NAME).read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)  # strict JSON: no NaN, no Infinity
+    rows = read_metrics(tmp_path / METRICS_NAME)
+    assert [row["step"] for row in rows] == [0, 1]
+    assert (rows[0]["val"], rows[0]["loss"], rows[1]["loss"]) == (0.1, 1.5, 1.25)
+    assert math.isnan(rows[0]["nan"]) and math.isnan(rows[0]["inf"])
+    samples = [json.loads(line) for line in (tmp_path / "samples-validation.jsonl").read_text().splitlines()]
+    assert samples == [{"step": 1, "prompt": "é?", "score": 1.0}, {"step": 1, "prompt": "b", "score": 0.0}]
+
+
+def test_jsonl_resumption_drops_later_rows_and_a_torn_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = JsonlTracker(tmp_path)
+    for step in range(5):
+        first.log({"loss": float(step)}, step)
+        first.log_samples("train", [{"prompt": str(step)}], step)
+    first.close()
+    with open(tmp_path / METRICS_NAME, "a") as file:
+        file.write('{"step": 5, "lo')  # killed while writing
+    second = JsonlTracker(tmp_path, resume_step=2)
+    second.log({"loss": 30.0}, 3)
+    second.log_samples("train", [{"prompt": "new"}], 3)
+    second.close()
+    assert [(row["step"], row["loss"]) for row in read_metrics(tmp_path / METRICS_NAME)] == [
+        (0, 0.0),
+        (1, 1.0),
+        (2, 2.0),
+        (3, 30.0),
+    ]
+    samples = [json.loads(line)["prompt"] for line in (tmp_path / "samples-train.jsonl").read_text().splitlines()]
+    assert samples == ["0", "1", "2", "new"]
+    assert "line 6 is torn" in caplog.text
+    assert sorted(path.name for path in tmp_path.iterdir()) == [METRICS_NAME, "samples-train.jsonl"]
+
+
+def test_jsonl_new_run_keeps_the_old_record_beside_its_own(tmp_path: Path) -> None:
+    for value in (1.0, 2.0):
+        tracker = JsonlTracker(tmp_path)
+        tracker.log({"loss": value}, 0)
+        tracker.close()
+    assert [row["loss"] for row in read_metrics(tmp_path / METRICS_NAME)] == [2.0]
+    assert [row["loss"] for row in read_metrics(tmp_path / f"{METRICS_NAME}.previous")] == [1.0]
+
+
+def test_every_row_is_on_disk_at_once(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path)
+    tracker.log({"loss": 1.0}, 0)
+    assert [row["loss"] for row in read_metrics(tmp_path / METRICS_NAME)] == [1.0]
+    tracker.close()
+
+
+def test_reducer_tags_are_stripped_unless_names_would_collide() -> None:
+    metrics = {"actor/loss@mean": 1.0, "len@max": 9.0, "len@min": 2.0, "time@p99": 3.0, "val/pass@8": 0.5, "plain": 0.0}
+    assert strip_reducer_tags(metrics) == {
+        "actor/loss": 1.0,
+        "len/max": 9.0,
+        "len/min": 2.0,
+        "time": 3.0,
+        "val/pass@8": 0.5,
+        "plain": 0.0,
+    }
+
+
+def build(tmp_path: Path, track_with: str | list[str], kwargs: dict[str, Any] | None = None) -> CompositeTracker:
+    return build_trackers(track_with, kwargs or {}, TrackedRun(tmp_path / "logs", "demo", {"seed": 1}))
+
+
+def test_build_always_keeps_the_runs_own_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tracker = build(tmp_path, ["tensorboard", "stdout"])
+    tracker.log({"b@mean": 0.5, "a": 12345.678}, 3)
+    tracker.log_samples("train", [{"prompt": "two\nlines"}], 3)
+    tracker.close()
+    assert capsys.readouterr().out == "step 3  a=1.235e+04 b=0.5\nstep 3  train sample  prompt='two\\nlines'\n"
+    assert read_metrics(tmp_path / "logs" / METRICS_NAME)[0]["b"] == 0.5
+    assert set(curves(tmp_path / "logs" / "tensorboard")) == {"a", "b"}
+
+
+def test_log_dir_of_the_yaml_gets_the_experiments_name(tmp_path: Path) -> None:
+    tracker = build(tmp_path, "tensorboard", {"log_dir": str(tmp_path / "board")})
+    tracker.log({"loss": 1.0}, 0)
+    tracker.close()
+    assert curves(tmp_path / "board" / "demo") == {"loss": [(0, 1.0)]}
+
+
+@pytest.mark.parametrize(
+    ("track_with", "kwargs", "message"),
+    [
+        ("tensorbord", {}, r"track_with: 'tensorbord' is no tracker; .*did you mean tensorboard\?"),
+        (
+            "tensorboard",
+            {"logdir": "x"},
+            r"tracker_kwargs\.logdir: not an option of tensorboard, .*flush_secs, log_dir",
+        ),
+        ("wandb", {"api_key": "secret-value"}, r"tracker_kwargs\.api_key: secrets do not belong .* WANDB_API_KEY"),
+        (["wandb"], {"wandb": {"workspace": "x"}}, r"tracker_kwargs\.wandb\.workspace: not an option"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, track_with: str | list[str], kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        build(tmp_path, track_with, kwargs)
+    assert "secret-value" not in str(raised.value)
+    assert not (tmp_path / "logs").exists(), "a refused configuration left files behind"
+
+
+def test_options_left_empty_and_options_of_one_tracker_among_several(tmp_path: Path) -> None:
+    kwargs = {"api_key": "", "project": None, "log_dir": "", "tensorboard": {"log_dir": str(tmp_path / "board")}}
+    build(tmp_path, ["tensorboard", "jsonl", "stdout"], kwargs).close()
+    assert list((tmp_path / "board" / "demo").iterdir())
+
+
+class FailingTracker(Tracker):
+    def log(self, metrics: Any, step: int) -> None: ...
+
+    def log_samples(self, name: str, rows: Any, step: int) -> None: ...
+
+    def close(self) -> None:
+        raise OSError("disk full")
+
+
+def test_one_tracker_that_cannot_close_does_not_keep_the_others_open(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    board = TensorBoardTracker(tmp_path)
+    tracker = CompositeTracker([FailingTracker(), board])
+    tracker.log({"loss": 1.0}, 0)
+    with caplog.at_level(logging.ERROR), pytest.raises(OSError, match="disk full"):
+        tracker.close()
+    assert "FailingTracker could not be closed" in caplog.text
+    assert curves(tmp_path) == {"loss": [(0, 1.0)]}
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab"])
+def test_online_tracker_says_what_is_missing(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the package: the extra to install. With it: the variable to set. Never a prompt."""
+    for variable in ("WANDB_API_KEY", "SWANLAB_API_KEY", "WANDB_MODE", "SWANLAB_MODE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with pytest.raises((ModuleNotFoundError, ValueError)) as raised:
+        build(tmp_path, name)
+    if isinstance(raised.value, ModuleNotFoundError):
+        assert str(raised.value) == f"track_with: {name} is not installed; pip install 'roll[{name}]'"
+    else:
+        assert f"{name.upper()}_API_KEY" in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab"])
+def test_online_tracker_offline_and_resumed(tmp_path: Path, name: str) -> None:
+    pytest.importorskip(name)
+    for resume_step in (None, 1):
+        run = TrackedRun(tmp_path / "logs", "demo", {"seed": 1}, resume_step)
+        tracker = build_trackers(name, {"mode": "offline", "tags": ["t"], "notes": "n"}, run)
+        for step in (0, 1, 2) if resume_step is None else (2, 3):
+            tracker.log({"loss": float(step)}, step)
+        tracker.log_samples("train", [{"prompt": "a", "score": 1.0}], 2)
+        tracker.close()
+    folder = tmp_path / "logs" / name
+    run_id = (folder / "run-id").read_text()
+    runs = [path for path in folder.glob("**/*run-*") if path.is_dir() and not path.is_symlink()]
+    assert len(runs) >= 1 and all(run_id in path.name for path in runs)
+    assert sum(file.stat().st_size for path in runs for file in path.rglob("*") if file.is_file()) > 0
