@@ -1,7 +1,7 @@
 """Vocabulary of the train/inference mismatch corrections. Torch-free.
 
 A correction is a list of rules; a rule is level x action x metric x bounds.  The metric compares the trainer's
-probabilities before the update (old) with those of the engine that sampled (rollout).
+probabilities, before the update unless said otherwise (old), with those of the engine that sampled (rollout).
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ class CorrectionRule:
     """Upper bound; null: none."""
     only_negative: bool = False
     """Apply to tokens of negative advantage only (off-policy sequence masking)."""
+    policy: Literal["old", "current"] = "old"
+    """Which policy of the trainer is compared: the one before the update, or the current one, which also moves from
+    one optimizer step to the next."""
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
@@ -44,6 +47,8 @@ class CorrectionRule:
             raise ValueError(f"correction action {self.action!r} is unknown; known: truncate, mask, both")
         if self.metric not in ("ratio", "log_diff", "prob_diff", "k1", "k3"):
             raise ValueError(f"correction metric {self.metric!r} is unknown; known: ratio, log_diff, prob_diff, k1, k3")
+        if self.policy not in ("old", "current"):
+            raise ValueError(f"correction policy {self.policy!r} is unknown; known: old, current")
         if self.action != "mask" and self.metric != "ratio":
             raise ValueError(
                 f"correction action {self.action!r} weighs by the ratio; metric {self.metric!r} needs mask"
@@ -71,8 +76,10 @@ CORRECTION_PRESETS: dict[str, CorrectionOptions] = {
     "seq_mask_tis": CorrectionOptions((CorrectionRule("sequence", "both", high=2.0),)),
     "geo_mask": CorrectionOptions((CorrectionRule("geometric", "mask", low=0.99, high=1.01),)),
     # Off-policy sequence masking (DeepSeek-V3.2 report, section 3.1): drop responses of negative advantage that the
-    # policy has moved away from; mean log-ratio rollout/old above the bound.
-    "opsm": CorrectionOptions((CorrectionRule("geometric", "mask", "k1", high=1e-4, only_negative=True),)),
+    # policy has moved away from: mean log(rollout / current) above the bound.
+    "opsm": CorrectionOptions(
+        (CorrectionRule("geometric", "mask", "k1", high=1e-4, only_negative=True, policy="current"),)
+    ),
     # Decoupled PPO (arXiv 2505.24298): the proximal policy's surrogate, weighted by proximal / behaviour.
     "decoupled": CorrectionOptions((CorrectionRule("token", "truncate", high=5.0),)),
 }

@@ -40,9 +40,10 @@ def correct_mismatch(inputs: LossInputs, options: CorrectionOptions, metrics: Me
         raise ValueError("train_infer_correction needs rollout_log_probs: let the engine return log-probs")
     follow_gradient = not options.detach and inputs.old_log_probs is None
     old = inputs.log_probs if follow_gradient else inputs.proximal_log_probs
-    log_ratio = torch.where(inputs.mask, old - inputs.rollout_log_probs, 0.0)
     clipped = torch.zeros_like(inputs.mask)
     for rule in options.rules:
+        policy = inputs.log_probs.detach() if rule.policy == "current" else old
+        log_ratio = torch.where(inputs.mask, policy - inputs.rollout_log_probs, 0.0)
         applies = inputs.mask & (inputs.advantages < 0) if rule.only_negative else inputs.mask
         leveled = level_log_ratio(log_ratio, inputs.mask, rule.level).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         ratio = leveled.exp()
@@ -51,7 +52,7 @@ def correct_mismatch(inputs: LossInputs, options: CorrectionOptions, metrics: Me
             clipped |= applies & (bounded != ratio)
             weights = weights * torch.where(applies, bounded, 1.0)
         else:
-            keep = keep & ~(applies & _outside(_rule_metric(inputs, rule, log_ratio, ratio, old), rule))
+            keep = keep & ~(applies & _outside(_rule_metric(inputs, rule, log_ratio, ratio, policy), rule))
             if rule.action == "both":
                 weights = weights * torch.where(applies, ratio, 1.0)
     metrics.mean("actor/is_weight_clipfrac", clipped.sum(), inputs.num_tokens)
@@ -69,14 +70,14 @@ def _outside(values: Tensor, rule: CorrectionRule) -> Tensor:
     return outside
 
 
-def _rule_metric(inputs: LossInputs, rule: CorrectionRule, log_ratio: Tensor, ratio: Tensor, old: Tensor) -> Tensor:
+def _rule_metric(inputs: LossInputs, rule: CorrectionRule, log_ratio: Tensor, ratio: Tensor, policy: Tensor) -> Tensor:
     """The quantity that a masking rule bounds, at the rule's level, without gradient: float (B, L)."""
     assert inputs.rollout_log_probs is not None
     log_ratio = log_ratio.detach()
     if rule.metric == "ratio":
         return ratio.detach()
     if rule.metric == "prob_diff":
-        per_token = old.detach().exp() - inputs.rollout_log_probs.exp()
+        per_token = policy.detach().exp() - inputs.rollout_log_probs.exp()
     elif rule.metric == "k1":
         per_token = -log_ratio
     elif rule.metric == "k3":

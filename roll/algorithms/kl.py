@@ -140,7 +140,7 @@ class AdaptiveKLController(FixedKLController):
         self.horizon = horizon
 
     def update(self, current_kl: float, num_samples: int) -> None:
-        """``current_kl``: nats per response; ``num_samples``: responses seen since the last update."""
+        """``current_kl``: measured divergence, in the target's unit; ``num_samples``: responses it was measured on."""
         error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * num_samples / self.horizon
 

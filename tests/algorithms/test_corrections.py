@@ -72,7 +72,8 @@ def by_loop(batch: Batch, rule: CorrectionRule) -> tuple[torch.Tensor, torch.Ten
     for i, t in batch.mask.nonzero().tolist():
         if rule.only_negative and batch.advantages[i, t] >= 0:
             continue
-        old, rollout = batch.old_log_probs[i].tolist(), batch.rollout_log_probs[i].tolist()
+        policy = batch.log_probs if rule.policy == "current" else batch.old_log_probs
+        old, rollout = policy[i].tolist(), batch.rollout_log_probs[i].tolist()
         mask = batch.mask[i].tolist()
         ratio = metric_value(CorrectionRule(rule.level), old, rollout, mask, t)
         if rule.action == "truncate":
@@ -92,6 +93,7 @@ rules = st.one_of(
         low=st.sampled_from([None, 0.5, 0.95]),
         high=st.sampled_from([None, 1.05, 2.0]),
         only_negative=st.booleans(),
+        policy=st.sampled_from(["old", "current"]),
     ),
     st.builds(
         CorrectionRule,
@@ -126,7 +128,7 @@ def test_rules_multiply_weights_and_intersect_masks(
 
 def test_without_mismatch_no_preset_does_anything() -> None:
     batch = make_batch(1, 6, 9)
-    batch = replace(batch, rollout_log_probs=batch.old_log_probs)
+    batch = replace(batch, rollout_log_probs=batch.old_log_probs, log_probs=batch.old_log_probs)
     for options in CORRECTION_PRESETS.values():
         result = correct_mismatch(inputs_of(batch), options, MetricBuilder())
         assert bool((result.weights == 1).all())
@@ -178,6 +180,7 @@ def test_presets_rules_and_nothing() -> None:
         ({"is_weight": {"upper": 2}}, "is_weight.upper"),
         ({"filters": [{"agg": "token"}]}, "agg"),
         ([{"level": "word"}], "'word'"),
+        ([{"policy": "new"}], "'new'"),
         ([{"levle": "token"}], "levle"),
         ([{"action": "truncate", "metric": "k3"}], "k3"),
         ([{"low": 2.0, "high": 1.0}], "wrong way round"),
