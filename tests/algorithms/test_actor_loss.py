@@ -241,3 +241,15 @@ def test_a_users_own_loss_enters_by_dotted_path_and_by_decorator() -> None:
 def test_an_unknown_variant_names_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"'cisp'.*nearest known: 'cispo'"):
         actor_loss_options({"pg_variant": "cisp"})
+
+
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3", "abs"])
+@pytest.mark.parametrize("changes", [{}, {"kl_loss_importance_weighted": True}, {"train_infer_correction": "seq_tis"}])
+def test_gradient_of_the_whole_loss(kl: str, changes: dict[str, object]) -> None:
+    batch = make_batch(13, 4, 6)
+    options = actor_loss_options({**EVERYTHING, "kl_loss_type": kl, **changes})
+
+    def loss(log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        return actor_loss(inputs_of(batch, log_probs=log_probs, entropy=entropy), options, whole(batch)).loss
+
+    assert torch.autograd.gradcheck(loss, (batch.log_probs.requires_grad_(), batch.entropy.requires_grad_()))

@@ -285,3 +285,19 @@ def test_a_users_own_estimator_enters_by_dotted_path_and_by_decorator() -> None:
     assert resolve_norm_types("raw_score") == ("batch", None)
     by_name = estimate_advantages(inputs, AdvantageOptions("raw_score"))
     assert torch.equal(by_path.advantages, by_name.advantages)
+
+
+@pytest.mark.parametrize("name", [n for n in ADVANTAGE_NAMES if n not in ("gigpo", "gdpo")])
+def test_a_batch_without_rows_stays_one(name: str) -> None:
+    empty = torch.zeros(0, dtype=torch.int64)
+    rewards, _ = RewardPostprocessor(RewardOptions("group", "batch"))(torch.zeros(0), empty)
+    mask = torch.zeros(0, 5, dtype=torch.bool)
+    inputs = AdvantageInputs(
+        token_level_rewards(rewards, mask),
+        mask,
+        empty,
+        values=torch.zeros(0, 5),
+        baseline_rewards=torch.zeros(0),
+        step_returns=torch.zeros(0),
+    )
+    assert estimate_advantages(inputs, AdvantageOptions(name)).advantages.shape == (0, 5)
