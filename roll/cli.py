@@ -58,7 +58,7 @@ def launch(pipeline: str, default_path: str, default_name: str, argv: Sequence[s
 
 def run(loaded: LoadedConfig[Any]) -> int:
     """Show the plan and hand over to the pipeline."""
-    render_plan(loaded, Console())
+    render_plan(loaded, Console(emoji=False))
     module = importlib.import_module(f"roll.pipelines.{loaded.plan.pipeline}")
     status = module.run(loaded)
     return int(status or 0)
@@ -72,12 +72,12 @@ def check(arguments: argparse.Namespace) -> int:
     if arguments.resolved:
         sys.stdout.write(dump_yaml(loaded.resolved))
     else:
-        render_plan(loaded, Console())
+        render_plan(loaded, Console(emoji=False))
     return 0
 
 
 def refuse(error: ConfigError) -> int:
-    Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+    Console(stderr=True, emoji=False).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
     return EXIT_CONFIG
 
 

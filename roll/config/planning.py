@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 from roll.config.names import PUBLISHED_PREFIX, PUBLISHED_REWARDS, PUBLISHED_WORKERS
 from roll.config.plan import Folders, RLVRPlan, RolePlan, SFTPlan, TrainingPlan
@@ -36,6 +37,18 @@ def needs_critic(config: RLVRConfig) -> bool:
 
 def pg_variant(config: RLVRConfig) -> str:
     return config.actor_train.pg_variant or config.pg_variant
+
+
+def actor_keys(config: RLVRConfig) -> dict[str, Any]:
+    """Every top-level key as a flat mapping, with those that ``actor_train`` sets for itself: what the options of the
+    actor's loss are made from."""
+    own = {
+        "pg_variant": config.actor_train.pg_variant,
+        "topr_positive_weight": config.actor_train.topr_positive_weight,
+        "topr_negative_weight": config.actor_train.topr_negative_weight,
+    }
+    shared = {item.name: getattr(config, item.name) for item in fields(config)}
+    return shared | {key: value for key, value in own.items() if value is not None}
 
 
 def model_path(config: RLVRConfig | SFTConfig, name: str, role: WorkerConfig) -> str | None:

@@ -6,25 +6,31 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from roll.config.loader import LoadedConfig
 from roll.config.plan import Plan, RLVRPlan, RolePlan, SFTPlan, count
 from roll.config.rlvr import RLVRConfig
 from roll.config.sft import SFTConfig
 
-WIDEST_DEVICE_TABLE = 16
+WIDEST_DEVICE_TABLE = 8
 
 
 def render_plan(loaded: LoadedConfig[RLVRConfig] | LoadedConfig[SFTConfig], console: Console) -> None:
     """Print the plan of a loaded configuration."""
     plan = loaded.plan
     nodes = f"{count(plan.num_nodes, 'node')} x {count(plan.num_devices_per_node, 'device')}"
-    console.print(f"[bold]{plan.exp_name}[/]  {plan.pipeline} pipeline, {nodes}  ({loaded.source})", highlight=False)
+    console.print(line(f"{plan.exp_name}  ", "bold", f"{plan.pipeline} pipeline, {nodes}  ({loaded.source})"))
     console.print(role_table(plan))
     for label, text in facts(plan):
-        console.print(f"[bold]{label:<12}[/]{text}", highlight=False, soft_wrap=True)
+        console.print(line(f"{label:<12}", "bold", text), soft_wrap=True)
     for notice in loaded.warnings:
-        console.print(f"[yellow]note[/]        {notice}", highlight=False, soft_wrap=True)
+        console.print(line(f"{'note':<12}", "yellow", str(notice)), soft_wrap=True)
+
+
+def line(label: str, style: str, text: str) -> Text:
+    """A styled label and a plain text; no markup is read in either, whatever the user's names look like."""
+    return Text.assemble((label, style), text)
 
 
 def role_table(plan: Plan) -> Table:
@@ -33,21 +39,16 @@ def role_table(plan: Plan) -> Table:
     as_dots = len(devices) <= WIDEST_DEVICE_TABLE
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("role", no_wrap=True)
-    table.add_column("strategy")
-    table.add_column("workers", justify="right")
+    table.add_column("strategy", no_wrap=True)
+    table.add_column("workers", justify="right", no_wrap=True)
     for heading in map(str, devices) if as_dots else ["devices"]:
         table.add_column(heading, justify="center" if as_dots else "left")
     table.add_column("shares devices with")
     for role in plan.roles.values():
         placed = ["●" if device in role.device_mapping else "·" for device in devices]
         cells = placed if as_dots else [compact(role.device_mapping)]
-        table.add_row(
-            role.name,
-            role.strategy_name or role.worker_cls or "",
-            workers(role),
-            *cells,
-            ", ".join(role.colocated_with),
-        )
+        texts = (role.name, does, workers(role), *cells, ", ".join(role.colocated_with))
+        table.add_row(*map(Text, texts))
     return table
 
 

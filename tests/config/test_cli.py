@@ -38,6 +38,16 @@ def test_check_prints_the_plan(command: str, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.usefixtures("good")
+def test_names_are_never_read_as_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "good.yaml", "--skip-files", "exp_name='a[/b]:100:'", "pretrain='[red]m'"]) == 0
+    text = capsys.readouterr().out
+    assert "a[/b]:100:" in text and "[red]m" in text
+    Path("good.yaml").write_text("gamma: '[/]:100:'\nactor_infer: {}\n")
+    assert cli.main(["check", "good.yaml", "--skip-files"]) == 2
+    assert "[/]:100:" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("good")
 def test_check_of_sft(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "sft", "--skip-files"]) == 0
     assert "1 optimizer step of 8; 1 rank x 2 micro-batches of 4" in capsys.readouterr().out

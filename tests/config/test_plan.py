@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from roll.config.batch import divisors, explain_indivisible, working_values
 from roll.config.plan import RLVRPlan, SFTPlan, TrainingPlan
+from roll.config.planning import actor_keys
 from roll.config.render import compact
 from tests.config.good import GOOD_SFT, changed, load, mistakes
 
@@ -46,6 +47,13 @@ def test_epochs_and_critic_warmup(tmp_path: Path) -> None:
     assert plan.training["critic"].total_optimizer_steps == 10 * 3 * 8
     assert plan.roles["critic"].model_path == "owner/value"
     assert plan.roles["actor_infer"].model_path == "owner/model"
+
+
+def test_keys_of_the_actor_win_over_shared_ones(tmp_path: Path) -> None:
+    changes = {"pg_variant": "topr", "topr_positive_weight": 2.0, "actor_train.topr_negative_weight": 0.5}
+    keys = actor_keys(load(tmp_path, changed(changes)).config)
+    assert (keys["pg_variant"], keys["topr_positive_weight"], keys["topr_negative_weight"]) == ("topr", 2.0, 0.5)
+    assert rlvr_plan(tmp_path, changes | {"actor_train.pg_variant": "cispo"}).pg_variant == "cispo"
 
 
 def test_placement(tmp_path: Path) -> None:
