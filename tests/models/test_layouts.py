@@ -142,6 +142,22 @@ def test_sharing_prompts_changes_no_log_prob_and_no_gradient(kind: str) -> None:
         torch.testing.assert_close(actual[name], value, rtol=0, atol=1e-6 * scale)
 
 
+def test_sharing_prompts_changes_no_value() -> None:
+    from transformers import AutoModelForTokenClassification
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(AutoModelForTokenClassification.from_config(_model("Qwen2").config).double())
+    use_shared_prompt_attention(models[1], "use_prefix_sharing")
+    input_ids = torch.tensor([[5, 6, 7, 8, 1, 2, 3], [5, 6, 7, 8, 2, 1, 0], [5, 6, 7, 8, 3, 3, 3]])
+    mask = torch.tensor([[False] * 4 + [True] * 3] * 3)
+    wanted = ResponseModel(models[0])(row_layout(input_ids, mask), ("values",))["values"]
+    actual = ResponseModel(models[1])(shared_prompt_layout(input_ids, mask), ("values",))["values"]
+    torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-6)
+    assert float(wanted.detach().std()) > 1e-3
+
+
 def test_models_without_full_attention_are_refused() -> None:
     sliding = _model("Qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
     with pytest.raises(ValueError, match=r"use_prefix_sharing: this qwen2 model has layers of type sliding_attention"):

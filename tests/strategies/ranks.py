@@ -44,7 +44,7 @@ class RankPool:
             link.send((store, world_size, function, own))
         answers = []
         for rank, link in enumerate(self._links[:world_size]):
-            assert link.poll(60), f"rank {rank} of {world_size} did not answer {function.__name__} within a minute"
+            assert link.poll(120), f"rank {rank} of {world_size} did not answer {function.__name__} within two minutes"
             answers.append(link.recv())
         for rank, (error, _) in enumerate(answers):
             assert error is None, f"rank {rank} of {world_size}:\n{error}"

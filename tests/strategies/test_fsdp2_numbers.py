@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,7 @@ def test_separate_units_for_embeddings_and_output(run_ranks: RunRanks, untied_mo
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_value_model_starts_at_zero_and_learns(run_ranks: RunRanks, tied_model: Path, world_size: int) -> None:
     batch = make_batch()
-    role = make_role(tied_model)
+    role = make_role(tied_model, training={"adam_epsilon": 1e-3})
     parts = split_rows(batch, SPLITS[world_size])
     first = run_ranks(world_size, cases.train, role, parts, 1, None, True)
     assert all(not result["outputs"]["values"].any() for result in first)
@@ -209,6 +210,8 @@ def test_value_model_starts_at_zero_and_learns(run_ranks: RunRanks, tied_model: 
     later = run_ranks(world_size, cases.train, role, parts, 3, None, True)
     values = torch.cat([result["outputs"]["values"] for result in later])
     assert torch.equal(values != 0, batch["response_mask"])
+    shared = run_ranks(world_size, cases.train, replace(role, use_prefix_sharing=True), parts, 3, None, True)
+    torch.testing.assert_close(torch.cat([result["outputs"]["values"] for result in shared]), values, rtol=0, atol=1e-5)
 
 
 def test_frozen_modules_do_not_change(run_ranks: RunRanks, tied_model: Path) -> None:

@@ -55,6 +55,8 @@ class Fsdp2InferStrategy(ModelStrategy):
 
     def _build(self, storage_dtype: torch.dtype) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        seed = self.role.training_args.seed
+        torch.manual_seed((self.seed if seed is None else seed) + self.rank)
         self.mesh = build_mesh(self.device.type, self.world_size, self.config.fsdp_size)
         language_model = build_model(self.role.model_args, self.head.value, storage_dtype)
         if self.role.use_prefix_sharing:
