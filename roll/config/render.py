@@ -47,6 +47,7 @@ def role_table(plan: Plan) -> Table:
     for role in plan.roles.values():
         placed = ["●" if device in role.device_mapping else "·" for device in devices]
         cells = placed if as_dots else [compact(role.device_mapping)]
+        does = role.strategy_name or role.worker_cls or ""
         texts = (role.name, does, workers(role), *cells, ", ".join(role.colocated_with))
         table.add_row(*map(Text, texts))
     return table
