@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,8 @@ SYSTEM_CONFIG: Mapping[str, Any] = {
     "enable_metrics_collection": False,
     "event_stats": False,
     "task_events_report_interval_ms": 0,
+    # After a driver was killed outright, Ray's helper processes look this many seconds for the head that died with it.
+    "gcs_rpc_server_reconnect_timeout_s": 10,
 }
 
 
@@ -74,7 +77,6 @@ def start_node(options: NodeOptions, temp_dir: Path) -> Node:
     Raises:
         RuntimeError: Ray did not come up; its logs are under ``temp_dir``.
     """
-    ray._private.ray_constants.ENABLE_RAY_CLUSTER = options.address != LOOPBACK
     store_bytes, store_dir = object_store(options.object_store_bytes, temp_dir)
     is_head = options.gcs_address is None
     # Ray annotates dashboard_port as a bool and include_log_monitor as a str; it uses a number and a bool.
@@ -110,6 +112,7 @@ def connect(address: str, node_ip: str | None, runtime_env: Mapping[str, Any] | 
     # Ray prints its notices of dead workers to the driver's standard output, through a progress bar and ahead of the
     # diagnosis that the failed call gives; the log keeps them.
     ray._private.worker.print_to_stdstream = _log_notice
+    _allow_loopback(address)
     ray.init(
         address=address,
         _node_ip_address=node_ip,
@@ -117,6 +120,24 @@ def connect(address: str, node_ip: str | None, runtime_env: Mapping[str, Any] | 
         logging_level=logging.WARNING,
         runtime_env=dict(runtime_env) if runtime_env else None,
     )
+
+
+def _allow_loopback(address: str) -> None:
+    """Keep Ray from exchanging a loopback address for the host's outward one if the cluster is not there."""
+    host, _, port = address.rpartition(":")
+    if host in (LOOPBACK, "localhost"):
+        ray._private.ray_constants.ENABLE_RAY_CLUSTER = True
+        outward = ray.util.get_node_ip_address()
+        ray._private.ray_constants.ENABLE_RAY_CLUSTER = outward != LOOPBACK and reachable(outward, int(port))
+
+
+def reachable(host: str, port: int) -> bool:
+    """Whether something listens at this address."""
+    try:
+        with socket.create_connection((host, port), timeout=2.0):
+            return True
+    except OSError:
+        return False
 
 
 def _log_notice(data: Mapping[str, Any], ignore_prefix: bool) -> None:

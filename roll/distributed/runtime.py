@@ -21,7 +21,7 @@ import ray
 
 from roll.distributed.environment import NodeEnvironment
 from roll.distributed.processes import MARK_ENV, end_marked
-from roll.distributed.ray_node import LOOPBACK, NodeOptions, connect, reload_auth, start_node
+from roll.distributed.ray_node import LOOPBACK, NodeOptions, connect, reachable, reload_auth, start_node
 from roll.distributed.session_dir import session_dir
 from roll.distributed.worker_logs import LOG_DIR_ENV
 from roll.platforms import current_platform
@@ -65,6 +65,8 @@ class RayRuntime:
     owned: bool
     """False for a cluster that ran before and goes on afterwards."""
     log_dir: Path | None
+    mark: str
+    """What ``ROLL_RUN_MARK`` is in the environment of every process of the run."""
 
 
 @contextlib.contextmanager
@@ -107,7 +109,7 @@ def ray_runtime(
     with _private_auth(nodes), _environment({**DRIVER_SETTINGS, **exported}), _orderly_end(mark):
         if nodes.ray_address is not None:
             with _connected(nodes.ray_address, None, inherited):
-                yield RayRuntime(nodes.ray_address, owned=False, log_dir=log_dir)
+                yield RayRuntime(nodes.ray_address, owned=False, log_dir=log_dir, mark=mark)
             return
         options = _node_options(nodes, num_devices_per_node, object_store_bytes)
         if nodes.rank > 0:
@@ -116,7 +118,7 @@ def ray_runtime(
         told = inherited if nodes.world_size > 1 else None
         with _own_node(options, inherited) as node, _connected(node.address, options.address, told):
             _wait_for_nodes(nodes.world_size, num_nodes, join_timeout)
-            yield RayRuntime(node.address, owned=True, log_dir=log_dir)
+            yield RayRuntime(node.address, owned=True, log_dir=log_dir, mark=mark)
 
 
 def _node_options(nodes: NodeEnvironment, num_devices: int, object_store_bytes: int | None) -> NodeOptions:
@@ -169,9 +171,8 @@ def _serve(options: NodeOptions, inherited: Mapping[str, str], join_timeout: flo
     """Be a node of somebody else's run until its head is gone."""
     assert options.gcs_address is not None
     host, _, port = options.gcs_address.rpartition(":")
-    head = (host, int(port))
     give_up = time.monotonic() + join_timeout
-    while not _reachable(head):
+    while not reachable(host, int(port)):
         if time.monotonic() > give_up:
             raise TimeoutError(
                 f"no Ray head at {options.gcs_address} after {join_timeout:g} s: is the command running with RANK=0 on "
@@ -183,18 +184,10 @@ def _serve(options: NodeOptions, inherited: Mapping[str, str], join_timeout: flo
         misses = 0
         while misses < _HEAD_MISSES:
             time.sleep(_HEAD_POLL_SECONDS)
-            misses = 0 if _reachable(head) else misses + 1
+            misses = 0 if reachable(host, int(port)) else misses + 1
             if node.dead_processes():
                 raise RuntimeError(f"Ray's processes on node {options.rank} ended while the head still runs")
     raise SystemExit(0)
-
-
-def _reachable(address: tuple[str, int]) -> bool:
-    try:
-        with socket.create_connection(address, timeout=2.0):
-            return True
-    except OSError:
-        return False
 
 
 def _wait_for_nodes(world_size: int, num_nodes: int, join_timeout: float) -> None:

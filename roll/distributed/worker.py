@@ -104,6 +104,14 @@ class Worker:
         """Bytes in use and at peak (:meth:`roll.platforms.Platform.memory_stats`)."""
         return current_platform().memory_stats()
 
+    @register(Dispatch.ONE_TO_ALL)
+    def peak_memory(self) -> int:
+        """Peak bytes since the last call of this method (or the start of the process)."""
+        platform = current_platform()
+        peak = platform.memory_stats()["peak"]
+        platform.reset_peak_memory()
+        return peak
+
     def close(self) -> None:
         """Hook: free what the worker holds; called once, before its process ends in good order."""
 
