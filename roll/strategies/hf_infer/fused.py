@@ -158,7 +158,7 @@ class _PromptGrid:
         self.num_prompts, self.longest = len(prompts), int(counts.max())
         self._num_tokens = int(counts.sum())
         # Filled up to a few sizes with copies of a token, whose results nobody reads (the engine's _decode says why).
-        filler = round_up(self._num_tokens, 64) - self._num_tokens
+        filler = round_up(self._num_tokens, 16 if self._num_tokens <= 256 else 128) - self._num_tokens
         flat = [token for prompt in prompts for token in prompt] + [prompts[0][0]] * filler
         positions = torch.cat([torch.arange(length) for length in counts.tolist()] + [torch.zeros(filler).long()])
         first_cell = (torch.arange(self.num_prompts) * self.longest).repeat_interleave(counts)
