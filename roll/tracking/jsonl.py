@@ -44,6 +44,9 @@ class JsonlTracker(Tracker):
         for row in rows:
             self._append(f"samples-{name}.jsonl", {"step": step, **row})
 
+    def files(self) -> dict[str, Path]:
+        return {"metrics": self._folder / METRICS_NAME}
+
     def close(self) -> None:
         for file in self._files.values():
             file.close()

@@ -19,7 +19,7 @@ from roll.tracking.logs import STEP_LOGGER
 logger = logging.getLogger(STEP_LOGGER)
 
 _ETA_WINDOW = 20
-"""Steps whose mean duration gives the time left: recent ones, since responses grow and validation comes and goes."""
+"""Updates whose mean duration of a step gives the time left: recent ones, since responses grow and validation comes and goes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ SFT_HEADLINES = (
 
 
 class ProgressReporter:
-    """A context manager; :meth:`update` is called once after every step.
+    """A context manager; :meth:`update` is called after every step, or after every few.
 
     Args:
         total_steps: steps of the whole run.
@@ -94,12 +94,16 @@ class ProgressReporter:
         if self._progress is not None:
             self._progress.stop()
 
-    def update(self, metrics: Mapping[str, float]) -> None:
-        """One more step is done, with these metrics (``time/<phase>`` are shown as phases)."""
+    def update(self, metrics: Mapping[str, float], done: int | None = None) -> None:
+        """``done`` steps of the run are done (None: one more), the last with these metrics.
+
+        ``time/<phase>`` are shown as phases.
+        """
         now = time.perf_counter()
-        self._durations.append(now - self._last)
+        done = self._done + 1 if done is None else done
+        self._durations.append((now - self._last) / max(done - self._done, 1))
         self._last = now
-        self._done += 1
+        self._done = done
         line = self._line(metrics)
         logger.info("step %d/%d  %s", self._done, self._total, line)
         if self._progress is not None and self._task is not None:

@@ -51,6 +51,7 @@ class SwanLabTracker(Tracker):
                 "machine with tracker_kwargs.mode=offline"
             )
         folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
         self._swanlab = swanlab
         self._run = swanlab.init(
             project=project,
@@ -73,6 +74,9 @@ class SwanLabTracker(Tracker):
         texts = ["\n\n".join(f"{column}: {value}" for column, value in row.items()) for row in rows]
         if texts:
             self._run.log({f"samples/{name}": [self._swanlab.Text(text) for text in texts]}, step=step)
+
+    def files(self) -> dict[str, Path]:
+        return {"SwanLab": self._folder}
 
     def close(self) -> None:
         self._run.finish()

@@ -30,6 +30,7 @@ class TensorBoardTracker(Tracker):
     """
 
     def __init__(self, folder: Path, resume_step: int | None = None, flush_secs: int = 10) -> None:
+        self._folder = folder
         self._writer = EventFileWriter(str(folder), flush_secs=flush_secs)
         # A session that starts at step s tells TensorBoard to drop what earlier files hold from step s on.
         first_step = 0 if resume_step is None else resume_step + 1
@@ -51,6 +52,9 @@ class TensorBoardTracker(Tracker):
         )
         value = Summary.Value(tag=f"samples/{name}/text_summary", metadata=metadata, tensor=tensor)
         self._add(Summary(value=[value]), step)
+
+    def files(self) -> dict[str, Path]:
+        return {"TensorBoard": self._folder}
 
     def close(self) -> None:
         self._writer.close()

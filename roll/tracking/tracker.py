@@ -7,6 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,10 @@ class Tracker(ABC):
     def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
         """Record texts of ``step`` under ``name`` (``train``, ``validation``)."""
 
+    def files(self) -> dict[str, Path]:
+        """Where on disk to look, by what it is; empty if nowhere."""
+        return {}
+
     def close(self) -> None:
         """Write out what is still in memory; nothing is logged afterwards."""
 
@@ -46,6 +51,9 @@ class CompositeTracker(Tracker):
     def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
         for tracker in self.trackers:
             tracker.log_samples(name, rows, step)
+
+    def files(self) -> dict[str, Path]:
+        return {kind: path for tracker in self.trackers for kind, path in tracker.files().items()}
 
     def close(self) -> None:
         """Close all, also when one of them fails; the first failure is raised after the last."""

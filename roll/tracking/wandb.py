@@ -53,6 +53,7 @@ class WandbTracker(Tracker):
                 "machine with tracker_kwargs.mode=offline"
             )
         folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
         self._wandb = wandb
         self._run = wandb.init(
             project=project,
@@ -78,6 +79,9 @@ class WandbTracker(Tracker):
             columns = list(rows[0])
             data = [[_cell(row.get(column)) for column in columns] for row in rows]
             self._run.log({f"samples/{name}": self._wandb.Table(columns=columns, data=data), _STEP: step})
+
+    def files(self) -> dict[str, Path]:
+        return {"Weights & Biases": self._folder}
 
     def close(self) -> None:
         self._run.finish()

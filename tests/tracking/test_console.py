@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,6 +64,15 @@ def test_time_left_follows_recent_steps() -> None:
     for _ in range(8):
         progress.update({})
     assert progress.seconds_left() == 0.0
+
+
+def test_updates_after_every_few_steps(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), ProgressReporter(10, console=Console(file=io.StringIO())) as progress:
+        time.sleep(0.1)
+        progress.update({}, done=5)
+    assert "step 5/10" in caplog.messages[0]
+    # Five steps in 0.1 s: as much again for the other five.
+    assert 0.1 <= progress.seconds_left() < 0.3
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,10 @@ def test_build_always_keeps_the_runs_own_record(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out == "step 3  a=1.235e+04 b=0.5\nstep 3  train sample  prompt='two\\nlines'\n"
     assert read_metrics(tmp_path / "logs" / METRICS_NAME)[0]["b"] == 0.5
     assert set(curves(tmp_path / "logs" / "tensorboard")) == {"a", "b"}
+    assert tracker.files() == {
+        "metrics": tmp_path / "logs" / METRICS_NAME,
+        "TensorBoard": tmp_path / "logs" / "tensorboard",
+    }
 
 
 def test_log_dir_of_the_yaml_gets_the_experiments_name(tmp_path: Path) -> None:
