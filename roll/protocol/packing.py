@@ -4,7 +4,8 @@ A per-token column (B, L, ...) of a right- or left-padded batch is constant outs
 that constant and those spans and keeps the tokens inside, one after another (the *payload*); unpacking restores every
 bit, with one exception: padding of zeros comes back as 0.0 where it was -0.0, which ``values * mask`` makes of negative
 values.  Whatever is constant inside its spans too (most masks) costs only the spans, columns share spans where they
-can, and int64 is narrowed to the smallest integer that holds its values.
+can, and what is left of int64 is narrowed to the smallest integer that holds its values.  A column with hardly any
+padding is left as it is: readers then see it without a copy.
 
 Everything works on numpy arrays of integers as wide as the column's dtype (its *bits*), since numpy has no bfloat16.
 """
@@ -95,7 +96,7 @@ class Packed(PackedColumn):
 
     Attributes:
         dtype, shape: of the tensor.
-        payload: bits inside the spans, (total, ...), or of the whole column where there are no spans; maybe narrowed.
+        payload: bits inside the spans, (total, ...), maybe narrowed, or of the whole column where there are no spans.
             One int: the same bits everywhere inside.
         spans: None if the column is kept whole.
         padding: bits outside the spans.
@@ -114,15 +115,13 @@ class Packed(PackedColumn):
             by_token = whole.reshape(self.shape[0] * self.shape[1], *self.shape[2:])
             by_token[self.spans.index] = self.payload
         elif isinstance(self.payload, np.ndarray):
-            whole = self.payload.astype(bits)
+            whole = self.payload.copy()
         else:
             whole = _filled(self.shape, self.payload, bits)
         return torch.from_numpy(whole).view(self.dtype)
 
     def peek(self) -> torch.Tensor | None:
         if self.spans is not None or not isinstance(self.payload, np.ndarray):
-            return None
-        if self.payload.dtype != _BITS[self.dtype.itemsize][1]:
             return None
         return tensor_over(self.payload).view(self.dtype)
 
@@ -175,7 +174,7 @@ class _Packer:
             return Packed(tensor.dtype, tensor.shape, bits)
         found = self._find_spans(bits, tensor.dtype)
         if found is None:
-            return Packed(tensor.dtype, tensor.shape, _shrunk(bits, tensor.dtype))
+            return Packed(tensor.dtype, tensor.shape, _one_value(bits))
         own, padding = found
         if not own.total:
             return Packed(tensor.dtype, tensor.shape, padding)
@@ -185,8 +184,12 @@ class _Packer:
         spans = next((other for other in self._known if other.covers(own, slack)), own)
         if spans is own:
             self._known.append(own)
+        if tensor.dtype == torch.bool and _fills(bits, own, padding):
+            return Packed(tensor.dtype, tensor.shape, 1 - padding, spans, padding)
         by_token = bits.reshape(bits.shape[0] * bits.shape[1], *bits.shape[2:])
-        payload = _shrunk(by_token.take(spans.index, axis=0), tensor.dtype)
+        payload = _one_value(by_token.take(spans.index, axis=0))
+        if tensor.dtype == torch.int64 and isinstance(payload, np.ndarray):
+            payload = _narrowed(payload)
         return Packed(tensor.dtype, tensor.shape, payload, spans, padding)
 
     def _find_spans(self, bits: np.ndarray, dtype: torch.dtype) -> tuple[Spans, int] | None:
@@ -247,16 +250,27 @@ def _padding_candidates(flat: np.ndarray, signed_zeros: bool) -> list[int]:
     return candidates
 
 
-def _shrunk(values: np.ndarray, dtype: torch.dtype) -> np.ndarray | int:
-    """One int if all values are equal, fewer bytes each if that loses nothing, else the values themselves."""
+def _fills(mask: np.ndarray, spans: Spans, padding: int) -> bool:
+    """True if a mask (uint8, 0 or 1) has no ``padding`` inside its spans; cheaper than looking inside them."""
+    ones = spans.total * (mask.size // (mask.shape[0] * mask.shape[1]))
+    return np.count_nonzero(mask) == (mask.size - ones if padding else ones)
+
+
+def _one_value(values: np.ndarray) -> np.ndarray | int:
+    """An int if all values are equal, else the values."""
     flat = values.reshape(-1)
     first = flat[0]
     # Two samples spare most columns that are not constant the full comparison.
     if first == flat[-1] and first == flat[len(flat) // 2] and (flat == first).all():
         return int(first)
-    if dtype != torch.int64 or len(flat) < _MIN_NARROW:
+    return values
+
+
+def _narrowed(values: np.ndarray) -> np.ndarray:
+    """The values in the smallest integer type that holds them all."""
+    if values.size < _MIN_NARROW:
         return values
-    low, high = int(flat.min()), int(flat.max())
+    low, high = int(values.min()), int(values.max())
     for narrow, smallest, largest in _NARROW:
         if smallest <= low and high <= largest:
             return values.astype(narrow)
