@@ -63,6 +63,7 @@ def contestants(steps: int, folder: Path, model: Path, extra: list[str]) -> list
             *(sys.executable, str(ROOT / "examples/start_rlvr_pipeline.py")),
             *("--config_path", str(ROOT / "examples/tiny"), "--config_name", "rlvr_config"),
             *(f"max_steps={steps}", f"output_dir={output}", f"pretrain={model}", "eval_steps=0", "track_with=[jsonl]"),
+            "use_kl_loss=false",
             *overrides,
             *extra,
         ]

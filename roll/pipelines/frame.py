@@ -5,30 +5,58 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from roll.checkpoint import Checkpoint, CheckpointManager
 from roll.checkpoint.state import load_state, save_state
 from roll.config.loader import LoadedConfig
+from roll.config.masking import masked
 from roll.distributed import Cluster, ResourceManager, ray_runtime
+from roll.pipelines.samples import write_samples
 from roll.protocol.metrics import Metrics, merge_metrics, to_floats
-from roll.tracking.jsonl import JsonlTracker
+from roll.tracking import (
+    LOG_NAME,
+    METRICS_NAME,
+    RLVR_HEADLINES,
+    SFT_HEADLINES,
+    PhaseTimer,
+    ProgressReporter,
+    RunSummary,
+    SampleTable,
+    TrackedRun,
+    build_trackers,
+    setup_logging,
+)
+from roll.tracking.plots import RLVR_PANELS, SFT_PANELS, plot_run
 
 logger = logging.getLogger(__name__)
 
+STATE_FOLDER = "pipeline"
+RESOLVED_CONFIG = "config.yaml"
+PLOT = "curves.png"
+SHOWN_SAMPLES = 8
+
 
 class RunFrame:
-    """What a run needs besides its algorithm. Metrics of a step are collected by :meth:`record` and written by
-    :meth:`end_step`."""
+    """What a run needs besides its algorithm.
+
+    The metrics of a step are collected by :meth:`record` and written by :meth:`end_step`; phases are timed by
+    :meth:`phase`.  Steps are counted from 0; "after n steps" is checkpoint n and validation n.
+    """
 
     def __init__(self, loaded: LoadedConfig[Any]) -> None:
         self.config, self.plan = loaded.config, loaded.plan
         self._loaded = loaded
         self._clusters: list[Cluster] = []
         self._recorded: list[Metrics] = []
-        self._times: dict[str, float] = {}
+        self._validations: dict[int, dict[str, float]] = {}
+        self._began = time.perf_counter()
+        self._timer = PhaseTimer(self._peak_memory if self.config.memory_steps else None)
+        self._measures_memory = False
         upload = self.config.checkpoint_config
         self._checkpoints = CheckpointManager(
             self.plan.checkpoint_dir,
@@ -39,68 +67,158 @@ class RunFrame:
         )
         self._resume = self._checkpoints.resolve(self.config.resume_from_checkpoint)
 
+    # Start and end
+
     @contextmanager
     def running(self) -> Iterator[ResourceManager]:
-        self._tracker = JsonlTracker(self.plan.log_dir / "metrics.jsonl")
-        with ray_runtime(
-            self.plan.num_devices_per_node, self.plan.num_nodes, self.config.system_envs, self.plan.log_dir / "workers"
-        ):
+        """Logs, trackers and Ray for the length of a run; whatever was started is stopped again, however it ends."""
+        log_dir = self.plan.log_dir
+        setup_logging(log_dir)
+        self._write_config()
+        with ExitStack() as stack:
+            self._tracker = build_trackers(self.config.track_with, self.config.tracker_kwargs, self._tracked_run())
+            stack.callback(self._tracker.close)
+            stack.callback(self._checkpoints.close)
+            stack.enter_context(
+                ray_runtime(
+                    self.plan.num_devices_per_node,
+                    self.plan.num_nodes,
+                    self.config.system_envs,
+                    log_dir / "workers",
+                )
+            )
             resources = ResourceManager(self.plan.num_devices_per_node, self.plan.num_nodes)
             try:
                 yield resources
             except BaseException:
-                for cluster in self._clusters:
-                    cluster.shutdown(graceful=False)
+                # A rank that hangs would not take part in an orderly end.
+                self._shut_down(graceful=False)
                 raise
-            for cluster in self._clusters:
-                cluster.shutdown()
-        self._tracker.close()
+            self._shut_down(graceful=True)
+
+    def _shut_down(self, graceful: bool) -> None:
+        for cluster in self._clusters:
+            cluster.shutdown(graceful=graceful)
+
+    def _tracked_run(self) -> TrackedRun:
+        return TrackedRun(
+            log_dir=self.plan.log_dir,
+            exp_name=self.plan.exp_name,
+            config=masked(self._loaded.resolved),
+            resume_step=None if self._resume is None else self._resume.step - 1,
+        )
+
+    def _write_config(self) -> None:
+        for warning in self._loaded.warnings:
+            logger.warning("%s", warning)
+        text = yaml.safe_dump(masked(self._loaded.resolved), sort_keys=False, allow_unicode=True)
+        self.plan.output_dir.mkdir(parents=True, exist_ok=True)
+        (self.plan.output_dir / RESOLVED_CONFIG).write_text(text, encoding="utf-8")
 
     def watch(self, clusters: Sequence[Cluster]) -> None:
+        """Clusters to shut down at the end, and to ask for their peak memory."""
         self._clusters += clusters
 
-    def steps(self, first: int, end: int) -> Iterator[int]:
-        for step in range(first, end):
-            self._step_began = time.perf_counter()
-            yield step
+    def finish(self, steps: int) -> None:
+        """Draw the curves and show what came of the run."""
+        is_sft = self.plan.pipeline == "sft"
+        plot = self.plan.output_dir / PLOT
+        plot_run(
+            self.plan.log_dir / METRICS_NAME, plot, self.plan.exp_name, SFT_PANELS if is_sft else RLVR_PANELS
+        )
+        files = {"log": self.plan.log_dir / LOG_NAME, "metrics": self.plan.log_dir / METRICS_NAME, "curves": plot}
+        tensorboard = self.plan.log_dir / "tensorboard"
+        if tensorboard.is_dir():
+            files["TensorBoard"] = tensorboard
+        validations = sorted(self._validations)
+        RunSummary(
+            title=self.plan.exp_name,
+            before=self._validations[validations[0]] if len(validations) > 1 else {},
+            after=self._validations[validations[-1]] if validations else {},
+            seconds=time.perf_counter() - self._began,
+            steps=steps,
+            files=files,
+        ).show()
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self._times[f"time/{name}"] = time.perf_counter() - began
+    # Steps, phases, metrics
+
+    def steps(self, first: int, end: int) -> Iterator[int]:
+        """The steps still to be done, with progress shown."""
+        headlines = SFT_HEADLINES if self.plan.pipeline == "sft" else RLVR_HEADLINES
+        with ProgressReporter(end, headlines, first_step=first) as self._progress:
+            for step in range(first, end):
+                self._step_began = time.perf_counter()
+                self._measures_memory = bool(self.config.memory_steps) and step % self.config.memory_steps == 0
+                yield step
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Time the block as ``time/<name>``."""
+        return self._timer.phase(name)
 
     def record(self, metrics: Metrics) -> None:
+        """Metrics of the current step."""
         self._recorded.append(metrics)
 
     def end_step(self, step: int) -> None:
-        m = to_floats(merge_metrics(self._recorded)) | self._times
-        m["time/step_total"] = time.perf_counter() - self._step_began
-        self._tracker.log(m, step)
-        keys = ("critic/score/mean", "token/response_length/mean", "sft_train/loss", "time/step_total", "time/step_generate", "time/step_train", "time/step_model_update")
-        if step % 10 == 0 or "critic/score/mean" in m: print(step, {k: round(m[k], 3) for k in keys if k in m}, flush=True)
-        self._recorded, self._times = [], {}
+        """Write what was recorded since the last step."""
+        seconds = time.perf_counter() - self._step_began
+        metrics = to_floats(merge_metrics(self._recorded)) | self._timer.pop()
+        metrics |= {"time/step_total": seconds, "system/global_step": float(step)}
+        if "system/tokens" in metrics:
+            metrics["system/tps"] = metrics["system/tokens"] / seconds
+        self._recorded = []
+        is_logged = step % self.config.logging_steps == 0
+        if is_logged:
+            self._tracker.log(metrics, step)
+        self._progress.update(metrics, log=is_logged)
 
-    def dump_samples(self, name: str, step: int, table: Callable[[], Any]) -> None:
-        pass
+    def record_validation(self, metrics: Mapping[str, float], steps_done: int) -> None:
+        """Metrics of a validation after ``steps_done`` steps."""
+        self._validations[steps_done] = dict(metrics)
+        self._tracker.log(metrics, steps_done)
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in metrics.items() if name.count("/") == 2)
+        logger.info("validation after %d steps: %s", steps_done, shown)
 
-    def record_validation(self, metrics: Mapping[str, float], step: int) -> None:
-        print("VAL", step, {k: round(v, 3) for k, v in metrics.items()}, flush=True)
+    def dump_samples(self, name: str, step: int, table: Callable[[], SampleTable]) -> None:
+        """Write a step's samples where ``rollout_dump_dir`` asks for them; a few of each validation go to the trackers."""
+        if self.plan.dump_dir is not None:
+            write_samples(self.plan.dump_dir / f"{name}-{step:06d}.jsonl", table())
+        if name == "validation":
+            self._tracker.log_samples(name, list(table())[:SHOWN_SAMPLES], step)
+
+    def _peak_memory(self) -> dict[str, float]:
+        """Peak bytes of the worker that used most, by role, since the last call; nothing in steps that do not measure,
+        since asking every worker at every phase would cost more than a small step."""
+        if not self._measures_memory:
+            return {}
+        calls = [(cluster.name, cluster.peak_memory(blocking=False)) for cluster in self._clusters]
+        return {name: float(max(call.result())) for name, call in calls}
+
+    # Checkpoints
 
     def is_save_due(self, step: int) -> bool:
+        """True when a checkpoint follows step ``step``."""
         return bool(self.plan.save_steps) and (step + 1) % self.plan.save_steps == 0
 
     @contextmanager
-    def writing_checkpoint(self, step: int, state: Mapping[str, Any]) -> Iterator[Path]:
-        with self._checkpoints.writing(step) as path:
+    def writing_checkpoint(self, steps_done: int, state: Mapping[str, Any]) -> Iterator[Path]:
+        """A folder for the roles to write into; it becomes a checkpoint, with ``state``, when the block ends well."""
+        with self._timer.phase("save"), self._checkpoints.writing(steps_done) as path:
             yield path
-            save_state(path / "pipeline", state)
+            save_state(path / STATE_FOLDER, dict(state) | {"validations": self._validation_state()})
+
+    def _validation_state(self) -> dict[str, dict[str, float]]:
+        return {str(steps): metrics for steps, metrics in self._validations.items()}
 
     def checkpoint_to_resume(self) -> Checkpoint | None:
+        """The checkpoint that ``resume_from_checkpoint`` asks for, if there is one."""
+        if self._resume is not None:
+            self._checkpoints.set_aside_after(self._resume.step)
+            logger.info("continuing from %s", self._resume.path)
         return self._resume
 
     def load_state(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        return load_state(checkpoint.role("pipeline"))
-
-    def finish(self, steps: int) -> None:
-        pass
+        """The state that :meth:`writing_checkpoint` was given."""
+        state = load_state(checkpoint.role(STATE_FOLDER))
+        self._validations = {int(steps): metrics for steps, metrics in state["validations"].items()}
+        return state

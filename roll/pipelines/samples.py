@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from roll.rollout.groups import SampleGroup
+from roll.tracking import SampleTable
 
 
 def sample_table(groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:
@@ -29,3 +32,11 @@ def sample_table(groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:
             zip(group.finished.texts, group.rewards, group.finished.finish_reasons, group.finished.lengths, strict=True)
         )
     ]
+
+
+def write_samples(file: Path, rows: SampleTable) -> None:
+    """One JSON object a line."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w", encoding="utf-8") as out:
+        for row in rows:
+            out.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")

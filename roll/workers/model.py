@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from roll.distributed import Dispatch, Worker, register
-from roll.platforms import current_platform
 from roll.protocol import DataProto
 from roll.protocol.rank import RankInfo
 from roll.strategies.base import ModelHead, ModelStrategy, Output, StateKind
@@ -56,12 +54,3 @@ class ModelWorker(Worker):
     def save_hf(self, path: str) -> None:
         """Collective. Write the model in Hugging Face format to ``path``."""
         self.strategy.save_hf(Path(path))
-
-    @register(Dispatch.ONE_TO_ALL)
-    def peak_memory(self) -> dict[str, Any]:
-        """The platform's peak figures since the last call, in bytes."""
-        platform = current_platform()
-        stats = platform.memory_stats()
-        platform.reset_peak_memory()
-        return dict(stats)
-

@@ -84,11 +84,14 @@ class RolloutPhase:
 
 def _rollout_metrics(result: RolloutResult, busy_seconds: float) -> Metrics:
     tokens = float(sum(group.finished.lengths.sum() for group in result.groups))
+    prompt_tokens = sum(len(group.prompt.token_ids) * group.num_samples for group in result.groups)
     return {
         "scheduler/collect_query_count": Mean(result.num_drawn),
         "scheduler/query_use_count": Mean(len(result.groups)),
         "scheduler/filtered_query_count": Mean(result.num_filtered),
         "scheduler/aborted_query_count": Mean(result.num_aborted),
+        "system/samples": Mean(sum(group.num_samples for group in result.groups)),
+        "system/tokens": Mean(tokens + prompt_tokens),
         "system/actor_infer/response/tps_dp": Mean(tokens / busy_seconds if busy_seconds else 0.0),
     }
 
