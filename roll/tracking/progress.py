@@ -19,7 +19,7 @@ from roll.tracking.logs import STEP_LOGGER
 logger = logging.getLogger(STEP_LOGGER)
 
 _ETA_WINDOW = 20
-"""Updates whose mean duration of a step gives the time left: recent ones, since responses grow and validation comes and goes."""
+"""Updates whose mean duration of a step gives the time left: recent ones, since responses grow in training."""
 
 
 @dataclass(frozen=True, slots=True)
