@@ -149,10 +149,11 @@ def test_rows_with_nothing_to_learn_give_no_gradient(run_ranks: RunRanks, tied_m
         assert all(bool(weight.isfinite().all()) for weight in result["weights"].values())
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_bf16_computes_in_bf16_and_keeps_float32_weights(
-    run_ranks: RunRanks, tied_model: Path, expected: dict[str, Any]
+    run_ranks: RunRanks, tied_model: Path, expected: dict[str, Any], world_size: int
 ) -> None:
-    results = train(run_ranks, make_role(tied_model, dtype="bf16"), 2)
+    results = train(run_ranks, make_role(tied_model, dtype="bf16"), world_size)
     assert results[0]["dtypes"] == {"torch.float32"}
     log_probs = torch.cat([result["outputs"]["log_probs"] for result in results])
     difference = (log_probs - expected["outputs"]["log_probs"]).abs().max()
