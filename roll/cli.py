@@ -14,10 +14,12 @@ from typing import Any
 from rich.console import Console
 
 from roll.config.cli_args import parse_launcher_args
-from roll.config.errors import ConfigError
+from roll.config.errors import ConfigError, Problem
 from roll.config.loader import PIPELINES, LoadedConfig, load_config
 from roll.config.masking import dump_yaml
 from roll.config.render import render_plan
+from roll.config.rlvr import RLVRConfig
+from roll.config.sources import shown
 
 EXIT_CONFIG = 2
 """Exit status of a configuration that cannot be run."""
@@ -38,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.overrides += rest
     try:
         if arguments.command == "run":
-            return run(load_config(None, arguments.config, None, arguments.overrides))
+            loaded: LoadedConfig[Any] = load_config(None, arguments.config, None, arguments.overrides)
+            check_rewards(loaded)
+            return run(loaded)
         return check(arguments)
     except ConfigError as error:
         return refuse(error)
@@ -51,6 +55,7 @@ def launch(pipeline: str, default_path: str, default_name: str, argv: Sequence[s
         loaded: LoadedConfig[Any] = load_config(
             PIPELINES[pipeline], arguments.config_path, arguments.config_name, arguments.overrides
         )
+        check_rewards(loaded)
     except ConfigError as error:
         sys.exit(refuse(error))
     sys.exit(run(loaded))
@@ -69,11 +74,34 @@ def check(arguments: argparse.Namespace) -> int:
     loaded: LoadedConfig[Any] = load_config(
         None, arguments.config, None, arguments.overrides, check_files=not arguments.skip_files
     )
+    check_rewards(loaded)
     if arguments.resolved:
         sys.stdout.write(dump_yaml(loaded.resolved))
     else:
         render_plan(loaded, Console(emoji=False))
     return 0
+
+
+def check_rewards(loaded: LoadedConfig[Any]) -> None:
+    """Build each domain's reward once, so that a wrong ``reward_kwargs`` is found before anything starts.
+
+    Raises:
+        ConfigError: a reward that cannot be built, or an option that it does not have.
+    """
+    if not isinstance(loaded.config, RLVRConfig):
+        return
+    from roll.rewards import RewardOptionError, build_reward
+    from roll.rewards.policy import reward_options
+
+    problems = []
+    for name, section in loaded.config.rewards.items():
+        try:
+            build_reward(*reward_options(name, section)).close()
+        except RewardOptionError as error:
+            key, value = f"rewards.{name}.reward_kwargs", section.reward_kwargs
+            problems.append(Problem(key, value, str(error), source=shown(loaded.source), has_value=bool(value)))
+    if problems:
+        raise ConfigError(problems)
 
 
 def refuse(error: ConfigError) -> int:

@@ -5,6 +5,7 @@ A check is silent about keys that were wrong by themselves already, so that one 
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,26 @@ def check_model(config: RLVRConfig | SFTConfig, name: str, role: WorkerConfig, c
             checks.add(key, path, "no such folder")
         elif not (folder / "config.json").is_file():
             checks.add(key, path, "is not a model folder: it has no config.json")
+
+
+def longest_position(path: str | None) -> int | None:
+    """``max_position_embeddings`` of a model in a local folder, where it says so."""
+    file = Path(path or "").expanduser() / "config.json"
+    if path is None or not file.is_file():
+        return None
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return None
+    positions = config.get("max_position_embeddings") if isinstance(config, dict) else None
+    return positions if isinstance(positions, int) else None
+
+
+def note_positions(key: str, path: str | None, length: int, checks: Checks) -> None:
+    """A sequence longer than what the model was made for."""
+    positions = longest_position(path)
+    if positions is not None and length > positions:
+        checks.note(key, f"sequences of {length} tokens are longer than the model's {positions} positions ({path})")
 
 
 def looks_like_folder(path: str) -> bool:

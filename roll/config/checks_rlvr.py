@@ -13,6 +13,7 @@ from roll.config.checks import (
     check_roles,
     check_schedule,
     note_engine_length,
+    note_positions,
 )
 from roll.config.names import (
     FILTER_ARGUMENTS,
@@ -22,7 +23,7 @@ from roll.config.names import (
     PUBLISHED_REWARDS,
     REWARDS,
 )
-from roll.config.planning import lengths, needs_critic, needs_reference, rlvr_training_plans
+from roll.config.planning import lengths, model_path, needs_critic, needs_reference, rlvr_training_plans
 from roll.config.rewards import FilterConfig, RewardConfig
 from roll.config.rlvr import RLVRConfig
 from roll.config.schema import DOTTED_PATH, closest
@@ -37,7 +38,9 @@ def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
     check_lengths(config, checks)
     if not checks.broken("prompt_length", "response_length", "sequence_length"):
         prompt = max(config.prompt_length, config.val_prompt_length or 0)
-        note_engine_length(options, prompt, max(lengths(config)[1], config.val_sequence_length or 0), checks)
+        longest = max(lengths(config)[1], config.val_sequence_length or 0)
+        note_engine_length(options, prompt, longest, checks)
+        note_positions("pretrain", model_path(config, "actor_train", config.actor_train), longest, checks)
     check_batches(config, checks)
     check_rewards(config, checks)
     check_data(config, checks)

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from roll.config.checks import Checks, check_columns, check_data_files, check_resume, check_roles, check_schedule
+from roll.config.checks import (
+    Checks,
+    check_columns,
+    check_data_files,
+    check_resume,
+    check_roles,
+    check_schedule,
+    note_positions,
+)
+from roll.config.planning import model_path
 from roll.config.sft import SFTConfig
 
 
@@ -18,3 +27,5 @@ def check_sft(config: SFTConfig, checks: Checks) -> None:
         checks.missing("prompt_key", "goes with query_key: the column that it is appended to", "instruction")
     check_schedule("sft_train", config.sft_train, config.max_steps, checks)
     check_resume(config, checks)
+    path = model_path(config, "sft_train", config.sft_train)
+    note_positions("sequence_length", path, config.sequence_length, checks)

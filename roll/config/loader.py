@@ -23,7 +23,7 @@ from roll.config.schema import SchemaReader, build, closest, known_keys
 from roll.config.sft import SFTConfig
 
 C = TypeVar("C", RLVRConfig, SFTConfig)
-EXTENSIONS = (".yaml", ".yml")
+EXTENSION = ".yaml"
 
 PIPELINES: dict[str, type[RLVRConfig] | type[SFTConfig]] = {"rlvr": RLVRConfig, "sft": SFTConfig}
 MARKS = {
@@ -177,12 +177,14 @@ def find_file(config_path: Path, config_name: str | None) -> Path:
     names = [config_path] if config_name is None else [config_path / config_name]
     candidates = [root / name for root in roots for name in names]
     for candidate in candidates:
-        for file in (candidate, *(candidate.with_name(candidate.name + extension) for extension in EXTENSIONS)):
-            if file.is_file() and file.suffix in EXTENSIONS:
+        for file in (candidate, candidate.with_name(candidate.name + EXTENSION)):
+            if file.is_file() and file.suffix == EXTENSION:
                 return file
+            if file.is_file():
+                raise ConfigError([Problem("(file)", str(file), "must be a file that ends in .yaml")])
     shown = config_path if config_name is None else config_path / config_name
     near = [folder for folder in dict.fromkeys(candidate.parent for candidate in candidates) if folder.is_dir()]
-    there = sorted({file.name for folder in near for file in folder.iterdir() if file.suffix in EXTENSIONS})
+    there = sorted({file.name for folder in near for file in folder.iterdir() if file.suffix == EXTENSION})
     rule = "no such file, neither from the working directory nor from examples/"
     listing = f"; there is {', '.join(there)}" if there else ""
     key = "(file)" if config_name is None else "--config_path and --config_name"

@@ -245,6 +245,8 @@ def _convert_union(value: Any, options: tuple[Any, ...]) -> Any:
     plain = [option for option in options if option is not NoneType]
     if NoneType in options and (value is None or (value == "None" and str not in plain)):
         return None
+    if bool in plain and isinstance(value, str) and value.strip().lower() in ("true", "false"):
+        return _convert_bool(value)
     exact = [option for option in plain if option is type(value)]
     failures = []
     for option in exact + [option for option in plain if option not in exact]:

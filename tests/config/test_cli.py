@@ -63,6 +63,16 @@ def test_wrong_configuration_exits_with_2(capsys: pytest.CaptureFixture[str]) ->
     assert cli.main(["run", "nowhere.yaml"]) == 2
 
 
+@pytest.mark.usefixtures("good")
+def test_wrong_options_of_a_reward_are_found_before_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "good.yaml", "--skip-files", "+rewards.math.reward_kwargs.colour=red"]) == 2
+    error = capsys.readouterr().err
+    assert "good.yaml: rewards.math.reward_kwargs" in error and "colour" in error
+    own = "rewards.math.worker_cls=no_such_package.rewards.score"
+    assert cli.main(["check", "good.yaml", "--skip-files", own]) == 2
+    assert "no_such_package" in capsys.readouterr().err
+
+
 def test_resolved_masks_secrets(
     good: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

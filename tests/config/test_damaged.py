@@ -9,7 +9,7 @@ import pytest
 
 from roll.config.errors import ConfigError
 from roll.config.loader import load_config
-from tests.config.good import GONE, GOOD, GOOD_SFT, changed, mistakes
+from tests.config.good import GONE, GOOD, GOOD_SFT, changed, load, mistakes
 
 TRAIN = "actor_train.training_args"
 INFER = "actor_infer.generating_args"
@@ -323,6 +323,22 @@ def test_missing_files_and_models(tmp_path: Path) -> None:
     assert text.count("no such file") == 2
     assert "no such checkpoint folder" in text
     assert mistakes(tmp_path, changed(changes), check_files=False) == ()
+
+
+def test_sequences_longer_than_the_model(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"max_position_embeddings": 200}')
+    changes = {"pretrain": str(tmp_path / "model")}
+    told = [notice.text for notice in load(tmp_path, changed(changes)).warnings if notice.key == "pretrain"]
+    assert len(told) == 1 and "256 tokens are longer than the model's 200 positions" in told[0]
+    told = [notice.text for notice in load(tmp_path, changed(changes, GOOD_SFT)).warnings]
+    assert any("longer than the model's 200" in text for text in told)
+
+
+def test_a_file_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "config.yml").write_text("a: 1")
+    with pytest.raises(ConfigError, match=r"must be a file that ends in \.yaml"):
+        load_config(None, tmp_path / "config.yml")
 
 
 def test_broken_yaml_and_duplicate_keys(tmp_path: Path) -> None:

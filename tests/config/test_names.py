@@ -70,6 +70,12 @@ def test_rewards() -> None:
     assert names.PLANNED_REWARDS == registry._NOT_YET
 
 
+def test_trackers() -> None:
+    from roll.tracking.build import OPTIONS
+
+    assert set(names.TRACKERS) == set(OPTIONS)
+
+
 def test_group_filters() -> None:
     from roll.rollout.filters import FILTERS, build_filter
 
