@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
 
 from roll.tracking.logs import STEP_LOGGER
 
@@ -69,30 +71,20 @@ class ProgressReporter:
         self._headlines = headlines
         self._durations: deque[float] = deque(maxlen=_ETA_WINDOW)
         self._last = time.perf_counter()
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
         console = console or Console(file=sys.stderr)
-        if console.is_terminal:
-            self._progress = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=20),
-                TextColumn("{task.description}"),
-                console=console,
-            )
+        self._bar = _Bar(console, total_steps, first_step) if console.is_terminal else None
 
     def __enter__(self) -> Self:
         self._last = time.perf_counter()
-        if self._progress is not None:
-            self._progress.start()
-            self._task = self._progress.add_task("", total=self._total, completed=self._done)
+        if self._bar is not None:
+            self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        if self._bar is not None:
+            self._bar.stop()
 
     def update(self, metrics: Mapping[str, float], done: int | None = None) -> None:
         """``done`` steps of the run are done (None: one more), the last with these metrics.
@@ -104,10 +96,11 @@ class ProgressReporter:
         self._durations.append((now - self._last) / max(done - self._done, 1))
         self._last = now
         self._done = done
-        line = self._line(metrics)
-        logger.info("step %d/%d  %s", self._done, self._total, line)
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=self._done, description=line)
+        pace = f"{self._durations[-1]:.2f}s a step  {format_seconds(self.seconds_left())} left"
+        numbers = self._numbers(metrics)
+        logger.info("step %d/%d  %s", self._done, self._total, "  ".join((*numbers, pace)))
+        if self._bar is not None:
+            self._bar.show(self._done, pace, "  ".join(numbers))
 
     def seconds_left(self) -> float:
         """Expected time of the steps to come; 0 before the first step."""
@@ -115,7 +108,7 @@ class ProgressReporter:
             return 0.0
         return sum(self._durations) / len(self._durations) * max(self._total - self._done, 0)
 
-    def _line(self, metrics: Mapping[str, float]) -> str:
+    def _numbers(self, metrics: Mapping[str, float]) -> list[str]:
         parts = [
             f"{headline.label} {headline.format.format(metrics[headline.key])}"
             for headline in self._headlines
@@ -128,9 +121,31 @@ class ProgressReporter:
         ]
         if phases:
             parts.append(f"({', '.join(phases)})")
-        parts.append(f"{self._durations[-1]:.2f}s a step")
-        parts.append(f"{format_seconds(self.seconds_left())} left")
-        return "  ".join(parts)
+        return parts
+
+
+class _Bar:
+    """Two lines that stay at the bottom of the terminal: the bar with the time left, and the numbers of the last step.
+
+    Two, because the numbers alone fill a terminal of usual width, and a bar beside them would be squeezed to nothing.
+    """
+
+    def __init__(self, console: Console, total: int, done: int) -> None:
+        self._progress = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), console=console
+        )
+        self._task = self._progress.add_task("", total=total, completed=done)
+        self._live = Live(self._progress, console=console, refresh_per_second=4)
+
+    def start(self) -> None:
+        self._live.start()
+
+    def stop(self) -> None:
+        self._live.stop()
+
+    def show(self, done: int, pace: str, numbers: str) -> None:
+        self._progress.update(self._task, completed=done, description=pace)
+        self._live.update(Group(self._progress, Text(numbers)))
 
 
 def phase_label(metric: str) -> str:
