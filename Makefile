@@ -28,7 +28,7 @@ lint: $(VENV)/.installed-test
 
 docs: $(VENV)/.installed
 	$(PIP) install -c constraints/cpu.txt -e '.[docs]'
-	$(BIN)/mkdocs build --strict --site-dir build/docs
+	$(BIN)/mkdocs build --site-dir build/docs
 
 docker-test:
 	tests/docker/build_and_run.sh
