@@ -41,7 +41,7 @@ def use_shared_prompt_attention(model: PreTrainedModel, key: str) -> None:
     # Unknown to the registry of masks, this name also keeps the model from building a mask.
     model.set_attn_implementation(ATTENTION_NAME)
     # A value model's body has a configuration of its own; none may be left behind, or it would ignore the layout.
-    configs = (module.config for module in model.modules() if hasattr(module, "config"))
+    configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
     assert all(config._attn_implementation == ATTENTION_NAME for config in configs)
 
 
