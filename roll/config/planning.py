@@ -233,10 +233,7 @@ def plan_rlvr(config: RLVRConfig, exp_name: str, written: Written) -> RLVRPlan:
         needs_old_log_probs=needs_old_log_probs(config),
         needs_critic=needs_critic(config),
         pg_variant=pg_variant(config),
-        norm_types=(
-            config.norm_mean_type if written("norm_mean_type") else "auto",
-            config.norm_std_type if written("norm_std_type") else "auto",
-        ),
+        norm_types=(config.norm_mean_type, config.norm_std_type),
     )
 
 

@@ -56,6 +56,12 @@ def test_keys_of_the_actor_win_over_shared_ones(tmp_path: Path) -> None:
     assert rlvr_plan(tmp_path, changes | {"actor_train.pg_variant": "cispo"}).pg_variant == "cispo"
 
 
+def test_normalisation_as_written(tmp_path: Path) -> None:
+    assert rlvr_plan(tmp_path).norm_types == ("auto", "auto")
+    assert rlvr_plan(tmp_path, {"norm_std_type": None}).norm_types == ("auto", None)
+    assert rlvr_plan(tmp_path, {"norm_mean_type": "batch", "norm_std_type": "None"}).norm_types == ("batch", None)
+
+
 def test_placement(tmp_path: Path) -> None:
     changes = {
         "actor_train.device_mapping": [0, 1, 2, 3],
