@@ -16,6 +16,7 @@ from roll.strategies.hf_infer.random_streams import uniforms
 from roll.strategies.hf_infer.rows import RunningRows
 
 _BLOCK = 64  # a row is searched in two stages: over sums of blocks, then inside one block
+_SHORT_ROW = 512  # up to here one sum over the row is as fast
 _CANDIDATES = 1024  # top-p without top-k: sorted this many first, the whole vocabulary only where they do not do
 
 
@@ -182,8 +183,8 @@ def _border(best: torch.Tensor, probs: torch.Tensor, top_p: torch.Tensor) -> tor
 def invert_cumulative(probs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     """The first token whose cumulative probability exceeds ``draws`` times the row's sum; never one of probability 0.
 
-    The row is summed in blocks and their sums are added in float64, so that a vocabulary of 150,000 is searched without
-    the error of a long float32 sum, and only one block is looked at token by token.
+    Long rows are summed in blocks and the sums are added in float64, so that a vocabulary of 150,000 is searched
+    without the error of a long float32 sum, and only one block is looked at token by token.
 
     Args:
         probs: float32 (B, V), not necessarily normalised. draws: float64 (B,), in [0, 1).
@@ -192,6 +193,9 @@ def invert_cumulative(probs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
         int64 (B,).
     """
     batch, vocab_size = probs.shape
+    if vocab_size <= _SHORT_ROW:
+        cumulative = probs.cumsum(-1, dtype=torch.float64)
+        return torch.searchsorted(cumulative, draws[:, None] * cumulative[:, -1:], right=True)[:, 0]
     if vocab_size % _BLOCK:
         probs = torch.nn.functional.pad(probs, (0, _BLOCK - vocab_size % _BLOCK))
     blocks = probs.view(batch, -1, _BLOCK)

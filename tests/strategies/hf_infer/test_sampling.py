@@ -139,10 +139,11 @@ def test_streams_of_neighbouring_seeds_and_samples_are_unrelated() -> None:
 @settings(max_examples=200, deadline=None)
 @given(
     weights=st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1.0)), min_size=1, max_size=200).filter(any),
+    repeats=st.sampled_from([1, 7]),
     draw=st.one_of(st.just(0.0), st.just(1 - 2.0**-53), st.floats(0, 1, exclude_max=True)),
 )
-def test_inverting_the_cumulative_distribution(weights: list[float], draw: float) -> None:
-    probs = torch.tensor([weights], dtype=torch.float32)
+def test_inverting_the_cumulative_distribution(weights: list[float], repeats: int, draw: float) -> None:
+    probs = torch.tensor([weights * repeats], dtype=torch.float32)  # short rows and rows that are summed in blocks
     token = int(invert_cumulative(probs, torch.tensor([draw], dtype=torch.float64)))
     assert probs[0, token] > 0
     cumulative = np.cumsum(probs[0].double().numpy())
