@@ -15,6 +15,7 @@ from roll.algorithms.loss_types import LossInputs, LossOutputs
 from roll.algorithms.metric_builder import MetricBuilder
 from roll.algorithms.policy_registry import options_class_of
 from roll.protocol.metrics import merge_metrics, to_floats
+from tests.algorithms import reference
 from tests.algorithms.reference import Batch, batches, make_batch
 
 # clip_cov and kl_cov choose tokens by their rank within the micro-batch: a documented exception.
@@ -164,6 +165,30 @@ def test_metrics_equal_the_loop(batch: Batch) -> None:
         "actor/valid_samples": batch.mask.any(-1).sum(),
     }
     assert {name: metrics[name] for name in expected} == pytest.approx({k: float(v) for k, v in expected.items()})
+
+
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
+def test_sample_weights_multiply_the_policy_gradient_of_their_row(mode: str) -> None:
+    batch = make_batch(14, 6, 9)
+    options = actor_loss_options({"loss_agg_mode": mode, "rl_loss_coef": 0.5})
+    metrics = to_floats(actor_loss(inputs_of(batch), options, whole(batch)).metrics)
+    ratio = (batch.log_probs - batch.old_log_probs).exp()
+    surrogate = -torch.minimum(ratio * batch.advantages, ratio.clamp(0.8, 1.2) * batch.advantages)
+    weighted = reference.aggregate(surrogate, batch.mask, mode, 10.0, batch.sample_weights)
+    plain = reference.aggregate(surrogate, batch.mask, mode, 10.0, torch.ones(6))
+    assert metrics["actor/pg_loss"] == pytest.approx(plain)
+    assert metrics["actor/weighted_pg_loss"] == metrics["actor/total_loss"] == pytest.approx(0.5 * weighted)
+    assert metrics["actor/sample_weights_max"] == pytest.approx(float(batch.sample_weights.max()))
+
+
+def test_log_ratio_has_no_gradient_outside_the_mask_and_beyond_its_bound() -> None:
+    log_probs = torch.tensor([[-1.0, -2.0, -30.0, -0.5]], requires_grad=True)
+    old = torch.tensor([[-1.5, -1.0, -0.1, -40.0]])
+    mask = torch.tensor([[True, False, True, True]])
+    log_ratio = LossInputs(log_probs, torch.zeros(1, 4), mask, old).log_ratio
+    assert_close(log_ratio, torch.tensor([[0.5, 0.0, -20.0, 20.0]]))
+    (gradient,) = torch.autograd.grad(log_ratio.sum(), log_probs)
+    assert gradient.tolist() == [[1.0, 0.0, 0.0, 0.0]]
 
 
 def test_missing_columns_are_named() -> None:
