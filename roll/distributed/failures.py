@@ -47,7 +47,7 @@ class RemoteError(RuntimeError):
         lines += self._evidence(first)
         others = [report.rank for report in self.reports[1:]]
         if others:
-            lines.append(f"  then also rank {_ranks(others)}: {self.reports[1].error.splitlines()[0][:200]}")
+            lines.append(f"  then also rank {_ranks(others)}: {self.reports[1].error.partition(chr(10))[0][:200]}")
         if self.silent_ranks:
             lines.append(f"  no answer from rank {_ranks(self.silent_ranks)}")
         return "\n".join(lines)

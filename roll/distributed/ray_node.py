@@ -40,8 +40,6 @@ SYSTEM_CONFIG: Mapping[str, Any] = {
     "enable_metrics_collection": False,
     "event_stats": False,
     "task_events_report_interval_ms": 0,
-    # After a driver was killed outright, Ray's helper processes look this many seconds for the head that died with it.
-    "gcs_rpc_server_reconnect_timeout_s": 10,
 }
 
 

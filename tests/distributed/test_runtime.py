@@ -82,17 +82,26 @@ def test_nothing_is_left_running(tmp_path, how, sent, status):
 
 @pytest.mark.e2e
 def test_driver_killed_outright(tmp_path):
-    """kill -9 leaves no time to tidy up; Ray's processes and the workers end by themselves all the same."""
+    """kill -9 leaves no time to tidy up; raylet, workers and their children end by themselves all the same.
+
+    Ray's two idle helpers look for the lost head for another minute or two before they give up; they are not waited for.
+    """
     driver = _start_driver("wait", tmp_path / "started.json")
     started = _wait_for_file(tmp_path / "started.json")
     driver.kill()
     driver.communicate(timeout=60)
-    give_up = time.monotonic() + 40
-    while left := set(marked_processes(started["mark"])) - set(started["children"]):
-        assert time.monotonic() < give_up, [Path(f"/proc/{pid}/cmdline").read_text() for pid in left]
+    helpers = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+    give_up = time.monotonic() + 20
+    while left := [c for c in map(_command, marked_processes(started["mark"])) if not c.startswith(helpers)]:
+        assert time.monotonic() < give_up, f"still there: {left}"
         time.sleep(0.2)
-    for pid in set(started["children"]) & set(marked_processes(started["mark"])):
-        os.kill(pid, signal.SIGKILL)
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""  # gone meanwhile; seen as left once more at most
 
 
 def test_servers_listen_on_loopback_only(runtime):

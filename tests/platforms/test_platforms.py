@@ -1,0 +1,116 @@
+"""Detection and the CPU platform against what the system itself says."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from roll.platforms import PLATFORM_ENV, current_platform
+from roll.platforms.accelerator import CudaPlatform, NpuPlatform, RocmPlatform
+from roll.platforms.cpu import CpuPlatform
+from roll.platforms.detect import PLATFORMS
+
+MEBIBYTE = 1 << 20
+
+
+@pytest.fixture
+def fresh_detection():
+    current_platform.cache_clear()
+    yield
+    current_platform.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda", "rocm", "npu"])
+def test_platform_can_be_chosen(monkeypatch, fresh_detection, name):
+    monkeypatch.setenv(PLATFORM_ENV, name)
+    assert current_platform().name == name
+
+
+def test_unknown_platform(monkeypatch, fresh_detection):
+    monkeypatch.setenv(PLATFORM_ENV, "tpu")
+    with pytest.raises(ValueError, match=r"ROLL_PLATFORM='tpu'.*cpu, cuda, rocm, npu"):
+        current_platform()
+
+
+def test_detection_agrees_with_torch(fresh_detection):
+    expected = "cpu" if not torch.cuda.is_available() else "rocm" if torch.version.hip else "cuda"
+    if not hasattr(torch, "npu"):
+        assert current_platform().name == expected
+
+
+def test_detection_without_devices_imports_no_torch(tmp_path):
+    """A machine without device files must not pay for torch; looked at in a process of its own."""
+    code = (
+        "import sys, glob\n"
+        "import roll.platforms.detect as detect\n"
+        "detect._any_file = lambda patterns: False\n"
+        "assert detect.current_platform().name == 'cpu'\n"
+        "assert 'torch' not in sys.modules and 'ray' not in sys.modules\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != PLATFORM_ENV}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("platform", "device_type", "backend", "variable", "ray_resource"),
+    [
+        (CpuPlatform, "cpu", "gloo", None, None),
+        (CudaPlatform, "cuda", "nccl", "CUDA_VISIBLE_DEVICES", "GPU"),
+        (RocmPlatform, "cuda", "nccl", "HIP_VISIBLE_DEVICES", "GPU"),
+        (NpuPlatform, "npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES", "NPU"),
+    ],
+)
+def test_names(platform, device_type, backend, variable, ray_resource):
+    assert platform.device_type == device_type
+    assert platform.collective_backend == backend
+    assert backend in platform.process_group_backend
+    assert platform.visible_devices_env == variable
+    assert platform.ray_resource == ray_resource
+    assert PLATFORMS[platform.name] is platform
+
+
+def test_cpu_device():
+    platform = CpuPlatform()
+    assert platform.device() == torch.device("cpu")
+    assert platform.device_count() == 1
+    assert not platform.pin_memory
+    platform.set_device(0)
+    platform.synchronize()
+    platform.empty_cache()
+
+
+def test_cpu_peak_memory_rises_and_is_reset():
+    platform = CpuPlatform()
+    platform.reset_peak_memory()
+    before = platform.memory_stats()
+    block = bytearray(64 * MEBIBYTE)
+    block[:: resource.getpagesize()] = b"x" * len(block[:: resource.getpagesize()])
+    held = platform.memory_stats()
+    assert held["used"] - before["used"] > 60 * MEBIBYTE
+    del block
+    freed = platform.memory_stats()
+    assert freed["peak"] - freed["used"] > 60 * MEBIBYTE, "the peak stays when memory is given back"
+    platform.reset_peak_memory()
+    again = platform.memory_stats()
+    assert again["peak"] - again["used"] < 16 * MEBIBYTE
+
+
+@pytest.mark.gpu
+def test_accelerator_memory():
+    platform = current_platform()
+    platform.set_device(0)
+    platform.empty_cache()
+    platform.reset_peak_memory()
+    before = platform.memory_stats()["used"]
+    block = torch.empty(64 * MEBIBYTE, dtype=torch.uint8, device=platform.device())
+    platform.synchronize()
+    assert platform.memory_stats()["used"] - before >= 64 * MEBIBYTE
+    del block
+    stats = platform.memory_stats()
+    assert stats["peak"] - stats["used"] >= 64 * MEBIBYTE
+    assert stats["total"] > stats["peak"]
