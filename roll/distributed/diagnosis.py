@@ -79,13 +79,21 @@ def _dump_stacks(address: WorkerAddress, lines: int) -> list[str]:
         if grown > before and grown == size:
             break
         size = grown
-    return _main_thread(tail(log, 400, begin=before))[:lines]
+    return _working_thread(tail(log, 400, begin=before))[:lines]
 
 
-def _main_thread(dump: list[str]) -> list[str]:
-    """The frames, innermost first, of the thread that runs the worker's methods (the last of a faulthandler dump),
-    down to where the call came in."""
-    starts = [i for i, line in enumerate(dump) if line.startswith(("Thread 0x", "Current thread 0x"))]
-    frames = [line.strip() for line in dump[starts[-1] + 1 :]] if starts else dump
-    ends = [i for i, line in enumerate(frames) if f'"{actor.__file__}"' in line]
-    return frames[: ends[0]] if ends else frames
+def _working_thread(dump: list[str]) -> list[str]:
+    """The frames, innermost first, of a faulthandler dump's thread that runs a method of the worker, down to where the
+    call came in; of the main thread (the last) when none does."""
+    threads: list[list[str]] = [[]]
+    for line in dump:
+        if line.startswith(("Thread 0x", "Current thread 0x")):
+            threads.append([])
+        else:
+            threads[-1].append(line.strip())
+    call_line = f'"{actor.__file__}"'
+    for frames in threads:
+        entry = next((i for i, frame in enumerate(frames) if call_line in frame), None)
+        if entry:
+            return frames[:entry]
+    return threads[-1]

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
+from roll.distributed import actor
 from roll.distributed.actor import _show_devices
+from roll.distributed.diagnosis import _working_thread
 from roll.distributed.failures import DeadlineExceeded, RankReport, WorkerDied, WorkerFailed
 from roll.distributed.ray_node import object_store
 from roll.distributed.registration import Dispatch, Registration, register, registrations
@@ -111,6 +113,21 @@ def test_tail(tmp_path):
     with log.open("a") as file:
         file.write("new\n")
     assert tail(log, 5, begin=before) == ["new"]
+
+
+def test_stack_of_the_thread_that_works():
+    entry = f'  File "{actor.__file__}", line 1 in call'
+    dump = [
+        "Thread 0x01 (most recent call first):",
+        '  File "mine.py", line 7 in wait',
+        '  File "mine.py", line 3 in step',
+        entry,
+        '  File "ray.py", line 2 in loop',
+        "Current thread 0x02 (most recent call first):",
+        '  File "ray.py", line 9 in main_loop',
+    ]
+    assert _working_thread(dump) == ['File "mine.py", line 7 in wait', 'File "mine.py", line 3 in step']
+    assert _working_thread(dump[5:]) == ['File "ray.py", line 9 in main_loop']
 
 
 def test_messages_put_the_cause_first():

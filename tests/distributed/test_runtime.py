@@ -84,7 +84,7 @@ def test_nothing_is_left_running(tmp_path, how, sent, status):
 def test_driver_killed_outright(tmp_path):
     """kill -9 leaves no time to tidy up; raylet, workers and their children end by themselves all the same.
 
-    Ray's two idle helpers look for the lost head for another minute or two before they give up; they are not waited for.
+    Ray's two idle helpers look for the lost head for another minute or two; nobody waits for them.
     """
     driver = _start_driver("wait", tmp_path / "started.json")
     started = _wait_for_file(tmp_path / "started.json")
