@@ -1,4 +1,4 @@
-"""Run an RLVR pipeline: ``python examples/start_rlvr_pipeline.py [--config_path DIR] [--config_name NAME] [key=value ...]``.
+"""Run an RLVR pipeline: ``start_rlvr_pipeline.py [--config_path DIR] [--config_name NAME] [key=value ...]``.
 
 Without arguments it runs the tiny example, whose data and warm start are made on first use.
 """

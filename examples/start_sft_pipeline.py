@@ -1,4 +1,4 @@
-"""Run an SFT pipeline: ``python examples/start_sft_pipeline.py [--config_path DIR] [--config_name NAME] [key=value ...]``."""
+"""Run an SFT pipeline: ``start_sft_pipeline.py [--config_path DIR] [--config_name NAME] [key=value ...]``."""
 
 from roll.cli import launch
 

@@ -23,6 +23,8 @@ from roll.config.sources import shown
 
 EXIT_CONFIG = 2
 """Exit status of a configuration that cannot be run."""
+EXIT_FAILED = 1
+"""Exit status of a run that failed."""
 
 DATA_SETS = ("gsm8k",)
 
@@ -62,11 +64,18 @@ def launch(pipeline: str, default_path: str, default_name: str, argv: Sequence[s
 
 
 def run(loaded: LoadedConfig[Any]) -> int:
-    """Show the plan and hand over to the pipeline."""
+    """Show the plan and hand over to the pipeline; a run that fails says why and returns ``EXIT_FAILED``."""
     render_plan(loaded, Console(emoji=False))
-    module = importlib.import_module(f"roll.pipelines.{loaded.plan.pipeline}")
-    status = module.run(loaded)
-    return int(status or 0)
+    pipeline = importlib.import_module(f"roll.pipelines.{loaded.plan.pipeline}")
+    from roll.datasets.types import DataError
+    from roll.distributed.failures import RemoteError
+
+    try:
+        pipeline.run(loaded)
+    except (DataError, RemoteError) as error:
+        show_error(error)
+        return EXIT_FAILED
+    return 0
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -105,8 +114,13 @@ def check_rewards(loaded: LoadedConfig[Any]) -> None:
 
 
 def refuse(error: ConfigError) -> int:
-    Console(stderr=True, emoji=False).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+    show_error(error)
     return EXIT_CONFIG
+
+
+def show_error(error: Exception) -> None:
+    """The message is the whole story: no traceback of the driver in front of it."""
+    Console(stderr=True, emoji=False).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def prepare_data(argv: Sequence[str]) -> int:

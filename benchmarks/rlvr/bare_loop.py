@@ -1,4 +1,4 @@
-"""The tiny GRPO recipe as one bare process: no roles, no Ray, no batches on the move. What orchestration is measured by.
+"""The tiny GRPO recipe as one bare process: no roles, no Ray, no batches on the move.
 
     python benchmarks/rlvr/bare_loop.py MODEL TRAIN.jsonl --steps 20 [--threads 1] [--recompute]
 

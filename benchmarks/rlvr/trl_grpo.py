@@ -1,6 +1,6 @@
 """The same recipe with TRL's GRPOTrainer: same model, data, reward, batch shape and loss, old log-probs not recomputed.
 
-    python benchmarks/rlvr/trl_grpo.py MODEL TRAIN.jsonl --steps 20 [--threads 1]
+python benchmarks/rlvr/trl_grpo.py MODEL TRAIN.jsonl --steps 20 [--threads 1]
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class Markers(TrainerCallback):
 
 
 def score(completions, ground_truth, **_):
-    return [reward(completion[0]["content"], truth) for completion, truth in zip(completions, ground_truth, strict=True)]
+    return [
+        reward(completion[0]["content"], truth) for completion, truth in zip(completions, ground_truth, strict=True)
+    ]
 
 
 def main() -> None:
@@ -47,9 +49,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     rows = [json.loads(line) for line in Path(arguments.data).read_text().splitlines()]
-    questions = Dataset.from_list(
-        [{"prompt": r["messages"], "ground_truth": r["ground_truth"]} for r in rows]
-    )
+    questions = Dataset.from_list([{"prompt": r["messages"], "ground_truth": r["ground_truth"]} for r in rows])
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,

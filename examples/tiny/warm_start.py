@@ -1,6 +1,6 @@
 """Make the tiny example's warm start on first use: data and untrained model, then imitation by the SFT pipeline.
 
-    python examples/tiny/warm_start.py [--seed 0]
+python examples/tiny/warm_start.py [--seed 0]
 """
 
 from __future__ import annotations

@@ -88,13 +88,13 @@ class TrainingArguments:
     """Optimizer steps of linear warm-up; 0: ``warmup_ratio`` counts."""
     warmup_ratio: float = setting(0.0, ge=0, le=1)
     """Warm-up as a share of all optimizer steps."""
-    max_steps: int | None = setting(None, ge=1)
+    max_steps: int | None = setting(None, ge=1, inert="the run's max_steps and the batch sizes decide")
     """Optimizer steps of the learning-rate schedule; null: all that the run makes."""
     num_train_epochs: float = setting(1.0, gt=0)
     """Passes over the data in supervised training (fractions allowed); has no effect in RLVR."""
     max_grad_norm: float | None = setting(None, gt=0)
     """Gradients are clipped to this global norm; null: the pipeline's ``max_grad_norm``."""
-    seed: int | None = setting(None, ge=0)
+    seed: int | None = setting(None, ge=0, inert="the run's seed decides")
     """null: the run's ``seed``."""
     fp16: bool | None = setting(None, inert="model_args.dtype decides")
     """Accepted for older files."""
@@ -197,5 +197,5 @@ class GeneratingArguments:
     """Keep the stop string at the end of the response."""
     logprobs: int = setting(0, ge=0, inert="the log-prob of each sampled token always comes with it")
     """Accepted for older files."""
-    seed: int | None = setting(None, ge=0)
+    seed: int | None = setting(None, ge=0, inert="the run's seed decides")
     """Seed of the sampling streams; null: the run's ``seed``."""

@@ -31,13 +31,21 @@ def marked_processes(mark: str) -> list[int]:
     return found
 
 
+def _command(pid: int) -> str:
+    try:
+        words = (_PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return "gone"
+    return " ".join(word.decode(errors="replace") for word in words[:3])
+
+
 def end_marked(mark: str, patience: float = 2.0) -> None:
     """Wait up to ``patience`` seconds for the run's processes to end by themselves, then kill those that are left."""
     give_up = time.monotonic() + patience
     while (left := marked_processes(mark)) and time.monotonic() < give_up:
         time.sleep(0.05)
     for pid in left:
-        logger.warning("process %d was still there at the end of the run: killed", pid)
+        logger.info("process %d (%s) was slow to end: killed", pid, _command(pid))
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:

@@ -88,6 +88,7 @@ class RunFrame:
                 )
             )
             resources = ResourceManager(self.plan.num_devices_per_node, self.plan.num_nodes)
+            stack.callback(resources.close)
             try:
                 yield resources
             except BaseException:
@@ -123,18 +124,13 @@ class RunFrame:
         """Draw the curves and show what came of the run."""
         is_sft = self.plan.pipeline == "sft"
         plot = self.plan.output_dir / PLOT
-        plot_run(
-            self.plan.log_dir / METRICS_NAME, plot, self.plan.exp_name, SFT_PANELS if is_sft else RLVR_PANELS
-        )
-        files = {"log": self.plan.log_dir / LOG_NAME, "metrics": self.plan.log_dir / METRICS_NAME, "curves": plot}
-        tensorboard = self.plan.log_dir / "tensorboard"
-        if tensorboard.is_dir():
-            files["TensorBoard"] = tensorboard
+        plot_run(self.plan.log_dir / METRICS_NAME, plot, self.plan.exp_name, SFT_PANELS if is_sft else RLVR_PANELS)
+        files = {"log": self.plan.log_dir / LOG_NAME, **self._tracker.files(), "curves": plot}
         validations = sorted(self._validations)
         RunSummary(
             title=self.plan.exp_name,
-            before=self._validations[validations[0]] if len(validations) > 1 else {},
-            after=self._validations[validations[-1]] if validations else {},
+            before=_overall(self._validations[validations[0]]) if len(validations) > 1 else {},
+            after=_overall(self._validations[validations[-1]]) if validations else {},
             seconds=time.perf_counter() - self._began,
             steps=steps,
             files=files,
@@ -167,10 +163,9 @@ class RunFrame:
         if "system/tokens" in metrics:
             metrics["system/tps"] = metrics["system/tokens"] / seconds
         self._recorded = []
-        is_logged = step % self.config.logging_steps == 0
-        if is_logged:
+        if step % self.config.logging_steps == 0:
             self._tracker.log(metrics, step)
-        self._progress.update(metrics, log=is_logged)
+            self._progress.update(metrics, done=step + 1)
 
     def record_validation(self, metrics: Mapping[str, float], steps_done: int) -> None:
         """Metrics of a validation after ``steps_done`` steps."""
@@ -180,7 +175,7 @@ class RunFrame:
         logger.info("validation after %d steps: %s", steps_done, shown)
 
     def dump_samples(self, name: str, step: int, table: Callable[[], SampleTable]) -> None:
-        """Write a step's samples where ``rollout_dump_dir`` asks for them; a few of each validation go to the trackers."""
+        """Write a step's samples where ``rollout_dump_dir`` says; a few of each validation go to the trackers."""
         if self.plan.dump_dir is not None:
             write_samples(self.plan.dump_dir / f"{name}-{step:06d}.jsonl", table())
         if name == "validation":
@@ -222,3 +217,8 @@ class RunFrame:
         state = load_state(checkpoint.role(STATE_FOLDER))
         self._validations = {int(steps): metrics for steps, metrics in state["validations"].items()}
         return state
+
+
+def _overall(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Without what is told by tag or under a second name."""
+    return {name: value for name, value in metrics.items() if name.startswith("val/") and name.count("/") <= 2}

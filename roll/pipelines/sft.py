@@ -12,6 +12,7 @@ import torch
 
 from roll.config.loader import LoadedConfig
 from roll.config.plan import SFTPlan
+from roll.config.roles import DataArguments
 from roll.config.sft import SFTConfig
 from roll.datasets import SftDataset, SftRow, ShuffledEpochs
 from roll.distributed import Cluster, PendingCall, ResourceManager
@@ -40,6 +41,7 @@ class SFTPipeline:
         self.config = loaded.config
         self.plan = loaded.plan
         self.frame = RunFrame(loaded)
+        self.held_out: Sequence[SftRow] = ()
 
     def run(self) -> None:
         """Train for all steps; everything that was started is stopped again, however it ends."""
@@ -61,7 +63,13 @@ class SFTPipeline:
         role = role_config(self.config.sft_train, self.plan.roles["sft_train"])
         extra = {"max_grad_norm": self.config.max_grad_norm}
         self.sft_train = Cluster(
-            "sft_train", role.worker_cls or SFT_WORKER, resources, role, seed=self.config.seed, extra=extra
+            "sft_train",
+            role.worker_cls or SFT_WORKER,
+            resources,
+            role,
+            seed=self.config.seed,
+            extra=extra,
+            rpc_timeout=self.config.rpc_timeout,
         )
         self.frame.watch([self.sft_train])
         self.load_data()
@@ -78,22 +86,26 @@ class SFTPipeline:
         config, model_args = self.config, self.config.sft_train.model_args
         tokenizer = load_tokenizer(self.plan.roles["sft_train"].model_path, model_args.trust_remote_code)
         self.tokenizer, self.pad_token_id = tokenizer, pad_token_id(tokenizer)
-        arguments = {"global_template": config.global_template, "query_key": config.query_key}
-        training = SftDataset.build(config.sft_train.data_args, tokenizer, config.sequence_length, **arguments)
-        self.held_out: Sequence[SftRow] = ()
-        if config.validation is not None:
-            self.held_out = SftDataset.build(
-                config.validation.data_args, tokenizer, config.sequence_length, **arguments
+
+        def read(data_args: DataArguments) -> SftDataset:
+            return SftDataset.build(
+                data_args,
+                tokenizer,
+                config.sequence_length,
+                global_template=config.global_template,
+                query_key=config.query_key,
             )
+
+        training = read(self.plan.data_args)
+        if self.plan.val_data_args is not None:
+            self.held_out = read(self.plan.val_data_args)
         self.demonstrations = ShuffledEpochs(training, config.seed, "sft")
         epochs = config.sft_train.training_args.num_train_epochs
         self.num_steps = config.max_steps or ceil(len(training) * epochs / self.plan.global_batch_size)
 
     def next_batch(self) -> DataProto:
         """The demonstrations of one optimizer step."""
-        return demonstration_batch(
-            self.demonstrations.next_batch(self.plan.global_batch_size), self.pad_token_id
-        )
+        return demonstration_batch(self.demonstrations.next_batch(self.plan.global_batch_size), self.pad_token_id)
 
     def steps_until_pause(self, step: int) -> int:
         """Steps from ``step`` on, this one included, that may be in flight together: none beyond a save or evaluation,
@@ -129,7 +141,7 @@ class SFTPipeline:
 
 
 def demonstration_batch(rows: Sequence[SftRow], pad: int) -> DataProto:
-    """One row a demonstration, right-padded: ``input_ids`` int64, ``attention_mask`` and ``response_mask`` bool (B, L)."""
+    """One row a demonstration, right-padded: ``input_ids`` int64, ``attention_mask``, ``response_mask`` bool (B, L)."""
     lengths = np.array([len(row.input_ids) for row in rows])
     prompts = np.array([row.prompt_length for row in rows])
     positions = np.arange(int(lengths.max()))

@@ -13,9 +13,7 @@ def load_tokenizer(model_path: str | None, trust_remote_code: bool) -> PreTraine
     from transformers import AutoTokenizer
 
     assert model_path is not None, "a role with a model has a model path"
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        model_path, trust_remote_code=trust_remote_code
-    )
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     return tokenizer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -28,11 +29,18 @@ class _Engine:
 class EnginePool:
     """Routes requests to engines and keeps one turn in flight on every engine that has work.
 
-    Requests given together are spread by load alone, so which engine gets which prompt does not depend on timing.
+    Requests given together are spread by load alone, so which engine gets which prompt does not depend on timing, as
+    long as they fit under the limit.
+
+    Args:
+        max_running_requests: requests that one engine has in hand at a time; further ones wait here.
+        slice_seconds: how long a turn lasts before finished groups are reported.
     """
 
-    def __init__(self, cluster: Cluster, slice_seconds: float = 0.05) -> None:
+    def __init__(self, cluster: Cluster, max_running_requests: int, slice_seconds: float = 0.05) -> None:
         self._cluster = cluster
+        self._max_running_requests = max_running_requests
+        self._waiting: deque[GenerationRequest] = deque()
         self._slice_seconds = slice_seconds
         self._engines = [_Engine(rank) for rank in range(cluster.world_size)]
         self._engine_of_turn: dict[PendingCall, _Engine] = {}
@@ -43,8 +51,8 @@ class EnginePool:
 
     @property
     def num_outstanding(self) -> int:
-        """Samples given to engines that have not come back."""
-        return sum(engine.load for engine in self._engines)
+        """Samples asked for that have not come back."""
+        return sum(engine.load for engine in self._engines) + sum(request.num_samples for request in self._waiting)
 
     @property
     def busy_seconds(self) -> float:
@@ -53,15 +61,13 @@ class EnginePool:
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
         """Give each request to the engine with the fewest samples in hand; idle engines start at once."""
-        for request in requests:
-            engine = min(self._engines, key=lambda e: e.load)
-            engine.outstanding[request.request_id] = request.num_samples
-            engine.to_add.append(request)
+        self._waiting.extend(requests)
         self._start_turns()
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Drop requests; each engine hears of it with its next turn."""
         unwanted = set(request_ids)
+        self._waiting = deque(request for request in self._waiting if request.request_id not in unwanted)
         for engine in self._engines:
             mine = unwanted & engine.outstanding.keys()
             for request_id in mine:
@@ -89,7 +95,17 @@ class EnginePool:
             for call in wait_any(self.pending, timeout=deadline):
                 self.take(call)
 
+    def _route_waiting(self) -> None:
+        while self._waiting:
+            engine = min(self._engines, key=lambda e: e.load)
+            if len(engine.outstanding) >= self._max_running_requests:
+                return
+            request = self._waiting.popleft()
+            engine.outstanding[request.request_id] = request.num_samples
+            engine.to_add.append(request)
+
     def _start_turns(self) -> None:
+        self._route_waiting()
         for engine in self._engines:
             if engine.turn is None and (engine.outstanding or engine.to_abort):
                 command = EngineCommand(tuple(engine.to_add), tuple(engine.to_abort), self._slice_seconds)

@@ -34,9 +34,7 @@ class CriticWorker(TrainingWorker):
         metrics = []
         for _ in range(batch.meta_info["epochs"]):
             for share, denominator in zip(shares, denominators, strict=True):
-                loss = partial(
-                    value_update_loss, value_clip=self.context.extra["value_clip"], denominators=denominator
-                )
+                loss = partial(value_update_loss, value_clip=self.context.extra["value_clip"], denominators=denominator)
                 metrics.append(self.optimizer_step(share, loss, [Output.VALUES], 1.0, prefix="critic/"))
         return merge_metrics(metrics)
 

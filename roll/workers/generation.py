@@ -10,8 +10,10 @@ import torch
 from roll.distributed import Dispatch, Worker, register
 from roll.rollout.messages import EngineCommand, EngineReport, FinishedGroup
 from roll.strategies.factory import create_generation_strategy
-from roll.strategies.generation import GenerationOutput, GenerationStrategy
+from roll.strategies.generation import GenerationOutput, GenerationRequest, GenerationStrategy, SamplingParams
 from roll.weight_sync.buckets import WeightBucket
+
+_Complete = tuple[GenerationRequest, list[GenerationOutput]]
 
 
 class GenerationWorker(Worker):
@@ -23,7 +25,9 @@ class GenerationWorker(Worker):
     def initialize(self) -> None:
         """Load model and tokenizer."""
         from transformers import AutoTokenizer
+        from transformers.utils import logging as transformers_logging
 
+        transformers_logging.disable_progress_bar()
         role = self.context.role
         torch.set_grad_enabled(False)
         self.tokenizer = AutoTokenizer.from_pretrained(
@@ -31,14 +35,14 @@ class GenerationWorker(Worker):
         )
         self.engine = create_generation_strategy(role, seed=self.context.seed + self.context.rank)
         self.engine.initialize()
-        self._expected: dict[str, int] = {}
+        self._open: dict[str, GenerationRequest] = {}
         self._finished: dict[str, list[GenerationOutput]] = {}
 
     def advance(self, command: EngineCommand) -> EngineReport:
         """Take the turn that ``command`` describes; groups are reported when their last sample is done."""
         self._accept(command)
         begin = time.perf_counter()
-        complete: list[list[GenerationOutput]] = []
+        complete: list[_Complete] = []
         while self.engine.num_unfinished:
             complete += self._collect(self.engine.step())
             if complete and time.perf_counter() - begin >= command.slice_seconds:
@@ -55,33 +59,34 @@ class GenerationWorker(Worker):
         if command.abort:
             self.engine.abort(command.abort)
             for request_id in command.abort:
-                self._expected.pop(request_id, None)
+                self._open.pop(request_id, None)
                 self._finished.pop(request_id, None)
         for request in command.add:
-            self._expected[request.request_id] = request.num_samples
+            self._open[request.request_id] = request
             self._finished[request.request_id] = []
         if command.add:
             self.engine.add_requests(command.add)
 
-    def _collect(self, outputs: list[GenerationOutput]) -> list[list[GenerationOutput]]:
-        complete = []
+    def _collect(self, outputs: list[GenerationOutput]) -> list[_Complete]:
+        complete: list[_Complete] = []
         for output in outputs:
             samples = self._finished[output.request_id]
             samples.append(output)
-            if len(samples) == self._expected[output.request_id]:
-                del self._expected[output.request_id]
-                complete.append(sorted(self._finished.pop(output.request_id), key=lambda s: s.sample_index))
+            if len(samples) == self._open[output.request_id].num_samples:
+                del self._finished[output.request_id]
+                samples.sort(key=lambda sample: sample.sample_index)
+                complete.append((self._open.pop(output.request_id), samples))
         return complete
 
-    def _pack(self, complete: list[list[GenerationOutput]]) -> list[FinishedGroup]:
+    def _pack(self, complete: list[_Complete]) -> list[FinishedGroup]:
         if not complete:
             return []
-        texts = iter(
-            self.tokenizer.batch_decode(
-                [sample.token_ids for samples in complete for sample in samples], skip_special_tokens=True
-            )
-        )
-        return [FinishedGroup.from_samples(samples, [next(texts) for _ in samples]) for samples in complete]
+        token_ids = [sample.token_ids for _, samples in complete for sample in samples]
+        texts = iter(self.tokenizer.batch_decode(token_ids, skip_special_tokens=True))
+        return [
+            FinishedGroup.from_samples(samples, [visible_text(next(texts), request.params) for _ in samples])
+            for request, samples in complete
+        ]
 
     def start_weight_update(self, version: int) -> None:
         self.engine.start_weight_update(version)
@@ -107,3 +112,13 @@ class GenerationWorker(Worker):
         """Free the engine when the cluster shuts down."""
         if hasattr(self, "engine"):
             self.engine.shutdown()
+
+
+def visible_text(text: str, params: SamplingParams) -> str:
+    """The response as rewards and people see it: it ends before the stop string that ended it, or with it where
+    ``include_stop_str_in_output`` asks for that. The token ids keep the whole stop string either way."""
+    found = [(text.find(stop), stop) for stop in params.stop_strings if stop in text]
+    if not found:
+        return text
+    position, stop = min(found, key=lambda place: (place[0], -len(place[1])))
+    return text[: position + len(stop) * params.include_stop_str_in_output]

@@ -22,6 +22,9 @@ class ModelWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def initialize(self, num_training_steps: int = 0) -> None:
         """Collective. Join the process group, build and load the model, and its optimizer where it is to be trained."""
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()
         self.init_process_group()
         self.strategy = create_strategy(
             self.context.role,

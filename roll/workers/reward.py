@@ -38,7 +38,9 @@ class RewardWorker(Worker):
         failed = next((result for result in results if result.error is not None), None)
         if failed is not None and not self._failure_shown:
             self._failure_shown = True
-            logger.warning("reward %s: first failure (later ones are only counted): %s", self.section.name, failed.error)
+            logger.warning(
+                "reward %s: first failure (later ones are only counted): %s", self.section.name, failed.error
+            )
 
     def close(self) -> None:
         """Release the reward's helper processes when the cluster shuts down."""

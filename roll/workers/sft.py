@@ -20,7 +20,7 @@ class SftWorker(TrainingWorker):
 
     @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
     def update(self, batch: DataProto) -> Metrics:
-        """Collective. One optimizer step on the negative log-likelihood, a mean over all response tokens of all ranks."""
+        """Collective. One optimizer step on the mean negative log-likelihood of the response tokens of all ranks."""
         (denominators,) = self.denominators([batch.batch["response_mask"]])
         loss = partial(negative_log_likelihood, denominators=denominators)
         return self.optimizer_step(batch.batch, loss, [Output.LOG_PROBS], 1.0, prefix="sft_train/")

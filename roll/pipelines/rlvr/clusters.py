@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from roll.config.loader import LoadedConfig
 from roll.config.plan import RLVRPlan
+from roll.config.planning import actor_keys
 from roll.config.rewards import RewardConfig
 from roll.config.rlvr import RLVRConfig
 from roll.config.roles import WorkerConfig
@@ -40,7 +41,7 @@ def start_clusters(loaded: LoadedConfig[RLVRConfig], resources: ResourceManager)
     config, plan = loaded.config, loaded.plan
     assert isinstance(plan, RLVRPlan)
     starter = _Starter(config, plan, resources)
-    actor_extra = {"loss": actor_loss_settings(config, plan), "max_grad_norm": config.max_grad_norm}
+    actor_extra = {"loss": actor_keys(config), "max_grad_norm": config.max_grad_norm}
     critic_extra = {"value_clip": config.value_clip, "max_grad_norm": config.max_grad_norm}
     clusters = Clusters(
         actor_train=starter.start("actor_train", config.actor_train, ACTOR_WORKER, actor_extra),
@@ -64,8 +65,16 @@ class _Starter:
     ) -> Cluster:
         assert section is not None, f"the plan has {name}, the configuration has not"
         role = role_config(section, self._plan.roles[name])
+        if role.strategy_args.strategy_name == "hf_infer":
+            role = with_cache_length(role, self._plan.max_sequence_length)
         cluster = Cluster(
-            name, role.worker_cls or worker, self._resources, role, seed=self._config.seed, extra=dict(extra or {})
+            name,
+            role.worker_cls or worker,
+            self._resources,
+            role,
+            seed=self._config.seed,
+            extra=dict(extra or {}),
+            rpc_timeout=self._config.rpc_timeout,
         )
         training = self._plan.training.get(name)
         arguments = (training.total_optimizer_steps,) if training is not None else ()
@@ -75,11 +84,19 @@ class _Starter:
     def start_reward(self, name: str, section: RewardConfig) -> Cluster:
         role_plan = self._plan.roles[f"rewards.{name}"]
         role = replace(section, name=name, worker_cls=role_plan.worker_cls, world_size=role_plan.world_size)
-        cluster = Cluster(f"rewards.{name}", REWARD_WORKER, self._resources, role, seed=self._config.seed)
+        cluster = Cluster(
+            f"rewards.{name}",
+            REWARD_WORKER,
+            self._resources,
+            role,
+            seed=self._config.seed,
+            rpc_timeout=self._config.rpc_timeout,
+        )
         self.pending.append(cluster.initialize(blocking=False))
         return cluster
 
 
-def actor_loss_settings(config: RLVRConfig, plan: RLVRPlan) -> dict[str, Any]:
-    """The flat mapping of keys that the actor's loss options are made from, variant included."""
-    return {field.name: getattr(config, field.name) for field in fields(config)} | {"pg_variant": plan.pg_variant}
+def with_cache_length(role: WorkerConfig, length: int) -> WorkerConfig:
+    """The role with a KV cache for sequences of ``length`` tokens, where its own section leaves that open."""
+    options = {"max_model_len": length} | {k: v for k, v in role.strategy_args.strategy_config.items() if v is not None}
+    return replace(role, strategy_args=replace(role.strategy_args, strategy_config=options))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from roll.config.plan import RLVRPlan
 from roll.config.rlvr import RLVRConfig
+from roll.config.roles import DataArguments
 from roll.datasets import DomainSampler, PromptDataset, PromptRow
 from roll.pipelines.tokenizers import load_tokenizer
 
@@ -32,14 +33,18 @@ def load_data(config: RLVRConfig, plan: RLVRPlan) -> RunData:
     model_path = plan.roles["actor_train"].model_path
     tokenizer = load_tokenizer(model_path, config.actor_train.model_args.trust_remote_code)
     domains = {name: section.tag_included for name, section in config.rewards.items()}
-    templates = {"global_template": config.global_template, "tag_to_template": config.tag_to_template}
-    training = PromptDataset.build(
-        config.actor_train.data_args, tokenizer, plan.prompt_length, domains, **templates
-    )
-    validation: list[PromptRow] = []
-    if plan.val_data_args is not None:
-        validation = list(
-            PromptDataset.build(plan.val_data_args, tokenizer, plan.val_prompt_length, domains, **templates)
+
+    def read(data_args: DataArguments, prompt_length: int) -> PromptDataset:
+        return PromptDataset.build(
+            data_args,
+            tokenizer,
+            prompt_length,
+            domains,
+            global_template=config.global_template,
+            tag_to_template=config.tag_to_template,
         )
+
+    training = read(config.actor_train.data_args, plan.prompt_length)
+    validation = [] if plan.val_data_args is None else list(read(plan.val_data_args, plan.val_prompt_length))
     probs = config.actor_train.data_args.domain_interleave_probs
     return RunData(tokenizer, DomainSampler(training.by_domain(), probs, config.seed), validation)

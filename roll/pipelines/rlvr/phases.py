@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from roll.config.plan import TrainingPlan
 from roll.distributed import Cluster
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics
+
 
 def add_reference_log_probs(batch: DataProto, reference: Cluster, temperature: float) -> None:
     """``ref_log_probs`` float32 (B, L)."""

@@ -32,7 +32,8 @@ class RolloutPhase:
         self._config = config
         self._plan = plan
         self._data = data
-        self._engines = EnginePool(clusters.actor_infer)
+        limit = config.router_args.max_running_requests or config.max_running_requests
+        self._engines = EnginePool(clusters.actor_infer, limit)
         self._scheduler = RolloutScheduler(
             self._engines, RewardRouter(clusters.rewards), config.seed, deadline=config.rpc_timeout
         )
@@ -117,4 +118,3 @@ def reward_metrics(groups: list[SampleGroup]) -> Metrics:
                 numbers[name].append(number)
         metrics |= {f"reward/{domain}/{name}": Mean(sum(n), len(n)) for name, n in numbers.items()}
     return metrics
-

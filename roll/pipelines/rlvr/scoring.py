@@ -1,7 +1,8 @@
-"""From raw scores to advantages: masks, normalisation, KL in the reward, estimation. Keeps the state that goes with it."""
+"""From raw scores to advantages: masks, normalisation, KL in the reward, estimation; with the state they keep."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import fields
 from typing import Any
 
@@ -14,6 +15,7 @@ from roll.algorithms.advantages import (
     estimate_advantages,
     resolve_norm_types,
 )
+from roll.algorithms.batch_watch import BatchWatch
 from roll.algorithms.data_metrics import BatchColumns, compute_data_metrics
 from roll.algorithms.kl import KLOptions, kl_estimate, make_kl_controller
 from roll.algorithms.masked import masked_mean
@@ -22,6 +24,8 @@ from roll.algorithms.sample_selection import SampleMaskOptions, SampleWeightOpti
 from roll.config.rlvr import RLVRConfig
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
+
+logger = logging.getLogger(__name__)
 
 
 class Scoring:
@@ -35,6 +39,7 @@ class Scoring:
         self._masks = _options(SampleMaskOptions, config)
         self._weights = _options(SampleWeightOptions, config)
         self._advantages = _options(AdvantageOptions, config)
+        self._watch = BatchWatch()
 
     def __call__(self, batch: DataProto) -> Metrics:
         """Add ``loss_mask``, ``response_level_rewards``, ``token_level_rewards``, ``advantages`` and ``returns`` to
@@ -50,6 +55,8 @@ class Scoring:
         scores = tensors["scores"].nan_to_num(0.0)
         lengths = tensors["response_mask"].sum(-1)
         truncated = torch.from_numpy(batch.non_tensor_batch["finish_reason"] == "length")
+        for message in self._watch.observe(scores[scored], truncated):
+            logger.warning("%s", message)
         keep, metrics = sample_mask(self._masks, scores, lengths, truncated, tensors["group_ids"])
         tensors["loss_mask"] = tensors["response_mask"] & (keep & scored)[:, None]
         weights = sample_weights(self._weights, scores, lengths, tensors["group_ids"])
@@ -81,10 +88,13 @@ class Scoring:
 
     def _add_advantages(self, batch: DataProto) -> AdvantageOutputs:
         tensors = batch.batch
+        scored = ~tensors["scores"].isnan()
+        # A sample without a reward is nobody's baseline: it gets a group of its own and no masked token.
+        alone = -1 - torch.arange(len(scored))
         inputs = AdvantageInputs(
             token_level_rewards=tensors["token_level_rewards"],
-            mask=tensors["response_mask"],
-            group_ids=tensors["group_ids"],
+            mask=tensors["response_mask"] & scored[:, None],
+            group_ids=torch.where(scored, tensors["group_ids"], alone),
             values=tensors.get("values"),
         )
         outputs = estimate_advantages(inputs, self._advantages)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from roll.datasets.types import PromptRow
 from roll.rollout.groups import SampleGroup
-from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.scheduler import DrawPrompts, RolloutScheduler
 from roll.strategies.generation import SamplingParams
 
 
@@ -41,11 +42,15 @@ def validate(
         groups: list[SampleGroup] = []
         for begin in range(0, len(rows), batch_size):
             part = list(rows[begin : begin + batch_size])
-            result = scheduler.collect(lambda n, part=part: part[:n], len(part), one.num_samples, one.params, begin)
-            groups += result.groups
+            groups += scheduler.collect(_draw_from(part), len(part), one.num_samples, one.params, begin).groups
         metrics |= accuracy_metrics(groups, one.name, is_primary=one is passes[0])
         shown = shown or groups
     return metrics, shown
+
+
+def _draw_from(rows: list[PromptRow]) -> DrawPrompts:
+    remaining = iter(rows)
+    return lambda count: list(islice(remaining, count))
 
 
 def accuracy_metrics(groups: Sequence[SampleGroup], name: str, is_primary: bool) -> dict[str, float]:
