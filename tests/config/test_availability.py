@@ -59,7 +59,6 @@ NEUTRAL = {
     "actor_train.model_args.lora_rank": 32,
     "actor_train.model_args.lora_alpha": 64,
     "actor_train.model_args.ulysses_size": 1,
-    "actor_infer.model_args.dtype": "fp16",
     "actor_infer.generating_args.num_beams": 1,
     f"{SHARD}.ep_size": 1,
     f"{SHARD}.apply_expert_patch": False,

@@ -39,6 +39,7 @@ DAMAGES: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"checkpoint_config.outptu_dir": "x"}, "checkpoint_config.outptu_dir", "nearest known one is output_dir"),
     ({"validation.data_args.filename": "x"}, "validation.data_args.filename", "nearest known one is file_name"),
+    ({"actor_infer.model_args.dtype": "fp32"}, "actor_infer.model_args.dtype", "must be actor_train's"),
     # wrong types
     ({"max_steps": "many"}, "max_steps", "must be a whole number"),
     ({"max_steps": 1.5}, "max_steps", "must be a whole number"),
