@@ -1,0 +1,159 @@
+"""GSM8K from the published files to a trained model, as a user runs it: the script, the recipe, trailing overrides.
+
+Needs the published files in the folder that the environment variable ``GSM8K_DIR`` names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.tracking import read_metrics
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = "examples/gsm8k/run_gsm8k.sh"
+VALIDATED = 48
+SMALL = (
+    "num_gpus_per_node=1",
+    "max_steps=2",
+    "eval_steps=2",
+    "save_steps=2",
+    "val_batch_size=32",
+    "rollout_batch_size=8",
+    "prompt_length=512",
+    "response_length=24",
+    "actor_train.training_args.per_device_train_batch_size=16",
+    "actor_train.training_args.gradient_accumulation_steps=2",
+    "actor_train.model_args.dtype=fp32",
+    "actor_infer.model_args.dtype=fp32",
+    "reference.model_args.dtype=fp32",
+    "rewards.gsm8k_rule.reward_kwargs.method=flexible",
+    "rewards.gsm8k_rule.reward_kwargs.format_score=0.1",
+    "rewards.gsm8k_rule.world_size=1",
+    "validation.data_args.file_name=[validation-head.jsonl]",
+)
+"""An untrained model never solves a problem; ``flexible`` with a score for any number gives it something to learn."""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The examples in a folder of their own, so that a run writes nothing into this one."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("artifacts", "__pycache__"))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained model whose tokenizer and positions suit the problems."""
+    folder = tmp_path_factory.mktemp("tiny")
+    command = [sys.executable, ROOT / "examples/tiny/prepare.py", "--output", folder, "--seeds", "0"]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder / "seed0" / "init"
+
+
+def run_script(checkout: Path, *overrides: str, gsm8k_dir: str | None) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "GSM8K_DIR"}
+    environment |= {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    if gsm8k_dir is not None:
+        environment["GSM8K_DIR"] = gsm8k_dir
+    return subprocess.run(
+        [checkout / SCRIPT, *overrides], env=environment, cwd=checkout.parent, capture_output=True, text=True
+    )
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    with path.open(encoding="utf-8") as lines:  # not splitlines(): some problems contain U+2028
+        return [json.loads(line) for line in lines]
+
+
+def test_without_data_the_script_says_how_to_get_it(checkout: Path) -> None:
+    done = run_script(checkout, gsm8k_dir=None)
+    assert done.returncode == 2
+    assert "git clone https://github.com/openai/grade-school-math" in done.stderr
+    assert "GSM8K_DIR=" in done.stderr
+    assert not (checkout / "data").exists()
+
+
+def test_a_wrong_folder_is_named_and_nothing_is_started(checkout: Path) -> None:
+    done = run_script(checkout, gsm8k_dir="no/such/folder")
+    assert done.returncode == 2
+    assert "no/such/folder: expected train.jsonl" in done.stderr
+    assert not (checkout / "output").exists()
+
+
+def test_overrides_reach_the_configuration_and_own_files_need_no_download(checkout: Path) -> None:
+    """The recipe's own mistakes are all told at once, before anything starts."""
+    done = run_script(checkout, "actor_train.data_args.file_name=mine.jsonl", "max_step=3", gsm8k_dir=None)
+    assert done.returncode == 2
+    assert "'mine.jsonl': no such file" in done.stderr
+    assert "max_step = 3: unknown key; the nearest known one is max_steps" in done.stderr
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif("GSM8K_DIR" not in os.environ, reason="GSM8K_DIR does not name a folder with the published files")
+def test_two_steps_on_the_published_problems(checkout: Path, tiny_model: Path) -> None:
+    published = Path(os.environ["GSM8K_DIR"]).resolve()
+    with (published / "test.jsonl").open(encoding="utf-8") as lines:
+        head = list(islice(lines, VALIDATED))
+    (checkout / "head").mkdir()
+    (checkout / "head/train.jsonl").write_text(head[0])
+    (checkout / "head/test.jsonl").write_text("".join(head))
+    prepare = [sys.executable, "-m", "roll.cli", "prepare-data", "gsm8k", "--input", "head", "--output", "."]
+    subprocess.run(prepare, cwd=checkout, check=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    (checkout / "validation.jsonl").rename(checkout / "validation-head.jsonl")
+
+    done = run_script(checkout, f"pretrain={tiny_model}", *SMALL, gsm8k_dir=str(published))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+    training, validation = (read(checkout / f"data/gsm8k/{name}.jsonl") for name in ("train", "validation"))
+    assert (len(training), len(validation)) == (7473, 1319)
+    output = checkout / "output/gsm8k_grpo"
+    check_samples(output / "samples", training)
+    check_metrics(read_metrics(output / "logs/metrics.jsonl"))
+    assert (output / "checkpoints/checkpoint-2/manifest.json").is_file()
+    assert (output / "model/model.safetensors").is_file()
+    assert (output / "curves.png").is_file()
+    assert "val/greedy/accuracy" in done.stdout
+
+
+def check_samples(folder: Path, training: list[dict[str, Any]]) -> None:
+    """Eight answers to each of eight problems a step, scored against the published answer."""
+    truths = {row["prompt"]: row["ground_truth"] for row in training}
+    scores = set()
+    for step in range(2):
+        rows = read(folder / f"train-{step:06d}.jsonl")
+        assert len(rows) == 64
+        assert len({row["prompt_id"] for row in rows}) == 8
+        for row in rows:
+            question = row["prompt"].removeprefix("<|im_start|>user\n").partition("<|im_end|>")[0]
+            assert question.endswith('the final answer after "####".')
+            assert row["ground_truth"] == truths[question]
+            assert row["response_tokens"] <= 24
+            assert row["error"] is None
+            scores.add(row["score"])
+    assert scores <= {0.0, 0.1, 1.0}
+    assert len(scores) > 1
+    assert len(read(folder / "validation-000002.jsonl")) == VALIDATED
+
+
+def check_metrics(rows: list[dict[str, float]]) -> None:
+    """Two steps that learn something, between a first and a last validation."""
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows[:2]:
+        assert row["actor/grad_norm"] > 0
+        assert row["actor/lr"] > 0
+        assert row["system/samples"] == 64
+        # Engine and trainer hold the same float32 weights: what is left is rounding.
+        assert row["actor/train_infer_log_diff_abs_max"] < 1e-3
+    assert rows[0]["actor/kl_loss"] < rows[1]["actor/kl_loss"]
+    for row in (rows[0], rows[2]):
+        assert 0 <= row["val/greedy/accuracy"] <= 1
+        assert 0 <= row["val_correct/gsm8k/mean"] <= 1
