@@ -8,24 +8,23 @@ from collections.abc import Collection
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from roll.config.roles import WorkerConfig
 from roll.models.build import enable_gradient_checkpointing
 from roll.protocol.metrics import Mean, Metrics, Sum
-from roll.strategies.base import LossFunction, ModelHead, Output, StateKind, TensorBatch, TrainStrategy
+from roll.strategies.base import ModelHead, StateKind
+from roll.strategies.data_parallel import DataParallelTrainStrategy
 from roll.strategies.fsdp2 import checkpoint
 from roll.strategies.fsdp2.gradients import clip_, global_norm, local_gradients
 from roll.strategies.fsdp2.strategy import Fsdp2InferStrategy
-from roll.strategies.micro_batches import is_empty, merged_floats, micro_batch, num_micro_batches
 from roll.strategies.optimizer import build_adamw
 from roll.strategies.schedule import LearningRateSchedule
 
 logger = logging.getLogger(__name__)
 
 
-class Fsdp2TrainStrategy(Fsdp2InferStrategy, TrainStrategy):
+class Fsdp2TrainStrategy(DataParallelTrainStrategy, Fsdp2InferStrategy):
     """Float32 master weights and AdamW moments, sharded; forward and backward in the compute dtype."""
 
     def __init__(
@@ -35,14 +34,8 @@ class Fsdp2TrainStrategy(Fsdp2InferStrategy, TrainStrategy):
         seed: int = 42,
         max_grad_norm: float | None = None,
     ) -> None:
-        super().__init__(role, head, seed)
-        own = role.training_args.max_grad_norm
-        self.max_grad_norm = max_grad_norm if own is None else own
-        if self.compute_dtype is torch.float16:
-            raise ValueError(
-                f"{role.name}: not available yet: training in fp16 (it needs loss scaling); set "
-                "model_args.dtype and strategy_config.param_dtype to bf16 or fp32"
-            )
+        super().__init__(role, head, seed, max_grad_norm)
+        self._refuse_fp16("model_args.dtype and strategy_config.param_dtype")
 
     def initialize(self, num_training_steps: int = 0) -> None:
         """Collective. With ``num_training_steps`` 0 the model can be computed and saved, but not trained."""
@@ -57,39 +50,8 @@ class Fsdp2TrainStrategy(Fsdp2InferStrategy, TrainStrategy):
         else:
             self.model.eval()
 
-    def train_step(
-        self,
-        batch: TensorBatch,
-        loss_fn: LossFunction,
-        outputs: Collection[Output],
-        temperature: float = 1.0,
-    ) -> Metrics:
-        self._check_outputs(outputs)
-        rows = self.role.training_args.per_device_train_batch_size
-        count = self._max_over_ranks(num_micro_batches(batch, rows))
-        metrics: list[Metrics] = []
-        for index in range(count):
-            self._sync_gradients(last=index == count - 1)
-            part = micro_batch(batch, index, rows)
-            metrics += self._backward(part, loss_fn, outputs, temperature)
-        metrics.append(self._update())
-        return merged_floats(metrics)
-
-    def _backward(
-        self, part: TensorBatch, loss_fn: LossFunction, outputs: Collection[Output], temperature: float
-    ) -> list[Metrics]:
-        """Forward and backward of one micro-batch. One with nothing to predict still takes part in all collectives."""
-        layout = self._layout(part).to(self.device)
-        computed = self.model(layout, [str(name) for name in outputs], temperature)
-        shape = part["input_ids"].shape
-        aligned = {name: layout.scatter(values, shape) for name, values in computed.items()}
-        if is_empty(part):
-            _zero_loss(aligned).backward()
-            return []
-        columns = {name: column.to(self.device, non_blocking=True) for name, column in part.items()}
-        loss, metrics = loss_fn(aligned, columns)
-        (loss if loss.requires_grad else _zero_loss(aligned)).backward()
-        return [metrics]
+    def _differentiate(self, loss: torch.Tensor) -> None:
+        loss.backward()
 
     def _update(self) -> Metrics:
         """Clip, step and clear. A gradient that is not finite is dropped: the step counts, the weights stay."""
@@ -110,7 +72,7 @@ class Fsdp2TrainStrategy(Fsdp2InferStrategy, TrainStrategy):
         self.step += 1
         return metrics
 
-    def _sync_gradients(self, last: bool) -> None:
+    def _begin_micro_batch(self, last: bool) -> None:
         """Sum gradients over shards at every micro-batch or at the last one only; over replicas at the last one."""
         if self.root is None or self.world_size == 1:
             return
@@ -121,12 +83,6 @@ class Fsdp2TrainStrategy(Fsdp2InferStrategy, TrainStrategy):
 
     def _shard_group(self) -> ProcessGroup | None:
         return self.mesh.get_group("fsdp") if self.mesh["fsdp"].size() > 1 else None
-
-    def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
-        total = value.to(self.device, copy=True)
-        if self.world_size > 1:
-            dist.all_reduce(total)
-        return total.to(value.device)
 
     def save(self, path: Path) -> None:
         checkpoint.save(
@@ -156,8 +112,3 @@ class Fsdp2TrainStrategy(Fsdp2InferStrategy, TrainStrategy):
                 if isinstance(value, torch.Tensor):
                     state[key] = value.to(device, non_blocking=True)
         self.platform.synchronize()
-
-
-def _zero_loss(outputs: TensorBatch) -> torch.Tensor:
-    """0, with a gradient of zeros to every parameter."""
-    return sum((values.sum() for values in outputs.values()), start=torch.zeros(())) * 0.0

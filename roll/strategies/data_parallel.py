@@ -1,0 +1,264 @@
+"""What the data-parallel strategies (FSDP2, DeepSpeed) share: how a batch is cut, computed and put together again.
+
+A backend says how a module is sharded, differentiated and updated; everything here is the same under each of them, so
+that they give the same numbers.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from roll.config.roles import WorkerConfig
+from roll.models.build import build_model, has_tied_embeddings
+from roll.models.layouts import TokenLayout, row_layout, shared_prompt_layout
+from roll.models.response_model import ResponseModel
+from roll.models.shared_prompt import use_shared_prompt_attention
+from roll.platforms import current_platform
+from roll.protocol.metrics import Metrics
+from roll.strategies.base import (
+    LossFunction,
+    ModelHead,
+    ModelStrategy,
+    Output,
+    RankInfo,
+    TensorBatch,
+    TrainStrategy,
+)
+from roll.strategies.micro_batches import is_empty, merged_floats, micro_batch, num_micro_batches
+
+EXPORT_BUCKET_BYTES = 2**30
+"""Device memory that an export may hold gathered at once; the whole model is put together in host memory."""
+
+
+class DataParallelStrategy(ModelStrategy):
+    """Every rank computes its own rows with the whole model, of which it may hold a shard only."""
+
+    model: ResponseModel
+    compute_dtype: torch.dtype
+
+    def __init__(self, role: WorkerConfig, head: ModelHead = ModelHead.CAUSAL_LM, seed: int = 42) -> None:
+        super().__init__(role, head, seed)
+        self.platform = current_platform()
+        self.platform.set_device()
+        self.device = self.platform.device()
+
+    @abstractmethod
+    def _compute(self, layout: TokenLayout, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
+        """Collective. The response model's forward pass."""
+
+    @abstractmethod
+    def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Collective. The tensors whole, on the device, in :meth:`_wire_dtype` (other ranks may return empty ones)."""
+
+    def _reshard(self) -> None:
+        """Give gathered parameters back, where the backend keeps some after a forward pass."""
+
+    def _full_size(self, tensor: torch.Tensor) -> int:
+        """The number of elements of a tensor of which this rank may hold a shard."""
+        return tensor.numel()
+
+    def _refuse_training(self, num_training_steps: int, trainer: str) -> None:
+        """For forward-only strategies.
+
+        Raises:
+            ValueError: optimizer steps are asked for.
+        """
+        if num_training_steps:
+            raise ValueError(
+                f"{self.role.name}.strategy_args.strategy_name: {self.role.strategy_args.strategy_name} cannot train; "
+                f"use {trainer}"
+            )
+
+    def _load_model(self, storage_dtype: torch.dtype) -> None:
+        """The response model on the host, not yet sharded; seeds this rank's random numbers."""
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        seed = self.role.training_args.seed
+        torch.manual_seed((self.seed if seed is None else seed) + self.rank)
+        language_model = build_model(self.role.model_args, self.head.value, storage_dtype)
+        if self.role.use_prefix_sharing:
+            use_shared_prompt_attention(language_model, "use_prefix_sharing")
+        self.model = ResponseModel(language_model)
+
+    @property
+    def rank_info(self) -> RankInfo:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        return RankInfo(rank=rank, world_size=world_size, dp_rank=rank, dp_size=world_size)
+
+    @torch.no_grad()
+    def forward(self, batch: TensorBatch, outputs: Collection[Output], temperature: float = 1.0) -> TensorBatch:
+        self._check_outputs(outputs)
+        was_training = self.model.training
+        self.model.eval()
+        shape = batch["input_ids"].shape
+        device = batch["input_ids"].device
+        results = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name in map(str, outputs)}
+        rows = self.role.infer_batch_size
+        for index in range(self._max_over_ranks(num_micro_batches(batch, rows))):
+            part = micro_batch(batch, index, rows)
+            layout = self._layout(part)
+            computed = self._compute(layout.to(self.device), results.keys(), temperature)
+            start = index * rows
+            if start < shape[0]:
+                cut = part["input_ids"].shape
+                for name, values in computed.items():
+                    results[name][start : start + cut[0], : cut[1]] = layout.scatter(values.to(device), cut)
+        self._reshard()
+        self.model.train(was_training)
+        return results
+
+    def named_full_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Collective. Full tensors in the compute dtype (float32 master weights stay here); tied weights come once."""
+        for bucket in self._buckets(bucket_bytes):
+            full = self._gather([tensor for _, tensor in bucket])
+            yield [(name, tensor) for (name, _), tensor in zip(bucket, full, strict=True)] if self.rank == 0 else []
+
+    def _buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        bucket: list[tuple[str, torch.Tensor]] = []
+        size = 0
+        for name, tensor in self._named_tensors():
+            num_bytes = self._full_size(tensor) * self._wire_dtype(tensor).itemsize
+            if bucket and size + num_bytes > bucket_bytes:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append((name, tensor))
+            size += num_bytes
+        if bucket:
+            yield bucket
+
+    def save_hf(self, path: Path) -> None:
+        """Collective. Weights are written in the compute dtype."""
+        weights: dict[str, torch.Tensor] = {}
+        for bucket in self.named_full_weights(EXPORT_BUCKET_BYTES):
+            weights |= {name: tensor.cpu() for name, tensor in bucket}
+        if self.rank == 0:
+            path.mkdir(parents=True, exist_ok=True)
+            self._write_hf(path, weights)
+        dist.barrier()
+
+    def _write_hf(self, path: Path, weights: dict[str, torch.Tensor]) -> None:
+        language_model = self.model.language_model
+        if has_tied_embeddings(language_model):
+            names = {id(parameter): name for name, parameter in language_model.named_parameters()}
+            embeddings = names[id(language_model.get_input_embeddings().weight)]
+            for name, parameter in language_model.named_parameters(remove_duplicate=False):
+                if names[id(parameter)] == embeddings:
+                    weights[name] = weights[embeddings]
+        language_model.save_pretrained(path, state_dict=weights)
+        # The model wrote the type of the weights it holds (float32 master weights), not of those it was given.
+        language_model.config.dtype = self.compute_dtype
+        language_model.config.save_pretrained(path)
+
+    def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters, tied ones once, then persistent buffers, under their Hugging Face names."""
+        self._reshard()
+        language_model = self.model.language_model
+        yield from language_model.named_parameters()
+        persistent = language_model.state_dict().keys()
+        yield from ((name, buffer) for name, buffer in language_model.named_buffers() if name in persistent)
+
+    def _wire_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        return self.compute_dtype if tensor.is_floating_point() else tensor.dtype
+
+    def _layout(self, part: TensorBatch) -> TokenLayout:
+        layout = shared_prompt_layout if self.role.use_prefix_sharing else row_layout
+        return layout(part["input_ids"], part["response_mask"])
+
+    def _check_outputs(self, outputs: Collection[Output]) -> None:
+        wants_values = Output.VALUES in outputs
+        assert wants_values == (self.head is ModelHead.VALUE) or not outputs, (self.head, outputs)
+
+    def _max_over_ranks(self, count: int) -> int:
+        """The number of passes that every rank must make, so that none waits for another's collective."""
+        if self.world_size == 1:
+            return count
+        largest = torch.tensor(count, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest)
+
+
+class DataParallelTrainStrategy(DataParallelStrategy, TrainStrategy):
+    """One optimizer step is a plain sum of gradients over micro-batches and ranks, then the backend's update."""
+
+    def __init__(
+        self,
+        role: WorkerConfig,
+        head: ModelHead = ModelHead.CAUSAL_LM,
+        seed: int = 42,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(role, head, seed)
+        own = role.training_args.max_grad_norm
+        self.max_grad_norm = max_grad_norm if own is None else own
+
+    @abstractmethod
+    def _begin_micro_batch(self, last: bool) -> None:
+        """Called before each micro-batch; ``last``: the optimizer step follows it."""
+
+    @abstractmethod
+    def _differentiate(self, loss: torch.Tensor) -> None:
+        """Collective. Add the gradient of ``loss`` to what the step has so far."""
+
+    @abstractmethod
+    def _update(self) -> Metrics:
+        """Collective. Clip, step and clear; ``grad_norm`` and ``lr``."""
+
+    def train_step(
+        self,
+        batch: TensorBatch,
+        loss_fn: LossFunction,
+        outputs: Collection[Output],
+        temperature: float = 1.0,
+    ) -> Metrics:
+        self._check_outputs(outputs)
+        rows = self.role.training_args.per_device_train_batch_size
+        count = self._max_over_ranks(num_micro_batches(batch, rows))
+        metrics: list[Metrics] = []
+        for index in range(count):
+            self._begin_micro_batch(last=index == count - 1)
+            part = micro_batch(batch, index, rows)
+            metrics += self._backward(part, loss_fn, outputs, temperature)
+        metrics.append(self._update())
+        return merged_floats(metrics)
+
+    def _backward(
+        self, part: TensorBatch, loss_fn: LossFunction, outputs: Collection[Output], temperature: float
+    ) -> list[Metrics]:
+        """Forward and backward of one micro-batch. One with nothing to predict still takes part in all collectives."""
+        layout = self._layout(part).to(self.device)
+        computed = self._compute(layout, [str(name) for name in outputs], temperature)
+        shape = part["input_ids"].shape
+        aligned = {name: layout.scatter(values, shape) for name, values in computed.items()}
+        if is_empty(part):
+            self._differentiate(_zero_loss(aligned))
+            return []
+        columns = {name: column.to(self.device, non_blocking=True) for name, column in part.items()}
+        loss, metrics = loss_fn(aligned, columns)
+        self._differentiate(loss if loss.requires_grad else _zero_loss(aligned))
+        return [metrics]
+
+    def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
+        total = value.to(self.device, copy=True)
+        if self.world_size > 1:
+            dist.all_reduce(total)
+        return total.to(value.device)
+
+    def _refuse_fp16(self, keys: str) -> None:
+        """
+        Raises:
+            ValueError: the compute type is fp16.
+        """
+        if self.compute_dtype is torch.float16:
+            raise ValueError(
+                f"{self.role.name}: not available yet: training in fp16 (it needs loss scaling); set {keys} to bf16 "
+                "or fp32"
+            )
+
+
+def _zero_loss(outputs: TensorBatch) -> torch.Tensor:
+    """0, with a gradient of zeros to every parameter."""
+    return sum((values.sum() for values in outputs.values()), start=torch.zeros(())) * 0.0
