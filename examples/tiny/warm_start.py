@@ -25,7 +25,9 @@ def make_warm_start(seed: int) -> Path:
     untrained = artifacts.model_folder(seed)
     model = untrained.parent / "warm_start" / "model"
     if not model.is_dir() or model.stat().st_mtime < (untrained / prepare.FINGERPRINT_FILE).stat().st_mtime:
-        run(load_config(None, FOLDER / "sft_config.yaml", overrides=[f"seed={seed}"]))
+        status = run(load_config(None, FOLDER / "sft_config.yaml", overrides=[f"seed={seed}"]))
+        if status:
+            sys.exit(status)
     return model
 
 
