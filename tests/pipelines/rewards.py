@@ -1,0 +1,37 @@
+"""Rewards of the runs in this folder: each gives an untrained model something to be better or worse at."""
+
+from __future__ import annotations
+
+import time
+import zlib
+
+
+def digit_share(response: str) -> float:
+    """Share of the characters that are digits."""
+    return sum(character.isdigit() for character in response) / max(len(response), 1)
+
+
+def slow_digit_share(response: str) -> float:
+    """As ``digit_share``, slowly enough that a run can be interrupted in its middle."""
+    time.sleep(0.05)
+    return digit_share(response)
+
+
+def letter_share(response: str) -> float:
+    """Share of the characters that are letters."""
+    return sum(character.isalpha() for character in response) / max(len(response), 1)
+
+
+def fails_for_some(response: str) -> float:
+    """As ``digit_share``, but cannot score a quarter of all texts."""
+    assert zlib.crc32(response.encode()) % 4, "this text cannot be scored"
+    return digit_share(response)
+
+
+def by_question(ground_truth: str, response: str) -> float:
+    """All samples of a question alike for two questions in three; else as ``digit_share``."""
+    return float(int(ground_truth) % 3) if int(ground_truth) % 3 else digit_share(response)
+
+
+def always_one(response: str) -> float:
+    return 1.0

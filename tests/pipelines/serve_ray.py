@@ -1,0 +1,20 @@
+"""A Ray that several runs join: ``python -m tests.pipelines.serve_ray ADDRESS_FILE``, until its standard input closes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from roll.distributed import ray_runtime
+
+
+def main(address_file: Path) -> None:
+    with ray_runtime(2) as runtime:
+        written = address_file.with_suffix(".part")
+        written.write_text(runtime.address)
+        written.rename(address_file)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

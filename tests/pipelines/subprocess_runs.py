@@ -1,0 +1,90 @@
+"""Runs in a process of their own, to be interrupted, and a look at what is left of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from roll.distributed.processes import MARK_ENV, marked_processes
+from roll.tracking import METRICS_NAME
+
+ROOT = Path(__file__).parents[2]
+T = TypeVar("T")
+
+
+@dataclass
+class Driver:
+    """A started ``roll run``."""
+
+    process: subprocess.Popen[str]
+    output: Path
+
+    def wait_for(self, look: Callable[[], T], seconds: float = 90) -> T:
+        """What ``look`` gives as soon as that is true."""
+        give_up = time.monotonic() + seconds
+        while not (found := look()):
+            if self.process.poll() is not None:
+                raise AssertionError(f"the run ended too early: {self.process.communicate()[1]}")
+            assert time.monotonic() < give_up, "it did not happen in time"
+            time.sleep(0.02)
+        return found
+
+    def finish(self, seconds: float) -> tuple[int, str]:
+        """Exit status, and what was written to standard error, of a run that ends by itself in so many seconds."""
+        try:
+            _, errors = self.process.communicate(timeout=seconds)
+        finally:
+            self.process.kill()
+        return self.process.returncode, errors
+
+    def steps_done(self) -> int:
+        file = self.output / "logs" / METRICS_NAME
+        return file.read_text().count("system/global_step") if file.exists() else 0
+
+    def worker_pid(self, name: str) -> int:
+        """The process that writes the worker's log; 0 where there is none."""
+        log = (self.output / "logs" / "workers" / f"{name}.log").resolve()
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                if Path(os.readlink(entry / "fd" / "1")) == log:
+                    return int(entry.name)
+            except OSError:  # gone meanwhile, or somebody else's
+                continue
+        return 0
+
+    def mark(self, worker: str) -> str:
+        """What the processes of the run are told apart by, read from a worker's environment."""
+        entries = Path(f"/proc/{self.worker_pid(worker)}/environ").read_bytes().split(b"\0")
+        return next(e.split(b"=", 1)[1].decode() for e in entries if e.startswith(MARK_ENV.encode()))
+
+
+def start(config: Path, output: Path) -> Driver:
+    """``roll run CONFIG`` with a Ray of its own, in a session of its own."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "ROLL_"))}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "roll.cli", "run", str(config)],
+        env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    return Driver(process, output)
+
+
+def left_of(mark: str) -> list[str]:
+    """The command lines of processes of a run that are still there."""
+    commands = []
+    for pid in marked_processes(mark):
+        try:
+            commands.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:  # gone meanwhile
+            continue
+    return commands

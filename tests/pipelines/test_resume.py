@@ -1,0 +1,101 @@
+"""A run that is interrupted and continued gives the numbers of a run that was not, to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.pipelines.conftest import Run
+from tests.pipelines.subprocess_runs import start
+from tests.pipelines.tiny_runs import (
+    GRPO_STEPS,
+    HERE,
+    FinishedRun,
+    TinyWorld,
+    grpo_changes,
+    load_changed,
+    rlvr_settings,
+    role,
+    training_args,
+    untimed,
+)
+
+pytestmark = pytest.mark.e2e
+
+PPO = {
+    "max_steps": 4,
+    "save_steps": 2,
+    "adv_estimator": "gae",
+    "ppo_epochs": 2,
+    "value_clip": 0.2,
+    "dual_clip_loss": True,
+    "whiten_advantages": True,
+    "norm_mean_type": "running",
+    "norm_std_type": "running",
+    "add_token_level_kl": True,
+    "init_kl_coef": 0.05,
+    "target_kl": 0.01,
+    "kl_horizon": 100,
+    "actor_train.training_args": training_args(4, 2) | {"warmup_steps": 3, "save_hf_model": True},
+    "reference": role("fsdp2_infer", [1]),
+}
+"""Everything that remembers something: critic, adaptive KL, running moments, two optimizers and their schedules."""
+
+
+def later_steps(finished: FinishedRun, first: int) -> list[dict]:
+    return [untimed(row) for row in finished.steps if row["step"] >= first]
+
+
+def weights(finished: FinishedRun) -> bytes:
+    return (finished.output / "model" / "model.safetensors").read_bytes()
+
+
+def test_grpo_after_kill_minus_nine_of_the_driver(
+    grpo_run: FinishedRun, run: Run, world: TinyWorld, tmp_path: Path
+) -> None:
+    changes = grpo_changes(world, tmp_path)
+    slow = {"rewards.digits.worker_cls": f"{HERE}.rewards.slow_digit_share", "resume_from_checkpoint": True}
+    load_changed(rlvr_settings(world, tmp_path), changes | slow)
+    driver = start(tmp_path / "input" / "config.yaml", tmp_path)
+    driver.wait_for(lambda: driver.steps_done() >= 3)
+    driver.process.kill()
+    driver.process.communicate()
+    assert (tmp_path / "checkpoints" / "checkpoint-2").is_dir()
+    assert driver.steps_done() < GRPO_STEPS
+
+    resumed = run(changes | {"resume_from_checkpoint": True}, output=tmp_path)
+    assert [row["step"] for row in resumed.steps] == list(range(GRPO_STEPS)), "the third step counts once"
+    assert later_steps(resumed, 0) == later_steps(grpo_run, 0)
+    assert weights(resumed) == weights(grpo_run)
+    log = (tmp_path / "logs" / "run.log").read_text()
+    assert "continuing from" in log
+
+
+def test_ppo_with_everything_that_has_a_memory(run: Run, world: TinyWorld) -> None:
+    changes = PPO | {"critic": role("fsdp2_train", [1], training_args=training_args(4, 2, 3e-3))}
+    whole = run(changes)
+    checkpoint = whole.output / "checkpoints" / "checkpoint-2"
+    resumed = run(changes | {"resume_from_checkpoint": str(checkpoint)})
+    assert [row["step"] for row in resumed.steps] == [2, 3]
+    assert later_steps(resumed, 2) == later_steps(whole, 2)
+    assert weights(resumed) == weights(whole)
+    assert len(set(whole.values("critic/kl_coef"))) > 2, "the KL controller must have adapted"
+    assert len(set(whole.values("critic/lr"))) > 2, "the critic's schedule must have moved"
+
+
+def test_sft(run: Run, world: TinyWorld) -> None:
+    changes = {
+        "max_steps": 6,
+        "save_steps": 2,
+        "eval_steps": 3,
+        "sft_train.training_args": training_args(4, 2) | {"warmup_steps": 4, "save_hf_model": True},
+        "validation": {"data_args": {"file_name": str(world.demonstrations), "messages": "messages"}},
+    }
+    whole = run(changes, pipeline="sft")
+    checkpoint = whole.output / "checkpoints" / "checkpoint-4"
+    resumed = run(changes | {"resume_from_checkpoint": str(checkpoint)}, pipeline="sft")
+    assert later_steps(resumed, 4) == later_steps(whole, 4)
+    assert weights(resumed) == weights(whole)
+    losses = whole.values("sft_train/loss")
+    assert losses[-1] < losses[0]

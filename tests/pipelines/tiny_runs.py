@@ -1,0 +1,197 @@
+"""Small runs of whole pipelines: what they start from, their configurations, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from roll.config.loader import LoadedConfig
+from roll.tracking import METRICS_NAME, read_metrics
+from tests.config.good import changed, load
+
+HERE = "tests.pipelines"
+GRPO_STEPS = 4
+SECRET = "a-secret-that-nobody-reads"
+NUM_PROBLEMS, NUM_VALIDATION = 64, 8
+
+GENERATING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop_token_ids": list(range(0, 400, 8))}
+"""An untrained model hardly ever says its end token; with one token in ten ending a response, lengths vary."""
+
+TIMED = ("time/", "memory/", "model_update/")
+"""Prefixes of metrics that differ from run to run."""
+TIMED_NAMES = ("time", "system/tps", "system/actor_infer/response/tps_dp")
+
+
+@dataclass(frozen=True)
+class TinyWorld:
+    """Files that a run reads."""
+
+    folder: Path
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+    @property
+    def train(self) -> Path:
+        return self.folder / "train.jsonl"
+
+    @property
+    def validation(self) -> Path:
+        return self.folder / "val.jsonl"
+
+    @property
+    def demonstrations(self) -> Path:
+        return self.folder / "sft.jsonl"
+
+
+def make_world(tiny: Mapping[str, ModuleType], folder: Path) -> TinyWorld:
+    """An untrained two-layer model, and word problems whose tags alternate between ``even`` and ``odd``."""
+    world = TinyWorld(folder)
+    words, model = tiny["word_problems"], tiny["tiny_model"]
+    training = words.draw_problems(NUM_PROBLEMS, seed=1, validation=False)
+    held_out = words.draw_problems(NUM_VALIDATION, seed=2, validation=True)
+    tokenizer = model.make_tokenizer(f"{problem.question}\n{words.solution(problem)}" for problem in training)
+    model.save(model.make_model(tokenizer, seed=0), tokenizer, world.model)
+    for path, problems in ((world.train, training), (world.validation, held_out), (world.demonstrations, training)):
+        rows = [_row(f"{path.stem}-{i}", problem, words.solution(problem)) for i, problem in enumerate(problems)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return world
+
+
+def _row(row_id: str, problem: Any, solution: str) -> dict[str, Any]:
+    return {
+        "id": row_id,
+        "tag": "even" if problem.answer % 2 == 0 else "odd",
+        "messages": [{"role": "user", "content": problem.question}],
+        "ground_truth": str(problem.answer),
+        "response": solution,
+    }
+
+
+def role(strategy: str, devices: list[int], **settings: Any) -> dict[str, Any]:
+    """A section of a role with a float32 model."""
+    model_args = {"dtype": "fp32", "disable_gradient_checkpointing": True}
+    strategy_args = {"strategy_name": strategy, "strategy_config": {}}
+    return {"model_args": model_args, "strategy_args": strategy_args, "device_mapping": devices} | settings
+
+
+def training_args(micro_batch_size: int, accumulation: int, learning_rate: float = 1e-3) -> dict[str, Any]:
+    return {
+        "learning_rate": learning_rate,
+        "per_device_train_batch_size": micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
+    }
+
+
+def rlvr_settings(world: TinyWorld, output: Path) -> dict[str, Any]:
+    """GRPO with one trainer and one engine: 4 prompts x 4 samples, one optimizer step of 16."""
+    data = {"file_name": [str(world.train)], "messages": "messages"}
+    return {
+        "pipeline": "rlvr",
+        "exp_name": "tiny",
+        "seed": 7,
+        "pretrain": str(world.model),
+        "reward_pretrain": str(world.model),
+        "output_dir": str(output),
+        "logging_dir": str(output / "logs"),
+        "track_with": ["jsonl"],
+        "num_gpus_per_node": 2,
+        "max_steps": 2,
+        "save_steps": 0,
+        "eval_steps": 0,
+        "memory_steps": 0,
+        "rpc_timeout": 120,
+        "rollout_batch_size": 4,
+        "num_return_sequences_in_group": 4,
+        "prompt_length": 128,
+        "response_length": 12,
+        "adv_estimator": "grpo",
+        "actor_train": role("fsdp2_train", [0], training_args=training_args(8, 2), data_args=data),
+        "actor_infer": role("hf_infer", [1], generating_args=GENERATING),
+        "rewards": {
+            "digits": {"worker_cls": f"{HERE}.rewards.digit_share", "tag_included": ["even", "odd"], "world_size": 1}
+        },
+    }
+
+
+def grpo_changes(world: TinyWorld, output: Path) -> dict[str, Any]:
+    """Two trainers, two engines and a reference; KL in the loss, validations, checkpoints, TensorBoard, samples."""
+    return {
+        "max_steps": GRPO_STEPS,
+        "save_steps": 2,
+        "eval_steps": 2,
+        "memory_steps": 2,
+        "track_with": ["tensorboard", "jsonl"],
+        "rollout_dump_dir": str(output / "rollouts"),
+        "system_envs": {"SERVICE_API_KEY": SECRET},
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.01,
+        "actor_train.device_mapping": [0, 1],
+        "actor_train.training_args": training_args(8, 1) | {"save_hf_model": True},
+        "actor_infer.device_mapping": [0, 1],
+        "reference": role("fsdp2_infer", [0, 1], infer_batch_size=4),
+        "validation": {
+            "data_args": {"file_name": [str(world.validation)], "messages": "messages"},
+            "generating_args": {"num_return_sequences": 2, "temperature": 1.0, "top_p": 1.0, "top_k": 0},
+        },
+    }
+
+
+def sft_settings(world: TinyWorld, output: Path) -> dict[str, Any]:
+    """Imitation on one rank: 8 demonstrations a step."""
+    data = {"file_name": str(world.demonstrations), "messages": "messages", "response": "response"}
+    return {
+        "pipeline": "sft",
+        "exp_name": "tiny_sft",
+        "seed": 7,
+        "pretrain": str(world.model),
+        "output_dir": str(output),
+        "logging_dir": str(output / "logs"),
+        "track_with": ["jsonl"],
+        "num_gpus_per_node": 2,
+        "max_steps": 6,
+        "save_steps": 0,
+        "eval_steps": 0,
+        "memory_steps": 0,
+        "rpc_timeout": 120,
+        "sequence_length": 160,
+        "sft_train": role("fsdp2_train", [0], training_args=training_args(4, 2), data_args=data),
+    }
+
+
+def load_changed(base: Mapping[str, Any], changes: Mapping[str, Any]) -> LoadedConfig[Any]:
+    """The configuration with dotted keys set, loaded from a file in the folder ``input`` of the run's output."""
+    data = changed(changes, base)
+    folder = Path(data["output_dir"]) / "input"
+    folder.mkdir(parents=True, exist_ok=True)
+    return load(folder, data, check_files=True)
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """What a run left in its folder."""
+
+    output: Path
+
+    @property
+    def logs(self) -> Path:
+        return self.output / "logs"
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The metrics of each training step, in order; those of a validation at the same step are among them."""
+        return [row for row in read_metrics(self.logs / METRICS_NAME) if "system/global_step" in row]
+
+    def values(self, name: str) -> list[float]:
+        """One metric over the steps."""
+        return [row[name] for row in self.steps]
+
+
+def untimed(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be the same when a run is repeated."""
+    return {k: v for k, v in row.items() if not k.startswith(TIMED) and k not in TIMED_NAMES}
