@@ -1,4 +1,4 @@
-"""A Ray that several runs join: ``python -m tests.pipelines.serve_ray ADDRESS_FILE``, until its standard input closes."""
+"""A Ray for several runs: ``python -m tests.pipelines.serve_ray ADDRESS_FILE``, until its standard input closes."""
 
 from __future__ import annotations
 

@@ -14,16 +14,41 @@ from tests.pipelines.tiny_runs import GRPO_STEPS, SECRET, FinishedRun
 
 pytestmark = pytest.mark.e2e
 
-EXPECTED_EACH_STEP = """
-    system/global_step system/samples system/tokens system/tps system/actor_infer/response/tps_dp
-    scheduler/collect_query_count scheduler/query_use_count
-    critic/score/mean critic/rewards/mean critic/advantages/mean critic/returns/mean
-    token/response_length/mean token/prompt_length/mean token/total_length/max
-    actor/pg_loss actor/total_loss actor/kl_loss actor/grad_norm actor/lr actor/approxkl actor/clipfrac
-    actor/ratio_mean actor/ratio_max actor/ratio_min actor/train_infer_log_diff_abs_mean
-    digits/score/mean reward/digits/error_rate
-    time/step_total time/step_generate time/step_train time/step_model_update time/ref_log_probs_values time/adv
-""".split()
+EXPECTED_EACH_STEP = [
+    "system/global_step",
+    "system/samples",
+    "system/tokens",
+    "system/tps",
+    "system/actor_infer/response/tps_dp",
+    "scheduler/collect_query_count",
+    "scheduler/query_use_count",
+    "critic/score/mean",
+    "critic/rewards/mean",
+    "critic/advantages/mean",
+    "critic/returns/mean",
+    "token/response_length/mean",
+    "token/prompt_length/mean",
+    "token/total_length/max",
+    "actor/pg_loss",
+    "actor/total_loss",
+    "actor/kl_loss",
+    "actor/grad_norm",
+    "actor/lr",
+    "actor/approxkl",
+    "actor/clipfrac",
+    "actor/ratio_mean",
+    "actor/ratio_max",
+    "actor/ratio_min",
+    "actor/train_infer_log_diff_abs_mean",
+    "digits/score/mean",
+    "reward/digits/error_rate",
+    "time/step_total",
+    "time/step_generate",
+    "time/step_train",
+    "time/step_model_update",
+    "time/ref_log_probs_values",
+    "time/adv",
+]
 """Names that users' dashboards are built on."""
 
 

@@ -1,0 +1,80 @@
+"""Estimators, KL, clipping and epochs as whole runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.pipelines.conftest import Run
+from tests.pipelines.tiny_runs import role, training_args
+
+pytestmark = pytest.mark.e2e
+
+CRITIC = role("fsdp2_train", [1], training_args=training_args(8, 2, 1e-2))
+
+
+def test_ppo_learns_values_and_keeps_near_the_reference(run: Run) -> None:
+    changes = {
+        "max_steps": 12,
+        "adv_estimator": "gae",
+        "critic": CRITIC,
+        "critic_warmup": 6,
+        "whiten_advantages": True,
+        "add_token_level_kl": True,
+        "init_kl_coef": 0.1,
+        "reference": role("fsdp2_infer", [0]),
+    }
+    finished = run(changes)
+    trains_actor = ["actor/pg_loss" in row for row in finished.steps]
+    assert trains_actor == [False] * 6 + [True] * 6, "critic_warmup: the critic learns alone at first"
+    losses = finished.values("critic/loss")
+    assert sum(losses[-3:]) < 0.5 * sum(losses[:3])
+    kl = finished.values("critic/kl")
+    assert kl[:7] == [pytest.approx(0, abs=1e-6)] * 7, "nothing has moved the policy yet"
+    assert abs(kl[-1]) > 1e-5
+    assert finished.values("critic/kl_coef") == [0.1] * 12
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"adv_estimator": "reinforce++", "whiten_advantages": True},
+        {"adv_estimator": "rloo"},
+        {"adv_estimator": "reinforce", "norm_mean_type": "batch"},
+    ],
+    ids=["reinforce++", "rloo", "reinforce"],
+)
+def test_estimators_raise_the_reward(run: Run, changes: dict[str, Any]) -> None:
+    """An easy reward (letters among the characters): a few large steps are enough to see it rise."""
+    sizes = {"max_steps": 24, "rollout_batch_size": 8, "actor_train.training_args": training_args(16, 2, 3e-3)}
+    reward = {"rewards.digits.worker_cls": "tests.pipelines.rewards.letter_share"}
+    rewards = run(changes | sizes | reward).values("critic/score/mean")
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
+
+
+def test_several_epochs_of_several_mini_batches_are_clipped(run: Run) -> None:
+    changes = {
+        "max_steps": 3,
+        "ppo_epochs": 2,
+        "pg_clip": 0.05,
+        "dual_clip_loss": True,
+        "dual_clip_coef": 1.1,
+        "actor_train.training_args": training_args(4, 2, 5e-3),
+    }
+    finished = run(changes)
+    for row in finished.steps:
+        assert "time/old_log_probs" in row, "off-policy updates need the log-probs from before"
+        assert row["actor/total_samples"] == 2 * 16
+        assert row["actor/ratio_min"] < 0.95 < 1.05 < row["actor/ratio_max"]
+        assert 0 < row["actor/clipfrac"] < 1
+    assert max(finished.values("actor/train_infer_log_diff_abs_max")) < 1e-4, "engines follow every optimizer step"
+
+
+def test_nothing_is_computed_that_nothing_uses(run: Run) -> None:
+    """On-policy GRPO without KL: no reference, no old log-probs, no values, no entropy."""
+    finished = run({"max_steps": 1, "reference": role("fsdp2_infer", [0]), "critic": CRITIC})
+    (row,) = finished.steps
+    assert not {"time/ref_log_probs_values", "time/old_log_probs", "time/values", "actor/entropy"} & row.keys()
+    started = {path.stem.rpartition("-")[0] for path in (finished.logs / "workers").iterdir()}
+    assert started == {"actor_train", "actor_infer", "rewards.digits"}
