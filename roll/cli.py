@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -99,6 +100,7 @@ def check_rewards(loaded: LoadedConfig[Any]) -> None:
     """
     if not isinstance(loaded.config, RLVRConfig):
         return
+    find_own_modules()
     from roll.rewards import RewardOptionError, build_reward
     from roll.rewards.policy import reward_options
 
@@ -111,6 +113,15 @@ def check_rewards(loaded: LoadedConfig[Any]) -> None:
             problems.append(Problem(key, value, str(error), source=shown(loaded.source), has_value=bool(value)))
     if problems:
         raise ConfigError(problems)
+
+
+def find_own_modules() -> None:
+    """Let a user's rewards be found in the working directory, as Ray's workers and ``python -m`` do.
+
+    An installed command and a script start with their own folder on the path instead.
+    """
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
 
 
 def refuse(error: ConfigError) -> int:
