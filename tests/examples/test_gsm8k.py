@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from roll.tracking import read_metrics
+from tests.examples.metric_names import undocumented
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = "examples/gsm8k/run_gsm8k.sh"
@@ -145,7 +146,8 @@ def check_samples(folder: Path, training: list[dict[str, Any]]) -> None:
 
 
 def check_metrics(rows: list[dict[str, float]]) -> None:
-    """Two steps that learn something, between a first and a last validation."""
+    """Two steps that learn something, between a first and a last validation; the documentation knows all names."""
+    assert undocumented({name for row in rows for name in row} - {"step", "time"}) == []
     assert [row["step"] for row in rows] == [0, 1, 2]
     for row in rows[:2]:
         assert row["actor/grad_norm"] > 0

@@ -1,0 +1,163 @@
+"""The documentation is true where a program can tell: links, configurations, commands, names of metrics."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from roll import cli
+from roll.config.cli_args import parse_launcher_args
+from roll.config.loader import load_config
+from tests.examples.metric_names import documented_patterns, undocumented
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    page
+    for folder in ("", "docs", "examples", "examples/tiny", "examples/gsm8k", "benchmarks", "configs")
+    for page in (ROOT / folder).glob("*.md")
+)
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+NAMED_FILE = re.compile(r"# (\S+\.(?:yaml|py))\n")
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Language and text of each fenced block."""
+    return FENCE.findall(page.read_text(encoding="utf-8"))
+
+
+def named_files(page: Path) -> dict[str, str]:
+    """Blocks whose first line is a comment with a file's name: whole files, which a reader may copy."""
+    found = {}
+    for _, text in blocks(page):
+        if match := NAMED_FILE.match(text):
+            found[match[1]] = text
+    return found
+
+
+def anchors(page: Path) -> set[str]:
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links(page: Path) -> Iterator[str]:
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not re.match(r"[a-z]+:", target):
+            yield target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    for target in links(page):
+        file, _, anchor = target.partition("#")
+        path = (page.parent / file).resolve() if file else page
+        assert path.exists(), f"{name_of(page)}: {target}"
+        if anchor and path.suffix == ".md":
+            assert anchor in anchors(path), f"{name_of(page)}: {target}; headings: {sorted(anchors(path))}"
+
+
+def test_every_page_is_on_the_map_and_in_the_navigation() -> None:
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")}
+    assert {target for target in links(ROOT / "docs/index.md") if "/" not in target} == pages - {"index.md"}
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    assert set(re.findall(r"[\w-]+\.md", str(navigation))) == pages
+
+
+CONFIGS = [(page, file) for page in PAGES for file in named_files(page) if file.endswith(".yaml")]
+
+
+def test_configurations_are_found() -> None:
+    assert {file for _, file in CONFIGS} >= {"sums.yaml", "my_recipe.yaml", "sft_config.yaml"}
+
+
+@pytest.mark.parametrize(("page", "file"), CONFIGS, ids=lambda value: value if isinstance(value, str) else value.stem)
+def test_whole_configurations_pass_the_check(
+    page: Path, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in named_files(page).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    status = cli.main(["check", file, "--skip-files"])
+    output = capsys.readouterr()
+    assert status == 0, output.err
+    assert "note" not in output.out, "an example should do everything that it says"
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Every line of the pages that runs a recipe of this repository, without redirection and comment."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for line in re.findall(
+            r"^ *(?:\$ )?((?:RANK=\d )?(?:python examples/start_|roll (?:check|run)|examples/).*)$", text, re.M
+        ):
+            words = shlex.split(line.removesuffix("&"), comments=True)
+            words = words[1:] if words[0].startswith("RANK=") else words
+            yield name_of(page), words
+
+
+SHOWN_MISTAKE = ["max_step=40", "rollout_batch_size=20"]
+
+
+def recipe_and_overrides(words: list[str]) -> tuple[list[str], list[str]] | None:
+    """The recipe as ``load_config`` wants it, and the overrides; None for a file that the page only imagines."""
+    if words[0] == "roll":
+        recipe, overrides = [words[2]], [word for word in words[3:] if not word.startswith("--")]
+        known = words[2].startswith(("examples/", "tiny/", "gsm8k/"))
+        return (recipe, overrides) if known else None
+    if words[0] == "python":
+        if not all(re.fullmatch(r"[-\w./=+\[\]:~]+", word) for word in words) or "DIR" in words:
+            return None
+        arguments = parse_launcher_args(words[2:], "tiny", "sft_config" if "sft" in words[1] else "rlvr_config")
+        return [arguments.config_path, arguments.config_name], list(arguments.overrides)
+    return (["gsm8k", "rlvr_config"], words[1:]) if words[0].endswith("run_gsm8k.sh") else None
+
+
+COMMANDS = sorted({(page, *words) for page, words in commands()})
+
+
+def test_commands_are_found() -> None:
+    known = [words for _, *words in COMMANDS if recipe_and_overrides(words) is not None]
+    assert len(known) > 10
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_commands_name_recipes_and_keys_that_exist(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    found = recipe_and_overrides(list(command[1:]))
+    if found is None or found[1] == SHOWN_MISTAKE:
+        return
+    recipe, overrides = found
+    load_config(None, *recipe, overrides=overrides, check_files=False)
+
+
+def test_the_mistakes_that_the_quickstart_promises(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", str(ROOT / "examples/tiny/rlvr_config.yaml"), "--skip-files", *SHOWN_MISTAKE]) == 2
+    assert capsys.readouterr().err.startswith("2 mistakes")
+
+
+def test_metric_patterns_match_as_the_page_says() -> None:
+    assert (
+        undocumented(["critic/score/mean", "val/greedy/gsm8k/accuracy", "time/step_train", "reward/maths/lines"]) == []
+    )
+    assert undocumented(["critic/scores", "val/greedy", "time/steps"]) == ["critic/scores", "time/steps", "val/greedy"]
+    assert len(documented_patterns()) > 60
+
+
+def test_metrics_named_on_other_pages_are_on_the_metrics_page() -> None:
+    families = r"`((?:actor|critic|token|group|scheduler|system|time|memory|val|val_correct|sft_train)/[\w/<>@]+)`"
+    for page in PAGES:
+        if page.name == "metrics.md":
+            continue
+        names = set(re.findall(families, page.read_text(encoding="utf-8"))) - {"time/<phase>"}
+        assert undocumented([name.replace("<", "").replace(">", "") for name in names]) == [], name_of(page)
