@@ -70,10 +70,11 @@ def run(loaded: LoadedConfig[Any]) -> int:
     pipeline = importlib.import_module(f"roll.pipelines.{loaded.plan.pipeline}")
     from roll.datasets.types import DataError
     from roll.distributed.failures import RemoteError
+    from roll.rollout.scheduler import RolloutExhausted
 
     try:
         pipeline.run(loaded)
-    except (DataError, RemoteError) as error:
+    except (DataError, RemoteError, RolloutExhausted) as error:
         show_error(error)
         return EXIT_FAILED
     return 0
