@@ -74,11 +74,8 @@ class RunFrame:
         """Logs, trackers and Ray for the length of a run; whatever was started is stopped again, however it ends."""
         log_dir = self.plan.log_dir
         setup_logging(log_dir)
-        self._write_config()
         with ExitStack() as stack:
-            self._tracker = build_trackers(self.config.track_with, self.config.tracker_kwargs, self._tracked_run())
-            stack.callback(self._tracker.close)
-            stack.callback(self._checkpoints.close)
+            # Before any other file: on the further nodes of a run this does not return.
             stack.enter_context(
                 ray_runtime(
                     self.plan.num_devices_per_node,
@@ -87,6 +84,10 @@ class RunFrame:
                     log_dir / "workers",
                 )
             )
+            self._write_config()
+            self._tracker = build_trackers(self.config.track_with, self.config.tracker_kwargs, self._tracked_run())
+            stack.callback(self._tracker.close)
+            stack.callback(self._checkpoints.close)
             resources = ResourceManager(self.plan.num_devices_per_node, self.plan.num_nodes)
             stack.callback(resources.close)
             try:

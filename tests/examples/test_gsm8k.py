@@ -51,15 +51,6 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained model whose tokenizer and positions suit the problems."""
-    folder = tmp_path_factory.mktemp("tiny")
-    command = [sys.executable, ROOT / "examples/tiny/prepare.py", "--output", folder, "--seeds", "0"]
-    subprocess.run(command, check=True, capture_output=True)
-    return folder / "seed0" / "init"
-
-
 def run_script(checkout: Path, *overrides: str, gsm8k_dir: str | None) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "GSM8K_DIR"}
     environment |= {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}

