@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from math import isnan
 
 from roll.datasets.types import PromptRow
 from roll.distributed import wait_any
@@ -21,7 +22,7 @@ MAX_DRAWS_PER_WANTED = 50
 
 
 class RolloutExhausted(RuntimeError):
-    """Filters rejected so many groups that a step cannot be filled."""
+    """So many groups were rejected by filters, or could not be scored, that a step cannot be filled."""
 
 
 @dataclass
@@ -65,12 +66,14 @@ class RolloutScheduler:
         Args:
             first_draw: how many prompts the run has drawn before; continues the count of draws.
             filters: by domain; a rejected group is replaced by another prompt's.
-            num_additional: prompts to run beyond the wanted ones; the first to finish count, the rest is aborted.
+            num_additional: prompts to run beyond the need at any moment, so that a rejected group is replaced by one
+                that is under way already; the first to finish count, the rest is aborted.
 
         Raises:
-            RolloutExhausted: filters rejected more than ``MAX_DRAWS_PER_WANTED`` groups for each wanted one.
+            RolloutExhausted: more than ``MAX_DRAWS_PER_WANTED`` groups for each wanted one were rejected by filters or
+                could not be scored.
         """
-        collection = _Collection(self, draw, num_prompts, group_size, params, first_draw, filters or {})
+        collection = _Collection(self, draw, num_prompts, group_size, params, first_draw, filters or {}, num_additional)
         collection.start(num_prompts + num_additional)
         while not collection.complete:
             done = wait_any(self._engines.pending + self._rewards.pending, timeout=self._deadline)
@@ -95,6 +98,7 @@ class _Collection:
         params: SamplingParams,
         first_draw: int,
         filters: Mapping[str, GroupFilter],
+        additional: int,
     ) -> None:
         self._engines = scheduler._engines
         self._rewards = scheduler._rewards
@@ -105,9 +109,11 @@ class _Collection:
         self._params = params
         self._first_draw = first_draw
         self._filters = filters
+        self._additional = additional
         self._open: dict[str, tuple[int, PromptRow]] = {}
         self._result = RolloutResult(groups=[])
         self._dry = False
+        self._last_error: str | None = None
 
     @property
     def complete(self) -> bool:
@@ -146,28 +152,37 @@ class _Collection:
             else:
                 self._result.num_filtered += 1
                 self._result.rejected_mean_scores.append(group.mean_score())
+                self._last_error = next((r.error for r in group.rewards if r.error is not None), self._last_error)
                 replacements += 1
         still_coming = len(self._open) + self._rewards.num_pending_groups
         missing = self._wanted - len(self._result.groups) - still_coming
-        if replacements and missing > 0:
+        if replacements and missing + self._additional > 0 and not self.complete:
             self._check_not_exhausted()
-            self.start(missing)
+            self.start(missing + self._additional)
 
     def _check_not_exhausted(self) -> None:
-        if self._result.num_filtered > MAX_DRAWS_PER_WANTED * self._wanted:
-            scores = self._result.rejected_mean_scores
+        result = self._result
+        if result.num_filtered <= MAX_DRAWS_PER_WANTED * self._wanted:
+            return
+        so_far = f"{result.num_filtered} groups while {self._wanted} were wanted and {len(result.groups)} accepted"
+        scores = [score for score in result.rejected_mean_scores if not isnan(score)]
+        if not scores:
             raise RolloutExhausted(
-                f"query_filter_config rejected {self._result.num_filtered} groups while {self._wanted} were wanted and "
-                f"{len(self._result.groups)} accepted; mean scores of rejected groups: {min(scores):.3f} to "
-                f"{max(scores):.3f}. Loosen the filter's thresholds, or check the reward and the task's difficulty."
+                f"no sample could be scored in {so_far}; the last failure: {self._last_error}. Check the reward "
+                "and the columns that it reads."
             )
+        raise RolloutExhausted(
+            f"query_filter_config rejected {so_far}; mean scores of rejected groups: {min(scores):.3f} to "
+            f"{max(scores):.3f}. Loosen the filter's thresholds, or check the reward and the task's difficulty."
+        )
 
     def finish(self) -> RolloutResult:
         """Abort what is not needed any more and return the accepted groups in order of drawing."""
+        result = self._result
+        surplus = max(0, len(result.groups) - self._wanted)
+        result.num_aborted = len(self._open) + self._rewards.num_pending_groups + surplus
         self._engines.abort(list(self._open))
         self._rewards.drop_pending()
-        result = self._result
-        result.num_aborted = len(self._open) + max(0, len(result.groups) - self._wanted)
         result.groups = sorted(result.groups[: self._wanted], key=lambda group: group.order)
         return result
 

@@ -23,7 +23,7 @@ TWO_MINI_BATCHES = {
     "max_grad_norm": 0.5,
     "reference": role("fsdp2_infer", [0]),
 }
-"""Two optimizer steps of 8 samples in each of two passes. Responses differ in length, so no two shares weigh the same."""
+"""Two optimizer steps of 8 samples in each of two passes. Responses differ in length, so shares weigh differently."""
 
 
 def layout(devices: list[int], micro_batch_size: int, accumulation: int) -> dict[str, Any]:
@@ -42,9 +42,9 @@ LAYOUTS = {
     "two ranks": layout([0, 1], 2, 2),
 }
 
-# Only the order of float32 additions differs: a relative 2^-24 for each, some thousand of them in a sum of a step. AdamW's
-# first updates divide each gradient by its own size, so a weight whose gradient is nothing but rounding may move by the
-# learning rate (1e-3) in one layout and not in another; single ratios after such updates are compared more loosely.
+# Only the order of float32 additions differs: a relative 2^-24 for each, some thousand of them in a sum of a step.
+# AdamW's first updates divide each gradient by its own size, so a weight whose gradient is nothing but rounding may
+# move by the learning rate (1e-3) in one layout and not in another; single ratios after that are compared more loosely.
 UPDATE = {"rel": 2e-4, "abs": 1e-7}
 AFTERWARDS = {"rel": 2e-3, "abs": 2e-4}
 

@@ -43,7 +43,22 @@ class Scoring:
 
     def __call__(self, batch: DataProto) -> Metrics:
         """Add ``loss_mask``, ``response_level_rewards``, ``token_level_rewards``, ``advantages`` and ``returns`` to
-        ``batch`` (and ``sample_weights`` where samples weigh differently); return the metrics of the step's samples."""
+        ``batch`` (and ``sample_weights`` where samples weigh differently); return the metrics of the step's samples.
+
+        Samples without a score take part in nothing, neither in a baseline nor in a mean: their columns are zero."""
+        scored = ~batch.batch["scores"].isnan()
+        unscored = {"critic/unscored_ratio": Mean(float((~scored).sum()), len(batch))}
+        if bool(scored.all()):
+            return self._score(batch) | unscored
+        part = batch[scored.numpy()]
+        metrics = self._score(part)
+        for name in part.batch.keys() - batch.batch.keys():
+            column = part.batch[name]
+            batch.batch[name] = column.new_zeros(len(batch), *column.shape[1:])
+            batch.batch[name][scored] = column
+        return metrics | unscored
+
+    def _score(self, batch: DataProto) -> Metrics:
         masked = self._add_loss_mask(batch)
         rewarded = self._add_rewards(batch)
         outputs = self._add_advantages(batch)
@@ -51,27 +66,25 @@ class Scoring:
 
     def _add_loss_mask(self, batch: DataProto) -> Metrics:
         tensors = batch.batch
-        scored = ~tensors["scores"].isnan()
-        scores = tensors["scores"].nan_to_num(0.0)
+        scores, group_ids = tensors["scores"], tensors["group_ids"]
         lengths = tensors["response_mask"].sum(-1)
-        truncated = torch.from_numpy(batch.non_tensor_batch["finish_reason"] == "length")
-        for message in self._watch.observe(scores[scored], truncated):
+        truncated = _truncated(batch)
+        for message in self._watch.observe(scores, truncated):
             logger.warning("%s", message)
-        keep, metrics = sample_mask(self._masks, scores, lengths, truncated, tensors["group_ids"])
-        tensors["loss_mask"] = tensors["response_mask"] & (keep & scored)[:, None]
-        weights = sample_weights(self._weights, scores, lengths, tensors["group_ids"])
+        keep, metrics = sample_mask(self._masks, scores, lengths, truncated, group_ids)
+        tensors["loss_mask"] = tensors["response_mask"] & keep[:, None]
+        weights = sample_weights(self._weights, scores, lengths, group_ids)
         if weights is not None:
             tensors["sample_weights"] = weights
-        return metrics | {"critic/unscored_ratio": Mean(float((~scored).sum()), len(batch))}
+        return metrics
 
     def _add_rewards(self, batch: DataProto) -> Metrics:
         tensors = batch.batch
-        scored = ~tensors["scores"].isnan()
         rewards = torch.zeros_like(tensors["scores"])
         metrics: list[Metrics] = []
         domains = batch.non_tensor_batch["domain"]
         for domain in sorted(set(domains)):
-            rows = torch.from_numpy(domains == domain) & scored
+            rows = torch.from_numpy(domains == domain)
             rewards[rows], measured = self._normalise(tensors["scores"][rows], tensors["group_ids"][rows], domain)
             metrics.append(measured)
         tensors["response_level_rewards"] = rewards
@@ -116,10 +129,14 @@ def _options(options_class: type[Any], config: RLVRConfig) -> Any:
     return options_class(**{name: getattr(config, name) for name in names})
 
 
+def _truncated(batch: DataProto) -> torch.Tensor:
+    """bool (B,): responses that were cut off at the length limit."""
+    return torch.from_numpy(batch.non_tensor_batch["finish_reason"] == "length")
+
+
 def _data_metrics(batch: DataProto, outputs: AdvantageOutputs) -> Metrics:
     tensors = batch.batch
     columns = {column.name: tensors.get(column.name) for column in fields(BatchColumns)}
-    columns["scores"] = tensors["scores"].nan_to_num(0.0)
-    columns["truncated"] = torch.from_numpy(batch.non_tensor_batch["finish_reason"] == "length")
+    columns["truncated"] = _truncated(batch)
     columns["raw_advantages"] = outputs.raw_advantages
     return compute_data_metrics(BatchColumns(**columns))
