@@ -33,17 +33,22 @@ class RunSummary:
     files: Mapping[str, Path] = field(default_factory=dict)
 
     def show(self, console: Console | None = None) -> None:
-        """Write the table, then the files, one a line, to ``console``; None: standard output."""
+        """Write the table (its title alone if nothing was validated), then the files, one a line, to ``console``; None:
+        standard output."""
         console = console or Console()
-        console.print(self.table())
+        console.print(self.table() if self.before or self.after else Text(self.heading()))
         width = max((len(kind) for kind in self.files), default=0)
         for kind, path in self.files.items():
             # Text, not markup: a path may hold square brackets. Not wrapped: it is there to be copied.
             console.print(Text(f"{kind:<{width}}  {path}"), soft_wrap=True)
 
+    def heading(self) -> str:
+        """What ran, and how long."""
+        return f"{self.title}: {self.steps} steps in {format_seconds(self.seconds)}"
+
     def table(self) -> Table:
         """Every metric that ``before`` or ``after`` has, with the change."""
-        table = Table(title=f"{self.title}: {self.steps} steps in {format_seconds(self.seconds)}", title_justify="left")
+        table = Table(title=Text(self.heading()), title_justify="left")
         for column in ("validation", "before", "after", "change"):
             table.add_column(column, justify="left" if column == "validation" else "right")
         for name in dict.fromkeys((*self.before, *self.after)):

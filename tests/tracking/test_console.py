@@ -136,3 +136,10 @@ def test_summary_shows_before_after_and_files(tmp_path: Path) -> None:
     assert [cell.strip() for cell in row.strip("│ ").split("│")] == ["val/sampled/accuracy", "0.312", "0.892", "+0.580"]
     assert f"TensorBoard  {long_path}\n" in text
     assert f"plot         {tmp_path / 'run.png'}\n" in text
+
+
+def test_summary_of_a_run_without_validation_has_no_empty_table(tmp_path: Path) -> None:
+    out = io.StringIO()
+    summary = RunSummary("run [1]", before={}, after={}, seconds=61, steps=3, files={"log": tmp_path / "run.log"})
+    summary.show(Console(file=out, width=200))
+    assert out.getvalue() == f"run [1]: 3 steps in 1m01s\nlog  {tmp_path / 'run.log'}\n"
