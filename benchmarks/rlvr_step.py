@@ -124,8 +124,7 @@ def _from_file(process: subprocess.Popen[str], contestant: Contestant, log: list
         if contestant.metrics_file.exists():
             lines = contestant.metrics_file.read_text().splitlines()
             done = sum("time/step_total" in line for line in lines)
-            for step in range(seen + 1, done + 1):
-                yield step
+            yield from range(seen + 1, done + 1)
             seen = done
         time.sleep(0.005)
 

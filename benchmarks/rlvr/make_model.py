@@ -1,6 +1,6 @@
 """An untrained model of about 10M parameters with the tiny example's tokenizer: what the harness's ``--model`` takes.
 
-    python benchmarks/rlvr/make_model.py TINY_MODEL OUTPUT
+python benchmarks/rlvr/make_model.py TINY_MODEL OUTPUT
 """
 
 from __future__ import annotations

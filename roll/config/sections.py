@@ -101,7 +101,7 @@ class TrainingArguments:
     bf16: bool | None = setting(None, inert="model_args.dtype decides")
     """Accepted for older files."""
     save_hf_model: bool = False
-    """Write the model in Hugging Face format beside every checkpoint."""
+    """Write the trained model in Hugging Face format to ``output_dir/model`` at the end."""
     dataloader_num_workers: int = setting(0, ge=0, inert="the driver reads the data")
     """Accepted for older files."""
 
