@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from roll.distributed import Cluster
+import logging
+
+from roll.distributed import Cluster, RemoteError, WorkerDied, WorkerFailed
 from roll.protocol.metrics import Mean, Metrics
 from roll.weight_sync.sender import SyncReport
+
+logger = logging.getLogger(__name__)
+
+_PING_SECONDS = 5.0
 
 
 class WeightSync:
@@ -25,11 +31,16 @@ class WeightSync:
         """Bring the engines to ``version``; they must be idle.
 
         Raises:
-            WorkerFailed: an engine does not hold what was sent (caused by a ``WeightSyncError``).
+            WorkerFailed: an engine does not hold what was sent, or did not take it (caused by a ``WeightSyncError``).
+            WorkerDied: an engine's, or a trainer's, process ended.
         """
-        reports: list[SyncReport | None] = self._source.send_weights(
-            self._target.workers, version, self._bucket_bytes, self._deadline
-        )
+        try:
+            reports: list[SyncReport | None] = self._source.send_weights(
+                self._target.workers, version, self._bucket_bytes, self._deadline
+            )
+        except WorkerFailed as failure:
+            self._blame_dead_engine(failure)
+            raise
         report = next(report for report in reports if report is not None)
         return {
             "time/actor_train/model_update/total": Mean(report.seconds),
@@ -37,3 +48,15 @@ class WeightSync:
             "model_update/buckets": Mean(report.num_buckets),
             "model_update/version": Mean(report.version),
         }
+
+    def _blame_dead_engine(self, failure: WorkerFailed) -> None:
+        """A trainer that fails because an engine died is not the one to look at: raise the engine's death instead."""
+        for rank in range(self._target.world_size):
+            try:
+                self._target.submit(rank, "ping", deadline=_PING_SECONDS).result()
+            except WorkerDied as death:
+                raise WorkerDied(
+                    death.cluster, "update_weights", failure.seconds, death.reports, death.silent_ranks
+                ) from failure
+            except RemoteError as error:
+                logger.warning("after a failed weight update: %s", error)

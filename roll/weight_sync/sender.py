@@ -20,7 +20,7 @@ from roll.weight_sync.checksum import tensor_checksum
 
 
 class WeightSyncError(RuntimeError):
-    """An engine does not hold what the trainer sent."""
+    """An engine does not hold what the trainer sent, or did not take it."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,16 @@ def send_weights(
         deadline: seconds for the whole exchange.
 
     Raises:
-        WeightSyncError: an engine's checksum of a tensor differs from the trainer's, or a tensor is missing there.
-        ray.exceptions.GetTimeoutError: an engine did not answer within the deadline.
+        WeightSyncError: an engine's checksum of a tensor differs from the trainer's, a tensor is missing there, or an
+            engine died, failed, or did not answer within the deadline.
     """
     begin = time.monotonic()
 
-    def ask(method: str, *arguments: Any) -> list[Any]:
-        return [engine.call.remote(method, (), *arguments) for engine in engines]
+    def ask(method: str, *arguments: Any) -> _Question:
+        return _Question(method, [engine.call.remote(method, (), *arguments) for engine in engines])
 
-    def wait(refs: list[Any]) -> list[Any]:
-        return ray.get(refs, timeout=max(0.0, deadline - (time.monotonic() - begin)))
+    def wait(question: _Question) -> list[Any]:
+        return question.answers(f"weight update {version}", begin + deadline)
 
     sent: dict[str, int] = {}
     num_bytes = num_buckets = 0
@@ -74,6 +74,29 @@ def send_weights(
     for index, held in enumerate(held_by_engine):
         verify_checksums(sent, held, engine=index, version=version)
     return SyncReport(version, len(sent), num_bytes, num_buckets, time.monotonic() - begin)
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A method in progress on every engine."""
+
+    method: str
+    refs: list[Any]
+
+    def answers(self, update: str, end: float) -> list[Any]:
+        """One answer an engine, all there by ``end`` (on the monotonic clock); else the engine at fault is named."""
+        answers = []
+        for engine, ref in enumerate(self.refs):
+            try:
+                answers.append(ray.get(ref, timeout=max(0.0, end - time.monotonic())))
+            except ray.exceptions.GetTimeoutError:
+                raise WeightSyncError(f"{update}: engine {engine} was not done with {self.method!r} in time") from None
+            except ray.exceptions.RayTaskError as error:
+                cause = getattr(error.cause, "error", error.cause)
+                raise WeightSyncError(f"{update}: engine {engine} failed in {self.method!r}: {cause}") from None
+            except ray.exceptions.RayActorError:
+                raise WeightSyncError(f"{update}: engine {engine} died in {self.method!r}") from None
+        return answers
 
 
 def verify_checksums(sent: dict[str, int], held: dict[str, int], engine: int, version: int) -> None:

@@ -1,0 +1,101 @@
+"""Runs that end badly: they end soon, say why, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from roll.distributed import DeadlineExceeded
+from tests.pipelines.conftest import Run
+from tests.pipelines.subprocess_runs import Driver, left_of, start
+from tests.pipelines.tiny_runs import HERE, TinyWorld, load_changed, rlvr_settings, training_args
+
+pytestmark = pytest.mark.e2e
+
+SECONDS_TO_NOTICE = 20
+"""From a death to the end of the run: at most two seconds of listening to other ranks, and tidying up."""
+
+
+StartLongRun = Callable[[list[int], list[int]], Driver]
+
+
+@pytest.fixture
+def start_long_run(world: TinyWorld, tmp_path: Path) -> StartLongRun:
+    """``start_long_run(trainer_devices, engine_devices)``: a run that has done a step and has many slow ones to go."""
+
+    def begin(trainers: list[int], engines: list[int]) -> Driver:
+        changes = {
+            "max_steps": 500,
+            "actor_train.device_mapping": trainers,
+            "actor_train.training_args": training_args(16 // len(trainers), 1),
+            "actor_infer.device_mapping": engines,
+            "rewards.digits.worker_cls": f"{HERE}.rewards.slow_digit_share",
+        }
+        load_changed(rlvr_settings(world, tmp_path), changes)
+        driver = start(tmp_path / "input" / "config.yaml", tmp_path)
+        driver.wait_for(lambda: driver.steps_done() >= 1)
+        return driver
+
+    return begin
+
+
+@pytest.mark.parametrize(
+    ("trainers", "engines", "name", "rank"), [([0, 1], [1], "actor_train", 1), ([0], [0, 1], "actor_infer", 0)]
+)
+def test_a_killed_worker_ends_the_run_with_a_diagnosis(
+    start_long_run: StartLongRun, trainers: list[int], engines: list[int], name: str, rank: int
+) -> None:
+    driver = start_long_run(trainers, engines)
+    mark, pid = driver.mark(f"{name}-{rank}"), driver.worker_pid(f"{name}-{rank}")
+    os.kill(pid, signal.SIGKILL)
+    status, errors = driver.finish(SECONDS_TO_NOTICE)
+    assert status == 1
+    assert re.search(rf"{name} rank {rank} \(pid {pid} on [\d.]+\) died in '\w+' after", errors), errors
+    assert f"{name}-{rank}.log" in errors
+    assert left_of(mark) == []
+
+
+def test_ctrl_c_leaves_nothing_behind(start_long_run: StartLongRun) -> None:
+    driver = start_long_run([0], [1])
+    mark = driver.mark("actor_train-0")
+    assert len(left_of(mark)) >= 5, "Ray's daemons, a trainer, an engine and a reward worker"
+    os.killpg(driver.process.pid, signal.SIGINT)  # as from a terminal: the whole process group gets it
+    status, _ = driver.finish(SECONDS_TO_NOTICE)
+    assert status == -signal.SIGINT
+    assert left_of(mark) == []
+
+
+def test_a_wrong_configuration_ends_at_once(world: TinyWorld, tmp_path: Path) -> None:
+    settings = rlvr_settings(world, tmp_path) | {"rollout_batch_size": 5}
+    settings["actor_trian"] = settings["actor_train"]
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    began = time.monotonic()
+    driver = start(config, tmp_path)
+    status, errors = driver.finish(30)
+    assert status == 2
+    assert "actor_trian" in errors
+    assert "did you mean actor_train" in errors or "actor_train" in errors
+    assert "rollout_batch_size" in errors or "gradient_accumulation_steps" in errors
+    assert "Traceback" not in errors
+    assert not (tmp_path / "logs").exists(), "nothing was started"
+    assert time.monotonic() - began < 10
+
+
+def test_a_worker_that_hangs_is_named_after_the_deadline(run: Run) -> None:
+    changes = {"rpc_timeout": 12, "actor_train.worker_cls": f"{HERE}.faulty_workers.HangingActor"}
+    began = time.monotonic()
+    with pytest.raises(DeadlineExceeded) as failure:
+        run(changes)
+    message = str(failure.value)
+    assert "actor_train: 'update' was not done after 12" in message
+    assert "no answer from rank 0" in message
+    assert "wait_for_ever" in message, "where it stands"
+    assert time.monotonic() - began < 45
