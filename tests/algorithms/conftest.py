@@ -1,5 +1,17 @@
+import pytest
 from hypothesis import settings
+
+from roll.algorithms.advantages import advantage_estimators
+from roll.algorithms.policy_registry import policy_losses
 
 # The first example of a test pays for lazy imports inside torch, and shared machines stall now and then.
 settings.register_profile("no-deadline", deadline=None)
 settings.load_profile("no-deadline")
+
+
+@pytest.fixture
+def own_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test registers is forgotten afterwards."""
+    for registry in (advantage_estimators, policy_losses):
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+        monkeypatch.setattr(registry, "_names", list(registry._names))

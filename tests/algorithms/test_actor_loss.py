@@ -251,6 +251,7 @@ def asymmetric(inputs: LossInputs, options: options_module.PPOOptions, metrics: 
     return -inputs.advantages * inputs.log_probs * options.pg_clip
 
 
+@pytest.mark.usefixtures("own_registrations")
 def test_a_users_own_loss_enters_by_dotted_path_and_by_decorator() -> None:
     batch = make_batch(10, 3, 5)
     by_path = actor_loss_options({"pg_variant": f"{__name__}.asymmetric", "pg_clip": 0.5})

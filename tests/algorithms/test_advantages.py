@@ -278,6 +278,7 @@ def raw_score(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[torch
     return advantages, advantages
 
 
+@pytest.mark.usefixtures("own_registrations")
 def test_a_users_own_estimator_enters_by_dotted_path_and_by_decorator() -> None:
     inputs = inputs_of(make_batch(1, 4, 5))
     by_path = estimate_advantages(inputs, AdvantageOptions(f"{__name__}:raw_score"))

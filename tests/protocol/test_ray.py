@@ -18,12 +18,15 @@ from roll.weight_sync.checksum import tensor_checksum
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_cluster() -> Iterator[None]:
+    if ray.is_initialized():  # by the tests of another folder, for the whole session
+        yield
+        return
     ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=2**27, configure_logging=False)
     yield
     ray.shutdown()
 
 
-@ray.remote(num_cpus=1)
+@ray.remote(num_cpus=0)
 class Reader:
     """Reports what it is given, and returns batches."""
 
