@@ -82,8 +82,7 @@ def test_a_wrong_configuration_ends_at_once(world: TinyWorld, tmp_path: Path) ->
     status, errors = driver.finish(30)
     assert status == 2
     assert "actor_trian" in errors
-    assert "did you mean actor_train" in errors or "actor_train" in errors
-    assert "rollout_batch_size" in errors or "gradient_accumulation_steps" in errors
+    assert "actor_train" in errors, "the nearest known key"
     assert "Traceback" not in errors
     assert not (tmp_path / "logs").exists(), "nothing was started"
     assert time.monotonic() - began < 10

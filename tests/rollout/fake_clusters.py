@@ -1,0 +1,101 @@
+"""Clusters without processes: calls wait in a list until the test lets them be done, in the order that it likes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from roll.rewards.base import RewardResult, RewardSample
+from roll.rollout.messages import EngineCommand, EngineReport, FinishedGroup
+from roll.strategies.generation import GenerationRequest
+
+
+@dataclass(eq=False)
+class FakeCall:
+    """A call that is done when somebody asks for its result."""
+
+    rank: int
+    method: str
+    argument: Any
+    work: Callable[[], Any]
+
+    def result(self) -> Any:
+        return self.work()
+
+
+@dataclass
+class FakeEngines:
+    """Engines that finish up to ``per_turn`` requests a turn, in the order given."""
+
+    world_size: int = 1
+    per_turn: int = 1_000
+    calls: list[FakeCall] = field(default_factory=list)
+    held: list[dict[str, GenerationRequest]] = field(default_factory=list)
+    seen: dict[str, tuple[int, GenerationRequest]] = field(default_factory=dict)
+    """Every request with the engine that got it."""
+    aborted: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.held = [{} for _ in range(self.world_size)]
+
+    def submit(self, rank: int, method: str, command: EngineCommand) -> FakeCall:
+        assert method == "advance"
+        assert not any(call.rank == rank for call in self.calls), "one turn at a time"
+        call = FakeCall(rank, method, command, lambda: self._advance(call))
+        self.calls.append(call)
+        return call
+
+    def _advance(self, call: FakeCall) -> EngineReport:
+        self.calls.remove(call)
+        held = self.held[call.rank]
+        for request_id in call.argument.abort:
+            self.aborted.append(request_id)
+            held.pop(request_id, None)
+        for request in call.argument.add:
+            self.seen[request.request_id] = (call.rank, request)
+            held[request.request_id] = request
+        done = [held.pop(request_id) for request_id in list(held)[: self.per_turn]]
+        return EngineReport([finish(request) for request in done], sum(r.num_samples for r in held.values()), 0.5)
+
+
+def finish(request: GenerationRequest) -> FinishedGroup:
+    """Sample i answers with the prompt's first token, i + 1 times."""
+    lengths = np.arange(1, request.num_samples + 1)
+    token = request.prompt_token_ids[0]
+    return FinishedGroup(
+        request_id=request.request_id,
+        token_ids=np.full(lengths.sum(), token, dtype=np.int32),
+        log_probs=np.zeros(lengths.sum(), dtype=np.float32),
+        lengths=lengths,
+        finish_reasons=["stop"] * request.num_samples,
+        texts=[" ".join([str(token)] * length) for length in lengths],
+        weight_versions=[[] for _ in lengths],
+    )
+
+
+@dataclass
+class FakeRewards:
+    """Reward workers that score with a function of the sample."""
+
+    score: Callable[[RewardSample], float | None]
+    world_size: int = 1
+    calls: list[FakeCall] = field(default_factory=list)
+    samples_of_rank: dict[int, int] = field(default_factory=dict)
+
+    def submit(self, rank: int, method: str, samples: Sequence[RewardSample]) -> FakeCall:
+        assert method == "score"
+        self.samples_of_rank[rank] = self.samples_of_rank.get(rank, 0) + len(samples)
+        call = FakeCall(rank, method, samples, lambda: self._score(call))
+        self.calls.append(call)
+        return call
+
+    def _score(self, call: FakeCall) -> list[RewardResult]:
+        self.calls.remove(call)
+        return [self._result(sample) for sample in call.argument]
+
+    def _result(self, sample: RewardSample) -> RewardResult:
+        score = self.score(sample)
+        return RewardResult(score, error=None if score is not None else f"{sample.response!r} has no score")

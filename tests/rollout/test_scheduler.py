@@ -1,0 +1,181 @@
+"""Which groups a step gets, for engines and rewards that answer in any order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll.datasets.types import PromptRow
+from roll.rewards.base import RewardSample
+from roll.rollout import scheduler as scheduler_module
+from roll.rollout.engines import EnginePool
+from roll.rollout.filters import build_filter
+from roll.rollout.rewarding import RewardRouter
+from roll.rollout.scheduler import MAX_DRAWS_PER_WANTED, RolloutExhausted, RolloutResult, RolloutScheduler
+from roll.strategies.generation import SamplingParams
+from tests.rollout.fake_clusters import FakeCall, FakeEngines, FakeRewards
+
+PARAMS = SamplingParams(max_new_tokens=8)
+DIFFERENT = build_filter("std_filter", {})
+
+
+def row(number: int, domain: str = "d") -> PromptRow:
+    return PromptRow(f"p{number}", domain, "tag", [number], "prompt", str(number), {})
+
+
+def one_in_three_differs(sample: RewardSample) -> float:
+    """Samples of every third prompt get scores that differ (their length), others a score that is the prompt's."""
+    number = int(sample.ground_truth)
+    return float(len(sample.response)) if number % 3 == 0 else float(number)
+
+
+@dataclass
+class Bench:
+    """A scheduler on fake clusters; calls are answered in an order drawn from ``seed``."""
+
+    engines: FakeEngines = field(default_factory=FakeEngines)
+    rewards: FakeRewards = field(default_factory=lambda: FakeRewards(one_in_three_differs))
+    seed: int = 0
+    max_running: int = 100
+    domains: Callable[[int], str] = lambda number: "d"
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        self.numbers = count()
+        self.under_way: list[int] = []
+        self.pool = EnginePool(self.engines, self.max_running)
+        self.router = RewardRouter({"d": self.rewards, "other": self.rewards})
+        self.scheduler = RolloutScheduler(self.pool, self.router, seed=5, deadline=1.0)
+
+    def on_wait(self, calls: list[FakeCall], timeout: float) -> list[FakeCall]:
+        """The scheduler's own waiting; the pool's, when it drains, is not among it."""
+        self.under_way.append(self.pool.num_outstanding // 3 + self.router.num_pending_groups)
+        return self.wait_any(calls, timeout)
+
+    def wait_any(self, calls: list[FakeCall], timeout: float) -> list[FakeCall]:
+        assert calls, "nothing would ever wake the scheduler up"
+        assert timeout == 1.0
+        return self.rng.sample(calls, self.rng.randint(1, len(calls)))
+
+    def draw(self, n: int) -> list[PromptRow]:
+        return [row(number, self.domains(number)) for _, number in zip(range(n), self.numbers, strict=False)]
+
+    def collect(self, wanted: int = 4, **options) -> RolloutResult:
+        options = {"filters": {}, "first_draw": 0} | options
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scheduler_module, "wait_any", self.on_wait)
+            patch.setattr("roll.rollout.engines.wait_any", self.wait_any)
+            result = self.scheduler.collect(self.draw, wanted, group_size=3, params=PARAMS, **options)
+        assert self.engines.calls == [], "engines are at rest when their weights are exchanged"
+        assert self.pool.num_outstanding == 0
+        assert self.router.num_pending_groups == 0
+        parts = len(result.groups) + result.num_filtered + result.num_aborted
+        assert result.num_drawn == parts, "every prompt that was drawn is used, filtered or aborted"
+        return result
+
+
+benches = st.builds(
+    Bench,
+    engines=st.builds(FakeEngines, world_size=st.integers(1, 3), per_turn=st.integers(1, 5)),
+    rewards=st.builds(FakeRewards, score=st.just(one_in_three_differs), world_size=st.integers(1, 3)),
+    seed=st.integers(0, 1000),
+    max_running=st.integers(1, 4),
+)
+
+
+@given(benches)
+def test_order_of_the_result_is_that_of_drawing_whoever_finishes_first(bench):
+    result = bench.collect(wanted=7, first_draw=40)
+    assert [group.order for group in result.groups] == list(range(40, 47))
+    for group in result.groups:
+        number = group.prompt.token_ids[0]
+        assert group.finished.texts == [str(number), f"{number} {number}", f"{number} {number} {number}"]
+        expected = [one_in_three_differs(sample) for sample in group.reward_samples()]
+        assert group.scores().tolist() == expected
+
+
+@given(benches)
+def test_filtered_groups_are_replaced_and_the_same_prompts_used_whatever_the_timing(bench):
+    result = bench.collect(wanted=4, filters={"d": DIFFERENT})
+    assert [group.prompt.token_ids[0] for group in result.groups] == [0, 3, 6, 9]
+    assert result.num_drawn == 10, "not a prompt more than it takes"
+    assert result.num_filtered == 6
+    assert result.num_aborted == 0
+
+
+@given(benches, st.integers(1, 6))
+def test_additional_prompts_are_run_and_what_is_left_is_aborted(bench, additional):
+    result = bench.collect(wanted=4, filters={"d": DIFFERENT}, num_additional=additional)
+    assert len(result.groups) == 4
+    assert all(len(set(group.scores())) > 1 for group in result.groups)
+    orders = [group.order for group in result.groups]
+    assert orders == sorted(orders)
+    assert result.num_drawn <= 10 + 3 * (additional + 4)
+
+
+def test_a_margin_of_additional_prompts_is_kept_while_groups_are_missing():
+    bench = Bench(FakeEngines(per_turn=1))
+    bench.collect(wanted=4, filters={"d": DIFFERENT}, num_additional=2)
+    assert bench.under_way[0] == 6
+    assert min(bench.under_way) >= 3, "one group missing and two additional at the least"
+
+
+@given(benches)
+def test_two_collections_do_not_mix(bench):
+    first = bench.collect(wanted=3, num_additional=4)
+    second = bench.collect(wanted=3, first_draw=0, num_additional=4)
+    assert {g.prompt.prompt_id for g in first.groups}.isdisjoint(g.prompt.prompt_id for g in second.groups)
+
+
+def test_seed_depends_on_the_draw_alone():
+    seeds = []
+    for bench in (Bench(), Bench(FakeEngines(world_size=3, per_turn=1), seed=9)):
+        bench.collect(wanted=5, first_draw=10)
+        seeds.append({key: request.params.seed for key, (_, request) in bench.engines.seen.items()})
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0].values())) == 5
+    assert list(seeds[0]) == ["10", "11", "12", "13", "14"]
+
+
+def test_fewer_prompts_than_wanted_is_all_there_is():
+    bench = Bench()
+    bench.numbers = iter(range(3))
+    result = bench.collect(wanted=8)
+    assert len(result.groups) == 3
+
+
+def test_filters_are_the_domains_own():
+    bench = Bench(domains=lambda number: "other" if number % 2 else "d")
+    result = bench.collect(wanted=6, filters={"d": DIFFERENT})
+    for group in result.groups:
+        assert group.prompt.domain == "other" or len(set(group.scores())) > 1
+
+
+def test_everything_filtered_ends_with_what_was_seen():
+    bench = Bench(rewards=FakeRewards(lambda sample: 0.25))
+    with pytest.raises(
+        RolloutExhausted, match=r"query_filter_config rejected 102 groups while 2 were wanted and 0"
+    ) as e:
+        bench.collect(wanted=2, filters={"d": DIFFERENT})
+    assert "0.250 to 0.250" in str(e.value)
+    assert MAX_DRAWS_PER_WANTED == 50
+
+
+def test_nothing_scored_names_the_failure_and_not_the_filter():
+    bench = Bench(rewards=FakeRewards(lambda sample: None))
+    with pytest.raises(RolloutExhausted, match=r"no sample could be scored in \d+ groups.*has no score") as failure:
+        bench.collect(wanted=2, filters={"d": build_filter("no_filter", {})})
+    assert "query_filter_config" not in str(failure.value)
+
+
+def test_partly_scored_groups_are_used():
+    bench = Bench(rewards=FakeRewards(lambda sample: None if " " in sample.response else 1.0))
+    result = bench.collect(wanted=2, filters={"d": build_filter("no_filter", {})})
+    assert [np.isnan(group.scores()).tolist() for group in result.groups] == [[False, True, True]] * 2
