@@ -12,7 +12,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -50,27 +50,39 @@ def measure(rank: int, options: argparse.Namespace, folder: Path) -> None:
     )
     strategy = create_strategy(role)
     strategy.initialize()
-    rows = [("a parameter", gather_all(strategy.named_full_weights, 1))]
-    rows.append(("a bucket", gather_all(strategy.named_full_weights, options.bucket_mb * 2**20)))
+    rows = [
+        ("a parameter, DeepSpeed's own", gather_all(lambda: one_by_one(strategy.model))),
+        ("a parameter", gather_all(lambda: strategy.named_full_weights(1))),
+        ("a bucket", gather_all(lambda: strategy.named_full_weights(options.bucket_mb * 2**20))),
+    ]
     if rank == 0:
         size = sum(parameter.ds_numel for parameter in strategy.model.parameters())
         print(f"{size / 1e6:.1f}M parameters in float32, {options.ranks} ranks, buckets of {options.bucket_mb} MB")
-        print(f"{'one collective for':<20}{'collectives':>12}{'ms':>10}")
+        print(f"{'one collective for':<30}{'collectives':>12}{'ms':>10}")
         for name, (collectives, seconds) in rows:
-            print(f"{name:<20}{collectives:>12}{1000 * seconds:>10.1f}")
-        (_, (many, slow)), (_, (few, fast)) = rows
+            print(f"{name:<30}{collectives:>12}{1000 * seconds:>10.1f}")
+        (_, (many, slow)), _, (_, (few, fast)) = rows
         print(f"ratio: {many / few:.1f} times fewer collectives, {slow / fast:.2f} times faster")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def gather_all(weights: Callable[[int], object], bucket_bytes: int) -> tuple[int, float]:
+def one_by_one(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """``GatheredParameters`` around each parameter: the whole tensor on every rank, then a copy of it."""
+    from deepspeed.zero import GatheredParameters
+
+    for parameter in model.parameters():
+        with GatheredParameters([parameter]):
+            yield parameter.detach().clone()
+
+
+def gather_all(weights: Callable[[], Iterable[object]]) -> tuple[int, float]:
     """Collectives and median seconds of a whole gather."""
     seconds, count = [], 0
     for _ in range(REPEATS):
         dist.barrier()
         start = time.perf_counter()
-        count = sum(1 for _ in weights(bucket_bytes))  # type: ignore[attr-defined]
+        count = sum(1 for _ in weights())
         seconds.append(time.perf_counter() - start)
     return count, statistics.median(seconds)
 

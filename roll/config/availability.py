@@ -39,6 +39,8 @@ class Refusal:
     feature: str
     instead: Any = None
     applies: Test = is_set
+    except_under: str | None = None
+    """Strategies (by the beginning of their name) that deal with the key themselves."""
 
     @property
     def regex(self) -> re.Pattern[str]:
@@ -86,7 +88,7 @@ REFUSALS = (
     Refusal("**.model_args.lora_target", "LoRA", "~"),
     Refusal("**.model_args.adapter_name_or_path", "LoRA", "~"),
     Refusal("**.model_args.additional_target", "LoRA", "~"),
-    Refusal("**.model_args.ulysses_size", "context parallelism", 1, above(1)),
+    Refusal("**.model_args.ulysses_size", "context parallelism", 1, above(1), except_under="deepspeed_"),
     Refusal("**.model_args.num_labels", "classification heads", 1, above(1)),
     Refusal("**.model_args.moe_aux_loss_coef", "mixture-of-experts training", "~"),
     Refusal("**.model_args.model_type", "sequence-classification models", "~", one_of("auto_sequence_classification")),
@@ -126,5 +128,14 @@ def refuse_unavailable(data: Mapping[str, Any], problems: Problems) -> None:
     """Add a problem for every written key that needs a feature still to come."""
     for path, value in leaves(data):
         for refusal, regex in _COMPILED:
-            if regex.fullmatch(path) and refusal.applies(value):
+            if regex.fullmatch(path) and refusal.applies(value) and not _excepted(refusal, data, path):
                 problems.not_available(path, value, refusal.feature, refusal.instead)
+
+
+def _excepted(refusal: Refusal, data: Mapping[str, Any], path: str) -> bool:
+    if refusal.except_under is None:
+        return False
+    node: Any = data
+    for name in (path.partition(".")[0], "strategy_args", "strategy_name"):
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return isinstance(node, str) and node.startswith(refusal.except_under)

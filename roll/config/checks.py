@@ -6,10 +6,12 @@ A check is silent about keys that were wrong by themselves already, so that one 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from roll.config.deepspeed import check_deepspeed
 from roll.config.errors import Problems
 from roll.config.planning import Written, model_path, model_roles, world_size
 from roll.config.rlvr import RLVRConfig
@@ -21,6 +23,7 @@ from roll.config.strategy import (
     INFER_STRATEGIES,
     PLANNED,
     TRAIN_STRATEGIES,
+    DeepSpeedStrategyConfig,
     Fsdp2StrategyConfig,
     HfInferStrategyConfig,
     StrategyConfig,
@@ -145,6 +148,9 @@ def check_strategy_fit(name: str, role: WorkerConfig, options: StrategyConfig, c
             best = min(divisors, key=lambda number: abs(number - size))
             rule = f"must divide the role's {world} ranks (or be 1: all of them)"
             checks.add(f"{name}.strategy_args.strategy_config.fsdp_size", size, rule, best)
+    if isinstance(options, DeepSpeedStrategyConfig):
+        path, trains = f"{name}.strategy_args.strategy_config", TASKS[name][1] is TRAIN_STRATEGIES
+        check_deepspeed(path, role, options, {**os.environ, **role.system_envs}, trains, checks.problems)
 
 
 def check_model(config: RLVRConfig | SFTConfig, name: str, role: WorkerConfig, checks: Checks) -> None:

@@ -8,7 +8,7 @@ so that one changed ``strategy_name`` is a whole switch of backend; a key that n
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 from roll.config.errors import ConfigError, Problems
 from roll.config.fields import parse_dtype, rules, setting
@@ -89,9 +89,163 @@ class HfInferStrategyConfig(StrategyConfig):
     """``dummy``: random weights, for an engine that gets its weights from a trainer before it is used."""
 
 
+@dataclass(frozen=True)
+class DeepSpeedStrategyConfig(StrategyConfig):
+    """``deepspeed_train`` and ``deepspeed_infer``: shorthands for the usual choices, and DeepSpeed's own JSON keys."""
+
+    zero_stage: int | None = setting(None, ge=0, le=3, example=2)
+    """0: every rank holds everything; 1: optimizer states sharded; 2: gradients too; 3: parameters too. null:
+    ``zero_optimization.stage``, else 3. Forward-only roles shard under 3 only."""
+    offload: Literal["none", "cpu", "nvme", "auto"] | None = None
+    """Keep optimizer states in host memory or on a disk (ZeRO-2 and 3). ``auto``: cpu where there is an accelerator."""
+    offload_param: bool | None = None
+    """With ZeRO-3 and ``offload``: parameters too. null: the variable ``VERL_ENABLE_PARAM_OFFLOAD``, else false."""
+    nvme_path: str | None = None
+    """Folder on the disk, with ``offload: nvme``."""
+    fp32_grad_accumulation: bool | None = None
+    """Sum gradients of micro-batches in float32 under bf16 (ZeRO-1 to 3). null: the variable
+    ``VERL_DS_ZERO2_FP32_ACCUM_PATCH``, else true."""
+    step_each_micro_batch: bool | None = None
+    """Call the engine's step after every micro-batch instead of the last one only; same numbers. null: the variable
+    ``VERL_DS_ZERO2_STEP_EACH_MICRO``, else false."""
+    zero_optimization: dict[str, Any] = field(default_factory=dict)
+    """DeepSpeed's section, passed through; numbers such as ``1e8`` reach DeepSpeed as the ints that it needs."""
+    activation_checkpointing: dict[str, Any] = field(default_factory=dict)
+    """DeepSpeed's section, passed through; ``model_args.disable_gradient_checkpointing`` says whether to."""
+    aio: dict[str, Any] = field(default_factory=dict)
+    """DeepSpeed's section for disk offload, passed through."""
+    bf16: dict[str, Any] = field(default_factory=dict)
+    """DeepSpeed's section, passed through except ``enabled``: ``model_args.dtype`` decides."""
+    data_types: dict[str, Any] = field(default_factory=dict)
+    """DeepSpeed's section, passed through; ``grad_accum_dtype`` goes before ``fp32_grad_accumulation``."""
+    comms_logger: dict[str, Any] = field(default_factory=dict)
+    """DeepSpeed's section, passed through."""
+    flops_profiler: dict[str, Any] = field(default_factory=dict)
+    """DeepSpeed's section, passed through."""
+    communication_data_type: str | None = None
+    """Type in which gradients are summed over ranks; null: DeepSpeed's choice."""
+    wall_clock_breakdown: bool = False
+    """Log the times of forward, backward and step."""
+    steps_per_print: int | None = setting(None, ge=1)
+    """Optimizer steps between two progress lines of DeepSpeed; null: none."""
+    deepspeed_config: dict[str, Any] = field(default_factory=dict)
+    """Any further key of DeepSpeed's JSON, passed through."""
+    optimizer: dict[str, Any] = field(default_factory=dict, metadata=rules(inert="training_args decides"))
+    """Accepted for older files."""
+    scheduler: dict[str, Any] = field(default_factory=dict, metadata=rules(inert="training_args decides"))
+    """Accepted for older files."""
+    fp16: dict[str, Any] = field(default_factory=dict, metadata=rules(inert="model_args.dtype decides"))
+    """Accepted for older files."""
+    gradient_clipping: float | str | None = setting(None, inert="max_grad_norm decides")
+    """Accepted for older files."""
+    train_batch_size: int | str | None = setting(None, inert="training_args decides")
+    """Accepted for older files."""
+    train_micro_batch_size_per_gpu: int | str | None = setting(None, inert="training_args decides")
+    """Accepted for older files."""
+    gradient_accumulation_steps: int | str | None = setting(None, inert="training_args decides")
+    """Accepted for older files."""
+    prescale_gradients: bool = setting(False, inert="gradients are plain sums")
+    """Accepted for older files."""
+    zero_allow_untested_optimizer: bool = setting(True, inert="the optimizer is AdamW")
+    """Accepted for older files."""
+
+
+@dataclass(frozen=True)
+class MegatronStrategyConfig(StrategyConfig):
+    """``megatron_train`` and ``megatron_infer``: Megatron Core, for models cut over tensor and pipeline ranks."""
+
+    tensor_model_parallel_size: int = setting(1, ge=1)
+    """Ranks over which every matrix is cut."""
+    pipeline_model_parallel_size: int = setting(1, ge=1)
+    """Stages into which the layers are cut."""
+    virtual_pipeline_model_parallel_size: int | None = setting(None, ge=1)
+    """Chunks of layers on each pipeline rank, taken in turn (shorter pipeline bubbles); null: one."""
+    context_parallel_size: int = setting(1, ge=1)
+    """Ranks over which the sequence is cut, in attention and everywhere else."""
+    sequence_parallel: bool = False
+    """Spread norms and residuals over the tensor-parallel ranks too, along the sequence (less memory)."""
+    use_distributed_optimizer: bool = False
+    """Shard float32 weights and moments over data-parallel ranks (ZeRO stage 1)."""
+    overlap_grad_reduce: bool = False
+    """Sum gradients over data-parallel ranks while the backward pass still runs."""
+    ddp_bucket_size: int | None = setting(None, ge=1)
+    """Elements of gradient summed at once with ``overlap_grad_reduce``; null: Megatron's choice."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Compute activations again in the backward pass: whole layers or ``recompute_modules``. null: whole layers,
+    unless ``model_args.disable_gradient_checkpointing``."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """With ``full``: all layers in groups of ``recompute_num_layers``, or the first so many; null: ``uniform``."""
+    recompute_num_layers: int | None = setting(None, ge=1)
+    """See ``recompute_method``; null: 1."""
+    recompute_modules: list[str] | None = None
+    """With ``selective``: Megatron's names (``core_attn``, ``mlp``, ``layernorm``); null: ``core_attn``."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embeddings as a layer when layers are dealt out to stages."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the output matrix as a layer when layers are dealt out to stages."""
+    pipeline_model_parallel_layout: str | None = None
+    """Megatron's own description of which layers are on which stage, such as ``Et*3|t*3L``."""
+    bias_activation_fusion: bool = False
+    """Fused activation kernel, on CUDA."""
+    additional_configs: dict[str, Any] = field(default_factory=dict)
+    """Further fields of Megatron's ``TransformerConfig``, passed through."""
+    expert_model_parallel_size: int = setting(1, ge=1)
+    """Expert-parallel ranks."""
+    expert_tensor_parallel_size: int | None = setting(None, ge=1)
+    """Tensor-parallel ranks of experts."""
+    moe_token_dispatcher_type: str = "alltoall"
+    """How tokens reach their experts."""
+    moe_grouped_gemm: bool = False
+    """Compute experts by one grouped matrix product."""
+    moe_permute_fusion: bool = False
+    """Fused permutation of tokens."""
+    moe_layer_recompute: bool = False
+    """Compute expert layers again in the backward pass."""
+    moe_aux_loss_coeff: float | None = None
+    """Weight of the load-balancing loss."""
+    moe_shared_expert_overlap: bool = False
+    """Overlap shared experts with communication."""
+    mtp_num_layers: int | None = None
+    """Multi-token-prediction layers."""
+    fp8: str | None = None
+    """fp8 computation."""
+    fp8_recipe: str | None = None
+    """Scaling of fp8."""
+    optimizer_cpu_offload: bool = False
+    """Keep optimizer states in host memory and update there."""
+    optimizer: Literal["adam"] = "adam"
+    """AdamW; ``training_args`` has its options."""
+    apply_rope_fusion: bool = setting(False, inert="rotary embeddings are computed by PyTorch")
+    """Accepted for older files."""
+    cross_entropy_loss_fusion: bool = setting(False, inert="log-probs have a head of their own")
+    """Accepted for older files."""
+    overlap_param_gather: bool = setting(False, inert="updated parameters are gathered after each optimizer step")
+    """Accepted for older files."""
+    delay_grad_reduce: bool = setting(False, inert="all stages reduce alike")
+    """Accepted for older files."""
+    distrib_optim_fully_reshardable: bool = setting(True, inert="checkpoints load under any parallel sizes")
+    """Accepted for older files."""
+    ckpt_format: str | None = setting(None, inert="checkpoints load under any parallel sizes")
+    """Accepted for older files."""
+    save_hf_model: bool = setting(False, inert="save_hf_model of the pipeline decides")
+    """Accepted for older files."""
+    save_merged_model: bool = setting(False, inert="exports are always merged")
+    """Accepted for older files."""
+    use_batched_model_update: bool = setting(False, inert="weights travel in buckets")
+    """Accepted for older files."""
+    compile_warmup: bool = setting(False, inert="nothing is compiled")
+    """Accepted for older files."""
+    bf16: bool = setting(False, inert="model_args.dtype decides")
+    """Accepted for older files."""
+    fp16: bool = setting(False, inert="model_args.dtype decides")
+    """Accepted for older files."""
+
+
 AVAILABLE: dict[str, type[StrategyConfig]] = {
     "fsdp2_train": Fsdp2StrategyConfig,
     "fsdp2_infer": Fsdp2StrategyConfig,
+    "deepspeed_train": DeepSpeedStrategyConfig,
+    "deepspeed_infer": DeepSpeedStrategyConfig,
     "hf_infer": HfInferStrategyConfig,
 }
 """Strategies that run today, and the dataclass of their options."""
@@ -103,11 +257,6 @@ def _names(text: str) -> frozenset[str]:
 
 PLANNED_KEYS: dict[str, frozenset[str]] = {
     "fsdp": _names("cpu_offload sharding_strategy backward_prefetch use_orig_params"),
-    "deepspeed": _names(
-        """zero_optimization bf16 fp16 gradient_clipping zero_stage offload offload_param fp32_grad_accumulation
-        step_each_micro_batch train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps
-        zero_allow_untested_optimizer wall_clock_breakdown prescale_gradients activation_checkpointing"""
-    ),
     "megatron": _names(
         """tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
         context_parallel_size expert_model_parallel_size expert_tensor_parallel_size sequence_parallel
@@ -135,8 +284,6 @@ PLANNED_KEYS: dict[str, frozenset[str]] = {
 PLANNED: dict[str, str] = {
     "fsdp_train": "fsdp",
     "fsdp_infer": "fsdp",
-    "deepspeed_train": "deepspeed",
-    "deepspeed_infer": "deepspeed",
     "megatron_train": "megatron",
     "megatron_infer": "megatron",
     "vllm": "vllm",
@@ -144,8 +291,8 @@ PLANNED: dict[str, str] = {
 }
 """Strategies whose backend comes later, and the set of keys (in :data:`PLANNED_KEYS`) that they use."""
 
-TRAIN_STRATEGIES = ("fsdp2_train",)
-INFER_STRATEGIES = ("fsdp2_infer", "fsdp2_train")
+TRAIN_STRATEGIES = ("fsdp2_train", "deepspeed_train")
+INFER_STRATEGIES = ("fsdp2_infer", "fsdp2_train", "deepspeed_infer", "deepspeed_train")
 GENERATION_STRATEGIES = ("hf_infer",)
 
 

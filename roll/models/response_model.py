@@ -23,6 +23,14 @@ def _head_log_probs(
     )
 
 
+def run_head_when_called(language_model: PreTrainedModel) -> None:
+    """Compute log-probs in the output matrix's ``forward``: for a backend that acts on a module when it is called."""
+    head = language_model.get_output_embeddings()
+    if head is not None:
+        head.forward = MethodType(_head_log_probs, head)
+        head.log_probs = MethodType(type(head).__call__, head)
+
+
 class ResponseModel(nn.Module):
     """Runs the body of a Hugging Face model, then a head on the hidden states that predict response tokens.
 

@@ -34,3 +34,11 @@ def build_adamw(model: torch.nn.Module, args: TrainingArguments) -> torch.optim.
         eps=args.adam_epsilon,
         fused=True,
     )
+
+
+def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move the moments; the caller synchronizes before they are used."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[key] = value.to(device, non_blocking=True)

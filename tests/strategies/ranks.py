@@ -44,7 +44,12 @@ class RankPool:
             link.send((store, world_size, function, own))
         answers = []
         for rank, link in enumerate(self._links[:world_size]):
-            assert link.poll(120), f"rank {rank} of {world_size} did not answer {function.__name__} within two minutes"
+            if not link.poll(120):
+                errors = [other.recv()[0] for other in self._links[rank + 1 : world_size] if other.poll()]
+                raise AssertionError(
+                    f"rank {rank} of {world_size} did not answer {function.__name__} within two minutes; "
+                    f"the others: {errors}"
+                )
             answers.append(link.recv())
         for rank, (error, _) in enumerate(answers):
             assert error is None, f"rank {rank} of {world_size}:\n{error}"

@@ -18,7 +18,7 @@ from roll.strategies.data_parallel import DataParallelTrainStrategy
 from roll.strategies.fsdp2 import checkpoint
 from roll.strategies.fsdp2.gradients import clip_, global_norm, local_gradients
 from roll.strategies.fsdp2.strategy import Fsdp2InferStrategy
-from roll.strategies.optimizer import build_adamw
+from roll.strategies.optimizer import build_adamw, move_optimizer_state
 from roll.strategies.schedule import LearningRateSchedule
 
 logger = logging.getLogger(__name__)
@@ -107,8 +107,5 @@ class Fsdp2TrainStrategy(DataParallelTrainStrategy, Fsdp2InferStrategy):
             self._move_optimizer(self.device)
 
     def _move_optimizer(self, device: torch.device) -> None:
-        for state in self.optimizer.state.values():
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    state[key] = value.to(device, non_blocking=True)
+        move_optimizer_state(self.optimizer, device)
         self.platform.synchronize()

@@ -1,0 +1,6 @@
+"""DeepSpeed ZeRO: optimizer states, gradients and parameters sharded stage by stage, some of them in host memory."""
+
+from roll.strategies.deepspeed.strategy import DeepSpeedInferStrategy
+from roll.strategies.deepspeed.train import DeepSpeedTrainStrategy
+
+__all__ = ["DeepSpeedInferStrategy", "DeepSpeedTrainStrategy"]

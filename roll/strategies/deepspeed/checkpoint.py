@@ -1,0 +1,45 @@
+"""Training state on disk: DeepSpeed's native checkpoint, with the step and RNG states beside it.
+
+A folder holds ``deepspeed/`` (each rank wrote its part) and what :mod:`roll.strategies.trainer_state` writes.  Whoever
+calls makes the folder appear at once or not at all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from roll.strategies.trainer_state import load_trainer_state, restore_rng_states, save_trainer_state
+
+_TAG = "deepspeed"
+
+
+def save(path: Path, engine: Any, step: int) -> None:
+    """Collective. Write parameters, master weights, moments, step and RNG states."""
+    path.mkdir(parents=True, exist_ok=True)
+    engine.save_checkpoint(str(path), tag=_TAG, save_latest=False)
+    save_trainer_state(path, {"step": step, "zero_stage": engine.zero_optimization_stage()})
+
+
+def load(path: Path, engine: Any) -> int:
+    """Collective. Put back what :func:`save` wrote; returns the step.
+
+    Raises:
+        FileNotFoundError: ``path`` is no such checkpoint.
+        ValueError: another number of ranks or another ZeRO stage wrote it.
+    """
+    state = load_trainer_state(path)
+    stage, world_size = engine.zero_optimization_stage(), dist.get_world_size()
+    if "zero_stage" not in state:
+        raise ValueError(f"{path}: was not written by a deepspeed strategy; continue with the strategy that wrote it")
+    if state["zero_stage"] != stage or (stage > 0 and state["world_size"] != world_size):
+        raise ValueError(
+            f"{path}: was written by {state['world_size']} ranks under ZeRO-{state['zero_stage']}, this role has "
+            f"{world_size} under ZeRO-{stage}; a DeepSpeed checkpoint continues under the stage and on the number of "
+            "ranks that wrote it. To go on otherwise, start from its Hugging Face export (pretrain)"
+        )
+    engine.load_checkpoint(str(path), tag=_TAG, load_lr_scheduler_states=False)
+    restore_rng_states(path, state)
+    return int(state["step"])

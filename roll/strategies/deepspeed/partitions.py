@@ -1,0 +1,42 @@
+"""Parameters that ZeRO-3 has cut into partitions, one for each rank: put together many at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def is_partitioned(tensor: Tensor) -> bool:
+    return hasattr(tensor, "ds_tensor")
+
+
+def full_size(tensor: Any) -> int:
+    """Elements of the whole tensor, partitioned or not."""
+    return int(tensor.ds_numel) if is_partitioned(tensor) else tensor.numel()
+
+
+def gather_to_rank0(parameters: list[Any], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Collective. The whole parameters on rank 0, by one collective for all of them; empty tensors elsewhere.
+
+    Args:
+        parameters: partitioned parameters. Rank r holds the r-th part of a flattened parameter in ``ds_tensor``,
+            the last part padded.
+        dtype: of the result.
+    """
+    local = torch.cat([parameter.ds_tensor.detach().flatten().to(device, dtype) for parameter in parameters])
+    world_size = dist.get_world_size()
+    if dist.get_rank() != 0:
+        dist.gather(local, dst=0)
+        return [local.new_empty(0) for _ in parameters]
+    by_rank = local.new_empty(world_size, local.numel())
+    dist.gather(local, list(by_rank.unbind()), dst=0)
+    whole, start = [], 0
+    for parameter in parameters:
+        size = parameter.ds_tensor.numel()
+        flat = by_rank[:, start : start + size].reshape(-1)
+        whole.append(flat[: parameter.ds_numel].view(parameter.ds_shape))
+        start += size
+    return whole

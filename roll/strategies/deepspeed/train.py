@@ -1,0 +1,142 @@
+"""``deepspeed_train``: a DeepSpeed engine that learns."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+
+from roll.config.deepspeed import switch
+from roll.config.roles import WorkerConfig
+from roll.models.build import enable_gradient_checkpointing
+from roll.protocol.metrics import Mean, Metrics, Sum
+from roll.strategies.base import ModelHead, StateKind
+from roll.strategies.data_parallel import DataParallelTrainStrategy
+from roll.strategies.deepspeed import checkpoint
+from roll.strategies.deepspeed.strategy import DeepSpeedInferStrategy
+from roll.strategies.optimizer import build_adamw, move_optimizer_state
+from roll.strategies.schedule import LearningRateSchedule
+
+logger = logging.getLogger(__name__)
+
+
+class DeepSpeedTrainStrategy(DataParallelTrainStrategy, DeepSpeedInferStrategy):
+    """Float32 master weights and AdamW moments; forward and backward in the compute dtype."""
+
+    trains = True
+
+    def __init__(
+        self,
+        role: WorkerConfig,
+        head: ModelHead = ModelHead.CAUSAL_LM,
+        seed: int = 42,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(role, head, seed, max_grad_norm)
+        self._refuse_fp16("model_args.dtype")
+        self.steps_each_micro_batch = switch(self.config, "step_each_micro_batch", self.environ)
+
+    def initialize(self, num_training_steps: int = 0) -> None:
+        """Collective. With ``num_training_steps`` 0 the model can be computed and exported, but not trained.
+
+        Raises:
+            ImportError: DeepSpeed is not installed.
+        """
+        self.step = 0
+        if not num_training_steps:
+            self.plan = self._plan(trains=False)
+            self._load_for_forward_passes()
+            return
+        self._load_model(torch.float32)
+        enable_gradient_checkpointing(self.model.language_model, self.role.model_args)
+        self.schedule = LearningRateSchedule.from_arguments(self.role.training_args, num_training_steps)
+        parameters = {name: p.data for name, p in self.model.named_parameters() if p.requires_grad}
+        self.engine = self._start_engine(
+            build_adamw(self.model, self.role.training_args),
+            fp32_accumulation=switch(self.config, "fp32_grad_accumulation", self.environ),
+            max_grad_norm=self.max_grad_norm,
+        )
+        if self.compute_dtype is not torch.float32:
+            self._restore_master_weights(parameters)
+        self.model.train()
+
+    def _restore_master_weights(self, loaded: dict[str, torch.Tensor]) -> None:
+        """DeepSpeed made its float32 weights from those it had just rounded to bf16; put the loaded ones in."""
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        if self.plan.stage == 0:
+            optimizer = self.engine.optimizer
+            names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+            for rounded, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+                for parameter, master in zip(rounded, masters, strict=True):
+                    master.data.copy_(loaded[names[id(parameter)]])
+            # It also made a step of zeros to create the moments; AdamW would count it.
+            self.engine.basic_optimizer.state.clear()
+            return
+        for name, parameter in self.model.named_parameters():
+            if name in loaded:
+                safe_set_full_fp32_param(parameter, loaded[name].to(self.device))
+
+    def _begin_micro_batch(self, last: bool) -> None:
+        self._is_last = last
+        self.engine.set_gradient_accumulation_boundary(last)
+
+    def _differentiate(self, loss: torch.Tensor) -> None:
+        """DeepSpeed takes the mean over ranks; the loss is this rank's share of a sum."""
+        self.engine.backward(loss * self.world_size, scale_wrt_gas=False)
+        if self.steps_each_micro_batch and not self._is_last:
+            self.engine.step()
+
+    def _update(self) -> Metrics:
+        """Clip, step and clear. A gradient that is not finite is dropped: the step counts, the weights stay."""
+        learning_rate = self.schedule(self.step)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        norm = self._step_plain() if self._is_plain() else self._step_zero()
+        metrics: Metrics = {"grad_norm": Mean(norm), "lr": Mean(learning_rate)}
+        if not math.isfinite(norm):
+            logger.warning("optimizer step %d: gradient norm is %s; the update is skipped", self.step, norm)
+            metrics["skipped_updates"] = Sum(1.0 / self.world_size)
+        self.step += 1
+        return metrics
+
+    def _is_plain(self) -> bool:
+        """ZeRO-0 in float32: DeepSpeed sums the gradients, and torch's optimizer does the rest."""
+        return self.engine.optimizer is self.engine.basic_optimizer
+
+    def _step_plain(self) -> float:
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+        if math.isfinite(norm):
+            self.engine.step()
+        else:
+            self.engine.zero_grad()
+        return norm
+
+    def _step_zero(self) -> float:
+        self.engine.step()
+        return float(self.engine.get_global_grad_norm())
+
+    def save(self, path: Path) -> None:
+        checkpoint.save(path, self.engine, self.step)
+
+    def load(self, path: Path) -> None:
+        self.step = checkpoint.load(path, self.engine)
+
+    def offload_states(self, include: Collection[StateKind]) -> None:
+        if self._moves_optimizer() and StateKind.OPTIMIZER_STATES in include:
+            move_optimizer_state(self.engine.basic_optimizer, torch.device("cpu"))
+            self.platform.empty_cache()
+        super().offload_states(include)
+
+    def load_states(self, include: Collection[StateKind]) -> None:
+        super().load_states(include)
+        if self._moves_optimizer() and StateKind.OPTIMIZER_STATES in include:
+            move_optimizer_state(self.engine.basic_optimizer, self.device)
+            self.platform.synchronize()
+
+    def _moves_optimizer(self) -> bool:
+        return self.device.type != "cpu" and hasattr(self, "engine") and not self.engine.zero_use_cpu_optimizer()

@@ -1,0 +1,204 @@
+"""What ranks are asked to do in the tests of DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roll.config.roles import WorkerConfig
+from roll.protocol.metrics import Metrics, to_floats
+from roll.strategies.base import ModelHead, Output
+from roll.strategies.deepspeed import DeepSpeedTrainStrategy
+from roll.strategies.factory import create_strategy
+from tests.strategies.fsdp2_cases import POLICY, weights_of
+from tests.strategies.fsdp2_cases import forward as fsdp2_forward
+from tests.strategies.samples import TensorBatch, policy_loss, value_loss
+
+
+class RecordingStrategy(DeepSpeedTrainStrategy):
+    """Keeps the whole gradient of each optimizer step, gathered before it is clipped."""
+
+    gradients: dict[str, torch.Tensor]
+
+    def _update(self) -> Metrics:
+        from deepspeed.utils import safe_get_full_grad
+
+        named = [(name, p) for name, p in self.model.language_model.named_parameters() if p.requires_grad]
+        self.gradients = {name: safe_get_full_grad(parameter).float().clone() for name, parameter in named}
+        return super()._update()
+
+
+def train(
+    role: WorkerConfig, batch: TensorBatch, steps: int = 1, max_grad_norm: float | None = None, value: bool = False
+) -> dict[str, Any]:
+    """``steps`` optimizer steps; the metrics, gradients and outputs before the last one, and the weights after it."""
+    head = ModelHead.VALUE if value else ModelHead.CAUSAL_LM
+    outputs = (Output.VALUES,) if value else POLICY
+    strategy = RecordingStrategy(role, head, max_grad_norm=max_grad_norm)
+    strategy.initialize(num_training_steps=10)
+    for _ in range(steps):
+        before = strategy.forward(batch, outputs)
+        metrics = strategy.train_step(batch, value_loss if value else policy_loss, outputs)
+    return {
+        "metrics": to_floats(metrics),
+        "gradients": strategy.gradients,
+        "outputs": before,
+        "weights": weights_of(strategy),
+        "masters": masters_of(strategy),
+        "plan": strategy.plan,
+        "offloads": (strategy.engine.zero_use_cpu_optimizer(), strategy.engine.zero_offload_param() is not None),
+        "partitioned": any(p.numel() == 0 for p in strategy.model.parameters()),
+    }
+
+
+def masters_of(strategy: DeepSpeedTrainStrategy) -> dict[str, torch.Tensor]:
+    """The optimizer's own float32 weights, whole."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    named = strategy.model.language_model.named_parameters()
+    sharded = [(name, parameter) for name, parameter in named if parameter.requires_grad and strategy.plan.stage > 0]
+    return {name: safe_get_full_fp32_param(parameter).clone() for name, parameter in sharded}
+
+
+def train_and_save(role: WorkerConfig, batch: TensorBatch, path: Path, steps: int) -> dict[str, Any]:
+    """Train, save half-way, train on; the state at the end, and a random number drawn there."""
+    torch.manual_seed(7)
+    strategy = DeepSpeedTrainStrategy(role, max_grad_norm=1.0)
+    strategy.initialize(num_training_steps=10)
+    for step in range(2 * steps):
+        if step == steps:
+            strategy.save(path)
+        torch.rand(3)
+        metrics = strategy.train_step(batch, policy_loss, POLICY)
+    return state_of(strategy, metrics)
+
+
+def load_and_train(role: WorkerConfig, batch: TensorBatch, path: Path, steps: int) -> dict[str, Any]:
+    strategy = DeepSpeedTrainStrategy(role, max_grad_norm=1.0)
+    strategy.initialize(num_training_steps=10)
+    strategy.load(path)
+    for _ in range(steps):
+        torch.rand(3)
+        metrics = strategy.train_step(batch, policy_loss, POLICY)
+    return state_of(strategy, metrics)
+
+
+def _optimizer_shards(strategy: DeepSpeedTrainStrategy) -> dict[str, torch.Tensor]:
+    """This rank's part of float32 weights, moments and Adam's step counts."""
+    shards = {}
+    for index, (master, state) in enumerate(strategy.engine.basic_optimizer.state.items()):
+        shards |= {f"{index}.{key}": value.clone() for key, value in state.items()}
+        shards[f"{index}.weights"] = master.detach().clone()
+    return shards
+
+
+def state_of(strategy: DeepSpeedTrainStrategy, metrics: Metrics) -> dict[str, Any]:
+    return {
+        "metrics": to_floats(metrics),
+        "weights": weights_of(strategy),
+        "optimizer": _optimizer_shards(strategy),
+        "step": strategy.step,
+        "random": torch.rand(4),
+    }
+
+
+def train_each(roles: dict[str, WorkerConfig], batch: TensorBatch, steps: int = 1) -> dict[str, dict[str, Any]]:
+    return {name: train(role, batch, steps) for name, role in roles.items()}
+
+
+def poison_each(roles: dict[str, WorkerConfig], batch: TensorBatch) -> dict[str, dict[str, Any]]:
+    return {name: _poison(role, batch) for name, role in roles.items()}
+
+
+def _poison(role: WorkerConfig, batch: TensorBatch) -> dict[str, Any]:
+    """A step whose gradient is infinite, then a good one."""
+    strategy = DeepSpeedTrainStrategy(role, max_grad_norm=1.0)
+    strategy.initialize(num_training_steps=10)
+    before = weights_of(strategy)
+    first = strategy.train_step(batch, _exploding_loss, POLICY)
+    after = weights_of(strategy)
+    second = strategy.train_step(batch, policy_loss, POLICY)
+    return {
+        "skipped": first["skipped_updates"].value(),
+        "unchanged": all(torch.equal(before[name], after[name]) for name in before),
+        "second": to_floats(second),
+        "step": strategy.step,
+    }
+
+
+def _exploding_loss(outputs: TensorBatch, batch: TensorBatch) -> tuple[torch.Tensor, Metrics]:
+    loss, metrics = policy_loss(outputs, batch)
+    return loss * float("inf"), metrics
+
+
+def forward_each(roles: dict[str, WorkerConfig], batch: TensorBatch) -> dict[str, TensorBatch]:
+    return {name: fsdp2_forward(role, batch) for name, role in roles.items()}
+
+
+def train_and_save_each(
+    roles: dict[str, WorkerConfig], batch: TensorBatch, path: Path, steps: int
+) -> dict[str, dict[str, Any]]:
+    return {name: train_and_save(role, batch, path / name, steps) for name, role in roles.items()}
+
+
+def load_and_train_each(
+    roles: dict[str, WorkerConfig], batch: TensorBatch, path: Path, steps: int
+) -> dict[str, dict[str, Any]]:
+    return {name: load_and_train(role, batch, path / name, steps) for name, role in roles.items()}
+
+
+def buckets_each(
+    roles: dict[str, WorkerConfig], bucket_bytes: int
+) -> dict[str, tuple[list[dict[str, torch.Tensor]], int]]:
+    """The buckets of each role, and the collectives that it took to gather them."""
+    results = {}
+    for name, role in roles.items():
+        strategy = create_strategy(role)
+        strategy.initialize(num_training_steps=2 if name.startswith("deepspeed_train") else 0)
+        with _counted(torch.distributed, "gather") as calls:
+            buckets = [
+                {key: tensor.clone() for key, tensor in bucket} for bucket in strategy.named_full_weights(bucket_bytes)
+            ]
+        results[name] = buckets, len(calls)
+    return results
+
+
+def count_gathers_each(roles: dict[str, WorkerConfig], batch: TensorBatch) -> dict[str, int]:
+    """Gathers of a forward pass of one micro-batch (the second one: DeepSpeed has seen the order of modules then)."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    results = {}
+    for name, role in roles.items():
+        strategy = create_strategy(role)
+        strategy.initialize()
+        strategy.forward(batch, POLICY)
+        with _counted(partition_parameters, "_dist_allgather_fn") as calls:
+            strategy.forward(batch, POLICY)
+        results[name] = len(calls)
+    return results
+
+
+@contextmanager
+def _counted(module: Any, name: str) -> Iterator[list[str]]:
+    """Calls of a function of a module."""
+    original, calls = getattr(module, name), []
+
+    def counting(*args: Any, **options: Any) -> Any:
+        calls.append(name)
+        return original(*args, **options)
+
+    setattr(module, name, counting)
+    try:
+        yield calls
+    finally:
+        setattr(module, name, original)
+
+
+def export(role: WorkerConfig, path: Path) -> None:
+    strategy = create_strategy(role)
+    strategy.initialize(num_training_steps=2)
+    strategy.save_hf(path)

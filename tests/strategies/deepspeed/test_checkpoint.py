@@ -1,0 +1,66 @@
+"""Saved and loaded, training goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from tests.strategies.deepspeed import cases
+from tests.strategies.deepspeed.test_numbers import zero
+from tests.strategies.samples import make_batch, make_role, split_rows
+
+RunRanks = Callable[..., list[Any]]
+OPTIONS = {"training": {"lr_scheduler_type": "cosine", "warmup_steps": 1}}
+CONFIGS = {
+    "zero0": zero(0),
+    "zero1": zero(1),
+    "zero2": zero(2),
+    "zero3": zero(3),
+    "zero2-offload": zero(2, offload="cpu"),
+    "zero3-offload": zero(3, offload="cpu", offload_param=True),
+}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_resumed_equals_uninterrupted_bit_for_bit(
+    run_deepspeed: RunRanks, tied_model: Path, tmp_path: Path, dtype: str
+) -> None:
+    roles = {
+        name: make_role(tied_model, "deepspeed_train", dtype=dtype, config=config, **OPTIONS)
+        for name, config in CONFIGS.items()
+    }
+    parts = split_rows(make_batch(), (6, 6))
+    whole = run_deepspeed(2, cases.train_and_save_each, roles, parts, tmp_path, 2)
+    resumed = run_deepspeed(2, cases.load_and_train_each, roles, parts, tmp_path, 2)
+    for name in roles:
+        for one, other in zip((rank[name] for rank in whole), (rank[name] for rank in resumed), strict=True):
+            assert one["metrics"] == other["metrics"], name
+            assert one["step"] == other["step"] == 4
+            for kind in ("weights", "optimizer"):
+                assert one[kind].keys() == other[kind].keys()
+                assert all(torch.equal(one[kind][key], other[kind][key]) for key in one[kind]), (name, kind)
+            assert torch.equal(one["random"], other["random"])
+            steps = {float(value) for key, value in one["optimizer"].items() if key.endswith(".step")}
+            assert steps == {4.0} and any(key.endswith(".exp_avg_sq") for key in one["optimizer"])
+
+
+def test_another_stage_or_number_of_ranks_is_refused(run_deepspeed: RunRanks, tied_model: Path, tmp_path: Path) -> None:
+    role = make_role(tied_model, "deepspeed_train", config=zero(2), **OPTIONS)
+    run_deepspeed(2, cases.train_and_save, role, split_rows(make_batch(), (6, 6)), tmp_path, 1)
+    with pytest.raises(AssertionError, match=r"written by 2 ranks under ZeRO-2, this role has 1 under ZeRO-2"):
+        run_deepspeed(1, cases.load_and_train, role, make_batch(), tmp_path, 1)
+    other = make_role(tied_model, "deepspeed_train", config=zero(1), **OPTIONS)
+    with pytest.raises(AssertionError, match=r"written by 2 ranks under ZeRO-2, this role has 2 under ZeRO-1"):
+        run_deepspeed(2, cases.load_and_train, other, split_rows(make_batch(), (6, 6)), tmp_path, 1)
+
+
+def test_a_folder_without_checkpoint_is_named(run_deepspeed: RunRanks, tied_model: Path, tmp_path: Path) -> None:
+    role = make_role(tied_model, "deepspeed_train", config=zero(1))
+    with pytest.raises(AssertionError, match=r"FileNotFoundError.*not a training checkpoint"):
+        run_deepspeed(1, cases.load_and_train, role, make_batch(), tmp_path, 1)

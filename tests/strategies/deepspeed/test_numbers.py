@@ -1,0 +1,237 @@
+"""DeepSpeed computes what a plain model computes, at every stage, however the work is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from tests.strategies import fsdp2_cases
+from tests.strategies.deepspeed import cases
+from tests.strategies.samples import make_batch, make_role, plain_model, plain_outputs, policy_loss, split_rows
+
+RunRanks = Callable[..., list[Any]]
+SPLIT = (7, 5)
+# float32 sums of a few hundred terms, taken in another order: a few units in the last place (6e-8) of the largest.
+RELATIVE = 2e-6
+# Small enough that ZeRO-3 really partitions the matrices of the tiny model.
+PARTITION = {"stage3_param_persistence_threshold": 40}
+CHECKPOINTED = {"model_args": {"disable_gradient_checkpointing": False}}
+
+
+def zero(stage: int, **config: Any) -> dict[str, Any]:
+    section = {"zero_optimization": PARTITION} if stage == 3 else {}
+    return {"zero_stage": stage, **section, **config}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "zero0": {"config": zero(0)},
+    "zero1": {"config": zero(1)},
+    "zero2": {"config": zero(2)},
+    "zero3": {"config": zero(3)},
+    "zero3-persistent": {"config": {"zero_stage": 3}},
+    "zero1-offload-is-none": {"config": zero(1, offload="cpu")},
+    "zero2-offload": {"config": zero(2, offload="cpu")},
+    "zero3-offload-optimizer": {"config": zero(3, offload="cpu")},
+    "zero3-offload-all": {"config": zero(3, offload="cpu", offload_param=True)},
+    "zero0-step-each": {"config": zero(0, step_each_micro_batch=True), "micro_batch": 2},
+    "zero2-step-each": {"config": zero(2, step_each_micro_batch=True), "micro_batch": 2},
+    "zero3-step-each": {"config": zero(3, step_each_micro_batch=True), "micro_batch": 2},
+    "zero2-micro-batch-1": {"config": zero(2), "micro_batch": 1},
+    "zero2-offload-one-micro-batch": {"config": zero(2, offload="cpu"), "micro_batch": 12},
+    "zero3-micro-batch-1": {"config": zero(3), "micro_batch": 1},
+    "zero2-checkpointed": {"config": zero(2), **CHECKPOINTED},
+    "zero3-checkpointed": {"config": zero(3), **CHECKPOINTED},
+    "zero2-shared-prompts": {"config": zero(2), "use_prefix_sharing": True},
+    "zero3-shared-prompts": {"config": zero(3), "use_prefix_sharing": True, **CHECKPOINTED},
+    "zero3-small-buckets": {
+        "config": {
+            "zero_stage": 3,
+            "zero_optimization": {**PARTITION, "reduce_bucket_size": "1e3", "sub_group_size": 1e3},
+        }
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def expected(tied_model: Path) -> dict[str, Any]:
+    """The plain model on the whole batch: outputs, gradients, norm."""
+    model, batch = plain_model(tied_model), make_batch()
+    outputs = plain_outputs(model, batch)
+    loss, _ = policy_loss(outputs, batch)
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {
+        "outputs": {name: values.detach() for name, values in outputs.items()},
+        "gradients": gradients,
+        "norm": float(torch.nn.utils.get_total_norm(list(gradients.values()))),
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(run_deepspeed: RunRanks, tied_model: Path) -> dict[str, list[dict[str, Any]]]:
+    """One optimizer step of every case on two ranks, all in one pair of processes."""
+    roles = {name: make_role(tied_model, "deepspeed_train", **options) for name, options in CASES.items()}
+    by_rank = run_deepspeed(2, cases.train_each, roles, split_rows(make_batch(), SPLIT))
+    return {name: [results[name] for results in by_rank] for name in roles}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradient_and_outputs_equal_the_plain_model(
+    trained: dict[str, list[dict[str, Any]]], expected: dict[str, Any], case: str
+) -> None:
+    for result in trained[case]:
+        assert result["gradients"].keys() == expected["gradients"].keys()
+        for name, gradient in expected["gradients"].items():
+            tolerance = RELATIVE * float(gradient.abs().max()) + 1e-9
+            torch.testing.assert_close(result["gradients"][name], gradient, rtol=0, atol=tolerance)
+        assert result["metrics"]["grad_norm"] == pytest.approx(expected["norm"], rel=RELATIVE)
+        assert result["metrics"]["lr"] == 1e-2
+    for name, wanted in expected["outputs"].items():
+        actual = torch.cat([result["outputs"][name] for result in trained[case]])
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-5)
+        assert torch.equal(actual == 0, wanted == 0)
+
+
+def test_stages_and_offload_are_what_was_asked_for(trained: dict[str, list[dict[str, Any]]]) -> None:
+    plans = {name: results[0]["plan"] for name, results in trained.items()}
+    assert [plans[f"zero{stage}"].stage for stage in range(4)] == [0, 1, 2, 3]
+    assert plans["zero1-offload-is-none"].offload_optimizer == "none"
+    offloaded = {name: results[0]["offloads"] for name, results in trained.items() if "offload" in name}
+    assert offloaded == {
+        "zero1-offload-is-none": (False, False),
+        "zero2-offload": (True, False),
+        "zero2-offload-one-micro-batch": (True, False),
+        "zero3-offload-optimizer": (True, False),
+        "zero3-offload-all": (True, True),
+    }
+    assert trained["zero3"][0]["partitioned"] and not trained["zero3-persistent"][0]["partitioned"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.05])
+def test_optimizer_steps_equal_plain_adamw(
+    stepped: dict[str, dict[str, Any]], tied_model: Path, stage: int, max_grad_norm: float | None
+) -> None:
+    batch, model = make_batch(), plain_model(tied_model)
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, eps=1e-3, foreach=False)
+    for rate in (0.5e-2, 1e-2, 1e-2):
+        optimizer.zero_grad()
+        policy_loss(plain_outputs(model, batch), batch)[0].backward()
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    result = stepped[f"{stage}-{max_grad_norm}"]
+    assert result["metrics"]["lr"] == pytest.approx(rate)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(result["weights"][name], parameter.detach(), rtol=0, atol=2e-6)
+
+
+@pytest.fixture(scope="module")
+def stepped(run_deepspeed: RunRanks, tied_model: Path) -> dict[str, dict[str, Any]]:
+    """Three clipped and unclipped steps with weight decay and a schedule, at every stage."""
+    # Epsilon keeps AdamW's first steps smooth: with 1e-8 an element whose gradient is rounding noise moves as far as
+    # any other, in either direction.
+    training = {"adam_epsilon": 1e-3, "lr_scheduler_type": "linear", "warmup_steps": 2}
+    roles = {
+        f"{stage}-{norm}": make_role(
+            tied_model, "deepspeed_train", training={**training, "max_grad_norm": norm}, config=zero(stage)
+        )
+        for stage in range(4)
+        for norm in (None, 0.05)
+    }
+    return run_deepspeed(2, cases.train_each, roles, split_rows(make_batch(), SPLIT), 3)[0]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bf16_equals_fsdp2_and_keeps_float32_weights(
+    run_ranks: RunRanks, bf16: dict[str, dict[str, Any]], tied_model: Path, expected: dict[str, Any], stage: int
+) -> None:
+    """The same bf16 weights through the same layers: the reference under FSDP2 and the trainer agree exactly."""
+    result = bf16[str(stage)]
+    parts = split_rows(make_batch(), SPLIT)
+    reference = run_ranks(2, fsdp2_cases.forward, make_role(tied_model, "fsdp2_infer", dtype="bf16"), parts)[0]
+    assert torch.equal(result["outputs"]["log_probs"], reference["log_probs"])
+    assert result["metrics"]["grad_norm"] == pytest.approx(expected["norm"], rel=0.03)
+    assert result["weights"]["model.norm.weight"].dtype is torch.bfloat16
+
+
+def test_bf16_master_weights_are_those_of_the_file(bf16: dict[str, dict[str, Any]], tied_model: Path) -> None:
+    """Not those that were rounded to bf16: with a learning rate of 0 they come back bit for bit."""
+    for stage in ("1", "2", "3"):
+        masters = bf16[stage]["masters"]
+        for name, parameter in plain_model(tied_model).named_parameters():
+            assert masters[name].dtype is torch.float32
+            assert torch.equal(masters[name], parameter.detach()), (stage, name)
+
+
+@pytest.fixture(scope="module")
+def bf16(run_deepspeed: RunRanks, tied_model: Path) -> dict[str, dict[str, Any]]:
+    training = {"learning_rate": 0.0}
+    roles = {
+        str(stage): make_role(tied_model, "deepspeed_train", dtype="bf16", training=training, config=zero(stage))
+        for stage in range(4)
+    }
+    return run_deepspeed(2, cases.train_each, roles, split_rows(make_batch(), SPLIT))[0]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_gradient_that_is_not_finite_is_dropped(dropped: dict[str, dict[str, Any]], stage: int, dtype: str) -> None:
+    result = dropped[f"{stage}-{dtype}"]
+    # Each of two ranks counts its half; the driver's sum is 1.
+    assert result["skipped"] == 0.5 and result["unchanged"]
+    assert "skipped_updates" not in result["second"] and result["second"]["grad_norm"] > 0
+    assert result["step"] == 2
+
+
+@pytest.fixture(scope="module")
+def dropped(run_deepspeed: RunRanks, tied_model: Path) -> dict[str, dict[str, Any]]:
+    roles = {
+        f"{stage}-{dtype}": make_role(tied_model, "deepspeed_train", dtype=dtype, config=zero(stage))
+        for stage in range(4)
+        for dtype in ("fp32", "bf16")
+    }
+    return run_deepspeed(2, cases.poison_each, roles, split_rows(make_batch(), SPLIT))[0]
+
+
+def test_one_rank_and_ranks_without_rows(run_deepspeed: RunRanks, tied_model: Path, expected: dict[str, Any]) -> None:
+    role = make_role(tied_model, "deepspeed_train", config=zero(3))
+    for split in ((12,), (12, 0)):
+        results = run_deepspeed(len(split), cases.train, role, split_rows(make_batch(), split))
+        for name, gradient in expected["gradients"].items():
+            tolerance = RELATIVE * float(gradient.abs().max()) + 1e-9
+            torch.testing.assert_close(results[-1]["gradients"][name], gradient, rtol=0, atol=tolerance)
+
+
+def test_value_model_learns_as_under_fsdp2(run_ranks: RunRanks, run_deepspeed: RunRanks, tied_model: Path) -> None:
+    parts = split_rows(make_batch(), SPLIT)
+    training = {"adam_epsilon": 1e-3}
+    wanted = run_ranks(2, fsdp2_cases.train, make_role(tied_model, training=training), parts, 3, None, True)
+    role = make_role(tied_model, "deepspeed_train", training=training, config=zero(3))
+    for one, other in zip(run_deepspeed(2, cases.train, role, parts, 3, None, True), wanted, strict=True):
+        torch.testing.assert_close(one["outputs"]["values"], other["outputs"]["values"], rtol=0, atol=1e-5)
+        assert one["outputs"]["values"].any()
+
+
+def test_frozen_modules_do_not_change(run_deepspeed: RunRanks, tied_model: Path) -> None:
+    frozen = {"freeze_module_prefix": "model.layers.0, model.embed_tokens"}
+    roles = {
+        str(stage): make_role(tied_model, "deepspeed_train", model_args=frozen, config=zero(stage))
+        for stage in range(4)
+    }
+    results = run_deepspeed(2, cases.train_each, roles, split_rows(make_batch(), SPLIT))[0]
+    for stage, result in results.items():
+        for name, parameter in plain_model(tied_model).named_parameters():
+            expect_frozen = name.startswith(("model.layers.0", "model.embed_tokens"))
+            assert torch.equal(result["weights"][name], parameter.detach()) == expect_frozen, (stage, name)

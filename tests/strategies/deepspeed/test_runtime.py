@@ -1,0 +1,47 @@
+"""DeepSpeed is optional, and needs no compiler on a CPU host."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from roll.platforms.cpu import CpuPlatform
+from roll.strategies.deepspeed.runtime import import_deepspeed
+
+ROOT = Path(__file__).parents[3]
+WITHOUT_COMPILER = """
+import os, sys
+os.environ["PATH"] = ""
+os.environ["TORCH_EXTENSIONS_DIR"] = sys.argv[2]
+import torch.distributed as dist
+from roll.strategies.base import Output
+from roll.strategies.factory import create_strategy
+from tests.strategies.samples import make_batch, make_role, policy_loss
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/store", rank=0, world_size=1)
+config = {"zero_stage": 3, "offload": "cpu", "offload_param": True}
+strategy = create_strategy(make_role(sys.argv[1], "deepspeed_train", config=config))
+strategy.initialize(num_training_steps=2)
+metrics = strategy.train_step(make_batch(), policy_loss, (Output.LOG_PROBS, Output.ENTROPY))
+assert metrics["grad_norm"].value() > 0
+dist.destroy_process_group()
+"""
+
+
+def test_without_deepspeed_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(ImportError, match=r"pip install 'roll\[deepspeed\]'"):
+        import_deepspeed(CpuPlatform())
+
+
+def test_strategies_load_without_deepspeed() -> None:
+    program = "import sys; import roll.strategies.deepspeed; assert 'deepspeed' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+def test_a_host_without_compiler_trains_with_offload(tied_model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    command = [sys.executable, "-c", WITHOUT_COMPILER, str(tied_model), str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
