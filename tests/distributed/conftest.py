@@ -1,4 +1,4 @@
-"""One Ray for all tests of this folder: 4 logical devices on the CPU."""
+"""One Ray for the tests of a module, gone before the next: 4 logical devices on the CPU."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def worker_path(name: str) -> str:
     return f"tests.distributed.{'light_workers' if hasattr(light_workers, name) else 'workers'}.{name}"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayRuntime]:
     with ray_runtime(4, system_envs={"ROLL_TEST_GLOBAL": "everywhere"}, log_dir=tmp_path_factory.mktemp("logs")) as ray:
         yield ray
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def resources(runtime: RayRuntime) -> ResourceManager:
     return ResourceManager(4)
 
@@ -46,7 +46,7 @@ def make_cluster(resources: ResourceManager) -> Iterator[MakeCluster]:
         cluster.shutdown(graceful=False)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def worker_logs(runtime: RayRuntime) -> Path:
     assert runtime.log_dir is not None
     return runtime.log_dir
