@@ -69,10 +69,10 @@ def measure(rank: int, options: argparse.Namespace, folder: Path) -> None:
 
 def one_by_one(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """``GatheredParameters`` around each parameter: the whole tensor on every rank, then a copy of it."""
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
     for parameter in model.parameters():
-        with GatheredParameters([parameter]):
+        with deepspeed.zero.GatheredParameters([parameter]):
             yield parameter.detach().clone()
 
 
