@@ -7,7 +7,9 @@ import time
 from roll.distributed import Dispatch, register
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics
+from roll.weight_sync.buckets import WeightBucket
 from roll.workers.actor import LOSS_COLUMNS, ActorWorker
+from roll.workers.generation import GenerationWorker
 from roll.workers.model import MODEL_COLUMNS
 
 
@@ -23,3 +25,32 @@ class HangingActor(ActorWorker):
 def wait_for_ever() -> None:
     while True:
         time.sleep(1)
+
+
+class FaultyEngine(GenerationWorker):
+    """Does something wrong to the weights that it is sent, as :meth:`be_faulty` says."""
+
+    def be_faulty(self, fault: str) -> None:
+        self.fault = fault
+
+    def update_weights(self, bucket: WeightBucket) -> None:
+        tensors = dict(bucket.tensors())
+        norms = [name for name in tensors if "layers.0." in name and name.endswith("layernorm.weight")]
+        if self.fault == "corrupt" and norms:
+            tensors[norms[0]] = tensors[norms[0]].clone()
+            tensors[norms[0]][3] += 1e-6
+        elif self.fault == "drop" and norms:
+            del tensors[norms[0]]
+        elif self.fault == "swap" and len(norms) > 1:
+            tensors[norms[0]], tensors[norms[1]] = tensors[norms[1]], tensors[norms[0]]
+        elif self.fault == "raise":
+            raise RuntimeError("the engine has no room for this")
+        elif self.fault == "hang":
+            wait_for_ever()
+        self.engine.update_weights(tensors)
+
+
+class CorruptingEngine(FaultyEngine):
+    """Changes one element of one tensor at every update."""
+
+    fault = "corrupt"

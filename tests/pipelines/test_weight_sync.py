@@ -1,0 +1,96 @@
+"""Engines that do not hold what the trainer sent are found out and named."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
+from roll.distributed import Cluster, ResourceManager, ray_runtime
+from roll.weight_sync.buckets import iter_buckets
+from roll.weight_sync.sender import SyncReport, WeightSyncError, send_weights
+from tests.pipelines.tiny_runs import HERE, TinyWorld
+
+pytestmark = pytest.mark.e2e
+
+FIRST_NORM, SECOND_NORM = "model.layers.0.input_layernorm.weight", "model.layers.0.post_attention_layernorm.weight"
+NUM_ENGINES = 2
+
+
+@pytest.fixture(scope="module")
+def engines(shared_ray: str, world: TinyWorld) -> Iterator[Cluster]:
+    role = WorkerConfig(
+        name="actor_infer",
+        model_args=ModelArguments(model_name_or_path=str(world.model), dtype="fp32"),
+        strategy_args=StrategyArguments("hf_infer", {"max_num_seqs": 4, "max_model_len": 64}),
+        device_mapping=[0, 1],
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", shared_ray)
+        with ray_runtime(2):
+            resources = ResourceManager(2)
+            cluster = Cluster("actor_infer", f"{HERE}.faulty_workers.FaultyEngine", resources, role, rpc_timeout=60)
+            cluster.initialize()
+            yield cluster
+            cluster.shutdown(graceful=False)
+            resources.close()
+
+
+@pytest.fixture(scope="module")
+def weights(world: TinyWorld) -> dict[str, torch.Tensor]:
+    """The model's own, moved a little, so that no tensor is constant and none is what the engines hold already."""
+    from transformers import AutoModelForCausalLM
+
+    generator = torch.Generator().manual_seed(0)
+    named = AutoModelForCausalLM.from_pretrained(world.model, dtype=torch.float32).named_parameters()
+    return {name: p.detach() + 0.01 * torch.randn(p.shape, generator=generator) for name, p in named}
+
+
+def send(engines: Cluster, weights: dict[str, torch.Tensor], faults: list[str], deadline: float = 60) -> SyncReport:
+    for rank, fault in enumerate(faults):
+        engines.submit(rank, "be_faulty", fault).result()
+    return send_weights(iter_buckets(weights.items(), 2**17), engines.workers, version=3, deadline=deadline)
+
+
+def test_right_weights_pass(engines: Cluster, weights: dict[str, torch.Tensor]) -> None:
+    report = send(engines, weights, ["", ""])
+    assert report.num_tensors == len(weights)
+    assert report.num_bytes == sum(tensor.nbytes for tensor in weights.values())
+    assert report.num_buckets > 2, "the case needs several buckets"
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("corrupt", rf"engine 1 holds other values than the trainer sent in 1 of \d+ tensors \({FIRST_NORM}\)"),
+        ("drop", rf"engine 1 holds other values than the trainer sent in 1 of \d+ tensors \({FIRST_NORM}\)"),
+        ("swap", rf"engine 1 holds other values .* in 2 of \d+ tensors \({FIRST_NORM}, {SECOND_NORM}\)"),
+    ],
+)
+def test_the_faulty_engine_and_its_tensors_are_named(
+    engines: Cluster, weights: dict[str, torch.Tensor], fault: str, expected: str
+) -> None:
+    new = {name: tensor * 1.5 for name, tensor in weights.items()}
+    with pytest.raises(WeightSyncError, match=f"weight update 3: {expected}"):
+        send(engines, new, ["", fault])
+    assert send(engines, weights, ["", ""]).num_tensors == len(weights), "the next update puts it right"
+
+
+def test_an_engine_that_fails_is_named(engines: Cluster, weights: dict[str, torch.Tensor]) -> None:
+    expected = "engine 1 failed in 'update_weights': RuntimeError: the engine has no room for this"
+    with pytest.raises(WeightSyncError, match=f"weight update 3: {expected}"):
+        send(engines, weights, ["", "raise"])
+    for rank in range(NUM_ENGINES):  # the update stands half done; a run would have ended
+        engines.submit(rank, "finish_weight_update").result()
+
+
+def test_an_engine_that_hangs_is_named_after_the_deadline(engines: Cluster, weights: dict[str, Any]) -> None:
+    """The last one here: the engine does not come back."""
+    began = time.monotonic()
+    with pytest.raises(WeightSyncError, match="engine 1 was not done with 'update_weights' in time"):
+        send(engines, weights, ["", "hang"], deadline=3)
+    assert 3 <= time.monotonic() - began < 6
