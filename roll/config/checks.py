@@ -13,6 +13,7 @@ from typing import Any
 
 from roll.config.deepspeed import check_deepspeed
 from roll.config.errors import Problems
+from roll.config.megatron import check_megatron
 from roll.config.planning import Written, model_path, model_roles, world_size
 from roll.config.rlvr import RLVRConfig
 from roll.config.roles import DataArguments, WorkerConfig
@@ -26,6 +27,7 @@ from roll.config.strategy import (
     DeepSpeedStrategyConfig,
     Fsdp2StrategyConfig,
     HfInferStrategyConfig,
+    MegatronStrategyConfig,
     StrategyConfig,
     read_strategy_config,
 )
@@ -151,6 +153,8 @@ def check_strategy_fit(name: str, role: WorkerConfig, options: StrategyConfig, c
     if isinstance(options, DeepSpeedStrategyConfig):
         path, trains = f"{name}.strategy_args.strategy_config", TASKS[name][1] is TRAIN_STRATEGIES
         check_deepspeed(path, role, options, {**os.environ, **role.system_envs}, trains, checks.problems)
+    if isinstance(options, MegatronStrategyConfig):
+        check_megatron(name, role, options, world_size(role), checks.problems)
 
 
 def check_model(config: RLVRConfig | SFTConfig, name: str, role: WorkerConfig, checks: Checks) -> None:

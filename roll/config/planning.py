@@ -8,12 +8,15 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from roll.config.errors import Problems
+from roll.config.megatron import ranks_of_a_replica
 from roll.config.names import PUBLISHED_PREFIX, PUBLISHED_REWARDS, PUBLISHED_WORKERS
 from roll.config.plan import Folders, RLVRPlan, RolePlan, SFTPlan, TrainingPlan
 from roll.config.rlvr import RLVRConfig
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.run import RunConfig
 from roll.config.sft import SFTConfig
+from roll.config.strategy import MegatronStrategyConfig, read_strategy_config
 
 Written = Callable[[str], bool]
 """Says whether a key path is written, in a file or on the command line."""
@@ -68,13 +71,20 @@ def world_size(role: WorkerConfig) -> int:
     return role.world_size or 1
 
 
+def data_parallel_size(role: WorkerConfig) -> int:
+    """Ranks that compute different rows: all of them, unless the model itself is cut over some."""
+    options = read_strategy_config(role.strategy_args, role.name, Problems())
+    cut = ranks_of_a_replica(options) if isinstance(options, MegatronStrategyConfig) else 1
+    return max(1, world_size(role) // cut)
+
+
 def training_plan(role: WorkerConfig, samples: int, epochs: int, num_steps: int | None) -> TrainingPlan:
     arguments = role.training_args
     return TrainingPlan(
         samples_per_step=samples,
         micro_batch_size=arguments.per_device_train_batch_size,
         gradient_accumulation_steps=arguments.gradient_accumulation_steps,
-        dp_size=world_size(role),
+        dp_size=data_parallel_size(role),
         epochs=epochs,
         num_steps=num_steps,
     )
@@ -115,7 +125,7 @@ def role_plans(config: RLVRConfig | SFTConfig) -> dict[str, RolePlan]:
             device_mapping=tuple(role.device_mapping or ()),
             num_gpus_per_worker=role.num_gpus_per_worker,
             world_size=world_size(role),
-            dp_size=world_size(role),
+            dp_size=data_parallel_size(role),
             colocated_with=tuple(others),
             model_path=model_path(config, name, role) if is_model else None,
             worker_cls=worker_name(role.worker_cls) if is_model else reward_name(name, role.worker_cls),

@@ -26,7 +26,13 @@ from roll.config.run import CheckpointConfig, RolloutMockConfig, RunConfig, Tran
 from roll.config.schema import mapped_section, nested_section, rules_of, type_hints
 from roll.config.sections import DataArguments, GeneratingArguments, ModelArguments, TrainingArguments
 from roll.config.sft import SFTConfig
-from roll.config.strategy import DeepSpeedStrategyConfig, Fsdp2StrategyConfig, HfInferStrategyConfig, WrapPolicy
+from roll.config.strategy import (
+    DeepSpeedStrategyConfig,
+    Fsdp2StrategyConfig,
+    HfInferStrategyConfig,
+    MegatronStrategyConfig,
+    WrapPolicy,
+)
 
 INTRODUCTION = """# Configuration reference
 
@@ -53,6 +59,7 @@ PAGES: tuple[tuple[str, type, tuple[type, ...]], ...] = (
     ("`strategy_config` of `fsdp2_train` and `fsdp2_infer`", Fsdp2StrategyConfig, ()),
     ("`strategy_config.wrap_policy`", WrapPolicy, ()),
     ("`strategy_config` of `deepspeed_train` and `deepspeed_infer`", DeepSpeedStrategyConfig, ()),
+    ("`strategy_config` of `megatron_train` and `megatron_infer`", MegatronStrategyConfig, ()),
     ("`strategy_config` of `hf_infer`", HfInferStrategyConfig, ()),
     ("`<role>.sequence_packing_args`", SequencePackingArguments, ()),
     ("`<role>.router_replay`", RouterReplayArguments, ()),

@@ -193,18 +193,18 @@ class MegatronStrategyConfig(StrategyConfig):
     """Expert-parallel ranks."""
     expert_tensor_parallel_size: int | None = setting(None, ge=1)
     """Tensor-parallel ranks of experts."""
-    moe_token_dispatcher_type: str = "alltoall"
-    """How tokens reach their experts."""
-    moe_grouped_gemm: bool = False
-    """Compute experts by one grouped matrix product."""
-    moe_permute_fusion: bool = False
-    """Fused permutation of tokens."""
-    moe_layer_recompute: bool = False
-    """Compute expert layers again in the backward pass."""
-    moe_aux_loss_coeff: float | None = None
-    """Weight of the load-balancing loss."""
-    moe_shared_expert_overlap: bool = False
-    """Overlap shared experts with communication."""
+    moe_token_dispatcher_type: str = setting("alltoall", inert="experts are not available yet; dense models have none")
+    """Accepted for files of mixture-of-experts models."""
+    moe_grouped_gemm: bool = setting(False, inert="experts are not available yet; dense models have none")
+    """Accepted for files of mixture-of-experts models."""
+    moe_permute_fusion: bool = setting(False, inert="experts are not available yet; dense models have none")
+    """Accepted for files of mixture-of-experts models."""
+    moe_layer_recompute: bool = setting(False, inert="experts are not available yet; dense models have none")
+    """Accepted for files of mixture-of-experts models."""
+    moe_aux_loss_coeff: float | None = setting(None, inert="experts are not available yet; dense models have none")
+    """Accepted for files of mixture-of-experts models."""
+    moe_shared_expert_overlap: bool = setting(False, inert="experts are not available yet; dense models have none")
+    """Accepted for files of mixture-of-experts models."""
     mtp_num_layers: int | None = None
     """Multi-token-prediction layers."""
     fp8: str | None = None
@@ -227,7 +227,7 @@ class MegatronStrategyConfig(StrategyConfig):
     """Accepted for older files."""
     ckpt_format: str | None = setting(None, inert="checkpoints load under any parallel sizes")
     """Accepted for older files."""
-    save_hf_model: bool = setting(False, inert="save_hf_model of the pipeline decides")
+    save_hf_model: bool = setting(False, inert="training_args.save_hf_model decides")
     """Accepted for older files."""
     save_merged_model: bool = setting(False, inert="exports are always merged")
     """Accepted for older files."""
@@ -246,6 +246,8 @@ AVAILABLE: dict[str, type[StrategyConfig]] = {
     "fsdp2_infer": Fsdp2StrategyConfig,
     "deepspeed_train": DeepSpeedStrategyConfig,
     "deepspeed_infer": DeepSpeedStrategyConfig,
+    "megatron_train": MegatronStrategyConfig,
+    "megatron_infer": MegatronStrategyConfig,
     "hf_infer": HfInferStrategyConfig,
 }
 """Strategies that run today, and the dataclass of their options."""
@@ -257,17 +259,6 @@ def _names(text: str) -> frozenset[str]:
 
 PLANNED_KEYS: dict[str, frozenset[str]] = {
     "fsdp": _names("cpu_offload sharding_strategy backward_prefetch use_orig_params"),
-    "megatron": _names(
-        """tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
-        context_parallel_size expert_model_parallel_size expert_tensor_parallel_size sequence_parallel
-        use_distributed_optimizer overlap_grad_reduce overlap_param_gather delay_grad_reduce recompute_granularity
-        recompute_method recompute_modules recompute_num_layers moe_token_dispatcher_type moe_grouped_gemm
-        moe_layer_recompute moe_aux_loss_coeff moe_shared_expert_overlap moe_permute_fusion bias_activation_fusion
-        apply_rope_fusion cross_entropy_loss_fusion optimizer optimizer_cpu_offload fp8 fp8_recipe mtp_num_layers
-        save_hf_model save_merged_model ckpt_format ddp_bucket_size compile_warmup additional_configs
-        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_model_parallel_layout
-        distrib_optim_fully_reshardable use_batched_model_update bf16 fp16"""
-    ),
     "vllm": _names(
         """VLLM_USE_V1 sleep_level data_parallel_size tensor_parallel_size pipeline_parallel_size block_size
         gpu_memory_utilization load_format max_model_len max_num_seqs max_num_batched_tokens enforce_eager
@@ -284,15 +275,20 @@ PLANNED_KEYS: dict[str, frozenset[str]] = {
 PLANNED: dict[str, str] = {
     "fsdp_train": "fsdp",
     "fsdp_infer": "fsdp",
-    "megatron_train": "megatron",
-    "megatron_infer": "megatron",
     "vllm": "vllm",
     "sglang": "sglang",
 }
 """Strategies whose backend comes later, and the set of keys (in :data:`PLANNED_KEYS`) that they use."""
 
-TRAIN_STRATEGIES = ("fsdp2_train", "deepspeed_train")
-INFER_STRATEGIES = ("fsdp2_infer", "fsdp2_train", "deepspeed_infer", "deepspeed_train")
+TRAIN_STRATEGIES = ("fsdp2_train", "deepspeed_train", "megatron_train")
+INFER_STRATEGIES = (
+    "fsdp2_infer",
+    "fsdp2_train",
+    "deepspeed_infer",
+    "deepspeed_train",
+    "megatron_infer",
+    "megatron_train",
+)
 GENERATION_STRATEGIES = ("hf_infer",)
 
 

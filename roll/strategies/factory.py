@@ -15,6 +15,8 @@ MODEL_STRATEGIES = {
     "fsdp2_infer": "roll.strategies.fsdp2.Fsdp2InferStrategy",
     "deepspeed_train": "roll.strategies.deepspeed.DeepSpeedTrainStrategy",
     "deepspeed_infer": "roll.strategies.deepspeed.DeepSpeedInferStrategy",
+    "megatron_train": "roll.strategies.megatron.MegatronTrainStrategy",
+    "megatron_infer": "roll.strategies.megatron.MegatronInferStrategy",
 }
 """Strategies that compute batches."""
 

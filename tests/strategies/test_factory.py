@@ -34,8 +34,8 @@ def test_the_roles_own_max_grad_norm_goes_first(tied_model: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("megatron_train", "'megatron_train' is not available yet; use one of fsdp2_train, fsdp2_infer, "),
-        ("megatron_infer", "not available yet"),
+        ("fsdp_train", "'fsdp_train' is not available yet; use one of fsdp2_train, fsdp2_infer, "),
+        ("fsdp_infer", "not available yet"),
         ("fsdp3_train", "not a strategy that can compute batches"),
         ("hf_infer", "not a strategy that can compute batches"),
     ],

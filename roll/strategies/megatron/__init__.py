@@ -1,0 +1,37 @@
+"""Megatron Core: a model cut over tensor-, pipeline-, context- and data-parallel ranks.
+
+Raises:
+    ImportError: on import, where megatron-core is not installed.
+"""
+
+import os
+import warnings
+from importlib import import_module
+
+# Megatron overlaps matrix products with the tensor-parallel collectives that it queued before them; they must start in
+# that order. CUDA reads this when the process first uses a device.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+# Megatron Core warns of fused kernels that it does not find and is not asked for here, and calls collectives by their
+# names before PyTorch 2.13; on every rank, at every start.
+warnings.filterwarnings("ignore", module=r"megatron\.core")
+warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+
+try:
+    with warnings.catch_warnings(action="ignore"):
+        for name in ("models.gpt", "optimizer", "pipeline_parallel"):
+            import_module(f"megatron.core.{name}")
+except ImportError as error:
+    raise ImportError(
+        "strategy_args.strategy_name: megatron_train and megatron_infer need megatron-core; install it with "
+        'pip install "roll[megatron]"'
+    ) from error
+
+from roll.strategies.megatron import cpu_compat  # noqa: E402 (Megatron comes first)
+
+cpu_compat.install()
+
+from roll.strategies.megatron.strategy import MegatronInferStrategy  # noqa: E402 (needs what was installed)
+from roll.strategies.megatron.train import MegatronTrainStrategy  # noqa: E402
+
+__all__ = ["MegatronInferStrategy", "MegatronTrainStrategy"]

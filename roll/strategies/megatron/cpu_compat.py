@@ -1,0 +1,95 @@
+"""Megatron Core on a host without CUDA devices. With CUDA nothing here does anything.
+
+Megatron Core 0.16 creates tensors on ``"cuda"``, asks ``torch.cuda.current_device()`` and compares tensor types with
+``"torch.cuda.FloatTensor"``.  None of its arithmetic needs that, so three changes make it run on CPU and gloo:
+
+1. In every loaded ``megatron.core`` module the global name ``torch`` is bound to a stand-in, which is torch itself
+   except for tensor factories (a CUDA device becomes the CPU) and a few names of ``torch.cuda``.  torch as all other
+   packages see it is untouched.
+2. The random states that activation recomputation saves and restores are those of the CPU.
+3. While a model or an optimizer is built (:func:`construction`), ``Tensor.cuda`` returns the tensor itself and
+   ``Tensor.type`` speaks of CUDA types.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+_FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "ones_like", "tensor", "zeros", "zeros_like")
+
+
+def install() -> None:
+    """Bind the stand-in in all ``megatron.core`` modules loaded so far. May be called again after loading more."""
+    if torch.cuda.is_available():
+        return
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
+            module.torch = _stand_in()  # type: ignore[attr-defined]
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+@contextmanager
+def construction() -> Iterator[None]:
+    """For the time in which Megatron Core builds a model or an optimizer."""
+    if torch.cuda.is_available():
+        yield
+        return
+    to_cuda, type_of = torch.Tensor.cuda, torch.Tensor.type
+
+    def cuda_type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = type_of(tensor, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
+    torch.Tensor.type = cuda_type  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.cuda, torch.Tensor.type = to_cuda, type_of  # type: ignore[method-assign]
+
+
+class _Cuda(ModuleType):
+    """``torch.cuda`` with the CPU as its current device."""
+
+    current_device = staticmethod(lambda: _CPU)
+    synchronize = staticmethod(lambda *_: None)
+    manual_seed = staticmethod(torch.manual_seed)
+    get_rng_state = staticmethod(lambda *_: torch.get_rng_state())
+    set_rng_state = staticmethod(lambda state, *_: torch.set_rng_state(state))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class _Torch(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@functools.cache
+def _stand_in() -> ModuleType:
+    module = _Torch("torch")
+    module.cuda = _Cuda("torch.cuda")  # type: ignore[attr-defined]
+    for name in _FACTORIES:
+        setattr(module, name, _on_cpu(getattr(torch, name)))
+    return module
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def create(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        is_cuda = isinstance(device, int) or str(device).startswith("cuda")
+        return factory(*args, device=_CPU if is_cuda else device, **kwargs)
+
+    return create

@@ -1,0 +1,195 @@
+"""``megatron_infer``: a model cut over tensor, pipeline and context ranks that computes log-probs or values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import nn
+
+from roll.config.roles import WorkerConfig
+from roll.config.strategy import MegatronStrategyConfig, typed_strategy_config
+from roll.models.build import DTYPES
+from roll.platforms import current_platform
+from roll.strategies.base import ModelHead, ModelStrategy, Output, RankInfo, StateKind, TensorBatch
+from roll.strategies.megatron import cpu_compat
+from roll.strategies.megatron.conversion import Replicated, parameters_of
+from roll.strategies.megatron.hugging_face import TensorFiles, rotary_frequencies, skeleton, write_export
+from roll.strategies.megatron.micro_batches import Chunking
+from roll.strategies.megatron.model import ResponseGPT
+from roll.strategies.megatron.parallel import ParallelSizes, create_groups, rank_info
+from roll.strategies.megatron.schedule import run_forward
+from roll.strategies.megatron.storage import OffloadedStorages
+from roll.strategies.megatron.transformer_config import build_transformer_config
+from roll.strategies.megatron.weights import FullWeights, OwnParameter, freeze, read_parameter
+
+EXPORT_BUCKET_BYTES = 2**30
+
+
+class MegatronInferStrategy(ModelStrategy):
+    """Forward passes only: parameters are held in the compute dtype and never change.
+
+    One process holds one such strategy: Megatron keeps its process groups in global variables.
+    """
+
+    trainer_name = "megatron_train"
+
+    def __init__(self, role: WorkerConfig, head: ModelHead = ModelHead.CAUSAL_LM, seed: int = 42) -> None:
+        super().__init__(role, head, seed)
+        config = typed_strategy_config(role.strategy_args)
+        assert isinstance(config, MegatronStrategyConfig), config
+        self.config = config
+        self.sizes = ParallelSizes.from_config(config)
+        self.compute_dtype = DTYPES[role.model_args.dtype]
+        if self.compute_dtype is torch.float16:
+            raise ValueError(f"{role.name}.model_args.dtype: not available yet: fp16 under Megatron; set bf16 or fp32")
+        self.platform = current_platform()
+        self.platform.set_device()
+        self.device = self.platform.device()
+        self._offloaded: dict[StateKind, list[OffloadedStorages]] = {}
+
+    def initialize(self, num_training_steps: int = 0) -> None:
+        """Collective. Cut the model over the ranks and read this rank's part of the weights.
+
+        Raises:
+            ValueError: optimizer steps asked of a forward-only strategy; sizes that do not fit the ranks or the model;
+                a model that is not translated.
+            OSError: no such folder, or a folder without a model.
+        """
+        if num_training_steps:
+            raise ValueError(
+                f"{self.role.name}.strategy_args.strategy_name: {self.role.strategy_args.strategy_name} cannot train; "
+                f"use {self.trainer_name}"
+            )
+        self._build()
+        for chunk in self.chunks:
+            chunk.requires_grad_(False)
+            chunk.eval()
+
+    def _build(self) -> None:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        self.sizes.check_world(world_size)
+        self._info = rank_info(rank, world_size, self.sizes)
+        args = self.role.model_args
+        seed = self.role.training_args.seed
+        seed = self.seed if seed is None else seed
+        self._skeleton = skeleton(args, self.head)
+        create_groups(self.sizes, seed)
+        torch.manual_seed(seed + self._info.dp_rank)
+        self.transformer_config = build_transformer_config(
+            self._skeleton.config, args, self.config, self.sizes, self.compute_dtype
+        )
+        with cpu_compat.construction():
+            self.gpt_chunks = [self._build_chunk(index) for index in range(self.sizes.virtual)]
+        self.chunks: list[nn.Module] = list(self.gpt_chunks)
+        self.parameters = [
+            OwnParameter(correspondence, parameter)
+            for chunk in self.gpt_chunks
+            for correspondence, parameter in parameters_of(chunk, self._skeleton.config, self.head)
+        ]
+        for own in self.parameters:
+            # Megatron marks what its own initialisation has cut; the gradient norm counts all else on one rank only.
+            own.parameter.tensor_model_parallel = not isinstance(own.correspondence.layout, Replicated)  # type: ignore[attr-defined]
+        names = {name: parameter.shape for name, parameter in self._skeleton.named_parameters()}
+        freeze(self.parameters, list(names), args.freeze_module_prefix)
+        self._read_weights()
+        self._full_weights = FullWeights(self.parameters, self._info, names, self.compute_dtype)
+
+    def _build_chunk(self, index: int) -> ResponseGPT:
+        hf = self._skeleton.config
+        chunk = ResponseGPT(
+            self.transformer_config,
+            head=self.head,
+            vocab_size=hf.vocab_size,
+            tied=hf.tie_word_embeddings,
+            inverse_frequencies=rotary_frequencies(self._skeleton).to(self.device),
+            virtual_stage=index if self.sizes.virtual > 1 else None,
+        )
+        return chunk.to(self.device)
+
+    @torch.no_grad()
+    def _read_weights(self) -> None:
+        files = TensorFiles(str(self.role.model_args.model_name_or_path))
+        for own in self.parameters:
+            self._set_weight(own, read_parameter(own, files, self._info.tp_rank, self._info.tp_size))
+
+    def _set_weight(self, own: OwnParameter, weight: torch.Tensor) -> None:
+        own.parameter.copy_(weight)
+
+    @property
+    def rank_info(self) -> RankInfo:
+        return rank_info(dist.get_rank(), dist.get_world_size(), self.sizes)
+
+    def _chunking(self) -> Chunking:
+        return Chunking(
+            context_rank=self._info.cp_rank,
+            context_size=self._info.cp_size,
+            divisor=self.sizes.sequence_divisor,
+            same_shape=self.sizes.virtual > 1,
+            count_divisor=self.sizes.pipeline,
+            device=self.device,
+        )
+
+    def forward(self, batch: TensorBatch, outputs: Collection[Output], temperature: float = 1.0) -> TensorBatch:
+        """Collective. All ranks of a replica are given the same rows and return the same outputs."""
+        self._check_outputs(outputs)
+        names = [str(name) for name in outputs]
+        modes = [chunk.training for chunk in self.chunks]
+        for chunk in self.chunks:
+            chunk.eval()
+        rows = self.role.infer_batch_size
+        parts = run_forward(self.chunks, self._chunking().micro_batches(batch, rows), names, temperature)
+        for chunk, mode in zip(self.chunks, modes, strict=True):
+            chunk.train(mode)
+        shape = batch["input_ids"].shape
+        whole = torch.zeros(len(names), *shape, dtype=torch.float32, device=self.device)
+        for index, part in enumerate(parts[: -(-shape[0] // rows)]):
+            for place, name in enumerate(names):
+                values = part[name].detach()
+                whole[place, index * rows : index * rows + values.shape[0], : values.shape[1]] = values
+        if self._info.pp_size > 1:
+            group = parallel_state.get_pipeline_model_parallel_group()
+            dist.broadcast(whole, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+        return dict(zip(names, whole.to(batch["input_ids"].device).unbind(), strict=True))
+
+    def _check_outputs(self, outputs: Collection[Output]) -> None:
+        wants_values = Output.VALUES in outputs
+        assert wants_values == (self.head is ModelHead.VALUE) or not outputs, (self.head, outputs)
+
+    def named_full_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Collective. Full tensors in the compute dtype; tied weights come once."""
+        return self._full_weights.buckets(bucket_bytes)
+
+    def save_hf(self, path: Path) -> None:
+        """Collective. Weights are written in the compute dtype."""
+        weights: dict[str, torch.Tensor] = {}
+        for bucket in self.named_full_weights(EXPORT_BUCKET_BYTES):
+            weights |= {name: tensor.cpu() for name, tensor in bucket}
+        if self._info.rank == 0:
+            model = skeleton(self.role.model_args, self.head)
+            write_export(model, weights, str(self.role.model_args.model_name_or_path), path)
+        dist.barrier()
+
+    def offload_states(self, include: Collection[StateKind]) -> None:
+        """Move to host memory. Nothing to do on a CPU."""
+        if self.device.type == "cpu":
+            return
+        for kind in include:
+            if kind not in self._offloaded:
+                self._offloaded[kind] = self._offload(kind)
+        self.platform.empty_cache()
+
+    def _offload(self, kind: StateKind) -> list[OffloadedStorages]:
+        if kind is StateKind.MODEL_PARAMS:
+            return [OffloadedStorages([own.parameter.data for own in self.parameters])]
+        return []
+
+    def load_states(self, include: Collection[StateKind]) -> None:
+        for kind in include:
+            for storages in self._offloaded.pop(kind, []):
+                storages.restore()
+        if self.device.type != "cpu":
+            self.platform.synchronize()

@@ -1,0 +1,179 @@
+"""What the ranks of a pool are asked to do in the tests of Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from roll.config.roles import WorkerConfig
+from roll.protocol.metrics import Metrics, to_floats
+from roll.strategies.base import ModelHead, Output
+from roll.strategies.megatron import MegatronInferStrategy, MegatronTrainStrategy
+from roll.strategies.megatron.optimizer import MOMENTS
+from roll.strategies.megatron.weights import FullWeights, OwnParameter
+from tests.strategies.samples import TensorBatch, policy_loss, value_loss
+
+POLICY = (Output.LOG_PROBS, Output.ENTROPY)
+
+
+@contextmanager
+def fresh_groups() -> Iterator[None]:
+    """Megatron keeps its process groups in global variables; a pool's process forms many."""
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+class RecordingStrategy(MegatronTrainStrategy):
+    """Keeps the whole gradient of each optimizer step on rank 0, gathered before it is clipped."""
+
+    gradients: dict[str, torch.Tensor]
+
+    def _update(self) -> Metrics:
+        self.optimizer.prepare_grads()
+        self.gradients = self.whole(self._gradient, lambda own: own.parameter.requires_grad)
+        return super()._update()
+
+    def whole(self, value: Any, keep: Any = lambda own: True) -> dict[str, torch.Tensor]:
+        """``value(own)`` of each parameter, as whole float32 tensors under Hugging Face names, on rank 0."""
+        shapes = {name: parameter.shape for name, parameter in self._skeleton.named_parameters()}
+        tensors = [OwnParameter(own.correspondence, value(own)) for own in self.parameters if keep(own)]
+        buckets = FullWeights(tensors, self._info, shapes, torch.float32).buckets(2**30)
+        return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
+
+    def _gradient(self, own: OwnParameter) -> Any:
+        whole = torch.zeros(own.parameter.shape)
+        held = self.masters._held(own.parameter)
+        if held is not None:
+            main, interval = held
+            whole.view(-1)[interval] = main.grad.flatten()
+        if self.config.use_distributed_optimizer:
+            dist.all_reduce(whole, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        return whole
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Float32 master weights and moments."""
+        kinds = ("weight", *MOMENTS)
+        return {
+            f"{kind}/{name}": tensor
+            for kind in kinds
+            for name, tensor in self.whole(lambda own, kind=kind: self.masters.get(own.parameter, kind)).items()
+        }
+
+
+def weights_of(strategy: Any, bucket_bytes: int = 2**30) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for bucket in strategy.named_full_weights(bucket_bytes) for name, tensor in bucket}
+
+
+def train(
+    role: WorkerConfig, batch: TensorBatch, steps: int = 1, max_grad_norm: float | None = None, value: bool = False
+) -> dict[str, Any]:
+    """``steps`` optimizer steps; the metrics, gradients and outputs before the last one, and the weights after it."""
+    with fresh_groups():
+        outputs = (Output.VALUES,) if value else POLICY
+        strategy = RecordingStrategy(
+            role, ModelHead.VALUE if value else ModelHead.CAUSAL_LM, max_grad_norm=max_grad_norm
+        )
+        strategy.initialize(num_training_steps=10)
+        for _ in range(steps):
+            before = strategy.forward(batch, outputs)
+            metrics = strategy.train_step(batch, value_loss if value else policy_loss, outputs)
+        return {
+            "metrics": to_floats(metrics),
+            "gradients": strategy.gradients,
+            "outputs": before,
+            "weights": weights_of(strategy),
+            "rank_info": strategy.rank_info,
+            "denominator": strategy.all_reduce_sum(torch.tensor([1.0])),
+        }
+
+
+def forward(role: WorkerConfig, batch: TensorBatch, temperature: float = 1.0) -> TensorBatch:
+    with fresh_groups():
+        strategy = MegatronInferStrategy(role)
+        strategy.initialize()
+        return strategy.forward(batch, POLICY, temperature)
+
+
+def buckets(role: WorkerConfig, rows: TensorBatch, bucket_bytes: int) -> list[dict[str, torch.Tensor]]:
+    with fresh_groups():
+        strategy = MegatronInferStrategy(role)
+        strategy.initialize()
+        return [dict(bucket) for bucket in strategy.named_full_weights(bucket_bytes)]
+
+
+def export(role: WorkerConfig, rows: TensorBatch, path: Path, value: bool = False) -> None:
+    with fresh_groups():
+        strategy = MegatronInferStrategy(role, ModelHead.VALUE if value else ModelHead.CAUSAL_LM)
+        strategy.initialize()
+        strategy.save_hf(path)
+
+
+def train_and_save(role: WorkerConfig, batch: TensorBatch, path: Path, steps: int) -> dict[str, Any]:
+    """Train, save half-way, train on; the state at the end, and a random number drawn there."""
+    with fresh_groups():
+        strategy = RecordingStrategy(role, max_grad_norm=1.0)
+        strategy.initialize(num_training_steps=10)
+        for step in range(2 * steps):
+            if step == steps:
+                strategy.save(path)
+            # What happens between saving and going on must not matter.
+            torch.rand(3)
+            metrics = strategy.train_step(batch, policy_loss, POLICY)
+        return _end(strategy, metrics)
+
+
+def load_and_train(role: WorkerConfig, batch: TensorBatch, path: Path, steps: int) -> dict[str, Any]:
+    with fresh_groups():
+        strategy = RecordingStrategy(role, max_grad_norm=1.0)
+        strategy.initialize(num_training_steps=10)
+        strategy.load(path)
+        for _ in range(steps):
+            torch.rand(3)
+            metrics = strategy.train_step(batch, policy_loss, POLICY)
+        return _end(strategy, metrics)
+
+
+def _end(strategy: RecordingStrategy, metrics: Metrics) -> dict[str, Any]:
+    return {
+        "metrics": to_floats(metrics),
+        "state": strategy.state(),
+        "weights": weights_of(strategy),
+        "step": strategy.step,
+        "random": torch.rand(4),
+    }
+
+
+def save_state(role: WorkerConfig, batch: TensorBatch, path: Path) -> dict[str, torch.Tensor]:
+    """What a checkpoint after one step holds."""
+    with fresh_groups():
+        strategy = RecordingStrategy(role)
+        strategy.initialize(num_training_steps=10)
+        strategy.train_step(batch, policy_loss, POLICY)
+        strategy.save(path)
+        return strategy.state()
+
+
+def load_state(role: WorkerConfig, batch: TensorBatch, path: Path) -> dict[str, torch.Tensor]:
+    with fresh_groups():
+        strategy = RecordingStrategy(role)
+        strategy.initialize(num_training_steps=10)
+        strategy.load(path)
+        return strategy.state()
+
+
+def refused(role: WorkerConfig, rows: TensorBatch) -> str:
+    """The message of the ValueError that building the strategy raises."""
+    with fresh_groups():
+        try:
+            MegatronInferStrategy(role).initialize()
+        except ValueError as error:
+            return str(error)
+        raise AssertionError("not refused")

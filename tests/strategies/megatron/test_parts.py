@@ -1,0 +1,150 @@
+"""Parts of the backend that need no process group: layouts of parameters, padding, storages, the CPU compatibility."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+from roll.strategies.megatron import cpu_compat
+from roll.strategies.megatron.conversion import (
+    Cut,
+    CutByGroup,
+    CutTogether,
+    CutVocabulary,
+    Layout,
+    Replicated,
+)
+from roll.strategies.megatron.micro_batches import Chunking
+from roll.strategies.megatron.parallel import ParallelSizes, rank_info
+from roll.strategies.megatron.storage import OffloadedStorages
+from tests.strategies.samples import make_batch
+
+
+def numbered(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    return [torch.randn(shape) for shape in shapes]
+
+
+LAYOUTS: list[tuple[Layout, list[tuple[int, ...]]]] = [
+    (Replicated(), [(6,)]),
+    (Cut(0), [(8, 3)]),
+    (Cut(1), [(3, 8)]),
+    (CutVocabulary(7), [(7, 3)]),
+    (CutVocabulary(5), [(5, 3)]),
+    (CutTogether(2), [(8, 3), (8, 3)]),
+    (CutByGroup(groups=4, head_dim=2), [(16, 3), (8, 3), (8, 3)]),
+    (CutByGroup(groups=4, head_dim=2), [(16,), (8,), (8,)]),
+]
+
+
+@pytest.mark.parametrize(("layout", "shapes"), LAYOUTS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_joined_parts_are_the_whole(layout: Layout, shapes: list[tuple[int, ...]], size: int) -> None:
+    tensors = numbered(*shapes)
+    parts = [layout.split(tensors, rank, size) for rank in range(size)]
+    assert len({part.shape for part in parts}) == 1
+    joined = layout.join(parts)
+    assert all(torch.equal(one, other) for one, other in zip(joined, tensors, strict=True))
+
+
+def test_a_group_has_its_queries_then_key_then_value() -> None:
+    queries, keys, values = (torch.arange(n)[:, None] + base for n, base in ((8, 0), (4, 100), (4, 200)))
+    part = CutByGroup(groups=2, head_dim=2).split([queries, keys, values], rank=1, size=2)
+    assert part[:, 0].tolist() == [4, 5, 6, 7, 102, 103, 202, 203]
+
+
+@given(
+    context_size=st.sampled_from([1, 2, 4]),
+    tensor_size=st.sampled_from([1, 2]),
+    rows=st.integers(1, 13),
+    same_shape=st.booleans(),
+    seed=st.integers(0, 20),
+)
+@settings(deadline=None, max_examples=40)
+def test_every_response_token_is_predicted_once(
+    context_size: int, tensor_size: int, rows: int, same_shape: bool, seed: int
+) -> None:
+    batch = make_batch(seed=seed)
+    divisor = context_size * tensor_size
+    # A hidden state that says which token it stands for, so that predictors can be checked without a model.
+    found = torch.zeros_like(batch["input_ids"])
+    for rank in range(context_size):
+        chunking = Chunking(rank, context_size, divisor, same_shape, 2, torch.device("cpu"))
+        parts = chunking.micro_batches(batch, rows)
+        if same_shape:
+            assert len(parts) % 2 == 0 and len({part.input_ids.shape for part in parts}) == 1
+        for index, part in enumerate(parts):
+            chunk = part.input_ids.shape[1]
+            assert chunk * context_size % divisor == 0
+            predicting = part.input_ids.t().flatten()[part.predictors]
+            flat = part.columns["input_ids"].flatten()
+            assert torch.equal(flat[part.destinations], part.targets)
+            assert torch.equal(flat[part.destinations - 1], predicting)
+            shape = part.columns["input_ids"].shape
+            marks = torch.zeros(shape, dtype=torch.int64).flatten()
+            marks[part.destinations] += 1
+            if index * rows < len(found):
+                found[index * rows : index * rows + shape[0], : shape[1]] += marks.view(shape)
+    wanted = batch["response_mask"].clone()
+    wanted[:, 0] = False
+    assert torch.equal(found, wanted.long())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((3, 1, 1, 1), r"tensor_model_parallel_size 3 x .* = 3 does not divide the role's 8 ranks"),
+        ((2, 2, 4, 1), r"= 16 does not divide the role's 8 ranks; use sizes whose product does"),
+        ((2, 1, 1, 2), r"virtual_pipeline_model_parallel_size: 2 needs pipeline_model_parallel_size of at least 2"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(sizes: tuple[int, int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelSizes(*sizes, sequence_parallel=False).check_world(8)
+
+
+def test_ranks_fill_the_mesh() -> None:
+    sizes = ParallelSizes(tensor=2, pipeline=2, context=2, virtual=1, sequence_parallel=True)
+    infos = [rank_info(rank, 16, sizes) for rank in range(16)]
+    assert len({(i.tp_rank, i.cp_rank, i.dp_rank, i.pp_rank) for i in infos}) == 16
+    assert {(i.tp_size, i.cp_size, i.dp_size, i.pp_size) for i in infos} == {(2, 2, 2, 2)}
+    for replica in range(2):
+        assert sum(i.is_data_source for i in infos if i.dp_rank == replica) == 1
+        assert sum(i.is_first_of_replica for i in infos if i.dp_rank == replica) == 1
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_offloaded_storages_come_back_under_their_views(keep: bool) -> None:
+    buffer = torch.arange(6.0)
+    views = [buffer[:2], buffer[2:].view(2, 2)]
+    offloaded = OffloadedStorages(views, keep_contents=keep)
+    assert buffer.untyped_storage().nbytes() == 0
+    offloaded.restore()
+    assert torch.equal(buffer, torch.arange(6.0) if keep else torch.zeros(6))
+    views[1].fill_(9.0)
+    assert buffer[2:].tolist() == [9.0] * 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the compatibility module does nothing with CUDA")
+def test_cpu_compatibility_stays_within_megatron() -> None:
+    import megatron.core.optimizer.optimizer as inside
+
+    cpu_compat.install()
+    stand_in: Any = inside.torch
+    assert stand_in is not torch and stand_in.Tensor is torch.Tensor
+    assert stand_in.zeros(2, device="cuda").device.type == "cpu"
+    assert stand_in.tensor([1], device=0).device.type == "cpu"
+    assert stand_in.cuda.current_device() == torch.device("cpu")
+    assert not stand_in.cuda.is_available()
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(2, device="cuda")
+    before = torch.Tensor.cuda, torch.Tensor.type
+    with cpu_compat.construction():
+        assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
+        assert torch.zeros(1).cuda().device.type == "cpu"
+    assert (torch.Tensor.cuda, torch.Tensor.type) == before
