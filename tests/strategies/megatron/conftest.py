@@ -10,8 +10,6 @@ from tests.strategies.megatron.layouts import SHORT, rows_by_rank
 from tests.strategies.megatron.models import plain_results, write_family
 from tests.strategies.samples import make_batch, make_role
 
-pytest.importorskip("megatron.core", reason="needs megatron-core")
-
 
 @pytest.fixture(scope="session")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
