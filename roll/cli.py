@@ -17,7 +17,7 @@ from rich.console import Console
 from roll.config.cli_args import parse_launcher_args
 from roll.config.errors import ConfigError, Problem
 from roll.config.loader import PIPELINES, LoadedConfig, load_config
-from roll.config.masking import dump_yaml
+from roll.config.masking import dump_yaml, masked
 from roll.config.render import render_plan
 from roll.config.rlvr import RLVRConfig
 from roll.config.sources import shown
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.command == "run":
             loaded: LoadedConfig[Any] = load_config(None, arguments.config, None, arguments.overrides)
-            check_rewards(loaded)
+            check_parts(loaded)
             return run(loaded)
         return check(arguments)
     except ConfigError as error:
@@ -58,7 +58,7 @@ def launch(pipeline: str, default_path: str, default_name: str, argv: Sequence[s
         loaded: LoadedConfig[Any] = load_config(
             PIPELINES[pipeline], arguments.config_path, arguments.config_name, arguments.overrides
         )
-        check_rewards(loaded)
+        check_parts(loaded)
     except ConfigError as error:
         sys.exit(refuse(error))
     sys.exit(run(loaded))
@@ -85,12 +85,32 @@ def check(arguments: argparse.Namespace) -> int:
     loaded: LoadedConfig[Any] = load_config(
         None, arguments.config, None, arguments.overrides, check_files=not arguments.skip_files
     )
-    check_rewards(loaded)
+    check_parts(loaded)
     if arguments.resolved:
         sys.stdout.write(dump_yaml(loaded.resolved))
     else:
         render_plan(loaded, Console(emoji=False))
     return 0
+
+
+def check_parts(loaded: LoadedConfig[Any]) -> None:
+    """What only the parts themselves can check, before anything starts.
+
+    Raises:
+        ConfigError: a reward that cannot be built, or options that rewards or trackers do not have.
+    """
+    check_rewards(loaded)
+    from roll.tracking.build import tracker_options
+
+    kwargs = loaded.config.tracker_kwargs
+    try:
+        tracker_options(loaded.config.track_with, kwargs)
+    except ValueError as error:
+        shown_kwargs = masked(kwargs)
+        problem = Problem(
+            "tracker_kwargs", shown_kwargs, str(error), source=shown(loaded.source), has_value=bool(kwargs)
+        )
+        raise ConfigError([problem]) from error
 
 
 def check_rewards(loaded: LoadedConfig[Any]) -> None:

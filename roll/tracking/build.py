@@ -53,16 +53,25 @@ def build_trackers(
         ValueError: an unknown tracker, an option that none of the trackers understands, or a key given in the YAML.
         ModuleNotFoundError: the package of a tracker is not installed.
     """
+    options = tracker_options(track_with, tracker_kwargs)
+    trackers: list[Tracker] = [JsonlTracker(run.log_dir, run.resume_step)]
+    trackers += [_build(name, own, run) for name, own in options.items() if name != "jsonl"]
+    return CompositeTracker(trackers)
+
+
+def tracker_options(track_with: str | Sequence[str], tracker_kwargs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The options of each tracker that ``track_with`` names, checked; nothing is started.
+
+    Raises:
+        ValueError: as :func:`build_trackers`.
+    """
     names = [track_with] if isinstance(track_with, str) else list(dict.fromkeys(track_with))
     for name in names:
         if name not in OPTIONS:
             near = difflib.get_close_matches(name, OPTIONS, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(f"track_with: {name!r} is no tracker; there are {', '.join(sorted(OPTIONS))}{hint}")
-    options = {name: _options_of(name, names, tracker_kwargs) for name in names}
-    trackers: list[Tracker] = [JsonlTracker(run.log_dir, run.resume_step)]
-    trackers += [_build(name, options[name], run) for name in names if name != "jsonl"]
-    return CompositeTracker(trackers)
+    return {name: _options_of(name, names, tracker_kwargs) for name in names}
 
 
 def _options_of(name: str, names: Sequence[str], tracker_kwargs: Mapping[str, Any]) -> dict[str, Any]:

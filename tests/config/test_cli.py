@@ -73,6 +73,15 @@ def test_wrong_options_of_a_reward_are_found_before_the_start(capsys: pytest.Cap
     assert "no_such_package" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("good")
+def test_wrong_options_of_a_tracker_are_found_before_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "good.yaml", "--skip-files", "+tracker_kwargs.flush=3"]) == 2
+    assert "tracker_kwargs.flush: not an option" in capsys.readouterr().err
+    assert cli.main(["check", "good.yaml", "--skip-files", "+tracker_kwargs.api_key=abc"]) == 2
+    error = capsys.readouterr().err
+    assert "WANDB_API_KEY" in error and "abc" not in error
+
+
 def test_resolved_masks_secrets(
     good: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
