@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
 
 # Set before torch, ray or transformers are imported, and inherited by every process that a test starts.
 # One thread: the test machines are small, and two processes whose threads spin against each other are slower than one.
@@ -18,6 +19,11 @@ _ENVIRONMENT = {
 }
 for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
+
+# The same examples in every run: a change is judged by what it changed. `HYPOTHESIS_PROFILE=explore` draws new ones.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("explore", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
