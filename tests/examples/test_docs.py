@@ -18,8 +18,8 @@ from tests.examples.pages import FENCE, ROOT, name_of, named_files
 
 PAGES = sorted(
     page
-    for folder in ("", "docs", "examples", "examples/tiny", "examples/gsm8k", "benchmarks", "configs")
-    for page in (ROOT / folder).glob("*.md")
+    for folder in ("", "docs", "examples", "examples/*", "benchmarks", "configs")
+    for page in ROOT.glob(f"{folder}/*.md".lstrip("/"))
 )
 
 

@@ -1,0 +1,62 @@
+"""``examples/training_backends``: every script is the quickstart with the override that its README says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.config.cli_args import parse_launcher_args
+from roll.config.loader import LoadedConfig, load_config
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples/training_backends"
+SCRIPTS = sorted(str(file.relative_to(FOLDER)) for file in FOLDER.rglob("*.sh"))
+ROW = re.compile(r"^\| `(\S+\.sh)` \|.*\| `examples/gsm8k/run_gsm8k\.sh (.*)` \|$", re.MULTILINE)
+WRITTEN_OUT = {script: shlex.split(words) for script, words in ROW.findall((FOLDER / "README.md").read_text("utf-8"))}
+OWN = ("actor_train.data_args.file_name=[mine.jsonl]", "max_steps=3")
+"""A user's overrides, which also spare the script the search for GSM8K."""
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Path:
+    """A program in Python's place that writes down its arguments."""
+    program = tmp_path / "record"
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n', encoding="utf-8")
+    program.chmod(0o755)
+    return program
+
+
+def launched(recorder: Path, script: Path, *overrides: str) -> LoadedConfig[Any]:
+    """The configuration that a script would run."""
+    environment = {**os.environ, "PYTHON": str(recorder)}
+    done = subprocess.run([script, *overrides], env=environment, capture_output=True, text=True, check=True)
+    launcher, *arguments = done.stdout.splitlines()
+    assert launcher == "examples/start_rlvr_pipeline.py"
+    found = parse_launcher_args(arguments, "tiny", "rlvr_config")
+    return load_config(None, found.config_path, found.config_name, found.overrides, check_files=False)
+
+
+def test_the_table_has_every_script() -> None:
+    assert sorted(WRITTEN_OUT) == SCRIPTS
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_is_the_quickstart_with_its_override(script: str, recorder: Path) -> None:
+    ours = launched(recorder, FOLDER / script, *OWN)
+    theirs = launched(recorder, ROOT / "examples/gsm8k/run_gsm8k.sh", *WRITTEN_OUT[script], *OWN)
+    assert ours.resolved == theirs.resolved
+    assert ours.config == theirs.config
+    assert ours.config.max_steps == 3
+
+
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if "/" in script])
+def test_a_backend_s_script_trains_under_it(script: str, recorder: Path) -> None:
+    backend = Path(script).stem.removeprefix("run_")
+    loaded = launched(recorder, FOLDER / script, *OWN)
+    assert loaded.plan.roles["actor_train"].strategy_name == f"{backend}_train"
