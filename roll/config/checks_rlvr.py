@@ -62,10 +62,13 @@ def check_needed_roles(config: RLVRConfig, checks: Checks) -> None:
     if config.critic is not None and not needs_critic(config):
         checks.note("critic", f"not started: adv_estimator {config.adv_estimator} uses none")
     engine, trainer = config.actor_infer, config.actor_train
-    is_embedded = engine.strategy_args.strategy_name == "hf_infer" and trainer.model_args.dtype != "fp16"
-    if is_embedded and engine.model_args.dtype != trainer.model_args.dtype:
-        rule = f"must be actor_train's, {trainer.model_args.dtype}: the engine holds exactly the weights it is sent"
-        checks.add("actor_infer.model_args.dtype", engine.model_args.dtype, rule, trainer.model_args.dtype)
+    if trainer.model_args.dtype not in ("fp16", engine.model_args.dtype):
+        key, dtype = "actor_infer.model_args.dtype", trainer.model_args.dtype
+        if engine.strategy_args.strategy_name == "hf_infer":
+            rule = f"must be actor_train's, {dtype}: the engine holds exactly the weights it is sent"
+            checks.add(key, engine.model_args.dtype, rule, dtype)
+        else:
+            checks.note(key, f"{engine.model_args.dtype} beside {dtype} in training: log-probs differ by the rounding")
     own, trained = config.actor_infer.model_args.model_name_or_path, config.actor_train.model_args.model_name_or_path
     if own is not None and own != (trained or config.pretrain):
         checks.note(

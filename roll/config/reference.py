@@ -33,6 +33,7 @@ from roll.config.strategy import (
     MegatronStrategyConfig,
     WrapPolicy,
 )
+from roll.config.vllm import VllmStrategyConfig
 
 INTRODUCTION = """# Configuration reference
 
@@ -61,6 +62,7 @@ PAGES: tuple[tuple[str, type, tuple[type, ...]], ...] = (
     ("`strategy_config` of `deepspeed_train` and `deepspeed_infer`", DeepSpeedStrategyConfig, ()),
     ("`strategy_config` of `megatron_train` and `megatron_infer`", MegatronStrategyConfig, ()),
     ("`strategy_config` of `hf_infer`", HfInferStrategyConfig, ()),
+    ("`strategy_config` of `vllm`", VllmStrategyConfig, ()),
     ("`<role>.sequence_packing_args`", SequencePackingArguments, ()),
     ("`<role>.router_replay`", RouterReplayArguments, ()),
     ("`rewards.<name>` (beside the keys of a role)", RewardConfig, (WorkerConfig,)),

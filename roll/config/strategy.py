@@ -14,13 +14,10 @@ from roll.config.errors import ConfigError, Problems
 from roll.config.fields import parse_dtype, rules, setting
 from roll.config.roles import StrategyArguments
 from roll.config.schema import SchemaReader, build, closest
+from roll.config.strategy_base import StrategyConfig as StrategyConfig
+from roll.config.vllm import VllmStrategyConfig
 
 Dtype = Literal["bf16", "fp16", "fp32"]
-
-
-@dataclass(frozen=True)
-class StrategyConfig:
-    """Base of the strategies' options."""
 
 
 @dataclass(frozen=True)
@@ -249,6 +246,7 @@ AVAILABLE: dict[str, type[StrategyConfig]] = {
     "megatron_train": MegatronStrategyConfig,
     "megatron_infer": MegatronStrategyConfig,
     "hf_infer": HfInferStrategyConfig,
+    "vllm": VllmStrategyConfig,
 }
 """Strategies that run today, and the dataclass of their options."""
 
@@ -259,12 +257,6 @@ def _names(text: str) -> frozenset[str]:
 
 PLANNED_KEYS: dict[str, frozenset[str]] = {
     "fsdp": _names("cpu_offload sharding_strategy backward_prefetch use_orig_params"),
-    "vllm": _names(
-        """VLLM_USE_V1 sleep_level data_parallel_size tensor_parallel_size pipeline_parallel_size block_size
-        gpu_memory_utilization load_format max_model_len max_num_seqs max_num_batched_tokens enforce_eager
-        enable_prefix_caching disable_custom_all_reduce distributed_executor_backend disable_log_stats
-        disable_mm_preprocessor_cache optimization_level cuda_graph_sizes cudagraph_capture_sizes"""
-    ),
     "sglang": _names(
         """mem_fraction_static tp_size dp_size pp_size load_format enable_memory_saver grpc_mode
         max_running_requests context_length attention_backend disable_cuda_graph"""
@@ -275,7 +267,6 @@ PLANNED_KEYS: dict[str, frozenset[str]] = {
 PLANNED: dict[str, str] = {
     "fsdp_train": "fsdp",
     "fsdp_infer": "fsdp",
-    "vllm": "vllm",
     "sglang": "sglang",
 }
 """Strategies whose backend comes later, and the set of keys (in :data:`PLANNED_KEYS`) that they use."""
@@ -289,7 +280,7 @@ INFER_STRATEGIES = (
     "megatron_infer",
     "megatron_train",
 )
-GENERATION_STRATEGIES = ("hf_infer",)
+GENERATION_STRATEGIES = ("hf_infer", "vllm")
 
 
 def strategy_keys(strategy_name: str) -> frozenset[str]:

@@ -20,7 +20,10 @@ MODEL_STRATEGIES = {
 }
 """Strategies that compute batches."""
 
-GENERATION_STRATEGIES = {"hf_infer": "roll.strategies.hf_infer.HfInferStrategy"}
+GENERATION_STRATEGIES = {
+    "hf_infer": "roll.strategies.hf_infer.HfInferStrategy",
+    "vllm": "roll.strategies.vllm.VllmStrategy",
+}
 """Strategies that generate."""
 
 

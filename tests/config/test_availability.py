@@ -49,7 +49,6 @@ REFUSED: list[tuple[str, Any]] = [
     ("actor_train.data_args.image_folder", "images"),
     ("reference.strategy_args.strategy_name", "hf_infer"),
     *(("actor_train.strategy_args.strategy_name", name) for name in PLANNED if name.endswith("_train")),
-    ("actor_infer.strategy_args.strategy_name", "vllm"),
     ("actor_infer.strategy_args.strategy_name", "sglang"),
 ]
 NEUTRAL = {

@@ -33,6 +33,8 @@ REASONABLE: dict[str, Any] = {
     "max_new_tokens": 64,
     "device_map": "balanced",
     "eval_steps": 10,
+    "cuda_graph_sizes": [1, 8],
+    "cudagraph_capture_sizes": [1, 8],
 }
 CRITIC = {"device_mapping": [0], "training_args": {"per_device_train_batch_size": 8}}
 BY_KIND: dict[str, Any] = {"int": 1, "float": 0.5, "bool": True, "null": None, "list": ["x"], "map": {}, "str": "x"}

@@ -12,6 +12,7 @@ from roll.config.planning import actor_keys
 from roll.config.rewards import RewardConfig
 from roll.config.rlvr import RLVRConfig
 from roll.config.roles import WorkerConfig
+from roll.config.strategy import GENERATION_STRATEGIES
 from roll.distributed import Cluster, PendingCall, ResourceManager
 from roll.pipelines.roles import role_config
 from roll.workers import ACTOR_WORKER, CRITIC_WORKER, GENERATION_WORKER, REFERENCE_WORKER, REWARD_WORKER
@@ -65,7 +66,7 @@ class _Starter:
     ) -> Cluster:
         assert section is not None, f"the plan has {name}, the configuration has not"
         role = role_config(section, self._plan.roles[name])
-        if role.strategy_args.strategy_name == "hf_infer":
+        if role.strategy_args.strategy_name in GENERATION_STRATEGIES:
             role = with_cache_length(role, self._plan.max_sequence_length)
         cluster = Cluster(
             name,

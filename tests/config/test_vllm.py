@@ -1,0 +1,77 @@
+"""Options of the vllm strategy, which is checked and planned without vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.config.roles import StrategyArguments
+from roll.config.strategy import typed_strategy_config
+from roll.config.vllm import VllmStrategyConfig
+from tests.config.good import changed, load, mistakes
+
+NAME = "actor_infer.strategy_args.strategy_name"
+OPTIONS = "actor_infer.strategy_args.strategy_config"
+PUBLISHED = {
+    "VLLM_USE_V1": 1,
+    "gpu_memory_utilization": 0.8,
+    "block_size": 16,
+    "load_format": "auto",
+    "max_model_len": 256,
+    "max_num_batched_tokens": 8192,
+    "tensor_parallel_size": 1,
+    "enforce_eager": False,
+    "sleep_level": 2,
+    "cuda_graph_sizes": [1, 8],
+    "distributed_executor_backend": "ray",
+}
+
+
+def with_options(options: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return changed({NAME: "vllm", OPTIONS: options, **changes})
+
+
+def test_options_of_published_files_are_read() -> None:
+    options = typed_strategy_config(StrategyArguments("vllm", PUBLISHED))
+    assert isinstance(options, VllmStrategyConfig)
+    assert (options.gpu_memory_utilization, options.block_size, options.sleep_level) == (0.8, 16, 2)
+    assert options.cudagraph_capture_sizes == [1, 8] and options.enforce_eager is False
+
+
+def test_a_whole_configuration_loads(tmp_path: Path) -> None:
+    loaded = load(tmp_path, with_options(PUBLISHED))
+    assert loaded.plan.roles["actor_infer"].strategy_name == "vllm"
+    assert any("distributed_executor_backend: has no effect" in str(notice) for notice in loaded.warnings)
+
+
+def test_an_engine_shorter_than_the_sequences_ends_responses(tmp_path: Path) -> None:
+    loaded = load(tmp_path, with_options({"max_model_len": 200}))
+    assert any("200 is less than prompt plus response (256): responses end there" in str(n) for n in loaded.warnings)
+    (problem,) = mistakes(tmp_path, with_options({"max_model_len": 128}))
+    assert "leaves no room for a response" in problem.rule
+
+
+@pytest.mark.parametrize("key", ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"])
+def test_engines_of_several_ranks_come_later(tmp_path: Path, key: str) -> None:
+    (problem,) = mistakes(tmp_path, with_options({key: 2}))
+    assert problem.key == f"{OPTIONS}.{key}" and problem.rule.startswith("not available yet") and problem.example == 1
+
+
+@pytest.mark.parametrize(
+    ("argument", "rule"),
+    [
+        ({"max_num_seqs": 4}, f"has a key of its own: write {OPTIONS}.max_num_seqs"),
+        ({"dtype": "half"}, "model_args.dtype decides"),
+    ],
+)
+def test_engine_args_do_not_bypass_the_keys(tmp_path: Path, argument: dict[str, Any], rule: str) -> None:
+    assert mistakes(tmp_path, with_options({"engine_args": {"max_logprobs": 20}})) == ()
+    (problem,) = mistakes(tmp_path, with_options({"engine_args": argument}))
+    assert problem.key.startswith(f"{OPTIONS}.engine_args.") and rule in problem.rule
+
+
+def test_an_engine_of_another_dtype_is_noted(tmp_path: Path) -> None:
+    loaded = load(tmp_path, with_options({}, **{"actor_infer.model_args.dtype": "fp16"}))
+    assert any("fp16 beside bf16 in training" in str(notice) for notice in loaded.warnings)
