@@ -55,7 +55,6 @@ REFUSALS = (
         "router_args.router_name", "this router", "~", lambda name: is_set(name) and name != "PromptAffinityRouter"
     ),
     Refusal("router_args.router_config", "router options", "{}"),
-    Refusal("is_offload_states", "moving states off the devices between phases", "~"),
     Refusal("kl_penalty", "KL over the whole vocabulary", "k1", one_of("full")),
     Refusal("kl_loss_type", "KL over the whole vocabulary", "k3", one_of("full")),
     Refusal("rollout_mock.enable", "recorded rollouts", False),

@@ -100,7 +100,8 @@ class RunConfig:
     )
     """Accepted for older files."""
     is_offload_states: bool | None = None
-    """Move a role's states off its devices between phases. null: where roles share devices, and nowhere else."""
+    """Between phases, move the states of roles that share devices to host memory while another one works there. null:
+    on accelerators; true: on a CPU host too (which frees nothing there but the KV caches); false: everything stays."""
     is_offload_optimizer_states_in_train_step: bool = False
     """Also move optimizer states off the devices during the forward and backward passes."""
     profiler_timeline: bool = False

@@ -20,8 +20,10 @@ from typing import Protocol
 import torch
 
 from roll.config.roles import WorkerConfig
+from roll.platforms import current_platform
 from roll.protocol.metrics import Metrics
 from roll.protocol.rank import RankInfo as RankInfo
+from roll.strategies.storage import OffloadedStorages, storages_of
 
 TensorBatch = dict[str, torch.Tensor]
 """Columns of one batch. Always there: ``input_ids`` int64 (B, L), ``attention_mask`` bool (B, L, right-padded),
@@ -46,7 +48,11 @@ class StateKind(StrEnum):
 
     MODEL_PARAMS = "model_params"
     OTHER_PARAMS = "other_params"
+    """Gradient buffers that outlive an optimizer step."""
     OPTIMIZER_STATES = "optimizer_states"
+    """Moments, and master weights where they are not the parameters themselves."""
+    KV_CACHE = "kv_cache"
+    """Of a generation engine."""
 
 
 class LossFunction(Protocol):
@@ -67,6 +73,7 @@ class ModelStrategy(ABC):
         self.role = role
         self.head = head
         self.seed = seed
+        self._offloaded: dict[StateKind, OffloadedStorages] = {}
 
     @abstractmethod
     def initialize(self, num_training_steps: int = 0) -> None:
@@ -89,10 +96,32 @@ class ModelStrategy(ABC):
         (a larger tensor alone). Rank 0 yields the tensors; other ranks yield empty lists in step with it."""
 
     @abstractmethod
-    def offload_states(self, include: Collection[StateKind]) -> None: ...
+    def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
+        """This rank's tensors of one kind that lie on the device now."""
 
-    @abstractmethod
-    def load_states(self, include: Collection[StateKind]) -> None: ...
+    def offload_states(self, include: Collection[StateKind]) -> None:
+        """Move states to host memory, until :meth:`load_states`; the model must not be computed in between.
+
+        On a CPU device this frees nothing, but does the same.
+        """
+        for kind in include:
+            if kind in self._offloaded:
+                continue
+            tensors = self._device_tensors(kind)
+            if kind is StateKind.OPTIMIZER_STATES and tensors:
+                # Some backends update the parameters in place: those go and come with the model.
+                parameters = storages_of(self._device_tensors(StateKind.MODEL_PARAMS))
+                tensors = [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in parameters]
+            # Gradients are zeros between optimizer steps.
+            self._offloaded[kind] = OffloadedStorages(tensors, keep_contents=kind is not StateKind.OTHER_PARAMS)
+        current_platform().empty_cache()
+
+    def load_states(self, include: Collection[StateKind]) -> None:
+        """Bring states back that :meth:`offload_states` moved."""
+        for kind in include:
+            if kind in self._offloaded:
+                self._offloaded.pop(kind).restore()
+        current_platform().synchronize()
 
     @abstractmethod
     def save_hf(self, path: Path) -> None:

@@ -101,10 +101,10 @@ class GenerationStrategy(ABC):
         (:func:`roll.weight_sync.checksum.tensor_checksum`)."""
 
     def sleep(self) -> None:
-        """Release device memory (KV cache, weights) where the platform can; resumed by :meth:`wake`."""
+        """Release device memory (KV cache, weights) where the platform can, while idle; undone by :meth:`wake`."""
 
-    def wake(self) -> None:
-        """Undo :meth:`sleep`."""
+    def wake(self, weights_only: bool = False) -> None:
+        """Undo :meth:`sleep`; with ``weights_only`` as far as a weight update needs it, the rest by another call."""
 
     def shutdown(self) -> None:
         """Free everything; the engine is not used again."""

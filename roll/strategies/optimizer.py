@@ -36,9 +36,6 @@ def build_adamw(model: torch.nn.Module, args: TrainingArguments) -> torch.optim.
     )
 
 
-def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move the moments; the caller synchronizes before they are used."""
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                state[key] = value.to(device, non_blocking=True)
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The moments and step counts that the optimizer holds."""
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]

@@ -105,8 +105,8 @@ class GenerationWorker(Worker):
         self.engine.sleep()
 
     @register(Dispatch.ONE_TO_ALL)
-    def wake(self) -> None:
-        self.engine.wake()
+    def wake(self, weights_only: bool = False) -> None:
+        self.engine.wake(weights_only)
 
     def close(self) -> None:
         """Free the engine when the cluster shuts down."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from roll.config.loader import LoadedConfig
@@ -14,7 +14,9 @@ from roll.config.rlvr import RLVRConfig
 from roll.config.roles import WorkerConfig
 from roll.config.strategy import GENERATION_STRATEGIES
 from roll.distributed import Cluster, PendingCall, ResourceManager
+from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency
 from roll.pipelines.roles import role_config
+from roll.strategies.base import StateKind
 from roll.workers import ACTOR_WORKER, CRITIC_WORKER, GENERATION_WORKER, REFERENCE_WORKER, REWARD_WORKER
 
 
@@ -33,12 +35,42 @@ class Clusters:
         return [cluster for cluster in (*models, *self.rewards.values()) if cluster is not None]
 
 
-def start_clusters(loaded: LoadedConfig[RLVRConfig], resources: ResourceManager) -> tuple[Clusters, list[PendingCall]]:
-    """Create every cluster and begin to initialise it.
+@dataclass(frozen=True)
+class StartingClusters:
+    """Clusters whose processes have been started; their models are yet to be built."""
 
-    Returns:
-        The clusters, and the calls to wait for before they are used.
-    """
+    clusters: Clusters
+    models: Sequence[StartingModel]
+    pending: list[PendingCall] = field(default_factory=list)
+
+    def begin(self, residency: Residency) -> None:
+        """Let the roles that have their devices to themselves load, all at once, while the caller does other work."""
+        self.pending.extend(m.cluster.initialize(*m.arguments, blocking=False) for m in self._models(residency, False))
+
+    def finish(self, residency: Residency) -> Clusters:
+        """Wait for them, then build the roles that share devices one by one: each leaves before the next comes."""
+        for call in self.pending:
+            call.result()
+        for model in self._models(residency, True):
+            model.cluster.initialize(*model.arguments)
+            residency.admit(model.cluster, model.states)
+        return self.clusters
+
+    def _models(self, residency: Residency, move: bool) -> list[StartingModel]:
+        return [model for model in self.models if residency.moves(model.cluster.name) == move]
+
+
+@dataclass(frozen=True)
+class StartingModel:
+    """A role's cluster, what its ``initialize`` is given, and which states it will hold on its devices."""
+
+    cluster: Cluster
+    arguments: tuple[Any, ...]
+    states: frozenset[StateKind]
+
+
+def start_clusters(loaded: LoadedConfig[RLVRConfig], resources: ResourceManager) -> StartingClusters:
+    """Start the processes of every cluster."""
     config, plan = loaded.config, loaded.plan
     assert isinstance(plan, RLVRPlan)
     starter = _Starter(config, plan, resources)
@@ -46,12 +78,13 @@ def start_clusters(loaded: LoadedConfig[RLVRConfig], resources: ResourceManager)
     critic_extra = {"value_clip": config.value_clip, "max_grad_norm": config.max_grad_norm}
     clusters = Clusters(
         actor_train=starter.start("actor_train", config.actor_train, ACTOR_WORKER, actor_extra),
-        actor_infer=starter.start("actor_infer", config.actor_infer, GENERATION_WORKER),
         reference=starter.start("reference", config.reference, REFERENCE_WORKER) if plan.needs_reference else None,
         critic=starter.start("critic", config.critic, CRITIC_WORKER, critic_extra) if plan.needs_critic else None,
+        # Last: an engine may size its cache by what is free on the device when it is built.
+        actor_infer=starter.start("actor_infer", config.actor_infer, GENERATION_WORKER),
         rewards={name: starter.start_reward(name, section) for name, section in config.rewards.items()},
     )
-    return clusters, starter.pending
+    return StartingClusters(clusters, starter.models, starter.pending)
 
 
 class _Starter:
@@ -59,6 +92,7 @@ class _Starter:
         self._config = config
         self._plan = plan
         self._resources = resources
+        self.models: list[StartingModel] = []
         self.pending: list[PendingCall] = []
 
     def start(
@@ -79,7 +113,8 @@ class _Starter:
         )
         training = self._plan.training.get(name)
         arguments = (training.total_optimizer_steps,) if training is not None else ()
-        self.pending.append(cluster.initialize(*arguments, blocking=False))
+        states = GENERATION if worker == GENERATION_WORKER else TRAINING if training is not None else WEIGHTS
+        self.models.append(StartingModel(cluster, arguments, states))
         return cluster
 
     def start_reward(self, name: str, section: RewardConfig) -> Cluster:

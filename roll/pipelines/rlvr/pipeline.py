@@ -15,6 +15,7 @@ from roll.config.rlvr import RLVRConfig
 from roll.distributed import ResourceManager
 from roll.pipelines.export import export_model
 from roll.pipelines.frame import RunFrame
+from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency, moves_states
 from roll.pipelines.rlvr.clusters import start_clusters
 from roll.pipelines.rlvr.data import load_data
 from roll.pipelines.rlvr.phases import add_old_log_probs, add_reference_log_probs, add_values, update_model
@@ -50,11 +51,12 @@ class RLVRPipeline:
 
     def start(self, resources: ResourceManager) -> None:
         """Start all clusters; the data is read while their workers load their models."""
-        self.clusters, loading = start_clusters(self.loaded, resources)
-        self.frame.watch(self.clusters.all())
+        self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
+        starting = start_clusters(self.loaded, resources)
+        self.frame.watch(starting.clusters.all())
+        starting.begin(self.residency)
         self.data = load_data(self.config, self.plan)
-        for call in loading:
-            call.result()
+        self.clusters = starting.finish(self.residency)
         self.rollout = RolloutPhase(self.config, self.plan, self.clusters, self.data)
         self.scoring = Scoring(self.config, self.plan.norm_types)
         self.weight_sync = WeightSync(
@@ -74,6 +76,7 @@ class RLVRPipeline:
         with self.frame.phase("adv"):
             self.frame.record(self.scoring(batch))
         self.learn(batch, step)
+        self.frame.record(self.residency.metrics())
         self.frame.end_step(step)
         if self.frame.is_save_due(step):
             self.save(step + 1)
@@ -81,11 +84,13 @@ class RLVRPipeline:
     def update_engines(self, version: int) -> None:
         """Give the engines the trainer's weights."""
         with self.frame.phase("step_model_update"):
+            self.residency.bring({"actor_train": WEIGHTS, "actor_infer": WEIGHTS})
             self.frame.record(self.weight_sync.sync(version))
 
     def generate(self, step: int) -> DataProto:
         """The step's samples with their scores."""
         with self.frame.phase("step_generate"):
+            self.residency.bring({"actor_infer": GENERATION})
             batch, groups, metrics = self.rollout.collect()
         self.frame.record(metrics)
         self.frame.dump_samples("train", step, lambda: sample_table(groups))
@@ -95,20 +100,25 @@ class RLVRPipeline:
         """What reference, actor and critic think of the samples, where something consumes it."""
         if self.clusters.reference is not None:
             with self.frame.phase("ref_log_probs_values"):
+                self.residency.bring({"reference": WEIGHTS})
                 add_reference_log_probs(batch, self.clusters.reference, self.temperature)
         if self.plan.needs_old_log_probs:
             with self.frame.phase("old_log_probs"):
+                self.residency.bring({"actor_train": WEIGHTS})
                 add_old_log_probs(batch, self.clusters.actor_train, self.temperature)
         if self.clusters.critic is not None:
             with self.frame.phase("values"):
+                self.residency.bring({"critic": WEIGHTS})
                 add_values(batch, self.clusters.critic)
 
     def learn(self, batch: DataProto, step: int) -> None:
         """All optimizer steps of actor and critic on this batch."""
         with self.frame.phase("step_train"):
             if self.clusters.critic is not None:
+                self.residency.bring({"critic": TRAINING})
                 self.frame.record(update_model(batch, self.clusters.critic, self.plan.training["critic"]))
             if step >= self.config.critic_warmup or self.clusters.critic is None:
+                self.residency.bring({"actor_train": TRAINING})
                 self.frame.record(
                     update_model(
                         batch,
@@ -129,6 +139,7 @@ class RLVRPipeline:
     def validate(self, step: int) -> None:
         """Answer the validation prompts and report accuracies."""
         with self.frame.phase("val_step"):
+            self.residency.bring({"actor_infer": GENERATION})
             metrics, groups = self.rollout.validate()
         self.frame.record_validation(metrics, step)
         self.frame.dump_samples("validation", step, lambda: sample_table(groups))
@@ -139,14 +150,17 @@ class RLVRPipeline:
         if self.config.validation is not None and self.plan.eval_steps:
             self.validate(self.config.max_steps)
         if self.config.actor_train.training_args.save_hf_model:
+            self.residency.bring({"actor_train": WEIGHTS})
             export_model(self.clusters.actor_train, self.data.tokenizer, self.plan.output_dir / "model")
         self.frame.finish(self.config.max_steps)
 
     def save(self, step: int) -> None:
         """A checkpoint after ``step`` steps."""
         with self.frame.writing_checkpoint(step, self.state_dict()) as path:
+            self.residency.bring({"actor_train": TRAINING})
             self.clusters.actor_train.save_checkpoint(str(path / "actor_train"))
             if self.clusters.critic is not None:
+                self.residency.bring({"critic": TRAINING})
                 self.clusters.critic.save_checkpoint(str(path / "critic"))
 
     def restore(self) -> int:
@@ -154,8 +168,10 @@ class RLVRPipeline:
         checkpoint: Checkpoint | None = self.frame.checkpoint_to_resume()
         if checkpoint is None:
             return 0
+        self.residency.bring({"actor_train": TRAINING})
         self.clusters.actor_train.load_checkpoint(str(checkpoint.role("actor_train")))
         if self.clusters.critic is not None:
+            self.residency.bring({"critic": TRAINING})
             self.clusters.critic.load_checkpoint(str(checkpoint.role("critic")))
         self.load_state_dict(self.frame.load_state(checkpoint))
         return checkpoint.step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -110,15 +110,13 @@ class DeepSpeedInferStrategy(DataParallelStrategy):
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(self.device, self._wire_dtype(tensor))
 
-    def offload_states(self, include: Collection[StateKind]) -> None:
-        """Move the parameters to host memory; nothing to do on a CPU, or where ZeRO keeps them there or in parts."""
-        if self._moves_parameters() and StateKind.MODEL_PARAMS in include:
-            self.model.to("cpu")
-            self.platform.empty_cache()
+    def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
+        """Parameters, this rank's parts of them under ZeRO-3; none where ZeRO keeps them in host memory."""
+        if kind is not StateKind.MODEL_PARAMS:
+            return []
+        parameters: list[Any] = [*self.model.parameters(), *self.model.buffers()]
+        parts = [parameter.ds_tensor for parameter in parameters if is_partitioned(parameter)]
+        return self._on_device([*parameters, *parts])
 
-    def load_states(self, include: Collection[StateKind]) -> None:
-        if self._moves_parameters() and StateKind.MODEL_PARAMS in include:
-            self.model.to(self.device)
-
-    def _moves_parameters(self) -> bool:
-        return self.device.type != "cpu" and not hasattr(self, "engine")
+    def _on_device(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor.detach() for tensor in tensors if tensor.device.type == self.device.type]

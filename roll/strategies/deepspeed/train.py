@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -17,7 +16,7 @@ from roll.strategies.base import ModelHead, StateKind
 from roll.strategies.data_parallel import DataParallelTrainStrategy
 from roll.strategies.deepspeed import checkpoint
 from roll.strategies.deepspeed.strategy import DeepSpeedInferStrategy
-from roll.strategies.optimizer import build_adamw, move_optimizer_state
+from roll.strategies.optimizer import build_adamw, state_tensors
 from roll.strategies.schedule import LearningRateSchedule
 
 logger = logging.getLogger(__name__)
@@ -126,17 +125,11 @@ class DeepSpeedTrainStrategy(DataParallelTrainStrategy, DeepSpeedInferStrategy):
     def load(self, path: Path) -> None:
         self.step = checkpoint.load(path, self.engine)
 
-    def offload_states(self, include: Collection[StateKind]) -> None:
-        if self._moves_optimizer() and StateKind.OPTIMIZER_STATES in include:
-            move_optimizer_state(self.engine.basic_optimizer, torch.device("cpu"))
-            self.platform.empty_cache()
-        super().offload_states(include)
-
-    def load_states(self, include: Collection[StateKind]) -> None:
-        super().load_states(include)
-        if self._moves_optimizer() and StateKind.OPTIMIZER_STATES in include:
-            move_optimizer_state(self.engine.basic_optimizer, self.device)
-            self.platform.synchronize()
-
-    def _moves_optimizer(self) -> bool:
-        return self.device.type != "cpu" and hasattr(self, "engine") and not self.engine.zero_use_cpu_optimizer()
+    def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
+        optimizer = self.engine.basic_optimizer if hasattr(self, "engine") else None
+        if kind is not StateKind.OPTIMIZER_STATES or optimizer is None:
+            return super()._device_tensors(kind)
+        masters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        # Under ZeRO-3 the groups are filled during a step only.
+        masters += getattr(self.engine.optimizer, "fp32_partitioned_groups_flat", [])
+        return self._on_device([*masters, *state_tensors(optimizer)])

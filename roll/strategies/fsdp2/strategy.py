@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -12,6 +12,7 @@ from roll.config.strategy import Fsdp2StrategyConfig, typed_strategy_config
 from roll.models.layouts import TokenLayout
 from roll.strategies.base import ModelHead, StateKind
 from roll.strategies.data_parallel import DataParallelStrategy
+from roll.strategies.fsdp2.gradients import local_tensor
 from roll.strategies.fsdp2.mesh import build_mesh
 from roll.strategies.fsdp2.sharding import compute_dtype, shard_model
 
@@ -45,16 +46,16 @@ class Fsdp2InferStrategy(DataParallelStrategy):
     def _compute(self, layout: TokenLayout, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         return self.model(layout, outputs, temperature)
 
-    def offload_states(self, include: Collection[StateKind]) -> None:
-        """Move to host memory. Nothing to do on a CPU, or where ``offload_policy`` keeps everything there already."""
-        if self._moves_states() and StateKind.MODEL_PARAMS in include:
-            self._reshard()
-            self.model.to("cpu")
-            self.platform.empty_cache()
+    def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
+        """Shards; none where ``offload_policy`` keeps them in host memory."""
+        if kind is not StateKind.MODEL_PARAMS:
+            return []
+        self._reshard()
+        return self._on_device([*self.model.parameters(), *self.model.buffers()])
 
-    def load_states(self, include: Collection[StateKind]) -> None:
-        if self._moves_states() and StateKind.MODEL_PARAMS in include:
-            self.model.to(self.device)
+    def _on_device(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        local = [local_tensor(tensor.detach()) for tensor in tensors]
+        return [tensor for tensor in local if tensor.device.type == self.device.type]
 
     def _reshard(self) -> None:
         """A root stays gathered after a forward pass without a backward pass; what comes next expects shards."""
@@ -69,6 +70,3 @@ class Fsdp2InferStrategy(DataParallelStrategy):
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         return tensor if self.rank == 0 else tensor.new_empty(0)
-
-    def _moves_states(self) -> bool:
-        return self.device.type != "cpu" and not self.config.offload_policy

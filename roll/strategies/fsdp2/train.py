@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from roll.strategies.data_parallel import DataParallelTrainStrategy
 from roll.strategies.fsdp2 import checkpoint
 from roll.strategies.fsdp2.gradients import clip_, global_norm, local_gradients
 from roll.strategies.fsdp2.strategy import Fsdp2InferStrategy
-from roll.strategies.optimizer import build_adamw, move_optimizer_state
+from roll.strategies.optimizer import build_adamw, state_tensors
 from roll.strategies.schedule import LearningRateSchedule
 
 logger = logging.getLogger(__name__)
@@ -95,17 +94,7 @@ class Fsdp2TrainStrategy(DataParallelTrainStrategy, Fsdp2InferStrategy):
     def load(self, path: Path) -> None:
         self.step = checkpoint.load(path, self.model.language_model, self.optimizer)
 
-    def offload_states(self, include: Collection[StateKind]) -> None:
-        super().offload_states(include)
-        if self._moves_states() and StateKind.OPTIMIZER_STATES in include:
-            self._move_optimizer(torch.device("cpu"))
-            self.platform.empty_cache()
-
-    def load_states(self, include: Collection[StateKind]) -> None:
-        super().load_states(include)
-        if self._moves_states() and StateKind.OPTIMIZER_STATES in include:
-            self._move_optimizer(self.device)
-
-    def _move_optimizer(self, device: torch.device) -> None:
-        move_optimizer_state(self.optimizer, device)
-        self.platform.synchronize()
+    def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
+        if kind is StateKind.OPTIMIZER_STATES and hasattr(self, "optimizer"):
+            return self._on_device(state_tensors(self.optimizer))
+        return super()._device_tensors(kind)

@@ -140,7 +140,9 @@ class GenerationEngine:
         self._cache.data = self._cache.data.new_empty(0)
 
     def restore_cache(self) -> None:
-        self._cache = self._new_cache()
+        """Undo :meth:`release_cache`."""
+        if not self._cache.data.numel():
+            self._cache = self._new_cache()
 
     def _new_cache(self) -> SlotCache:
         decoder = self._decoder

@@ -17,6 +17,7 @@ from roll.platforms import current_platform
 from roll.strategies.generation import GenerationOutput, GenerationRequest, GenerationStrategy
 from roll.strategies.hf_infer.decoder import Decoder, create_decoder
 from roll.strategies.hf_infer.engine import GenerationEngine
+from roll.strategies.storage import OffloadedStorages
 from roll.weight_sync.checksum import tensor_checksum
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class HfInferStrategy(GenerationStrategy):
         self._decoder: Decoder | None = None
         self._new_version: int | None = None
         self._updated: set[str] = set()
+        self._asleep: OffloadedStorages | None = None
 
     def initialize(self) -> None:
         from transformers import AutoTokenizer
@@ -120,14 +122,21 @@ class HfInferStrategy(GenerationStrategy):
         return checksums
 
     def sleep(self) -> None:
-        """Free the KV cache. Only between requests."""
+        """Free the KV cache and move the weights to host memory. Only between requests."""
         engine = self._running_engine()
         if engine.num_unfinished:
             raise RuntimeError(f"hf_infer: sleep with {engine.num_unfinished} unfinished samples; abort them first")
-        engine.release_cache()
+        if self._asleep is None:
+            engine.release_cache()
+            self._asleep = OffloadedStorages(self._held_weights().values())
+            current_platform().empty_cache()
 
-    def wake(self) -> None:
-        self._running_engine().restore_cache()
+    def wake(self, weights_only: bool = False) -> None:
+        if self._asleep is not None:
+            self._asleep.restore()
+            self._asleep = None
+        if not weights_only:
+            self._running_engine().restore_cache()
 
     def shutdown(self) -> None:
         self._engine = self._decoder = None

@@ -22,7 +22,6 @@ from roll.strategies.megatron.micro_batches import Chunking
 from roll.strategies.megatron.model import ResponseGPT
 from roll.strategies.megatron.parallel import ParallelSizes, create_groups, rank_info
 from roll.strategies.megatron.schedule import run_forward
-from roll.strategies.megatron.storage import OffloadedStorages
 from roll.strategies.megatron.transformer_config import build_transformer_config
 from roll.strategies.megatron.weights import FullWeights, OwnParameter, freeze, read_parameter
 
@@ -49,7 +48,6 @@ class MegatronInferStrategy(ModelStrategy):
         self.platform = current_platform()
         self.platform.set_device()
         self.device = self.platform.device()
-        self._offloaded: dict[StateKind, list[OffloadedStorages]] = {}
 
     def initialize(self, num_training_steps: int = 0) -> None:
         """Collective. Cut the model over the ranks and read this rank's part of the weights.
@@ -173,23 +171,5 @@ class MegatronInferStrategy(ModelStrategy):
             write_export(model, weights, str(self.role.model_args.model_name_or_path), path)
         dist.barrier()
 
-    def offload_states(self, include: Collection[StateKind]) -> None:
-        """Move to host memory. Nothing to do on a CPU."""
-        if self.device.type == "cpu":
-            return
-        for kind in include:
-            if kind not in self._offloaded:
-                self._offloaded[kind] = self._offload(kind)
-        self.platform.empty_cache()
-
-    def _offload(self, kind: StateKind) -> list[OffloadedStorages]:
-        if kind is StateKind.MODEL_PARAMS:
-            return [OffloadedStorages([own.parameter.data for own in self.parameters])]
-        return []
-
-    def load_states(self, include: Collection[StateKind]) -> None:
-        for kind in include:
-            for storages in self._offloaded.pop(kind, []):
-                storages.restore()
-        if self.device.type != "cpu":
-            self.platform.synchronize()
+    def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
+        return [own.parameter.data for own in self.parameters] if kind is StateKind.MODEL_PARAMS else []

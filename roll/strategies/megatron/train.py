@@ -23,7 +23,6 @@ from roll.strategies.base import LossFunction, ModelHead, Output, StateKind, Ten
 from roll.strategies.megatron import checkpoint, cpu_compat
 from roll.strategies.megatron.optimizer import MasterStates, build_optimizer
 from roll.strategies.megatron.schedule import run_training
-from roll.strategies.megatron.storage import OffloadedStorages
 from roll.strategies.megatron.strategy import MegatronInferStrategy
 from roll.strategies.megatron.weights import OwnParameter
 from roll.strategies.micro_batches import merged_floats
@@ -145,15 +144,12 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         assert self.masters is not None
         self.step = checkpoint.load(path, self.parameters, self.masters, self._info)
 
-    def _offload(self, kind: StateKind) -> list[OffloadedStorages]:
+    def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
         if kind is StateKind.OTHER_PARAMS and self.masters is not None:
-            gradients = [buffer.grad_data for chunk in self.ddp_chunks for buffer in chunk.buffers]
-            return [OffloadedStorages(gradients, keep_contents=False)]
+            return [buffer.grad_data for chunk in self.ddp_chunks for buffer in chunk.buffers]
         if kind is StateKind.OPTIMIZER_STATES and self.masters is not None:
-            parameters = {own.parameter.untyped_storage().data_ptr() for own in self.parameters}
-            tensors = [t for t in self.masters.tensors() if t.untyped_storage().data_ptr() not in parameters]
-            return [OffloadedStorages(tensors)]
-        return super()._offload(kind)
+            return list(self.masters.tensors())
+        return super()._device_tensors(kind)
 
 
 def _sum_gradients(chunks: list[nn.Module], num_tokens: torch.Tensor | None, **options: object) -> None:

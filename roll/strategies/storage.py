@@ -1,6 +1,7 @@
 """Taking tensors off the device and back without anyone noticing: storages shrink and grow, views stay valid.
 
-Megatron's parameters, gradients and optimizer shards are views of a few large buffers, so nothing may be replaced.
+Parameters, gradients and optimizer shards are often views of a few large buffers (Megatron's, DeepSpeed's, an engine's
+fused matrices), so nothing may be replaced.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class OffloadedStorages:
         Args:
             keep_contents: False for what is rewritten before it is read (gradients); it comes back as zeros.
         """
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+        # Not resizable: a file mapped into host memory, as freshly loaded weights are. It takes nothing from a device.
+        storages = {key: storage for key, storage in storages_of(tensors).items() if storage.resizable()}
         self._held: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
         for storage in storages.values():
             size = storage.nbytes()
@@ -40,6 +42,12 @@ class OffloadedStorages:
             else:
                 _as_bytes(storage).copy_(copy)
         self._held = []
+
+
+def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """The storages that hold the tensors' elements, each once, by address; those without any are left out."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
