@@ -76,7 +76,10 @@ class Fsdp2StrategyConfig(StrategyConfig):
 
 @dataclass(frozen=True)
 class HfInferStrategyConfig(StrategyConfig):
-    """``hf_infer``: the embedded generation engine on transformers models."""
+    """``hf_infer``: the embedded generation engine on transformers models; these are the engine's options.
+
+    A reference under ``hf_infer`` is the plain model on each device, and needs none of them.
+    """
 
     max_num_seqs: int = setting(256, ge=1)
     """Samples that are generated at the same time; further ones wait."""
@@ -279,6 +282,7 @@ INFER_STRATEGIES = (
     "deepspeed_train",
     "megatron_infer",
     "megatron_train",
+    "hf_infer",
 )
 GENERATION_STRATEGIES = ("hf_infer", "vllm")
 

@@ -17,6 +17,7 @@ MODEL_STRATEGIES = {
     "deepspeed_infer": "roll.strategies.deepspeed.DeepSpeedInferStrategy",
     "megatron_train": "roll.strategies.megatron.MegatronTrainStrategy",
     "megatron_infer": "roll.strategies.megatron.MegatronInferStrategy",
+    "hf_infer": "roll.strategies.hf_infer.forward.HfForwardStrategy",
 }
 """Strategies that compute batches."""
 

@@ -37,7 +37,7 @@ def test_the_roles_own_max_grad_norm_goes_first(tied_model: Path) -> None:
         ("fsdp_train", "'fsdp_train' is not available yet; use one of fsdp2_train, fsdp2_infer, "),
         ("fsdp_infer", "not available yet"),
         ("fsdp3_train", "not a strategy that can compute batches"),
-        ("hf_infer", "not a strategy that can compute batches"),
+        ("vllm", "not a strategy that can compute batches"),
     ],
 )
 def test_other_names_are_refused(name: str, reason: str) -> None:

@@ -167,9 +167,10 @@ def test_reference_in_compute_dtype_equals_the_trainer(run_ranks: RunRanks, tied
     """The KL to the initial policy is exactly 0 before the first update."""
     parts = split_rows(make_batch(), SPLITS[2])
     trained = run_ranks(2, cases.train, make_role(tied_model, dtype=dtype), parts)
-    reference = run_ranks(2, cases.forward, make_role(tied_model, "fsdp2_infer", dtype=dtype), parts)
-    for one, other in zip(trained, reference, strict=True):
-        assert torch.equal(one["outputs"]["log_probs"], other["log_probs"])
+    for strategy in ("fsdp2_infer", "hf_infer"):
+        reference = run_ranks(2, cases.forward, make_role(tied_model, strategy, dtype=dtype), parts)
+        for one, other in zip(trained, reference, strict=True):
+            assert torch.equal(one["outputs"]["log_probs"], other["log_probs"]), strategy
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
