@@ -47,7 +47,6 @@ REFUSED: list[tuple[str, Any]] = [
     ("track_with", ["stdout", "trackio"]),
     ("adv_estimator", "gigpo"),
     ("actor_train.data_args.image_folder", "images"),
-    ("reference.strategy_args.strategy_name", "hf_infer"),
     *(("actor_train.strategy_args.strategy_name", name) for name in PLANNED if name.endswith("_train")),
     ("actor_infer.strategy_args.strategy_name", "sglang"),
 ]
