@@ -56,6 +56,8 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
         return aggregate(loss, inputs.mask, options.loss_agg_mode, denominators, sample_weights)
 
     per_token = policy_losses.resolve(options.pg_variant)(inputs, options.pg, metrics)
+    if inputs.policy_mask is not None:
+        per_token = torch.where(inputs.policy_mask, per_token, 0.0)
     if options.correction.rules:
         correction = correct_mismatch(inputs, options.correction, metrics)
         # A dropped token counts as 0, not as absent: it stays in inputs.mask and in the denominators.

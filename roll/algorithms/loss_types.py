@@ -72,6 +72,9 @@ class LossInputs:
     """float (B, L), current policy, with gradient."""
     sample_weights: Tensor | None = None
     """float (B,), multiplied onto the policy-gradient loss of each row."""
+    policy_mask: Tensor | None = None
+    """bool (B, L): tokens of ``mask`` that the policy-gradient term uses; the others count as 0 in it, not as absent,
+    and stay in the other terms."""
 
     @cached_property
     def proximal_log_probs(self) -> Tensor:

@@ -108,7 +108,8 @@ def top_entropy_mask(entropy: Tensor, mask: Tensor, fraction: float) -> Tensor:
     """The ``fraction`` of masked tokens with the highest entropy ("forking tokens"); arXiv 2506.01939 eq. 5.
 
     Apply it to a whole batch before it is split, with the entropy of the policy before the update, and use the result
-    as loss mask: so it does not depend on micro-batches.
+    as :attr:`~roll.algorithms.loss_types.LossInputs.policy_mask`: so it does not depend on micro-batches, and the loss
+    is divided by all tokens, as in the paper.
 
     Args:
         entropy: float (B, L), nats.

@@ -15,9 +15,9 @@ from roll.config.checks import (
     note_engine_length,
     note_positions,
 )
+from roll.config.checks_algorithm import check_algorithm
 from roll.config.names import (
     FILTER_ARGUMENTS,
-    LEAVE_ONE_OUT_ESTIMATORS,
     PLANNED_REWARDS,
     PUBLISHED_PREFIX,
     PUBLISHED_REWARDS,
@@ -204,46 +204,6 @@ def check_shares(config: RLVRConfig, checks: Checks) -> None:
     for domain in config.rewards:
         if domain not in shares:
             checks.note(key, f"has no share for {domain}: its rows are never asked")
-
-
-def check_algorithm(config: RLVRConfig, checks: Checks) -> None:
-    group = config.num_return_sequences_in_group
-    if config.adv_estimator in LEAVE_ONE_OUT_ESTIMATORS and group < 2:
-        rule = f"must be at least 2 with {config.adv_estimator}: a sample is compared with the others of its prompt"
-        checks.add("num_return_sequences_in_group", group, rule, 8)
-    if config.adv_estimator == "grpo" and group < 2:
-        checks.note("num_return_sequences_in_group", "1 with grpo: a group of one keeps its raw score")
-    if config.difficulty_low_threshold > config.difficulty_high_threshold:
-        rule = f"must not be greater than difficulty_high_threshold {config.difficulty_high_threshold}"
-        checks.add("difficulty_low_threshold", config.difficulty_low_threshold, rule, 0.0)
-    if config.force_disable_old_logprobs_recompute and config.enable_old_logprobs_recompute:
-        rule = "contradicts enable_old_logprobs_recompute: true; keep one of them"
-        checks.add("force_disable_old_logprobs_recompute", True, rule, False)
-    if config.critic_warmup >= config.max_steps and needs_critic(config):
-        rule = f"must be less than max_steps {config.max_steps}, or the policy never learns"
-        checks.add("critic_warmup", config.critic_warmup, rule, 0)
-    if config.adv_estimator == "grpo" and config.norm_mean_type is None:
-        checks.note("norm_mean_type", "null with grpo: rewards are not compared within their group")
-    note_without_effect(config, checks)
-
-
-def note_without_effect(config: RLVRConfig, checks: Checks) -> None:
-    """Keys that are written and have no effect beside the others."""
-    if config.use_kl_loss and config.kl_loss_coef == 0:
-        checks.note("use_kl_loss", "has no effect with kl_loss_coef 0")
-    if config.kl_loss_coef > 0 and not config.use_kl_loss:
-        checks.note("kl_loss_coef", "has no effect without use_kl_loss: true")
-    if config.add_token_level_kl and config.init_kl_coef == 0:
-        checks.note("add_token_level_kl", "has no effect with init_kl_coef 0")
-    if config.target_kl is not None and not config.add_token_level_kl:
-        checks.note("target_kl", "has no effect without add_token_level_kl: true")
-    for key in ("pg_clip_low", "pg_clip_high"):
-        if checks.written(key) and not config.use_pg_clip_range:
-            checks.note(key, "has no effect without use_pg_clip_range: true")
-    if config.rl_loss_coef == 0 and config.entropy_loss_coef == 0 and not config.use_kl_loss:
-        checks.note("rl_loss_coef", "0 with no other loss term: the policy does not learn")
-    if config.checkpoint_config.output_dir is None and checks.written("checkpoint_config.keep_local_file"):
-        checks.note("checkpoint_config.keep_local_file", "has no effect without checkpoint_config.output_dir")
 
 
 def note_sampling(config: RLVRConfig, checks: Checks) -> None:

@@ -79,6 +79,16 @@ class CorrectionRuleConfig:
     """Upper bound; null: none."""
     only_negative: bool = False
     """Only where the advantage is negative."""
+    policy: Literal["old", "current"] = "old"
+    """Which policy of the trainer is compared with the engine: the one before the update or the current one."""
+
+
+def check_rule(rule: CorrectionRuleConfig, path: str, problems: Problems) -> None:
+    """Keys of a rule against one another."""
+    if rule.action != "mask" and rule.metric != "ratio":
+        problems.add(f"{path}.metric", rule.metric, f"needs action: mask; {rule.action} weighs by the ratio", "ratio")
+    if rule.low is not None and rule.high is not None and rule.low > rule.high:
+        problems.add(f"{path}.low", rule.low, f"must not be greater than high {rule.high:g}", rule.high)
 
 
 def parse_correction(value: Any) -> Any:
@@ -97,7 +107,9 @@ def parse_correction(value: Any) -> Any:
             raise ValueError(f"must be one of the presets {', '.join(CORRECTION_PRESETS)}{meant}, a list or a section")
     elif isinstance(value, list):
         for index, rule in enumerate(value):
-            reader.read(CorrectionRuleConfig, rule, f"[{index}]")
+            values = reader.read(CorrectionRuleConfig, rule, f"[{index}]")
+            if not problems.errors:
+                check_rule(CorrectionRuleConfig(**values), f"[{index}]", problems)
     elif isinstance(value, Mapping):
         reader.read(CorrectionConfig, value, "")
         for index, entry in enumerate(value.get("filters") or []):

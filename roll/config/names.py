@@ -18,11 +18,13 @@ ADV_ESTIMATORS = (
     "gpg",
     "pass@k",
     "pass_at_k",
+    "remax",
+    "gdpo",
 )
 """Estimators that run today, aliases included."""
 
-PLANNED_ADV_ESTIMATORS = ("remax", "gdpo", "gigpo", "step_reinforce", "agentic_reinforce")
-"""Estimators that need what no pipeline supplies yet: a greedy baseline, several rewards, turns."""
+PLANNED_ADV_ESTIMATORS = ("gigpo", "step_reinforce", "agentic_reinforce")
+"""Estimators that need what no pipeline supplies yet: turns."""
 
 PG_VARIANTS = (
     "ppo",
@@ -50,6 +52,9 @@ PG_VARIANTS = (
 
 LEAVE_ONE_OUT_ESTIMATORS = ("rloo",)
 """Estimators that compare the samples of a prompt with one another and so need two."""
+
+GREEDY_BASELINE_ESTIMATORS = ("remax",)
+"""Estimators that compare every sample with the greedy response to its prompt."""
 
 KL_PENALTIES = ("kl", "k1", "k2", "k3", "abs", "mse", "full")
 LOSS_AGG_MODES = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")

@@ -163,6 +163,12 @@ class RLVRPlan(Plan):
     """Something consumes reference log-probs."""
     needs_old_log_probs: bool
     """Something consumes the trainer's log-probs before the update."""
+    needs_old_entropy: bool
+    """Something consumes the entropies of that pass."""
+    engine_log_probs_as_old: bool
+    """Something consumes old log-probs, and the engine's stand in for the trainer's."""
+    needs_greedy_baseline: bool
+    """Every prompt is answered once more, greedily, for the advantages."""
     needs_critic: bool
     pg_variant: str
     """The actor's policy loss."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from roll.config.errors import Problems
 from roll.config.megatron import ranks_of_a_replica
-from roll.config.names import PUBLISHED_PREFIX, PUBLISHED_REWARDS, PUBLISHED_WORKERS
+from roll.config.names import GREEDY_BASELINE_ESTIMATORS, PUBLISHED_PREFIX, PUBLISHED_REWARDS, PUBLISHED_WORKERS
 from roll.config.plan import Folders, RLVRPlan, RolePlan, SFTPlan, TrainingPlan
 from roll.config.rlvr import RLVRConfig
 from roll.config.roles import DataArguments, WorkerConfig
@@ -186,12 +186,31 @@ def lengths(config: RLVRConfig) -> tuple[int, int]:
     return max(1, sequence - config.prompt_length), sequence
 
 
+def max_new_tokens(config: RLVRConfig) -> int:
+    """Most tokens that a response is given in training."""
+    response = lengths(config)[0]
+    return min(response, config.actor_infer.generating_args.max_new_tokens or response)
+
+
+def uses_old_log_probs(config: RLVRConfig) -> bool:
+    """More than one optimizer step on a rollout, or KL in the reward."""
+    return rlvr_training_plans(config)["actor_train"].optimizer_steps_per_step > 1 or kl_in_reward(config)
+
+
 def needs_old_log_probs(config: RLVRConfig) -> bool:
-    """More than one optimizer step on a rollout, or KL in the reward; the two force keys have the last word."""
+    """The trainer looks at the samples before the update: something uses old log-probs or entropies; the two force keys
+    have the last word."""
     if config.force_disable_old_logprobs_recompute:
         return False
-    several = rlvr_training_plans(config)["actor_train"].optimizer_steps_per_step > 1
-    return several or kl_in_reward(config) or config.enable_old_logprobs_recompute
+    return uses_old_log_probs(config) or needs_old_entropy(config) or config.enable_old_logprobs_recompute
+
+
+def needs_old_entropy(config: RLVRConfig) -> bool:
+    return config.top_entropy_quantile < 1.0
+
+
+def needs_greedy_baseline(config: RLVRConfig) -> bool:
+    return config.adv_estimator in GREEDY_BASELINE_ESTIMATORS
 
 
 def validation_data(own: DataArguments, training: DataArguments, written: Written) -> DataArguments:
@@ -231,7 +250,7 @@ def plan_rlvr(config: RLVRConfig, exp_name: str, written: Written) -> RLVRPlan:
         group_size=config.num_return_sequences_in_group,
         prompt_length=config.prompt_length,
         response_length=response,
-        max_new_tokens=min(response, config.actor_infer.generating_args.max_new_tokens or response),
+        max_new_tokens=max_new_tokens(config),
         val_prompt_length=val_prompt,
         val_sequence_length=val_sequence,
         val_max_new_tokens=min(val_sequence - val_prompt, val_generating.max_new_tokens or val_sequence - val_prompt),
@@ -241,6 +260,9 @@ def plan_rlvr(config: RLVRConfig, exp_name: str, written: Written) -> RLVRPlan:
         else validation_data(validation.data_args, config.actor_train.data_args, written),
         needs_reference=needs_reference(config),
         needs_old_log_probs=needs_old_log_probs(config),
+        needs_old_entropy=needs_old_entropy(config),
+        engine_log_probs_as_old=config.force_disable_old_logprobs_recompute and uses_old_log_probs(config),
+        needs_greedy_baseline=needs_greedy_baseline(config),
         needs_critic=needs_critic(config),
         pg_variant=pg_variant(config),
         norm_types=(config.norm_mean_type, config.norm_std_type),

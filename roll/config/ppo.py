@@ -93,6 +93,14 @@ class PPOConfig(PolicyLossConfig):
     that is Dr. GRPO). ``auto``: what the estimator's paper asks for."""
     pass_k: int = setting(4, ge=1)
     """``pass@k``: the k."""
+    reward_weights: dict[str, float] = field(default_factory=dict)
+    """``gdpo``: the rewards to normalise apart, with their weights. Names are those of the numbers that the reward
+    returns beside its score (``reward/<domain>/<name>`` in the log), or ``score`` for the score itself."""
+    overlong_buffer_length: int | None = setting(None, ge=1)
+    """DAPO's soft punishment: within so many tokens of the length limit the score falls, linearly, by up to
+    ``overlong_penalty_factor``. null: none."""
+    overlong_penalty_factor: float = setting(1.0, gt=0)
+    """What a response at the length limit loses with ``overlong_buffer_length``."""
     whiten_rewards: bool = False
     """Bring token rewards to mean 0 and spread 1 over the batch."""
     whiten_advantages: bool = False
@@ -110,6 +118,9 @@ class PPOConfig(PolicyLossConfig):
     )
     """Correct for engine probabilities that differ from the trainer's: a preset's name, a list of rules, or a section
     with ``is_weight`` and ``filters``. null: measured, not corrected."""
+    top_entropy_quantile: float = setting(1.0, gt=0, le=1, example=0.2)
+    """Share of the response tokens, those of highest entropy before the update, that the policy loss uses; the others
+    count as 0. 1: all of them."""
     max_len_mask: bool = False
     """Leave responses that hit the length limit out of the loss."""
     difficulty_mask: bool = False

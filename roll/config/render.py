@@ -115,6 +115,7 @@ def rlvr_facts(plan: RLVRPlan) -> list[tuple[str, str]]:
         )
     passes = {
         "reference log-probs": plan.needs_reference,
+        "greedy baseline": plan.needs_greedy_baseline,
         "old log-probs": plan.needs_old_log_probs,
         "values": plan.needs_critic,
     }

@@ -47,6 +47,48 @@ def build_batch(groups: Sequence[SampleGroup], pad_token_id: int) -> DataProto:
     return DataProto.from_dict(tensors, non_tensors=_object_columns(groups, sizes))
 
 
+def reward_components(groups: Sequence[SampleGroup], names: Sequence[str]) -> torch.Tensor:
+    """The numbers ``names`` that the rewards returned, ``score`` being the score: float32 (B, len(names)).
+
+    A failed sample counts with its score in each of them (``on_error: value``), and with 0 where it has none.
+
+    Raises:
+        ValueError: a reward does not return one of the names.
+    """
+    rows = []
+    for group in groups:
+        for result in group.rewards:
+            numbers = {**result.metrics, "score": result.score or 0.0}
+            missing = [name for name in names if name not in numbers]
+            if missing and result.error is None:
+                raise ValueError(
+                    f"reward_weights names {missing[0]!r}, which rewards.{group.prompt.domain} does not return; it "
+                    f"returns {', '.join(numbers)}"
+                )
+            rows.append([numbers.get(name, numbers["score"]) for name in names])
+    return torch.tensor(rows, dtype=torch.float32)
+
+
+def greedy_baseline(groups: Sequence[SampleGroup], baselines: Sequence[SampleGroup]) -> dict[str, torch.Tensor]:
+    """The greedy response of each prompt as columns of its samples.
+
+    Args:
+        groups: as given to :func:`build_batch`.
+        baselines: groups of one sample, for the same prompts in the same order.
+
+    Returns:
+        ``baseline_scores`` float32 (B,), NaN where the greedy response has no reward; ``baseline_lengths`` int64 (B,),
+        its tokens.
+    """
+    sizes = [group.num_samples for group in groups]
+    scores = np.array([baseline.scores()[0] for baseline in baselines])
+    lengths = np.array([baseline.finished.lengths[0] for baseline in baselines])
+    return {
+        "baseline_scores": torch.from_numpy(np.repeat(scores, sizes)),
+        "baseline_lengths": torch.from_numpy(np.repeat(lengths, sizes)),
+    }
+
+
 def _object_columns(groups: Sequence[SampleGroup], sizes: np.ndarray) -> dict[str, np.ndarray]:
     def per_group(values: list[object]) -> np.ndarray:
         column = np.empty(len(values), dtype=object)

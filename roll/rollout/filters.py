@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from roll.algorithms.registry import Registry
+
 GroupFilter = Callable[[np.ndarray], bool]
 """Takes the scores of a group, float32 (num_samples,) with NaN where a reward is missing; True keeps the group."""
 
@@ -29,17 +31,26 @@ def no_filter() -> GroupFilter:
     return lambda scores: True
 
 
-FILTERS: dict[str, Callable[..., GroupFilter]] = {
-    "no_filter": no_filter,
-    "mean_filter": mean_filter,
-    "std_filter": std_filter,
-}
+FilterFactory = Callable[..., GroupFilter]
+"""Makes a filter from ``filter_args``, given as keywords."""
+
+group_filters: Registry[FilterFactory] = Registry("query_filter_config.type")
+for _factory in (no_filter, mean_filter, std_filter):
+    group_filters.add(_factory, _factory.__name__)
 
 
 def build_filter(kind: str, filter_args: Mapping[str, Any]) -> GroupFilter:
     """The filter that a ``query_filter_config`` section asks for.
 
-    A group without any reward is never kept, whatever the filter.
+    ``kind`` is a name or the dotted path of a :data:`FilterFactory`.  A group without any reward is never kept,
+    whatever the filter.
+
+    Raises:
+        ValueError: no such factory, or one that does not take these arguments.
     """
-    keep = FILTERS[kind](**filter_args)
+    factory = group_filters.resolve(kind)
+    try:
+        keep = factory(**filter_args)
+    except TypeError as error:
+        raise ValueError(f"query_filter_config.filter_args {dict(filter_args)} do not fit {kind}: {error}") from error
     return lambda scores: not np.isnan(scores).all() and keep(scores)

@@ -19,7 +19,15 @@ from roll.weight_sync.sender import SyncReport, send_weights
 from roll.workers.model import MODEL_COLUMNS
 from roll.workers.training import TrainingWorker, mini_batches
 
-LOSS_COLUMNS = ("loss_mask", "advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "sample_weights")
+LOSS_COLUMNS = (
+    "loss_mask",
+    "advantages",
+    "old_log_probs",
+    "ref_log_probs",
+    "rollout_log_probs",
+    "sample_weights",
+    "policy_mask",
+)
 
 
 class ActorWorker(TrainingWorker):

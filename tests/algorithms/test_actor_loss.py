@@ -181,6 +181,22 @@ def test_sample_weights_multiply_the_policy_gradient_of_their_row(mode: str) -> 
     assert metrics["actor/sample_weights_max"] == pytest.approx(float(batch.sample_weights.max()))
 
 
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
+def test_the_policy_mask_zeroes_tokens_of_the_policy_gradient_alone(mode: str) -> None:
+    batch = make_batch(15, 6, 9)
+    chosen = batch.mask & (torch.rand(6, 9, generator=torch.Generator().manual_seed(1)) < 0.4)
+    inputs = replace(inputs_of(batch), policy_mask=chosen)
+    settings = {**EVERYTHING, "loss_agg_mode": mode}
+    metrics = to_floats(actor_loss(inputs, actor_loss_options(settings), whole(batch)).metrics)
+    everywhere = to_floats(actor_loss(inputs_of(batch), actor_loss_options(settings), whole(batch)).metrics)
+    ratio = (batch.log_probs - batch.old_log_probs).exp()
+    surrogate = -torch.minimum(ratio * batch.advantages, ratio.clamp(0.8, 1.2) * batch.advantages)
+    expected = reference.aggregate(surrogate * chosen, batch.mask, mode, 10.0, batch.sample_weights)
+    assert metrics["actor/weighted_pg_loss"] == pytest.approx(0.5 * expected)
+    for term in ("actor/kl_loss", "actor/entropy"):
+        assert metrics[term] == everywhere[term]
+
+
 def test_log_ratio_has_no_gradient_outside_the_mask_and_beyond_its_bound() -> None:
     log_probs = torch.tensor([[-1.0, -2.0, -30.0, -0.5]], requires_grad=True)
     old = torch.tensor([[-1.5, -1.0, -0.1, -40.0]])

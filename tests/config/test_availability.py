@@ -40,7 +40,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("rollout_mock.enable", True),
     ("actor_infer.model_update_frequency", 2),
     ("rewards.math.response_length_penalty_coef", 0.1),
-    ("adv_estimator", "remax"),
+    ("adv_estimator", "step_reinforce"),
     ("transfer_backend.backend_name", "TransferQueue"),
     ("profiler_timeline", True),
     ("track_with", "ml_tracker"),

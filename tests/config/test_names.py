@@ -77,9 +77,9 @@ def test_trackers() -> None:
 
 
 def test_group_filters() -> None:
-    from roll.rollout.filters import FILTERS, build_filter
+    from roll.rollout.filters import build_filter, group_filters
 
-    assert set(names.FILTER_ARGUMENTS) == set(FILTERS)
+    assert set(names.FILTER_ARGUMENTS) == set(group_filters.names)
     for kind, arguments in names.FILTER_ARGUMENTS.items():
         build_filter(kind, dict.fromkeys(arguments, 0.5))
 

@@ -108,6 +108,7 @@ PASSES: list[tuple[dict[str, Any], bool, bool]] = [
     ({"actor_train.training_args.gradient_accumulation_steps": 8}, False, True),
     ({"enable_old_logprobs_recompute": True}, False, True),
     ({"ppo_epochs": 2, "force_disable_old_logprobs_recompute": True}, False, False),
+    ({"top_entropy_quantile": 0.2}, False, True),
 ]
 
 
@@ -118,6 +119,13 @@ def test_passes_that_something_consumes(
     plan = rlvr_plan(tmp_path, ON_POLICY | changes)
     assert (plan.needs_reference, plan.needs_old_log_probs) == (reference, old_log_probs)
     assert ("reference" in plan.roles) == reference
+
+
+def test_the_engines_log_probs_stand_in_where_old_ones_are_used_and_not_computed(tmp_path: Path) -> None:
+    never = {"force_disable_old_logprobs_recompute": True}
+    for changes, stands_in in (({}, False), ({"ppo_epochs": 2}, True), ({"add_token_level_kl": True}, True)):
+        assert rlvr_plan(tmp_path, ON_POLICY | changes).engine_log_probs_as_old is False
+        assert rlvr_plan(tmp_path, ON_POLICY | changes | never).engine_log_probs_as_old is stands_in
 
 
 def test_lengths_follow_from_one_another(tmp_path: Path) -> None:

@@ -35,3 +35,9 @@ def by_question(ground_truth: str, response: str) -> float:
 
 def always_one(response: str) -> float:
     return 1.0
+
+
+def digits_in_parts(response: str) -> dict[str, float]:
+    """As ``digit_share``, with two further numbers to be weighed against each other."""
+    share = digit_share(response)
+    return {"score": share, "correct": share, "answered": float(response.isascii())}

@@ -10,6 +10,7 @@ import torch
 from roll.config.rlvr import RLVRConfig
 from roll.pipelines.rlvr.scoring import Scoring
 from roll.protocol import DataProto
+from roll.protocol.metrics import to_floats
 from roll.rollout.batch import build_batch
 from tests.rollout.helpers import make_group
 
@@ -49,7 +50,7 @@ def test_failed_samples_change_nothing_for_the_others(settings: dict[str, Any]) 
     config = RLVRConfig(**settings)
     norm_types = (config.norm_mean_type, config.norm_std_type)
     with_failures, without = scored_batch(True), scored_batch(False)
-    scoring, expected_scoring = Scoring(config, norm_types), Scoring(config, norm_types)
+    scoring, expected_scoring = Scoring(config, norm_types, 3), Scoring(config, norm_types, 3)
     metrics, expected = scoring(with_failures), expected_scoring(without)
     scored = ~with_failures.batch["scores"].isnan()
     assert scored.tolist() == [True, False, False, True, True, True, True, True, True]
@@ -62,3 +63,63 @@ def test_failed_samples_change_nothing_for_the_others(settings: dict[str, Any]) 
     assert expected.pop("critic/unscored_ratio").value() == 0
     assert {k: m.value() for k, m in metrics.items()} == {k: m.value() for k, m in expected.items()}
     assert scoring.state_dict() == expected_scoring.state_dict()
+
+
+def settled(settings: dict[str, Any], limit: int, **columns: torch.Tensor) -> tuple[DataProto, dict[str, float]]:
+    """The batch without failures after scoring, and its metrics."""
+    config = RLVRConfig(**settings)
+    batch = scored_batch(False)
+    batch.batch.update(columns)
+    metrics = Scoring(config, (config.norm_mean_type, config.norm_std_type), limit)(batch)
+    return batch, to_floats(metrics)
+
+
+def test_overlong_punishment_falls_linearly_within_the_buffer() -> None:
+    """Lengths 3, 1, 2, 2, 2, 2, 3 under a limit of 4 with a buffer of 2: nothing up to 2 tokens, half at 3."""
+    settings = {"adv_estimator": "reinforce", "overlong_buffer_length": 2, "overlong_penalty_factor": 0.5}
+    batch, metrics = settled(settings, 4)
+    raw = batch.batch["scores"]
+    expected = raw - 0.25 * (batch.batch["response_mask"].sum(-1) == 3)
+    torch.testing.assert_close(batch.batch["response_level_rewards"], expected)
+    assert raw.tolist() == [1.0, 0.25, 0.0, 0.5, 1.0, 3.0, 7.0], "accuracies and filters see the raw score"
+    assert metrics["critic/overlong_penalty"] == pytest.approx(0.25 * 2 / 7)
+
+
+def test_remax_subtracts_the_greedy_reward_made_as_a_samples_is() -> None:
+    baseline = {
+        "baseline_scores": torch.tensor([0.5, 0.5, 1.0, 1.0, 1.0, 9.0, 9.0]),
+        "baseline_lengths": torch.tensor([3, 3, 1, 1, 1, 1, 1]),
+    }
+    settings = {"adv_estimator": "remax", "overlong_buffer_length": 2, "reward_clip": 5.0}
+    batch, _ = settled(settings, 4, **baseline)
+    rewards = batch.batch["scores"] - 0.5 * (batch.batch["response_mask"].sum(-1) == 3)
+    expected = rewards.clamp(max=5) - torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0, 5.0, 5.0])
+    last_token = batch.batch["advantages"][batch.batch["response_mask"]]
+    torch.testing.assert_close(last_token, expected.repeat_interleave(batch.batch["response_mask"].sum(-1)))
+
+
+def test_gdpo_normalises_the_weighed_rewards_apart() -> None:
+    components = torch.tensor([[1.0, 0], [0, 1], [1, 0], [1, 1], [0, 1], [0, 0], [1, 1]])
+    settings = {"adv_estimator": "gdpo", "reward_weights": {"right": 2.0, "short": 0.5}}
+    batch, _ = settled(settings, 4, reward_components=components)
+    total = torch.zeros(7, dtype=torch.float64)
+    for weight, column in ((2.0, components[:, 0].double()), (0.5, components[:, 1].double())):
+        for rows in ([0, 1], [2, 3, 4], [5, 6]):
+            group = column[rows]
+            if group.std() > 0:
+                total[rows] += weight * (group - group.mean()) / group.std()
+    expected = (total - total.mean()) / total.std()
+    first_token = batch.batch["advantages"][torch.arange(7), batch.batch["response_mask"].int().argmax(-1)]
+    torch.testing.assert_close(first_token.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_policy_loss_uses_the_tokens_of_highest_entropy_among_those_of_the_loss() -> None:
+    batch = scored_batch(False)
+    entropy = torch.rand(batch.batch["response_mask"].shape, generator=torch.Generator().manual_seed(1))
+    settings = {"adv_estimator": "grpo", "top_entropy_quantile": 0.4, "difficulty_mask": True}
+    batch, metrics = settled(settings, 4, old_entropy=entropy)
+    loss_mask, policy_mask = batch.batch["loss_mask"], batch.batch["policy_mask"]
+    kept, dropped = entropy[policy_mask], entropy[loss_mask & ~policy_mask]
+    assert len(kept) == round(0.4 * int(loss_mask.sum()))
+    assert not (policy_mask & ~loss_mask).any() and kept.min() >= dropped.max()
+    assert metrics["actor/top_entropy_mean"] == pytest.approx(float(kept.mean()))

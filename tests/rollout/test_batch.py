@@ -1,10 +1,12 @@
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.rollout.batch import build_batch
+from roll.rewards.base import RewardResult
+from roll.rollout.batch import build_batch, greedy_baseline, reward_components
 from tests.rollout.helpers import make_group
 
 tokens = st.lists(st.integers(0, 1000), min_size=1, max_size=6)
@@ -45,3 +47,26 @@ def test_a_sample_without_reward_has_score_nan():
     batch = build_batch([make_group(0, [1], [[2], [3]], [None, 1.0])], pad_token_id=0)
     assert math.isnan(batch.batch["scores"][0])
     assert batch.batch["scores"].dtype == torch.float32
+
+
+def test_the_numbers_of_a_reward_as_columns():
+    group = make_group(0, [1], [[2], [3], [4]])
+    group.rewards = [
+        RewardResult(1.5, {"correct": 1.0, "format": 0.5}),
+        RewardResult(0.25, {}, "failed, and on_error says value"),
+        RewardResult(None, {}, "failed, and on_error says mask"),
+    ]
+    components = reward_components([group], ["format", "score"])
+    assert components.dtype == torch.float32
+    assert components.tolist() == [[0.5, 1.5], [0.25, 0.25], [0.0, 0.0]]
+    with pytest.raises(ValueError, match=r"reward_weights names 'formt'.*rewards\.domain.*correct, format, score"):
+        reward_components([group], ["correct", "formt"])
+
+
+def test_the_greedy_response_stands_beside_every_sample_of_its_prompt():
+    groups = [make_group(0, [1], [[2], [3]], [0.0, 1.0]), make_group(4, [1], [[2, 2]], [1.0])]
+    baselines = [make_group(0, [1], [[5, 6, 7]], [0.5]), make_group(1, [1], [[8]], [None])]
+    columns = greedy_baseline(groups, baselines)
+    assert columns["baseline_lengths"].tolist() == [3, 3, 1]
+    assert columns["baseline_scores"][:2].tolist() == [0.5, 0.5]
+    assert math.isnan(columns["baseline_scores"][2])

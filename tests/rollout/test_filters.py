@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from roll.rollout.filters import build_filter
+from roll.rollout.filters import GroupFilter, build_filter
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,18 @@ from roll.rollout.filters import build_filter
 )
 def test_filters(kind, arguments, scores, kept):
     assert build_filter(kind, arguments)(np.array(scores, dtype=np.float32)) is kept
+
+
+def best_of(at_least: float) -> GroupFilter:
+    return lambda scores: bool(np.nanmax(scores) >= at_least)
+
+
+def test_a_filter_of_ones_own_by_dotted_path():
+    keep = build_filter(f"{__name__}.best_of", {"at_least": 0.5})
+    assert keep(np.array([0.0, 0.7])) is True
+    assert keep(np.array([0.0, 0.4])) is False
+    assert keep(np.array([np.nan, np.nan])) is False
+    with pytest.raises(ValueError, match=r"at_most.*do not fit .*best_of"):
+        build_filter(f"{__name__}.best_of", {"at_most": 0.5})
+    with pytest.raises(ValueError, match="cannot be imported"):
+        build_filter("no_such.module.filter", {})

@@ -12,14 +12,17 @@ from roll.protocol.metrics import Metrics
 
 def add_reference_log_probs(batch: DataProto, reference: Cluster, temperature: float) -> None:
     """``ref_log_probs`` float32 (B, L)."""
-    batch.meta_info["temperature"] = temperature
+    batch.meta_info |= {"temperature": temperature, "entropy": False}
     batch.batch["ref_log_probs"] = reference.compute_log_probs(batch).batch["log_probs"]
 
 
-def add_old_log_probs(batch: DataProto, actor: Cluster, temperature: float) -> None:
-    """``old_log_probs`` float32 (B, L): the trainer's own, before any update."""
-    batch.meta_info["temperature"] = temperature
-    batch.batch["old_log_probs"] = actor.compute_log_probs(batch).batch["log_probs"]
+def add_old_log_probs(batch: DataProto, actor: Cluster, temperature: float, with_entropy: bool = False) -> None:
+    """``old_log_probs`` float32 (B, L): the trainer's own, before any update; and ``old_entropy`` if asked for."""
+    batch.meta_info |= {"temperature": temperature, "entropy": with_entropy}
+    computed = actor.compute_log_probs(batch).batch
+    batch.batch["old_log_probs"] = computed["log_probs"]
+    if with_entropy:
+        batch.batch["old_entropy"] = computed["entropy"]
 
 
 def add_values(batch: DataProto, critic: Cluster) -> None:

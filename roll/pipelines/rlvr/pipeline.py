@@ -57,8 +57,12 @@ class RLVRPipeline:
         starting.begin(self.residency)
         self.data = load_data(self.config, self.plan)
         self.clusters = starting.finish(self.residency)
+        self.connect()
+
+    def connect(self) -> None:
+        """Build the phases on top of clusters and data."""
         self.rollout = RolloutPhase(self.config, self.plan, self.clusters, self.data)
-        self.scoring = Scoring(self.config, self.plan.norm_types)
+        self.scoring = Scoring(self.config, self.plan.norm_types, self.plan.max_new_tokens)
         self.weight_sync = WeightSync(
             self.clusters.actor_train,
             self.clusters.actor_infer,
@@ -105,7 +109,9 @@ class RLVRPipeline:
         if self.plan.needs_old_log_probs:
             with self.frame.phase("old_log_probs"):
                 self.residency.bring({"actor_train": WEIGHTS})
-                add_old_log_probs(batch, self.clusters.actor_train, self.temperature)
+                add_old_log_probs(batch, self.clusters.actor_train, self.temperature, self.plan.needs_old_entropy)
+        elif self.plan.engine_log_probs_as_old:
+            batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
         if self.clusters.critic is not None:
             with self.frame.phase("values"):
                 self.residency.bring({"critic": WEIGHTS})

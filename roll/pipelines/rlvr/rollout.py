@@ -11,12 +11,12 @@ from roll.config.plan import RLVRPlan
 from roll.config.rlvr import RLVRConfig
 from roll.pipelines.rlvr.clusters import Clusters
 from roll.pipelines.rlvr.data import RunData
-from roll.pipelines.rlvr.validation import ValidationPass, validate
+from roll.pipelines.rlvr.validation import ValidationPass, draw_from, validate
 from roll.pipelines.tokenizers import pad_token_id
 from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics, Min
 from roll.rewards import failure_rates
-from roll.rollout.batch import build_batch
+from roll.rollout.batch import build_batch, greedy_baseline, reward_components
 from roll.rollout.engines import EnginePool
 from roll.rollout.filters import build_filter
 from roll.rollout.groups import SampleGroup
@@ -62,7 +62,24 @@ class RolloutPhase:
         self.num_drawn += result.num_drawn
         batch = build_batch(result.groups, pad_token_id(self._data.tokenizer))
         busy = self._engines.busy_seconds - busy_before
-        return batch, result.groups, _rollout_metrics(result, busy) | reward_metrics(result.groups)
+        metrics = _rollout_metrics(result, busy) | reward_metrics(result.groups)
+        if config.reward_weights:
+            batch.batch["reward_components"] = reward_components(result.groups, list(config.reward_weights))
+        if self._plan.needs_greedy_baseline:
+            metrics |= self._add_greedy_baseline(batch, result.groups)
+        return batch, result.groups, metrics
+
+    def _add_greedy_baseline(self, batch: DataProto, groups: list[SampleGroup]) -> Metrics:
+        """Answer the prompts of ``groups`` once more, greedily. Samples whose baseline cannot be scored lose their own
+        score: without it nothing is known of them."""
+        prompts = [group.prompt for group in groups]
+        params = greedy(self._plan.max_new_tokens, self._params)
+        baselines = self._scheduler.collect(draw_from(prompts), len(prompts), 1, params, first_draw=0).groups
+        batch.batch.update(greedy_baseline(groups, baselines))
+        scores = batch.batch["baseline_scores"]
+        batch.batch["scores"] = batch.batch["scores"].masked_fill(scores.isnan(), float("nan"))
+        scored = scores[~scores.isnan()]
+        return {"critic/baseline_score/mean": Mean(float(scored.sum()), len(scored))}
 
     def validate(self) -> tuple[dict[str, float], list[SampleGroup]]:
         """Answer the validation prompts by sampling and, unless switched off, greedily."""

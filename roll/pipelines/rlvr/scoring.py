@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,19 @@ from roll.algorithms.batch_watch import BatchWatch
 from roll.algorithms.data_metrics import BatchColumns, compute_data_metrics
 from roll.algorithms.kl import KLOptions, kl_estimate, make_kl_controller
 from roll.algorithms.masked import masked_mean
-from roll.algorithms.reward_processing import RewardOptions, RewardPostprocessor, token_level_rewards
-from roll.algorithms.sample_selection import SampleMaskOptions, SampleWeightOptions, sample_mask, sample_weights
+from roll.algorithms.reward_processing import (
+    RewardOptions,
+    RewardPostprocessor,
+    overlong_penalty,
+    token_level_rewards,
+)
+from roll.algorithms.sample_selection import (
+    SampleMaskOptions,
+    SampleWeightOptions,
+    sample_mask,
+    sample_weights,
+    top_entropy_mask,
+)
 from roll.config.rlvr import RLVRConfig
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
@@ -29,21 +40,29 @@ logger = logging.getLogger(__name__)
 
 
 class Scoring:
-    """Everything between scores and update that remembers something from step to step."""
+    """Everything between scores and update that remembers something from step to step.
 
-    def __init__(self, config: RLVRConfig, norm_types: tuple[str | None, str | None]) -> None:
+    Args:
+        norm_types: ``norm_mean_type`` and ``norm_std_type``, each perhaps ``auto``.
+        max_new_tokens: the length limit of a response, which the over-long punishment ends at.
+    """
+
+    def __init__(self, config: RLVRConfig, norm_types: tuple[str | None, str | None], max_new_tokens: int) -> None:
         self._config = config
+        self._max_new_tokens = max_new_tokens
         mean_type, std_type = resolve_norm_types(config.adv_estimator, *norm_types)
         self._normalise = RewardPostprocessor(RewardOptions(mean_type, std_type, config.reward_clip))
         self._kl_controller = make_kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
         self._masks = _options(SampleMaskOptions, config)
         self._weights = _options(SampleWeightOptions, config)
-        self._advantages = _options(AdvantageOptions, config)
+        weights = tuple(config.reward_weights.values())
+        self._advantages = replace(_options(AdvantageOptions, config), reward_weights=weights or None)
         self._watch = BatchWatch()
 
     def __call__(self, batch: DataProto) -> Metrics:
         """Add ``loss_mask``, ``response_level_rewards``, ``token_level_rewards``, ``advantages`` and ``returns`` to
-        ``batch`` (and ``sample_weights`` where samples weigh differently); return the metrics of the step's samples.
+        ``batch`` (``sample_weights`` where samples weigh differently, ``policy_mask`` where tokens are chosen by their
+        entropy); return the metrics of the step's samples.
 
         Samples without a score take part in nothing, neither in a baseline nor in a mean: their columns are zero."""
         scored = ~batch.batch["scores"].isnan()
@@ -76,16 +95,28 @@ class Scoring:
         weights = sample_weights(self._weights, scores, lengths, group_ids)
         if weights is not None:
             tensors["sample_weights"] = weights
+        if self._config.top_entropy_quantile < 1.0:
+            metrics |= self._add_policy_mask(batch)
         return metrics
+
+    def _add_policy_mask(self, batch: DataProto) -> Metrics:
+        tensors = batch.batch
+        entropy, quantile = tensors["old_entropy"], self._config.top_entropy_quantile
+        chosen = top_entropy_mask(entropy, tensors["loss_mask"], quantile)
+        tensors["policy_mask"] = chosen
+        return {"actor/top_entropy_mean": Mean(float(entropy[chosen].sum()), int(chosen.sum()))}
 
     def _add_rewards(self, batch: DataProto) -> Metrics:
         tensors = batch.batch
         rewards = torch.zeros_like(tensors["scores"])
+        shaped = self._shaped(tensors["scores"], tensors["response_mask"].sum(-1))
         metrics: list[Metrics] = []
+        if self._config.overlong_buffer_length is not None:
+            metrics.append({"critic/overlong_penalty": Mean(float((tensors["scores"] - shaped).mean()))})
         domains = batch.non_tensor_batch["domain"]
         for domain in sorted(set(domains)):
             rows = torch.from_numpy(domains == domain)
-            rewards[rows], measured = self._normalise(tensors["scores"][rows], tensors["group_ids"][rows], domain)
+            rewards[rows], measured = self._normalise(shaped[rows], tensors["group_ids"][rows], domain)
             metrics.append(measured)
         tensors["response_level_rewards"] = rewards
         kl, kl_coef = None, self._kl_controller.value
@@ -99,6 +130,21 @@ class Scoring:
         tensors["token_level_rewards"] = token_level_rewards(rewards, tensors["response_mask"], kl, kl_coef)
         return merge_metrics(metrics)
 
+    def _shaped(self, scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Raw scores (B,) less the over-long punishment of responses with ``lengths`` tokens."""
+        buffer = self._config.overlong_buffer_length
+        if buffer is None:
+            return scores
+        return scores + overlong_penalty(lengths, self._max_new_tokens, buffer, self._config.overlong_penalty_factor)
+
+    def _baseline_rewards(self, batch: DataProto) -> torch.Tensor | None:
+        """float (B,): the greedy response's reward, made as a sample's is."""
+        if "baseline_scores" not in batch.batch:
+            return None
+        shaped = self._shaped(batch.batch["baseline_scores"], batch.batch["baseline_lengths"])
+        bound = self._config.reward_clip
+        return shaped if bound is None else shaped.clamp(-bound, bound)
+
     def _add_advantages(self, batch: DataProto) -> AdvantageOutputs:
         tensors = batch.batch
         scored = ~tensors["scores"].isnan()
@@ -109,6 +155,8 @@ class Scoring:
             mask=tensors["response_mask"] & scored[:, None],
             group_ids=torch.where(scored, tensors["group_ids"], alone),
             values=tensors.get("values"),
+            baseline_rewards=self._baseline_rewards(batch),
+            reward_components=tensors.get("reward_components"),
         )
         outputs = estimate_advantages(inputs, self._advantages)
         tensors["advantages"], tensors["returns"] = outputs.advantages, outputs.returns

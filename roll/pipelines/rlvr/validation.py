@@ -42,13 +42,14 @@ def validate(
         groups: list[SampleGroup] = []
         for begin in range(0, len(rows), batch_size):
             part = list(rows[begin : begin + batch_size])
-            groups += scheduler.collect(_draw_from(part), len(part), one.num_samples, one.params, begin).groups
+            groups += scheduler.collect(draw_from(part), len(part), one.num_samples, one.params, begin).groups
         metrics |= accuracy_metrics(groups, one.name, is_primary=one is passes[0])
         shown = shown or groups
     return metrics, shown
 
 
-def _draw_from(rows: list[PromptRow]) -> DrawPrompts:
+def draw_from(rows: list[PromptRow]) -> DrawPrompts:
+    """Gives ``rows`` in order, once."""
     remaining = iter(rows)
     return lambda count: list(islice(remaining, count))
 

@@ -1,0 +1,95 @@
+"""Checks of the algorithm's keys against one another."""
+
+from __future__ import annotations
+
+from roll.config.checks import Checks
+from roll.config.names import GREEDY_BASELINE_ESTIMATORS, LEAVE_ONE_OUT_ESTIMATORS
+from roll.config.planning import max_new_tokens, needs_critic, needs_old_entropy, uses_old_log_probs
+from roll.config.rlvr import RLVRConfig
+
+
+def check_algorithm(config: RLVRConfig, checks: Checks) -> None:
+    group = config.num_return_sequences_in_group
+    if config.adv_estimator in LEAVE_ONE_OUT_ESTIMATORS and group < 2:
+        rule = f"must be at least 2 with {config.adv_estimator}: a sample is compared with the others of its prompt"
+        checks.add("num_return_sequences_in_group", group, rule, 8)
+    if config.adv_estimator == "grpo" and group < 2:
+        checks.note("num_return_sequences_in_group", "1 with grpo: a group of one keeps its raw score")
+    if config.difficulty_low_threshold > config.difficulty_high_threshold:
+        rule = f"must not be greater than difficulty_high_threshold {config.difficulty_high_threshold}"
+        checks.add("difficulty_low_threshold", config.difficulty_low_threshold, rule, 0.0)
+    check_passes(config, checks)
+    check_rewards_of_estimator(config, checks)
+    check_overlong(config, checks)
+    if config.critic_warmup >= config.max_steps and needs_critic(config):
+        rule = f"must be less than max_steps {config.max_steps}, or the policy never learns"
+        checks.add("critic_warmup", config.critic_warmup, rule, 0)
+    if config.adv_estimator == "grpo" and config.norm_mean_type is None:
+        checks.note("norm_mean_type", "null with grpo: rewards are not compared within their group")
+    note_without_effect(config, checks)
+
+
+def check_passes(config: RLVRConfig, checks: Checks) -> None:
+    """What the pass before the update is forbidden and needed for."""
+    key = "force_disable_old_logprobs_recompute"
+    if not config.force_disable_old_logprobs_recompute:
+        return
+    if config.enable_old_logprobs_recompute:
+        checks.add(key, True, "contradicts enable_old_logprobs_recompute: true; keep one of them", False)
+    if needs_old_entropy(config):
+        rule = f"leaves no entropies for top_entropy_quantile {config.top_entropy_quantile:g}"
+        checks.add(key, True, rule, False)
+    if config.train_infer_correction and uses_old_log_probs(config):
+        checks.note("train_infer_correction", f"has no effect with {key}: old and engine log-probs are the same")
+
+
+def check_rewards_of_estimator(config: RLVRConfig, checks: Checks) -> None:
+    """Rewards in the form that the estimator compares them in."""
+    estimator = config.adv_estimator
+    if estimator in GREEDY_BASELINE_ESTIMATORS:
+        for key, value in (("norm_mean_type", config.norm_mean_type), ("norm_std_type", config.norm_std_type)):
+            if value not in (None, "auto"):
+                rule = f"must be null with {estimator}: the greedy response's reward is subtracted as it is"
+                checks.add(key, value, rule, "~")
+    if estimator == "gdpo" and not config.reward_weights:
+        rule = "is needed by adv_estimator: gdpo: the numbers of the reward to normalise apart, and their weights"
+        checks.missing("reward_weights", rule, "{correct: 1.0, answered: 0.5}")
+    if config.reward_weights and estimator != "gdpo" and "." not in estimator:
+        checks.note("reward_weights", f"has no effect with adv_estimator: {estimator}")
+    if estimator == "gdpo":
+        for key in ("norm_mean_type", "norm_std_type", "reward_clip", "overlong_buffer_length", "add_token_level_kl"):
+            if checks.written(key) and getattr(config, key) not in (None, False, "auto"):
+                checks.note(key, "has no effect with gdpo: it normalises the rewards of reward_weights itself")
+
+
+def check_overlong(config: RLVRConfig, checks: Checks) -> None:
+    buffer, key = config.overlong_buffer_length, "overlong_buffer_length"
+    if buffer is None:
+        if checks.written("overlong_penalty_factor"):
+            checks.note("overlong_penalty_factor", f"has no effect without {key}")
+        return
+    if checks.broken("response_length", "sequence_length", "actor_infer.generating_args.max_new_tokens"):
+        return
+    limit = max_new_tokens(config)
+    if buffer > limit:
+        rule = f"must be at most the length limit of a response, {limit} tokens"
+        checks.add(key, buffer, rule, max(1, limit // 5))
+
+
+def note_without_effect(config: RLVRConfig, checks: Checks) -> None:
+    """Keys that are written and have no effect beside the others."""
+    if config.use_kl_loss and config.kl_loss_coef == 0:
+        checks.note("use_kl_loss", "has no effect with kl_loss_coef 0")
+    if config.kl_loss_coef > 0 and not config.use_kl_loss:
+        checks.note("kl_loss_coef", "has no effect without use_kl_loss: true")
+    if config.add_token_level_kl and config.init_kl_coef == 0:
+        checks.note("add_token_level_kl", "has no effect with init_kl_coef 0")
+    if config.target_kl is not None and not config.add_token_level_kl:
+        checks.note("target_kl", "has no effect without add_token_level_kl: true")
+    for key in ("pg_clip_low", "pg_clip_high"):
+        if checks.written(key) and not config.use_pg_clip_range:
+            checks.note(key, "has no effect without use_pg_clip_range: true")
+    if config.rl_loss_coef == 0 and config.entropy_loss_coef == 0 and not config.use_kl_loss:
+        checks.note("rl_loss_coef", "0 with no other loss term: the policy does not learn")
+    if config.checkpoint_config.output_dir is None and checks.written("checkpoint_config.keep_local_file"):
+        checks.note("checkpoint_config.keep_local_file", "has no effect without checkpoint_config.output_dir")
