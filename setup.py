@@ -38,7 +38,9 @@ EXTRAS = {
     "trackers": ["wandb>=0.20", "swanlab>=0.10"],
     "gpu": ["deepspeed==0.19.8", "megatron-core==0.16.1", "peft==0.21.2", "vllm==0.32.0"],
     "test": [
+        "deepspeed==0.19.8",
         "hypothesis>=6.100",
+        "megatron-core==0.16.1",
         "mypy>=2.0",
         "peft==0.21.2",
         "pytest>=9.0",

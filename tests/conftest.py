@@ -1,8 +1,14 @@
-"""Settings of every test: one thread a process, nothing from the network, GPU tests only where there is a GPU."""
+"""Settings of every test: one thread a process, nothing from the network, GPU tests only where there is a GPU; and the
+Ray that runs of whole pipelines share."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -36,3 +42,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in gpu_items:
         item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+
+
+@pytest.fixture(scope="session")
+def shared_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a Ray that runs join, so that not every one of them has to start its own."""
+    file = tmp_path_factory.mktemp("ray") / "address"
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.pipelines.serve_ray", str(file)],
+        cwd=Path(__file__).parents[1],
+        stdin=subprocess.PIPE,
+    )
+    give_up = time.monotonic() + 60
+    while not file.exists():
+        assert server.poll() is None, "Ray did not start"
+        assert time.monotonic() < give_up, "Ray did not start in time"
+        time.sleep(0.05)
+    yield file.read_text()
+    server.communicate(timeout=60)

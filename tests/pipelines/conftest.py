@@ -1,12 +1,9 @@
-"""One model, one set of word problems and one Ray for all runs of this folder."""
+"""One model and one set of word problems for all runs of this folder."""
 
 from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,30 +21,12 @@ from tests.pipelines.tiny_runs import (
     sft_settings,
 )
 
-ROOT = Path(__file__).parents[2]
-
 Run = Callable[..., FinishedRun]
 
 
 @pytest.fixture(scope="session")
 def world(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:  # noqa: F811
     return make_world(tiny, tmp_path_factory.mktemp("world"))
-
-
-@pytest.fixture(scope="session")
-def shared_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a Ray that runs join, so that not every one of them has to start its own."""
-    file = tmp_path_factory.mktemp("ray") / "address"
-    server = subprocess.Popen(
-        [sys.executable, "-m", "tests.pipelines.serve_ray", str(file)], cwd=ROOT, stdin=subprocess.PIPE
-    )
-    give_up = time.monotonic() + 60
-    while not file.exists():
-        assert server.poll() is None, "Ray did not start"
-        assert time.monotonic() < give_up, "Ray did not start in time"
-        time.sleep(0.05)
-    yield file.read_text()
-    server.communicate(timeout=60)
 
 
 @pytest.fixture(scope="session")

@@ -1,36 +1,55 @@
 """A pool of processes that form gloo groups of any size up to the pool's, many times over.
 
-Importing torch and transformers costs seconds, so a fork server imports them once, and the processes live as long as
-the test session.
+Jobs and answers are pickled as bytes: a pipe's own way with tensors is a shared-memory file each.
+
+Importing torch, transformers and the backends costs seconds, so a fork server imports them once (those that are
+installed), and the processes live as long as the test session.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
+import pickle
+import sys
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_PRELOAD = ["torch", "torch.distributed.fsdp", "transformers.models.qwen2.modeling_qwen2", "roll.strategies.fsdp2"]
+_PRELOAD = [
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.models.qwen2.modeling_qwen2",
+    "roll.strategies.fsdp2",
+    "roll.strategies.megatron",
+    "deepspeed",
+]
+_SECONDS, _SECONDS_AFTER_ERROR = 120.0, 10.0
 
 
 class RankPool:
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOAD)
+        self._size = size
+        self._runs = 0
+        self._start()
+
+    def _start(self) -> None:
         self._links: list[Connection] = []
         self._processes = []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+        for rank in range(self._size):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(rank, theirs), daemon=True)
             process.start()
             theirs.close()
             self._links.append(ours)
             self._processes.append(process)
-        self._runs = 0
 
     def run(self, folder: Path, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """``function(*args)`` on ranks 0..world_size-1 of a fresh process group; the results by rank.
@@ -41,23 +60,42 @@ class RankPool:
         store = folder / f"store_{os.getpid()}_{self._runs}"
         for rank, link in enumerate(self._links[:world_size]):
             own = [arg[rank] if isinstance(arg, list) and len(arg) == world_size else arg for arg in args]
-            link.send((store, world_size, function, own))
-        answers = []
-        for rank, link in enumerate(self._links[:world_size]):
-            if not link.poll(120):
-                errors = [other.recv()[0] for other in self._links[rank + 1 : world_size] if other.poll()]
-                raise AssertionError(
-                    f"rank {rank} of {world_size} did not answer {function.__name__} within two minutes; "
-                    f"the others: {errors}"
-                )
-            answers.append(link.recv())
-        for rank, (error, _) in enumerate(answers):
-            assert error is None, f"rank {rank} of {world_size}:\n{error}"
-        return [result for _, result in answers]
+            link.send_bytes(pickle.dumps((store, world_size, function, own)))
+        answers = self._collect(world_size)
+        errors = [f"rank {rank}:\n{error}" for rank, (error, _) in sorted(answers.items()) if error is not None]
+        silent = sorted(set(range(world_size)) - answers.keys())
+        if silent or not all(process.is_alive() for process in self._processes):
+            self._restart()
+        assert not silent, "\n".join([f"no answer to {function.__name__} from ranks {silent}", *errors])
+        assert not errors, "\n".join(errors)
+        return [answers[rank][1] for rank in range(world_size)]
+
+    def _collect(self, world_size: int) -> dict[int, tuple[str | None, Any]]:
+        """Error and result by rank; of those that answer in time. After an error the others may wait for it in vain."""
+        answers: dict[int, tuple[str | None, Any]] = {}
+        waiting = {link: rank for rank, link in enumerate(self._links[:world_size])}
+        give_up = time.monotonic() + _SECONDS
+        while waiting and (left := give_up - time.monotonic()) > 0:
+            for link in wait(list(waiting), timeout=left):
+                assert isinstance(link, Connection)
+                rank = waiting.pop(link)
+                try:
+                    answers[rank] = pickle.loads(link.recv_bytes())
+                except EOFError:
+                    answers[rank] = "the process ended", None
+                if answers[rank][0] is not None:
+                    give_up = min(give_up, time.monotonic() + _SECONDS_AFTER_ERROR)
+        return answers
+
+    def _restart(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._start()
 
     def close(self) -> None:
         for link in self._links:
-            link.send(None)
+            link.send_bytes(pickle.dumps(None))
         for process in self._processes:
             process.join(timeout=10)
             if process.is_alive():
@@ -69,7 +107,10 @@ def _serve(rank: int, link: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    while (job := link.recv()) is not None:
+    # What was imported stays: DeepSpeed collects garbage with each engine, a third of a second over so many objects.
+    gc.collect()
+    gc.freeze()
+    while (job := pickle.loads(link.recv_bytes())) is not None:
         store, world_size, function, args = job
         try:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
@@ -77,7 +118,24 @@ def _serve(rank: int, link: Connection) -> None:
         except Exception:
             answer = traceback.format_exc(), None
         finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        link.send(answer)
+            _leave_groups()
+        link.send_bytes(pickle.dumps(answer))
     os._exit(0)
+
+
+def _leave_groups() -> None:
+    """Also those that Megatron and DeepSpeed keep in module variables: the next job forms others."""
+    import torch.distributed as dist
+
+    if parallel_state := sys.modules.get("megatron.core.parallel_state"):
+        parallel_state.destroy_model_parallel()
+    comm = sys.modules.get("deepspeed.comm.comm")
+    if comm is not None and comm.cdb is not None:
+        comm.destroy_process_group()
+        comm.cdb = None
+    if zero := sys.modules.get("deepspeed.runtime.zero.parameter_offload"):
+        # It numbers modules from the start of a process, and ranks compare the numbers.
+        zero.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ = ([0],)
+        sys.modules["deepspeed.runtime.zero.partition_parameters"].Init.param_id = 0
+    if dist.is_initialized():
+        dist.destroy_process_group()

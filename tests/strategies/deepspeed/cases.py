@@ -106,8 +106,10 @@ def state_of(strategy: DeepSpeedTrainStrategy, metrics: Metrics) -> dict[str, An
     }
 
 
-def train_each(roles: dict[str, WorkerConfig], batch: TensorBatch, steps: int = 1) -> dict[str, dict[str, Any]]:
-    return {name: train(role, batch, steps) for name, role in roles.items()}
+def train_each(
+    roles: dict[str, WorkerConfig], batch: TensorBatch, steps: int = 1, value: bool = False
+) -> dict[str, dict[str, Any]]:
+    return {name: train(role, batch, steps, value=value) for name, role in roles.items()}
 
 
 def poison_each(roles: dict[str, WorkerConfig], batch: TensorBatch) -> dict[str, dict[str, Any]]:

@@ -27,17 +27,16 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("dtype", "names"), [("fp32", list(CONFIGS)), ("bf16", ["zero0", "zero2", "zero3-offload"])])
 def test_resumed_equals_uninterrupted_bit_for_bit(
-    run_deepspeed: RunRanks, tied_model: Path, tmp_path: Path, dtype: str
+    run_ranks: RunRanks, tied_model: Path, tmp_path: Path, dtype: str, names: list[str]
 ) -> None:
     roles = {
-        name: make_role(tied_model, "deepspeed_train", dtype=dtype, config=config, **OPTIONS)
-        for name, config in CONFIGS.items()
+        name: make_role(tied_model, "deepspeed_train", dtype=dtype, config=CONFIGS[name], **OPTIONS) for name in names
     }
     parts = split_rows(make_batch(), (6, 6))
-    whole = run_deepspeed(2, cases.train_and_save_each, roles, parts, tmp_path, 2)
-    resumed = run_deepspeed(2, cases.load_and_train_each, roles, parts, tmp_path, 2)
+    whole = run_ranks(2, cases.train_and_save_each, roles, parts, tmp_path, 2)
+    resumed = run_ranks(2, cases.load_and_train_each, roles, parts, tmp_path, 2)
     for name in roles:
         for one, other in zip((rank[name] for rank in whole), (rank[name] for rank in resumed), strict=True):
             assert one["metrics"] == other["metrics"], name
@@ -50,17 +49,17 @@ def test_resumed_equals_uninterrupted_bit_for_bit(
             assert steps == {4.0} and any(key.endswith(".exp_avg_sq") for key in one["optimizer"])
 
 
-def test_another_stage_or_number_of_ranks_is_refused(run_deepspeed: RunRanks, tied_model: Path, tmp_path: Path) -> None:
+def test_another_stage_or_number_of_ranks_is_refused(run_ranks: RunRanks, tied_model: Path, tmp_path: Path) -> None:
     role = make_role(tied_model, "deepspeed_train", config=zero(2), **OPTIONS)
-    run_deepspeed(2, cases.train_and_save, role, split_rows(make_batch(), (6, 6)), tmp_path, 1)
+    run_ranks(2, cases.train_and_save, role, split_rows(make_batch(), (6, 6)), tmp_path, 1)
     with pytest.raises(AssertionError, match=r"written by 2 ranks under ZeRO-2, this role has 1 under ZeRO-2"):
-        run_deepspeed(1, cases.load_and_train, role, make_batch(), tmp_path, 1)
+        run_ranks(1, cases.load_and_train, role, make_batch(), tmp_path, 1)
     other = make_role(tied_model, "deepspeed_train", config=zero(1), **OPTIONS)
     with pytest.raises(AssertionError, match=r"written by 2 ranks under ZeRO-2, this role has 2 under ZeRO-1"):
-        run_deepspeed(2, cases.load_and_train, other, split_rows(make_batch(), (6, 6)), tmp_path, 1)
+        run_ranks(2, cases.load_and_train, other, split_rows(make_batch(), (6, 6)), tmp_path, 1)
 
 
-def test_a_folder_without_checkpoint_is_named(run_deepspeed: RunRanks, tied_model: Path, tmp_path: Path) -> None:
+def test_a_folder_without_checkpoint_is_named(run_ranks: RunRanks, tied_model: Path, tmp_path: Path) -> None:
     role = make_role(tied_model, "deepspeed_train", config=zero(1))
     with pytest.raises(AssertionError, match=r"FileNotFoundError.*not a training checkpoint"):
-        run_deepspeed(1, cases.load_and_train, role, make_batch(), tmp_path, 1)
+        run_ranks(1, cases.load_and_train, role, make_batch(), tmp_path, 1)

@@ -74,10 +74,10 @@ def expected(tied_model: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def trained(run_deepspeed: RunRanks, tied_model: Path) -> dict[str, list[dict[str, Any]]]:
+def trained(run_ranks: RunRanks, tied_model: Path) -> dict[str, list[dict[str, Any]]]:
     """One optimizer step of every case on two ranks, all in one pair of processes."""
     roles = {name: make_role(tied_model, "deepspeed_train", **options) for name, options in CASES.items()}
-    by_rank = run_deepspeed(2, cases.train_each, roles, split_rows(make_batch(), SPLIT))
+    by_rank = run_ranks(2, cases.train_each, roles, split_rows(make_batch(), SPLIT))
     return {name: [results[name] for results in by_rank] for name in roles}
 
 
@@ -138,7 +138,7 @@ def test_optimizer_steps_equal_plain_adamw(
 
 
 @pytest.fixture(scope="module")
-def stepped(run_deepspeed: RunRanks, tied_model: Path) -> dict[str, dict[str, Any]]:
+def stepped(run_ranks: RunRanks, tied_model: Path) -> dict[str, dict[str, Any]]:
     """Three clipped and unclipped steps with weight decay and a schedule, at every stage."""
     # Epsilon keeps AdamW's first steps smooth: with 1e-8 an element whose gradient is rounding noise moves as far as
     # any other, in either direction.
@@ -150,20 +150,25 @@ def stepped(run_deepspeed: RunRanks, tied_model: Path) -> dict[str, dict[str, An
         for stage in range(4)
         for norm in (None, 0.05)
     }
-    return run_deepspeed(2, cases.train_each, roles, split_rows(make_batch(), SPLIT), 3)[0]
+    return run_ranks(2, cases.train_each, roles, split_rows(make_batch(), SPLIT), 3)[0]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bf16_equals_fsdp2_and_keeps_float32_weights(
-    run_ranks: RunRanks, bf16: dict[str, dict[str, Any]], tied_model: Path, expected: dict[str, Any], stage: int
+    bf16: dict[str, dict[str, Any]], bf16_reference: dict[str, torch.Tensor], expected: dict[str, Any], stage: int
 ) -> None:
     """The same bf16 weights through the same layers: the reference under FSDP2 and the trainer agree exactly."""
     result = bf16[str(stage)]
-    parts = split_rows(make_batch(), SPLIT)
-    reference = run_ranks(2, fsdp2_cases.forward, make_role(tied_model, "fsdp2_infer", dtype="bf16"), parts)[0]
-    assert torch.equal(result["outputs"]["log_probs"], reference["log_probs"])
+    assert torch.equal(result["outputs"]["log_probs"], bf16_reference["log_probs"])
     assert result["metrics"]["grad_norm"] == pytest.approx(expected["norm"], rel=0.03)
     assert result["weights"]["model.norm.weight"].dtype is torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def bf16_reference(run_ranks: RunRanks, tied_model: Path) -> dict[str, torch.Tensor]:
+    """What rank 0 computes under FSDP2."""
+    role = make_role(tied_model, "fsdp2_infer", dtype="bf16")
+    return run_ranks(2, fsdp2_cases.forward, role, split_rows(make_batch(), SPLIT))[0]
 
 
 def test_bf16_master_weights_are_those_of_the_file(bf16: dict[str, dict[str, Any]], tied_model: Path) -> None:
@@ -176,13 +181,13 @@ def test_bf16_master_weights_are_those_of_the_file(bf16: dict[str, dict[str, Any
 
 
 @pytest.fixture(scope="module")
-def bf16(run_deepspeed: RunRanks, tied_model: Path) -> dict[str, dict[str, Any]]:
+def bf16(run_ranks: RunRanks, tied_model: Path) -> dict[str, dict[str, Any]]:
     training = {"learning_rate": 0.0}
     roles = {
         str(stage): make_role(tied_model, "deepspeed_train", dtype="bf16", training=training, config=zero(stage))
         for stage in range(4)
     }
-    return run_deepspeed(2, cases.train_each, roles, split_rows(make_batch(), SPLIT))[0]
+    return run_ranks(2, cases.train_each, roles, split_rows(make_batch(), SPLIT))[0]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -196,41 +201,41 @@ def test_a_gradient_that_is_not_finite_is_dropped(dropped: dict[str, dict[str, A
 
 
 @pytest.fixture(scope="module")
-def dropped(run_deepspeed: RunRanks, tied_model: Path) -> dict[str, dict[str, Any]]:
+def dropped(run_ranks: RunRanks, tied_model: Path) -> dict[str, dict[str, Any]]:
     roles = {
         f"{stage}-{dtype}": make_role(tied_model, "deepspeed_train", dtype=dtype, config=zero(stage))
         for stage in range(4)
         for dtype in ("fp32", "bf16")
     }
-    return run_deepspeed(2, cases.poison_each, roles, split_rows(make_batch(), SPLIT))[0]
+    return run_ranks(2, cases.poison_each, roles, split_rows(make_batch(), SPLIT))[0]
 
 
-def test_one_rank_and_ranks_without_rows(run_deepspeed: RunRanks, tied_model: Path, expected: dict[str, Any]) -> None:
+def test_one_rank_and_ranks_without_rows(run_ranks: RunRanks, tied_model: Path, expected: dict[str, Any]) -> None:
     role = make_role(tied_model, "deepspeed_train", config=zero(3))
     for split in ((12,), (12, 0)):
-        results = run_deepspeed(len(split), cases.train, role, split_rows(make_batch(), split))
+        results = run_ranks(len(split), cases.train, role, split_rows(make_batch(), split))
         for name, gradient in expected["gradients"].items():
             tolerance = RELATIVE * float(gradient.abs().max()) + 1e-9
             torch.testing.assert_close(results[-1]["gradients"][name], gradient, rtol=0, atol=tolerance)
 
 
-def test_value_model_learns_as_under_fsdp2(run_ranks: RunRanks, run_deepspeed: RunRanks, tied_model: Path) -> None:
+def test_value_model_learns_as_under_fsdp2(run_ranks: RunRanks, tied_model: Path) -> None:
     parts = split_rows(make_batch(), SPLIT)
     training = {"adam_epsilon": 1e-3}
     wanted = run_ranks(2, fsdp2_cases.train, make_role(tied_model, training=training), parts, 3, None, True)
     role = make_role(tied_model, "deepspeed_train", training=training, config=zero(3))
-    for one, other in zip(run_deepspeed(2, cases.train, role, parts, 3, None, True), wanted, strict=True):
+    for one, other in zip(run_ranks(2, cases.train, role, parts, 3, None, True), wanted, strict=True):
         torch.testing.assert_close(one["outputs"]["values"], other["outputs"]["values"], rtol=0, atol=1e-5)
         assert one["outputs"]["values"].any()
 
 
-def test_frozen_modules_do_not_change(run_deepspeed: RunRanks, tied_model: Path) -> None:
+def test_frozen_modules_do_not_change(run_ranks: RunRanks, tied_model: Path) -> None:
     frozen = {"freeze_module_prefix": "model.layers.0, model.embed_tokens"}
     roles = {
         str(stage): make_role(tied_model, "deepspeed_train", model_args=frozen, config=zero(stage))
         for stage in range(4)
     }
-    results = run_deepspeed(2, cases.train_each, roles, split_rows(make_batch(), SPLIT))[0]
+    results = run_ranks(2, cases.train_each, roles, split_rows(make_batch(), SPLIT))[0]
     for stage, result in results.items():
         for name, parameter in plain_model(tied_model).named_parameters():
             expect_frozen = name.startswith(("model.layers.0", "model.embed_tokens"))

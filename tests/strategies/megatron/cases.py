@@ -75,20 +75,23 @@ def weights_of(strategy: Any, bucket_bytes: int = 2**30) -> dict[str, torch.Tens
 def train(
     role: WorkerConfig, batch: TensorBatch, steps: int = 1, max_grad_norm: float | None = None, value: bool = False
 ) -> dict[str, Any]:
-    """``steps`` optimizer steps; the metrics, gradients and outputs before the last one, and the weights after it."""
+    """``steps`` optimizer steps; the outputs before the first one, metrics, gradients and outputs before the last one,
+    and the weights after it."""
     with fresh_groups():
         outputs = (Output.VALUES,) if value else POLICY
         strategy = RecordingStrategy(
             role, ModelHead.VALUE if value else ModelHead.CAUSAL_LM, max_grad_norm=max_grad_norm
         )
         strategy.initialize(num_training_steps=10)
+        history = []
         for _ in range(steps):
-            before = strategy.forward(batch, outputs)
+            history.append(strategy.forward(batch, outputs))
             metrics = strategy.train_step(batch, value_loss if value else policy_loss, outputs)
         return {
             "metrics": to_floats(metrics),
             "gradients": strategy.gradients,
-            "outputs": before,
+            "first_outputs": history[0],
+            "outputs": history[-1],
             "weights": weights_of(strategy),
             "rank_info": strategy.rank_info,
             "denominator": strategy.all_reduce_sum(torch.tensor([1.0])),

@@ -43,7 +43,7 @@ def expected(family: Callable[[str], Path]) -> Callable[[str], dict[str, Any]]:
     return plain
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_case(run_ranks: Callable[..., list[Any]], family: Callable[[str], Path]) -> Callable[..., list[Any]]:
     """``run_case(case, world, sizes, model="qwen2", args=(), **role)``: the results by rank of a case of ``cases`` with
     the rows of :func:`make_batch` spread over the data-parallel ranks. ``sizes``: short names and other options."""

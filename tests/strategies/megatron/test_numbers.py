@@ -211,16 +211,24 @@ def test_forward_with_temperature(run_case: RunCase, family: Callable[[str], Any
 VALUE_SIZES = [{"tp": 2}, {"tp": 2, "sp": True}, {"pp": 2}, {"cp": 2}, {"dist_opt": True}]
 
 
+VALUE_STEPS = {"args": (3, None, True), "training": {"adam_epsilon": 1e-3}}
+
+
+@pytest.fixture(scope="module")
+def values_alone(run_case: RunCase) -> torch.Tensor:
+    """Of one rank, after two optimizer steps."""
+    return run_case(cases.train, 1, {}, **VALUE_STEPS)[0]["outputs"]["values"]
+
+
 @pytest.mark.parametrize("sizes", VALUE_SIZES)
-def test_value_model_starts_at_zero_and_learns(run_case: RunCase, sizes: dict[str, Any]) -> None:
-    training = {"adam_epsilon": 1e-3}
-    first = run_case(cases.train, 2, sizes, args=(1, None, True), training=training)
-    assert not any(result["outputs"]["values"].any() for result in first)
-    alone = run_case(cases.train, 1, {}, args=(3, None, True), training=training)[0]
-    later = run_case(cases.train, 2, sizes, args=(3, None, True), training=training)
-    values = torch.cat([result["outputs"]["values"] for result in by_replica(later)])
+def test_value_model_starts_at_zero_and_learns(
+    run_case: RunCase, values_alone: torch.Tensor, sizes: dict[str, Any]
+) -> None:
+    results = run_case(cases.train, 2, sizes, **VALUE_STEPS)
+    assert not any(result["first_outputs"]["values"].any() for result in results)
+    values = torch.cat([result["outputs"]["values"] for result in by_replica(results)])
     assert torch.equal(values != 0, make_batch()["response_mask"])
-    torch.testing.assert_close(values, alone["outputs"]["values"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(values, values_alone, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("sizes", VALUE_SIZES)
