@@ -1,4 +1,4 @@
-"""The command line: ``roll run | check | plan | prepare-data``.
+"""The command line: ``roll run | check | plan | prepare-data | translate``.
 
 Heavy packages are imported by the command that needs them, so that ``roll check`` answers at once.
 """
@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["prepare-data"]:
         return prepare_data(words[1:])
+    if words[:1] == ["translate"]:
+        return translate(words[1:])
     parser = build_parser()
     arguments, rest = parser.parse_known_args(words)
     unknown = [word for word in rest if word.startswith("-")]
@@ -164,6 +166,13 @@ def prepare_data(argv: Sequence[str]) -> int:
     return int(module.main(list(argv)) or 0)
 
 
+def translate(argv: Sequence[str]) -> int:
+    """``roll translate [--yaml] FILE | COMMAND``."""
+    from roll.translation.command import main as run_translation
+
+    return run_translation(argv)
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="roll", description="Train language models by reinforcement.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -174,6 +183,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--skip-files", action="store_true", help="do not ask whether data and models exist")
     prepare = f"turn published files into this project's columns: {', '.join(DATA_SETS)}"
     commands.add_parser("prepare-data", help=prepare, add_help=False)
+    commands.add_parser("translate", help="turn keys of SkyRL or verl into this project's", add_help=False)
     return parser
 
 

@@ -13,7 +13,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 FLOORS = {
     1: {"config", "protocol", "platforms"},
-    2: {"algorithms", "models", "datasets"},
+    2: {"algorithms", "models", "datasets", "translation"},
     3: {"strategies", "weight_sync", "distributed", "rewards", "rollout", "checkpoint", "tracking"},
     4: {"workers"},
     5: {"pipelines"},

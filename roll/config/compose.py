@@ -61,7 +61,7 @@ def compose_file(file: Path, overrides: Sequence[str], problems: Problems) -> Co
 
 def _hydra_word(text: str, folder: Path, source: SourceFile, problems: Problems) -> str | None:
     """The override as hydra takes it: a key that the file does not have is added, odd values are quoted."""
-    override = _parse_override(text)
+    override = parse_override(text)
     if override is None:
         problems.add("(command line)", text, OVERRIDE_RULE, "actor_train.training_args.learning_rate=1e-6")
         return None
@@ -75,7 +75,7 @@ def _hydra_word(text: str, folder: Path, source: SourceFile, problems: Problems)
     return f"++{(override.input_line or text).lstrip('+')}"
 
 
-def _parse_override(text: str) -> Override | None:
+def parse_override(text: str) -> Override | None:
     """hydra's reading of the word; a value outside hydra's grammar is read as the text that it is."""
     key, equals, value = text.partition("=")
     candidates = [text]

@@ -12,6 +12,8 @@ from roll.datasets.reading import SourceRow
 from roll.datasets.types import DataError
 
 Message = dict[str, Any]
+FOREIGN_TRUTHS = ("reward_model", "reward_spec")
+"""Columns in which the data sets of other projects keep the ground truth."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -72,6 +74,16 @@ class Columns:
                 ) from error
         check_messages(source, self.messages, value)
         return list(value)
+
+    def read_ground_truth(self, source: SourceRow) -> Any:
+        """The column ``ground_truth``, else the entry of that name in ``reward_model`` (verl) or ``reward_spec``
+        (SkyRL); None: the row has none."""
+        value = source.row.get("ground_truth")
+        if value is not None:
+            return value
+        sections = (source.row.get(name) for name in FOREIGN_TRUTHS)
+        found = (section.get("ground_truth") for section in sections if isinstance(section, dict))
+        return next((truth for truth in found if truth is not None), None)
 
     def read_tag(self, source: SourceRow) -> str:
         """The row's tag; an absent column counts as the empty tag."""

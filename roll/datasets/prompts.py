@@ -79,7 +79,7 @@ class PromptDataset(Sequence[PromptRow]):
         messages = [columns.read_messages(source) for source in sources]
         rendered = render_and_tokenize(tokenizer, templates, messages, tags, sources)
         rows = [
-            PromptRow(row_id, domain, tag, token_ids, text, source.row.get("ground_truth"), source.row)
+            PromptRow(row_id, domain, tag, token_ids, text, columns.read_ground_truth(source), source.row)
             for row_id, domain, tag, (text, token_ids), source in zip(ids, routes, tags, rendered, sources, strict=True)
         ]
         return cls._filtered(rows, sources, prompt_length, list(domains))

@@ -5,8 +5,11 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from roll.config.roles import DataArguments
@@ -61,6 +64,18 @@ def test_prompt_columns_in_all_their_forms(tokenizer: Any, write_jsonl: Write) -
         for columns, names in forms
     }
     assert texts == {"<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"}
+
+
+@pytest.mark.parametrize("column", ["reward_model", "reward_spec"])
+def test_files_of_other_projects(tokenizer: Any, tmp_path: Path, column: str) -> None:
+    """Parquet as verl's and SkyRL's preparation of GSM8K writes it."""
+    message = {"role": "user", "content": "How many eggs?"}
+    written = {"data_source": "openai/gsm8k", "prompt": [message], column: {"method": "rule", "ground_truth": "72"}}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([written]), tmp_path / "train.parquet")
+    names = {"messages": "prompt", "tag": "data_source"}
+    (prompt,) = build(tokenizer, str(tmp_path / "train.parquet"), {"gsm8k": ["openai/gsm8k"]}, data_args=names)
+    assert (prompt.domain, prompt.ground_truth) == ("gsm8k", "72")
+    assert "How many eggs?" in prompt.prompt_text
 
 
 def test_templates_by_tag_before_global_before_role(tokenizer: Any, write_jsonl: Write) -> None:

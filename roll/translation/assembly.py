@@ -1,0 +1,317 @@
+"""What one key alone does not say: roles, backends, devices, batches, KL, rewards, and the frame of a whole run."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from roll.translation.draft import Draft
+from roll.translation.rules import OPTIONS
+
+CUTTING = ("tensor", "pipeline", "context")
+"""Megatron's parallel sizes that leave fewer data-parallel ranks."""
+TRACKERS_WITH_PROJECT = {"wandb", "swanlab"}
+GSM8K = "gsm8k"
+
+
+def find_roles(draft: Draft) -> None:
+    """Which sections the run has: a critic for ``gae``, a reference for a KL."""
+    estimator, critic = draft.get("estimator"), draft.facts.get("critic")
+    if draft.states("estimator", "critic"):
+        wanted = estimator == "gae" and critic is not False
+        draft.roles = (draft.roles | {"critic"}) if wanted else (draft.roles - {"critic"})
+        if estimator == "gae" and critic is False:
+            draft.problems.missing("critic.enable", "is false, but adv_estimator: gae needs values", "grpo")
+        if critic is False:
+            draft.remark(["critic"], "no critic: keys of the critic are left out")
+    if draft.states("kl_loss", "kl_in_reward"):
+        used = bool(draft.get("kl_loss")) or bool(draft.get("kl_in_reward"))
+        draft.roles = (draft.roles | {"reference"}) if used else (draft.roles - {"reference"})
+
+
+def assemble(draft: Draft) -> None:
+    """Set every key that follows from several facts."""
+    for step in (
+        put_strategies,
+        put_host_memory,
+        put_switches,
+        put_engine,
+        put_devices,
+        put_batches,
+        put_token_budgets,
+        put_optimizers,
+        put_algorithm,
+        put_lora,
+        put_steps,
+        put_data,
+        put_reward,
+        put_tracking,
+    ):
+        step(draft)
+
+
+def strategy_of(draft: Draft, role: str) -> str:
+    """``fsdp``, ``fsdp2``, ``deepspeed`` or ``megatron``. A reference without one of its own follows the actor."""
+    if draft.get("config_name") == "megatron":
+        return str(draft.get(f"strategy.{role}.written", default="megatron"))
+    names = (f"strategy.{role}", "strategy", *(("strategy.actor",) if role == "reference" else ()))
+    return str(draft.get(*names, default="fsdp2"))
+
+
+def put_strategies(draft: Draft) -> None:
+    for role, section in draft.sections():
+        because = ["strategy", f"strategy.{role}", "config_name"]
+        because += ["strategy.actor"] if role == "reference" and not draft.states("strategy.reference") else []
+        if draft.states(*because):
+            kind = "infer" if role == "reference" else "train"
+            draft.put(f"{section}.strategy_args.strategy_name", f"{strategy_of(draft, role)}_{kind}", *because)
+
+
+def put_host_memory(draft: Draft) -> None:
+    """Parameters in host memory: FSDP2's ``offload_policy``, FSDP1's ``cpu_offload``."""
+    for role, section in draft.sections():
+        fact = f"cpu_offload.{role}"
+        if not draft.states(fact):
+            continue
+        asked, strategy = bool(draft.facts[fact]), strategy_of(draft, role)
+        if not strategy.startswith("fsdp"):
+            draft.remark([fact], f"left out: has no effect under {strategy}")
+        else:
+            key = "cpu_offload" if strategy == "fsdp" else "offload_policy"
+            draft.put(f"{section}.{OPTIONS}.{key}", asked, fact)
+
+
+def put_switches(draft: Draft) -> None:
+    """verl's environment variables, for the roles that train under DeepSpeed."""
+    for name in ("offload_param", "fp32_grad_accumulation", "step_each_micro_batch"):
+        fact = f"env.{name}"
+        if not draft.states(fact):
+            continue
+        for role, section in draft.sections():
+            if role != "reference" and strategy_of(draft, role) == "deepspeed":
+                draft.put(f"{section}.{OPTIONS}.{name}", draft.facts[fact], fact)
+
+
+def put_engine(draft: Draft) -> None:
+    """Tensor-parallel ranks of an engine, and a length that cuts responses."""
+    if draft.states("engine_tensor") and draft.get("engine") != "hf_infer":
+        size = draft.facts["engine_tensor"]
+        name = "tp_size" if draft.get("engine") == "sglang" else "tensor_parallel_size"
+        draft.put(f"actor_infer.{OPTIONS}.{name}", size, "engine_tensor")
+        draft.put("actor_infer.num_gpus_per_worker", size, "engine_tensor")
+    longest = draft.get("max_model_len")
+    if draft.states("max_model_len") and longest is not None:
+        draft.put(f"actor_infer.{OPTIONS}.max_model_len", int(longest), "max_model_len")
+        prompt, response = draft.get("prompt_length", default=0), draft.get("response_length", default=0)
+        if longest < prompt + response:
+            text = f"is less than prompt {prompt} + response {response}: a response after a prompt of {prompt} tokens "
+            text += f"has at most {max(0, longest - prompt)} tokens"
+            if longest <= prompt:
+                kept = int(longest) - 1
+                draft.put("prompt_length", kept, "max_model_len")
+                text += f"; prompt_length becomes {kept}, which leaves room for one"
+            draft.remark(["max_model_len"], text)
+
+
+def device_count(draft: Draft, role: str) -> int:
+    per_node = draft.get(f"gpus.{role}", "gpus", default=1)
+    return int(per_node) * int(draft.get(f"nodes.{role}", "nodes", default=1))
+
+
+def put_devices(draft: Draft) -> None:
+    """``device_mapping`` of every role, as lists that start at 0 within ``CUDA_VISIBLE_DEVICES``."""
+    own = [f"{name}{suffix}" for name in ("gpus", "nodes") for suffix in ("", ".actor", ".reference", ".critic")]
+    because = [*own, "engines", "colocate", "colocate_reference"]
+    if not draft.states(*because):
+        return
+    count, next_free = device_count(draft, "actor"), device_count(draft, "actor")
+    draft.put("num_gpus_per_node", int(draft.get("gpus.actor", "gpus", default=count)), "gpus", "gpus.actor")
+    draft.put("actor_train.device_mapping", devices(0, count), "gpus", "nodes", "gpus.actor", "nodes.actor")
+    together = draft.get("colocate", default=True)
+    for role, section in draft.sections()[1:]:
+        size, shares = device_count(draft, role), together
+        if role == "reference" and not together:
+            shares = draft.get("colocate_reference", default=True)
+        start = 0 if shares else next_free
+        next_free += 0 if shares else size
+        draft.put(f"{section}.device_mapping", devices(start, size), "gpus", "nodes", f"gpus.{role}", f"nodes.{role}")
+    put_engine_devices(draft, count, together, next_free)
+    visible = draft.get("visible")
+    names = [name for name in str(visible).split(",") if name.strip()] if visible is not None else []
+    per_node = int(draft.get("gpus.actor", "gpus", default=count))
+    if names and len(names) < per_node:
+        rule = f"names {len(names)} devices, but a node is to have {per_node}"
+        draft.problems.add("CUDA_VISIBLE_DEVICES", visible, rule)
+
+
+def put_engine_devices(draft: Draft, trainers: int, together: bool, next_free: int) -> None:
+    """Engines on the trainer's devices, or on those behind all others."""
+    size, engines = draft.get("engine_tensor", default=1), draft.get("engines")
+    wanted = trainers if engines is None else engines * size
+    if together and wanted != trainers:
+        rule = f"times {size} tensor-parallel ranks take {wanted} devices, but the trainer they share has {trainers}"
+        draft.problems.add("generator.num_inference_engines", engines, rule, max(1, trainers // size))
+    elif wanted % size:
+        rule = f"does not divide the {wanted} devices of the engines"
+        draft.problems.add("actor_rollout_ref.rollout.tensor_model_parallel_size", size, rule, 1)
+    else:
+        mapping = devices(0 if together else next_free, wanted)
+        draft.put("actor_infer.device_mapping", mapping, "gpus", "nodes", "engines", "colocate")
+
+
+def devices(start: int, count: int) -> str:
+    return f"list(range({start},{start + count}))"
+
+
+def data_parallel_size(draft: Draft, role: str) -> int:
+    """Ranks that learn from different samples."""
+    cut = 1
+    strategy = strategy_of(draft, role)
+    if strategy == "megatron":
+        for name in CUTTING:
+            cut *= int(draft.get(f"{name}.{role}", default=1))
+    elif strategy != "deepspeed":
+        cut = int(draft.get(f"ulysses.{role}", default=1))
+    return max(1, device_count(draft, role) // cut)
+
+
+def put_batches(draft: Draft) -> None:
+    """Their mini-batches are prompts; our optimizer step is micro-batch x ``gradient_accumulation_steps`` x ranks."""
+    for role, section in draft.sections():
+        sizes = (f"mini.{role}", f"micro.{role}", "micro", "samples", f"dynamic.{role}")
+        layout = ("gpus", "nodes", f"gpus.{role}", f"nodes.{role}", f"ulysses.{role}", f"tensor.{role}")
+        if role == "reference" or not draft.states(*sizes, *layout, f"pipeline.{role}", f"context.{role}"):
+            continue
+        mini = draft.get(f"mini.{role}", "mini.actor")
+        micro = draft.get(f"micro.{role}", "micro", default=1 if draft.get(f"dynamic.{role}") else None)
+        if mini is None or micro is None:
+            draft.problems.missing(f"micro-batch of {section}", "is needed: samples of a micro-batch on one device", 1)
+            continue
+        put_accumulation(draft, role, section, Fraction(mini), int(micro))
+
+
+def put_accumulation(draft: Draft, role: str, section: str, mini: Fraction, micro: int) -> None:
+    """Set the two keys of a trained role's batch, with the arithmetic as a remark."""
+    samples, ranks = int(draft.get("samples", default=1)), data_parallel_size(draft, role)
+    total = mini * samples
+    steps = total / (micro * ranks)
+    because = (f"mini.{role}", f"micro.{role}", "micro")
+    text = f"{float(mini):g} prompts x {samples} = {float(total):g} samples an optimizer step"
+    if steps.denominator != 1:
+        rule = f"{text} do not divide into micro-batches of {micro} on {ranks} ranks"
+        draft.problems.add(f"{section}: mini-batch", float(mini), rule)
+        return
+    if draft.whole or draft.states(f"micro.{role}", "micro", f"dynamic.{role}"):
+        draft.put(f"{section}.training_args.per_device_train_batch_size", micro, f"micro.{role}", "micro")
+    draft.put(f"{section}.training_args.gradient_accumulation_steps", int(steps), *because)
+    draft.remark(because, f"{section}: {text} = {int(steps)} micro-batches of {micro} on {ranks} ranks")
+
+
+def put_token_budgets(draft: Draft) -> None:
+    """verl's token budgets count with ``use_dynamic_bsz`` only."""
+    for role, section in draft.sections():
+        fact = f"token_budget.{role}"
+        if not draft.states(fact):
+            continue
+        if draft.get(f"dynamic.{role}"):
+            for phase in ("train", "infer"):
+                draft.put(f"{section}.max_tokens_per_microbatch_in_{phase}", draft.facts[fact], fact)
+        else:
+            draft.remark([fact], "left out: without use_dynamic_bsz it has no effect")
+
+
+def put_optimizers(draft: Draft) -> None:
+    for section in ("actor_train", "critic"):
+        betas = draft.get(f"betas.{section}")
+        if draft.states(f"betas.{section}") and betas is not None:
+            for number, beta in enumerate(betas, start=1):
+                draft.put(f"{section}.training_args.adam_beta{number}", float(beta), f"betas.{section}")
+
+
+def put_algorithm(draft: Draft) -> None:
+    """Clipping, KL, and what an estimator does of itself there."""
+    if draft.states("clip_low", "clip_high"):
+        draft.put("use_pg_clip_range", True, "clip_low", "clip_high")
+        for side in ("low", "high"):
+            draft.put(f"pg_clip_{side}", draft.get(f"clip_{side}", default=0.2), f"clip_{side}")
+    bound = draft.get("dual_clip", "dual_clip_bound")
+    is_dual = draft.get("loss_name") == "dual_clip" if "dual_clip" not in draft.facts else True
+    if bound is not None and is_dual and draft.states("dual_clip", "dual_clip_bound", "loss"):
+        draft.put("dual_clip_loss", True, "dual_clip", "dual_clip_bound", "loss")
+        draft.put("dual_clip_coef", float(bound), "dual_clip", "dual_clip_bound")
+    elif is_dual and draft.states("loss"):
+        draft.put("dual_clip_loss", True, "loss")
+        draft.put("dual_clip_coef", 3.0, "loss")
+    if draft.states("kl_loss_coef", "kl_loss") and draft.get("kl_loss"):
+        draft.put("kl_loss_coef", draft.get("kl_loss_coef", default=0.001), "kl_loss_coef")
+    if draft.states("kl_control", "target_kl") and draft.get("kl_control") == "adaptive":
+        draft.put("target_kl", draft.get("target_kl", default=0.1), "target_kl", "kl_control")
+    if draft.states("estimator") and draft.get("estimator") == "gae" and "whiten" not in draft.facts:
+        draft.put("whiten_advantages", True, "estimator")
+
+
+def put_lora(draft: Draft) -> None:
+    rank = draft.get("lora_rank", default=0)
+    if draft.states("lora_rank") and rank > 0:
+        draft.put("actor_train.model_args.lora_rank", rank, "lora_rank")
+        draft.put("actor_train.model_args.lora_target", draft.get("lora_target", default="all-linear"), "lora_rank")
+        draft.put("actor_train.model_args.lora_alpha", draft.get("lora_alpha", default=16), "lora_alpha", "lora_rank")
+
+
+def put_steps(draft: Draft) -> None:
+    """Passes over the data become steps where the number of rows is known."""
+    if not draft.states("epochs") or draft.states("steps"):
+        return
+    epochs, rows, prompts = draft.facts["epochs"], draft.get("rows"), draft.get("prompts")
+    if rows is None or prompts is None:
+        draft.remark(
+            ["epochs"],
+            "give --train-rows, or max_steps yourself: its default holds otherwise",
+        )
+        return
+    steps = max(1, rows // prompts * epochs)
+    draft.put("max_steps", steps, "epochs")
+    draft.remark(["epochs"], f"{rows} rows // {prompts} prompts x {epochs} = {steps} steps")
+
+
+def put_data(draft: Draft) -> None:
+    for fact, section in (("train_files", "actor_train"), ("val_files", "validation")):
+        if draft.states(fact):
+            draft.put(f"{section}.data_args.file_name", draft.facts[fact], fact)
+    if draft.states("train_files", "prompt_key"):
+        column = draft.get("prompt_key", default="prompt")
+        draft.put("actor_train.data_args.messages", column, "train_files", "prompt_key")
+    for fact, key in (("seed", "seed"), ("val_batch", "val_batch_size")):
+        if draft.states(fact) and draft.get(fact) is not None and key not in draft.keys:
+            draft.put(key, int(draft.facts[fact]), fact)
+    if draft.whole and draft.states("val_files") and draft.get("val_temperature") == 0:
+        draft.put("validation.greedy", False, "val_temperature")
+
+
+def put_reward(draft: Draft) -> None:
+    """The reward of a whole run: named by its environment, or told by the files' names."""
+    names = " ".join(str(name) for name in draft.get("train_files", default=[]))
+    reward = draft.get("reward") or ("gsm8k_rule" if GSM8K in names.lower() else None)
+    own = [key for key in draft.keys if key.startswith("rewards.gsm8k_rule.")]
+    if draft.whole or draft.states("reward"):
+        if reward is None:
+            reward = "gsm8k_rule" if own else "math_rule"
+            text = f"{reward} is assumed: their files name the reward by their column data_source"
+            draft.remark(["train_files"], text)
+        draft.put(f"rewards.{reward}.worker_cls", reward, "reward", "train_files")
+        draft.put(f"rewards.{reward}.tag_included", None, "reward", "train_files")
+        if draft.get("reward_workers") is not None:
+            draft.put(f"rewards.{reward}.world_size", max(1, draft.facts["reward_workers"]), "reward_workers")
+
+
+def put_tracking(draft: Draft) -> None:
+    used = TRACKERS_WITH_PROJECT & set(draft.get("loggers", default=[]))
+    if draft.states("project") and draft.facts["project"] is not None:
+        if used:
+            draft.put("tracker_kwargs.project", draft.facts["project"], "project")
+        else:
+            draft.remark(["project"], "left out: neither wandb nor swanlab is used")
+    resume = draft.get("resume")
+    if draft.states("resume_path") and draft.get("resume_path") is not None:
+        draft.put("resume_from_checkpoint", draft.facts["resume_path"], "resume_path")
+    elif draft.states("resume") and resume is not None:
+        draft.put("resume_from_checkpoint", resume, "resume")

@@ -1,0 +1,299 @@
+"""Translates: their keys, one by one through the table of their dialect, then what follows from several of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from roll.config.errors import ConfigError, Problem
+from roll.config.loader import LoadedConfig
+from roll.config.rlvr import RLVRConfig
+from roll.config.strategy import strategy_keys
+from roll.translation.assembly import assemble, find_roles, strategy_of
+from roll.translation.draft import ROLES, Draft
+from roll.translation.reading import Source
+from roll.translation.rules import Dialect, Rule
+from roll.translation.skyrl import SKYRL, SKYRL_TRAIN
+from roll.translation.verl import VERL
+
+DIALECTS = {dialect.name: dialect for dialect in (SKYRL_TRAIN, SKYRL, VERL)}
+KEPT_IN_ENVIRONMENT = (
+    "CUDA_",
+    "NCCL_",
+    "WANDB_",
+    "SWANLAB_",
+    "HF_",
+    "RAY_",
+    "VLLM_",
+    "TOKENIZERS_",
+    "PYTORCH_",
+    "TORCH_",
+)
+"""Beginnings of variables that mean the same to a run of ours."""
+OF_A_TOOL = ("VERL_", "SKYRL_")
+NEWER_EXAMPLES = "examples/train/"
+"""Where the package ``skyrl`` keeps its scripts; the older one has them in ``examples/``."""
+SECTIONS = ("tracker_kwargs", "actor_train", "actor_infer", "reference", "critic", "rewards", "validation")
+IDLE_WITHOUT = {
+    "reference": ("kl_loss_type", "kl_penalty", "init_kl_coef", "kl_horizon"),
+    "critic": ("value_clip", "gamma", "lambd", "critic_warmup"),
+}
+"""Keys that count only where the run has this role."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """What one of their keys became."""
+
+    theirs: str
+    value: Any
+    ours: tuple[str, ...]
+    """``key=value`` of each key of ours that it decided."""
+    text: str
+    is_default: bool = False
+    """Not written; their tool's default, made explicit."""
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A translated configuration."""
+
+    dialect: Dialect
+    whole: bool
+    """A run of its own; else changes to a recipe."""
+    keys: dict[str, Any]
+    """Our dotted keys and their values."""
+    environment: dict[str, str]
+    """Variables that stay in the environment."""
+    notes: tuple[Note, ...]
+
+
+def translate(
+    source: Source, dialect: Dialect, recipe: LoadedConfig[RLVRConfig], train_rows: int | None = None
+) -> Translation:
+    """Translate what was read.
+
+    Args:
+        recipe: what changes are made to; its batch sizes and devices count where theirs are not written. A whole run
+            has nothing from it.
+        train_rows: rows of the training data, so that epochs become steps.
+
+    Raises:
+        ConfigError: every key that the dialect does not have, with the nearest one it has, and every value that has no
+            translation.
+    """
+    whole = source.from_module or dialect.model_key in source.keys
+    draft = Draft(whole=whole)
+    if train_rows is not None:
+        draft.facts["rows"] = train_rows
+    if not whole:
+        draft.facts |= facts_of(recipe)
+    draft.roles = {"actor_train", "actor_infer"} | (set() if whole else roles_of(recipe.config))
+    given = {**source.keys, **variables_of(source, dialect)}
+    _refuse_doubles(given, dialect, draft)
+    known = _defaults(dialect, given) if whole else {}
+    matches = {key: _match(key, value, dialect, draft) for key, value in {**known, **given}.items()}
+    for name, reason in _unusable_variables(source, dialect):
+        draft.problems.add(name, source.environment[name], reason)
+    if draft.problems.errors:
+        raise ConfigError(draft.problems.errors)
+    found = {key: match for key, match in matches.items() if match}
+    notes = _put_all(draft, found, {**known, **given}, set(given))
+    if draft.problems.errors:
+        raise ConfigError(draft.problems.errors)
+    kept = {name: value for name, value in source.environment.items() if name.startswith(KEPT_IN_ENVIRONMENT)}
+    return Translation(dialect, whole, in_order(draft.keys), kept, tuple(notes))
+
+
+def dialect_of(source: Source) -> Dialect:
+    """Whose keys these are: told by the launcher, else by the keys.
+
+    Raises:
+        ConfigError: no dialect has any of the keys.
+    """
+    module = source.launcher.partition(".")[0]
+    if source.from_module and module in DIALECTS:
+        return DIALECTS[module]
+    scores = {name: sum(dialect.find(key) is not None for key in source.keys) for name, dialect in DIALECTS.items()}
+    best = max(scores.values(), default=0)
+    if best == 0:
+        key = next(iter(source.keys), "(command)")
+        nearest = next((near for dialect in DIALECTS.values() if (near := dialect.nearest(key))), None)
+        hint = f"; the nearest known one is {nearest}" if nearest else ""
+        rule = f"is no key of SkyRL or verl{hint}"
+        raise ConfigError([Problem(key, source.keys.get(key), rule, has_value=key in source.keys)])
+    found = [name for name, score in scores.items() if score == best]
+    if SKYRL.name in found and source.launcher.startswith(NEWER_EXAMPLES):
+        return SKYRL
+    return DIALECTS[found[0]]
+
+
+def facts_of(recipe: LoadedConfig[RLVRConfig]) -> dict[str, Any]:
+    """The recipe's own numbers, under the names of facts."""
+    config, plan = recipe.config, recipe.plan
+    facts: dict[str, Any] = {
+        "prompts": config.rollout_batch_size,
+        "samples": config.num_return_sequences_in_group,
+        "prompt_length": config.prompt_length,
+        "response_length": config.response_length or (config.sequence_length or 0) - config.prompt_length,
+        "estimator": config.adv_estimator,
+        "engine": config.actor_infer.strategy_args.strategy_name,
+        "loggers": [config.track_with] if isinstance(config.track_with, str) else config.track_with,
+        "kl_loss": config.use_kl_loss,
+        "kl_in_reward": config.add_token_level_kl,
+    }
+    for role, section in ROLES.items():
+        worker = getattr(config, section)
+        if worker is None:
+            continue
+        facts[f"gpus.{role}"] = len(worker.device_mapping or ())
+        facts[f"strategy.{role}"] = worker.strategy_args.strategy_name.rpartition("_")[0]
+        if section in plan.training:
+            training = plan.training[section]
+            facts[f"mini.{role}"] = Fraction(training.mini_batch_size, config.num_return_sequences_in_group)
+            facts[f"micro.{role}"] = training.micro_batch_size
+    return facts
+
+
+def roles_of(config: RLVRConfig) -> set[str]:
+    return {section for section in ROLES.values() if getattr(config, section) is not None}
+
+
+def variables_of(source: Source, dialect: Dialect) -> dict[str, str]:
+    """Variables of the environment that the dialect's table has."""
+    return {name: value for name, value in source.environment.items() if name in dialect.rules}
+
+
+def _unusable_variables(source: Source, dialect: Dialect) -> list[tuple[str, str]]:
+    unknown = [name for name in source.environment if name.startswith(OF_A_TOOL) and name not in dialect.rules]
+    return [(name, _unknown(name, dialect)) for name in unknown]
+
+
+def _unknown(key: str, dialect: Dialect) -> str:
+    nearest = dialect.nearest(key)
+    hint = f"; the nearest known one is {nearest}" if nearest else "; docs/translation.md lists those that are known"
+    return f"no translation is known for this key of {dialect.title}{hint}"
+
+
+def _refuse_doubles(given: Mapping[str, Any], dialect: Dialect, draft: Draft) -> None:
+    """Two spellings of the same key with different values."""
+    first: dict[Rule, str] = {}
+    for key in given:
+        rule = dialect.rules.get(key)
+        if rule is None or not rule.ours or key not in rule.spellings:
+            continue
+        other = first.setdefault(rule, key)
+        if other != key and given[other] != given[key]:
+            draft.problems.add(key, given[key], f"is another spelling of {other}, which is {given[other]}: keep one")
+
+
+def _defaults(dialect: Dialect, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Their defaults of what is not written, under any spelling."""
+    written = {spelling for key in given if key in dialect.rules for spelling in dialect.rules[key].spellings}
+    stated = {dialect.rules[key].fact for key in given if key in dialect.rules} - {""}
+    return {
+        key: value
+        for key, value in dialect.defaults
+        if key not in written and dialect.find(key) is not None and not _stated(dialect, key, stated)
+    }
+
+
+def _stated(dialect: Dialect, key: str, stated: set[str]) -> bool:
+    rule = dialect.rules.get(key)
+    return rule is not None and rule.fact in stated
+
+
+@dataclass(frozen=True)
+class _Match:
+    rule: Rule
+    rest: str
+    value: Any
+
+
+def _match(key: str, value: Any, dialect: Dialect, draft: Draft) -> _Match | None:
+    """The rule and our value for one key; mistakes go to the draft, which also learns the fact."""
+    found = dialect.find(key)
+    if found is None:
+        draft.problems.add(key, value, _unknown(key, dialect))
+        return None
+    rule, rest = found
+    try:
+        ours = rule.value(value)
+    except ValueError as error:
+        draft.problems.add(key, value, str(error))
+        return None
+    if rule.fact:
+        draft.facts[rule.fact] = ours
+        draft.written.add(rule.fact)
+        if rule.fact == "loss":
+            draft.facts["loss_name"] = value
+    return _Match(rule, rest, ours)
+
+
+def _put_all(draft: Draft, matches: Mapping[str, _Match], values: Mapping[str, Any], given: set[str]) -> list[Note]:
+    find_roles(draft)
+    if draft.whole:
+        draft.put("pipeline", "rlvr")
+    direct: dict[str, list[str]] = {}
+    for key, match in matches.items():
+        direct[key] = []
+        for template in () if match.rule.computed else match.rule.ours:
+            name = template.replace("{rest}", match.rest)
+            draft.put(name, match.value)
+            direct[key] += [name] if name in draft.keys else []
+    assemble(draft)
+    dropped = _drop_idle_keys(draft) if draft.whole else {}
+    notes = []
+    for key, match in matches.items():
+        decided = list(dict.fromkeys([*direct[key], *sorted(draft.reasons.get(match.rule.fact, ()))]))
+        ours = tuple(f"{name}={show(draft.keys[name])}" for name in decided if name in draft.keys)
+        said = list(dict.fromkeys(dropped[name] for name in decided if name in dropped and key in given))
+        said += draft.remarks.get(match.rule.fact, ())
+        if key in given and not ours and match.rule.ours and not said:
+            absent = {ours.partition(".")[0] for ours in match.rule.ours} - draft.roles
+            missing = " and ".join(section for section in ROLES.values() if section in absent)
+            said.append(f"left out: no {missing} in this run" if missing else "left out: nothing in this run uses it")
+        if ours or said or key in given:
+            text = "; ".join(filter(None, [match.rule.note_for(values[key]), *said]))
+            notes.append(Note(key, values[key], ours, text, key not in given))
+    return notes
+
+
+def _drop_idle_keys(draft: Draft) -> dict[str, str]:
+    """Take out what changes nothing in a whole run; the reasons by key."""
+    idle = {
+        key: f"left out: no {role} in this run"
+        for role in IDLE_WITHOUT
+        if role not in draft.roles
+        for key in IDLE_WITHOUT[role]
+    }
+    for role, section in [*ROLES.items(), ("engine", "actor_infer")]:
+        prefix = f"{section}.strategy_args.strategy_config."
+        kind = "infer" if role == "reference" else "train"
+        name = str(draft.get("engine")) if role == "engine" else f"{strategy_of(draft, role)}_{kind}"
+        for key in draft.keys:
+            if key.startswith(prefix) and key.removeprefix(prefix).partition(".")[0] not in strategy_keys(name):
+                idle[key] = f"left out: has no effect under {name}"
+    return {key: reason for key, reason in idle.items() if draft.keys.pop(key, idle) is not idle}
+
+
+def in_order(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of the run first, then those of each section together."""
+    sections = list(dict.fromkeys(key.partition(".")[0] for key in keys if "." in key))
+    ranked = [name for name in SECTIONS if name in sections] + [name for name in sections if name not in SECTIONS]
+    return dict(
+        sorted(keys.items(), key=lambda item: ranked.index(item[0].partition(".")[0]) if "." in item[0] else -1)
+    )
+
+
+def show(value: Any) -> str:
+    """A value as it is written on the command line, without the shell's quotes."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(show(entry) for entry in value)}]"
+    return str(value)

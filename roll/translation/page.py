@@ -1,0 +1,122 @@
+"""Writes the documentation of the tables: ``python -m roll.translation.page > docs/translation.md``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+
+from roll.translation.rules import Dialect, Rule, Section
+from roll.translation.skyrl import SKYRL, SKYRL_TRAIN
+from roll.translation.verl import VERL
+
+INTRODUCTION = """# Coming from SkyRL or verl
+
+`roll translate` turns their keys and commands into keys of this project, says what each became, and refuses what it
+does not know, with the nearest key that it does. Nothing is run.
+
+```bash
+roll translate python3 -m verl.trainer.main_ppo data.train_batch_size=64 trainer.n_gpus_per_node=2 ...
+roll translate run_gsm8k.sh                     # a launch script: its variables and continued lines are read
+roll translate --yaml run_gsm8k.sh > mine.yaml  # a file of its own; then: roll run mine.yaml
+roll translate trainer.strategy=deepspeed       # single keys: changes to a recipe
+```
+
+Text on standard input works too, so that a command with `CUDA_VISIBLE_DEVICES=4,5` and other variables in front can
+be pasted whole. Keys go to standard output, one `key=value` a line, quoted for a shell; the table of notes goes to
+standard error. The result is checked as `roll check` would; with a mistake in it the exit status is 2.
+
+| option | does |
+|---|---|
+| `--yaml` | prints YAML instead of `key=value` lines |
+| `--from skyrl_train`, `skyrl` or `verl` | whose keys they are, where the text does not tell |
+| `--recipe FILE` | what single keys change (the quickstart, `gsm8k/rlvr_config`), for its sizes and devices |
+| `--train-rows N` | rows of the training data, so that epochs become steps |
+| `--quiet` | no notes |
+
+## Whole runs and changes
+
+A command that starts their program (`-m verl.trainer.main_ppo`), and any text that names the model, is a **whole run**:
+their defaults are written out where they differ from ours, and the table marks them. Anything else is a **change** to a
+recipe: only the keys that are given are translated, with the recipe's sizes where the arithmetic needs more. Engines'
+parallel sizes are not taken from their defaults: an engine has one device unless the command says otherwise.
+
+## What is more than a name
+
+- **Batches.** Their mini-batches count prompts; an optimizer step here is `per_device_train_batch_size` x
+  `gradient_accumulation_steps` x data-parallel ranks, in samples. So
+  `gradient_accumulation_steps` = prompts x samples of a prompt / (micro-batch x ranks), and what does not divide is
+  refused with the numbers.
+- **Devices.** Nodes x devices of a node become lists: `device_mapping: list(range(0,2))`. Roles that share devices name
+  the same ones. `CUDA_VISIBLE_DEVICES` stays in the environment, and lists count within it: with `4,5`, device 0 is the
+  fourth GPU.
+- **`fsdp`.** Beside `fsdp2` (verl, `skyrl_train`) it is the legacy wrapper, `fsdp_train` here. In `skyrl`, where it
+  stands beside Megatron, it is the FSDP2 API, `fsdp2_train` here. Where a text does not tell which SkyRL it comes
+  from, it is taken for `skyrl_train`; `--from skyrl` says otherwise.
+- **Parameters in host memory** during a pass (`cpu_offload`, `offload_policy`) are one thing, moving states off the
+  devices between phases (verl's `param_offload`, SkyRL's colocation) another: the second happens by itself where
+  roles share devices.
+- **A critic** runs with `gae`, a reference where a KL is used. Keys of a role that does not run are left out.
+- **Lengths.** A `max_model_len` below prompt plus response is accepted, and cuts responses.
+- **Never** is 0 or -1 in `save_steps` and `eval_steps`.
+- **Numbers** such as `1e8` reach DeepSpeed as whole numbers.
+- **Data.** Their Parquet files are read as they are: the conversation in `prompt`, the ground truth in
+  `reward_model.ground_truth` or `reward_spec.ground_truth`. `roll prepare-data gsm8k` makes files of our own.
+- **Rewards.** Theirs are chosen by a column of the data, ours in the configuration. Files with `gsm8k` in their name
+  get `gsm8k_rule`; others are assumed to be mathematics, and the note says so.
+"""
+END = """## Adding a key
+
+The tables are data: `roll/translation/verl.py`, `skyrl.py` and the files beside them. A `Rule` has their key, ours, a
+conversion and a note; where several keys play together it states a fact, and `roll/translation/assembly.py` does the
+arithmetic. This page is made from the tables: `python -m roll.translation.page > docs/translation.md`.
+"""
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    lines = [INTRODUCTION]
+    lines += dialect_lines(VERL)
+    lines += ["## SkyRL", "", "Both packages, unless a row says otherwise.", ""]
+    older = {section.title: section for section in SKYRL_TRAIN.sections}
+    for section in SKYRL.sections:
+        lines += [f"### SkyRL: {section.title.lower()}", "", *table(older[section.title], section), ""]
+    lines += defaults(SKYRL_TRAIN, "Defaults of SkyRL")
+    lines.append(END)
+    return "\n".join(lines)
+
+
+def dialect_lines(dialect: Dialect) -> Iterator[str]:
+    yield from (f"## {dialect.title}", "")
+    for section in dialect.sections:
+        yield from (f"### {dialect.title}: {section.title.lower()}", "", *table(section), "")
+    yield from defaults(dialect, f"Defaults of {dialect.title}")
+
+
+def table(section: Section, newer: Section | None = None) -> Iterator[str]:
+    """The rules of a section; notes of ``newer`` that differ are said beside the first."""
+    yield from ("| theirs | ours | note |", "|---|---|---|")
+    others = {rule.theirs: rule for rule in newer.rules} if newer else {}
+    for rule in section.rules:
+        note = rule.note
+        other = others.get(rule.theirs, rule)
+        if other.note != note:
+            note = f"`skyrl_train`: {note}. `skyrl`: {other.note}"
+        cells = ("<br>".join(f"`{name}`" for name in rule.spellings), ours_of(rule), note)
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def ours_of(rule: Rule) -> str:
+    return "<br>".join(f"`{key.replace('{rest}', '*')}`" for key in rule.ours) or "none"
+
+
+def defaults(dialect: Dialect, title: str) -> Iterator[str]:
+    values: Mapping[str, object] = dict(dialect.defaults)
+    yield from (f"### {title}", "", "Written out in a whole run, where their key is not given.", "")
+    yield from ("| theirs | default |", "|---|---|")
+    for key, value in values.items():
+        yield f"| `{key}` | `{value}` |"
+    yield ""
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

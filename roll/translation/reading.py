@@ -1,0 +1,201 @@
+"""From a pasted command, a script or a YAML file to their keys with values, and what else the text says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+import yaml
+
+from roll.config.compose import parse_override
+from roll.config.errors import ConfigError, Problem
+from roll.translation.shell import Variables, commands
+
+COMMAND = "(command)"
+CONFIG_NAME = "--config-name"
+ASSIGNMENT = re.compile(r"([A-Z_][A-Z0-9_]*)=(.*)", re.DOTALL)
+KEY_VALUE = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*=", re.DOTALL)
+REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+HOUSEKEEPING = {
+    *("set", "cd", "mkdir", "source", ".", "echo", "ray", "sleep", "pip", "conda", "ulimit", "export", "unset"),
+    *("exit", "true", "wait", "rm", "tee"),
+}
+"""Commands around a launch that say nothing about the run."""
+
+
+@dataclass
+class Source:
+    """What was given to translate."""
+
+    keys: dict[str, Any] = field(default_factory=dict)
+    """Their keys, in order, the last value of each."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables set in front of the command or exported."""
+    launcher: str = ""
+    """The module or script that the command starts; empty for bare keys and YAML files."""
+    from_module: bool = False
+    """The launcher is their program itself, so that their defaults hold for every key that is not given."""
+    unset: tuple[str, ...] = ()
+    """Shell variables that the text uses and does not set."""
+    left_out: list[str] = field(default_factory=list)
+    """Words and commands that were passed over."""
+
+
+def read_text(text: str) -> Source:
+    """Read a command or a script.
+
+    Raises:
+        ConfigError: an open quote, a command that is not understood, several runs, or none.
+    """
+    variables = Variables()
+    source, launches, mistakes = Source(), 0, []
+    try:
+        for words in commands(text, variables):
+            words = _take_assignments(words, variables, source)
+            if not words:
+                continue
+            kind = _launcher_of(words, source)
+            if kind in ("run", "keys"):
+                launches += kind == "run"
+                mistakes += _read_arguments(words, source)
+            elif kind == "other":
+                mistakes.append(Problem(COMMAND, " ".join(words), "is no launch command and no key=value"))
+    except ValueError as error:
+        raise ConfigError([Problem(COMMAND, text, str(error))]) from None
+    if launches > 1:
+        mistakes.append(Problem(COMMAND, launches, "runs are in the text: translate one at a time"))
+    if not mistakes and not source.keys:
+        rule = "holds no key=value; a script is translated by its text: roll translate SCRIPT"
+        mistakes.append(Problem(COMMAND, source.launcher or text, rule))
+    if mistakes:
+        raise ConfigError(mistakes)
+    used = (str(value) for value in source.keys.values())
+    source.unset = tuple(name for name in variables.unknown if any(f"oc.env:{name}}}" in text for text in used))
+    return source
+
+
+def read_words(words: Sequence[str]) -> Source:
+    """Read a command that the shell has split already.
+
+    Raises:
+        ConfigError: as :func:`read_text`.
+    """
+    return read_text(" ".join("'" + word.replace("'", "'\"'\"'") + "'" for word in words))
+
+
+def read_yaml(text: str, name: str) -> Source:
+    """Read one of their YAML files; dotted and nested keys both work, and so do references between keys.
+
+    Raises:
+        ConfigError: not a YAML section, or a ``${...}`` that leads nowhere.
+    """
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError([Problem("(YAML)", name, f"is not valid YAML: {str(error).splitlines()[0]}")]) from None
+    if not isinstance(data, Mapping):
+        raise ConfigError([Problem("(YAML)", name, "must be a section of keys")])
+    source = Source()
+    mistakes = []
+    flat = dict(flatten(data))
+    for key, value in flat.items():
+        if key == "defaults" or key.rpartition(".")[2] == "_target_":
+            source.left_out.append(key)
+            continue
+        resolved = _resolve(value, flat)
+        if isinstance(resolved, str) and (match := REFERENCE.search(resolved)):
+            mistakes.append(Problem(key, value, f"refers to {match[1]}, which the file does not have"))
+        source.keys[key] = resolved
+    if mistakes:
+        raise ConfigError(mistakes)
+    return source
+
+
+def flatten(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Dotted keys and their values; empty sections are left out."""
+    found: list[tuple[str, Any]] = []
+    for key, value in data.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            found += flatten(value, f"{path}.")
+        else:
+            found.append((path, value))
+    return found
+
+
+def _resolve(value: Any, flat: Mapping[str, Any], depth: int = 8) -> Any:
+    if not isinstance(value, str) or depth == 0:
+        return value
+    whole = REFERENCE.fullmatch(value)
+    if whole and whole[1] in flat:
+        return _resolve(flat[whole[1]], flat, depth - 1)
+    return REFERENCE.sub(lambda match: str(_resolve(flat.get(match[1], match[0]), flat, depth - 1)), value)
+
+
+def _take_assignments(words: list[str], variables: Variables, source: Source) -> list[str]:
+    """Put leading ``NAME=value`` words (also after ``export``) away, and return what is left of the command."""
+    exported = words[0] == "export"
+    rest = words[1:] if exported else words
+    taken: dict[str, str] = {}
+    while rest and (match := ASSIGNMENT.fullmatch(rest[0])):
+        taken[match[1]] = match[2]
+        rest = rest[1:]
+    variables.values |= taken
+    if exported or rest:
+        source.environment |= taken
+    return [] if exported or rest[:1] == [":"] else rest
+
+
+def _launcher_of(words: list[str], source: Source) -> str:
+    """``run``, ``keys``, ``skip`` or ``other``; a run's words are cut to its arguments."""
+    if "-m" in words[:-1]:
+        module = words.index("-m") + 1
+        source.launcher, source.from_module = words[module], True
+        del words[: module + 1]
+        return "run"
+    if KEY_VALUE.match(words[0]):
+        return "keys"
+    place = next((place for place, word in enumerate(words) if word.endswith((".sh", ".py"))), None)
+    if place is not None:
+        script = words[place]
+        if "dataset" in PurePath(script).stem:
+            source.left_out.append(" ".join(words))
+            return "skip"
+        source.launcher = script
+        del words[: place + 1]
+        return "run"
+    if words[0] in HOUSEKEEPING:
+        source.left_out.append(" ".join(words))
+        return "skip"
+    return "other"
+
+
+def _read_arguments(words: list[str], source: Source) -> list[Problem]:
+    mistakes = []
+    while words:
+        word = words.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag in ("-cn", "--config-name", "-cp", "--config-path"):
+            value = value if equals else words.pop(0) if words else ""
+            if flag in ("-cn", "--config-name"):
+                source.keys[CONFIG_NAME] = value
+            else:
+                source.left_out.append(f"{flag} {value}")
+        elif word in ("...", "\\", "--"):
+            source.left_out.append(word)
+        elif KEY_VALUE.match(word):
+            key, read = read_override(word)
+            source.keys[key] = read
+        else:
+            mistakes.append(Problem(COMMAND, word, "must be key=value", "trainer.strategy=fsdp2"))
+    return mistakes
+
+
+def read_override(word: str) -> tuple[str, Any]:
+    """Key and value of ``key=value``, ``+key=value`` or ``group@package=choice``, the value as hydra reads it."""
+    override = parse_override(word)
+    key = word.partition("=")[0].lstrip("+~")
+    return key, override.value() if override is not None else word.partition("=")[2]

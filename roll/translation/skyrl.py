@@ -1,0 +1,400 @@
+"""SkyRL's keys: what each becomes here.
+
+Two vocabularies: the package ``skyrl_train`` with DeepSpeed, FSDP and FSDP2, and its successor ``skyrl`` with FSDP and
+Megatron. They differ in what ``fsdp`` means: FSDP1 beside ``fsdp2``, and the FSDP2 API where it stands alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from roll.translation.rules import (
+    ACTOR,
+    ENGINE,
+    OPTIONS,
+    REFERENCE,
+    STRATEGY,
+    Dialect,
+    Rule,
+    Section,
+    listed,
+    loggers,
+    never_below_zero,
+    number,
+    one_of,
+    refused,
+    truth,
+    whole,
+)
+from roll.translation.skyrl_roles import training
+
+ESTIMATORS = {name: name for name in ("grpo", "gae", "rloo", "reinforce++")}
+LOSSES = {
+    "regular": "ppo",
+    "dual_clip": "ppo",
+    "gspo": "gspo",
+    "cispo": "cispo",
+    "sapo": "sapo",
+    "clip_cov": "clip_cov",
+    "kl_cov": "kl_cov",
+}
+REDUCTIONS = {
+    "token_mean": "token-mean",
+    "sequence_mean": "seq-mean-token-mean",
+    "seq_mean_token_sum_norm": "seq-mean-token-sum-norm",
+}
+ENVIRONMENTS = {"gsm8k": "gsm8k_rule", "gsm8k_multi_turn": "gsm8k_rule", "aime": "math_rule"}
+OLDER = {"deepspeed": "deepspeed", "fsdp": "fsdp", "fsdp2": "fsdp2", "megatron": "megatron"}
+NEWER = {"fsdp": "fsdp2", "fsdp2": "fsdp2", "megatron": "megatron"}
+OLDER_NOTE = "`fsdp` stands beside `fsdp2` and DeepSpeed here: it is the legacy wrapper FSDP1 (`fsdp_train`)"
+NEWER_NOTE = "`fsdp` stands beside Megatron here: it is the FSDP2 API (`fsdp2_train`)"
+
+
+def _run() -> Section:
+    return Section(
+        "Run",
+        (
+            Rule(
+                "trainer.epochs",
+                ("max_steps",),
+                "rows / `train_batch_size` x epochs; needs `--train-rows`",
+                whole,
+                "epochs",
+                computed=True,
+            ),
+            Rule("trainer.max_training_steps", ("max_steps",), value=whole, fact="steps"),
+            Rule("trainer.seed", ("seed",), value=whole),
+            Rule(
+                "trainer.logger",
+                ("track_with",),
+                "`console` is `stdout`; keys such as WANDB_API_KEY stay in the environment",
+                loggers,
+                "loggers",
+            ),
+            Rule(
+                "trainer.project_name",
+                ("tracker_kwargs.project",),
+                "for wandb and swanlab; no effect for the others",
+                fact="project",
+                computed=True,
+            ),
+            Rule("trainer.run_name", ("exp_name",)),
+            Rule("trainer.ckpt_path", ("output_dir",), "checkpoints stand in `checkpoints/` below it"),
+            Rule("trainer.export_path", note="the trained model is written to `model/` below `output_dir`"),
+            Rule("trainer.ckpt_interval", ("save_steps",), "0 and -1: never", never_below_zero),
+            Rule(
+                "trainer.hf_save_interval",
+                (f"{ACTOR}.training_args.save_hf_model",),
+                "the model at the end of the run",
+                lambda value: whole(value) > 0,
+            ),
+            Rule("trainer.max_ckpts_to_keep", ("max_ckpt_to_keep",), "-1 there is 0 here: all", never_below_zero),
+            Rule("trainer.eval_interval", ("eval_steps",), "0 and -1: never", never_below_zero),
+            Rule("trainer.eval_before_train", ("validation.before_train",), value=truth),
+            Rule("trainer.eval_batch_size", ("val_batch_size",), value=whole),
+            Rule(
+                "trainer.resume_mode",
+                ("resume_from_checkpoint",),
+                "`latest`: the newest checkpoint; null: none",
+                one_of({"latest": True, "none": False, None: False, "from_path": None}),
+                "resume",
+                computed=True,
+            ),
+            Rule(
+                "trainer.resume_path",
+                ("resume_from_checkpoint",),
+                "with `resume_mode: from_path`",
+                fact="resume_path",
+                computed=True,
+            ),
+            Rule(
+                "trainer.dump_data_batch trainer.dump_eval_results trainer.disable_fast_tokenizer "
+                "trainer.update_ref_every_epoch trainer.bf16 trainer.sequence_parallel_backend trainer.target_modules "
+                "trainer.use_orm_score",
+                note="no such choice here",
+            ),
+            Rule(
+                "trainer.placement.colocate_all",
+                (f"{ENGINE}.device_mapping",),
+                "true: engines and trainer name the same devices; false: devices of their own",
+                truth,
+                "colocate",
+                computed=True,
+            ),
+            Rule(
+                "trainer.placement.colocate_policy_ref",
+                (f"{REFERENCE}.device_mapping",),
+                "true: the same devices",
+                truth,
+                "colocate_reference",
+                computed=True,
+            ),
+            Rule(
+                "trainer.placement.colocate_critic_reward trainer.placement.reward_num_nodes "
+                "trainer.placement.reward_num_gpus_per_node",
+                note="rewards are rules: they take no devices",
+            ),
+            Rule(
+                "CUDA_VISIBLE_DEVICES",
+                note="stays in the environment: devices are counted within it, from 0",
+                fact="visible",
+                computed=True,
+            ),
+        ),
+    )
+
+
+def _data() -> Section:
+    return Section(
+        "Data and reward",
+        (
+            Rule(
+                "data.train_data",
+                (f"{ACTOR}.data_args.file_name", f"{ACTOR}.data_args.messages"),
+                "their Parquet is read as it is: conversation in `prompt`, ground truth in `reward_spec`",
+                listed,
+                "train_files",
+                computed=True,
+            ),
+            Rule("data.val_data", ("validation.data_args.file_name",), value=listed, fact="val_files", computed=True),
+            Rule("trainer.train_batch_size", ("rollout_batch_size",), "prompts", whole, "prompts"),
+            Rule(
+                "trainer.max_prompt_length generator.max_input_length",
+                ("prompt_length",),
+                value=whole,
+                fact="prompt_length",
+            ),
+            Rule(
+                "environment.env_class",
+                ("rewards.<name>.worker_cls",),
+                "`gsm8k` is `gsm8k_rule`; several turns are not available yet",
+                one_of(ENVIRONMENTS),
+                "reward",
+                computed=True,
+            ),
+            Rule(
+                "environment.skyrl_gym.max_env_workers environment.max_env_workers",
+                ("rewards.<name>.world_size",),
+                value=whole,
+                fact="reward_workers",
+                computed=True,
+            ),
+            Rule("generator.max_turns", note="one turn", value=refused("several turns are not available yet", 1)),
+            Rule(
+                "generator.zero_reward_on_non_stop",
+                ("max_len_mask",),
+                "here such responses can be left out of the loss",
+                refused(
+                    "scoring cut-off responses 0 is not available; `max_len_mask: true` leaves them out of the loss",
+                    False,
+                ),
+            ),
+        ),
+    )
+
+
+def _algorithm() -> Section:
+    theirs = "trainer.algorithm"
+    return Section(
+        "Algorithm",
+        (
+            Rule(
+                f"{theirs}.advantage_estimator",
+                ("adv_estimator",),
+                "`gae` whitens advantages there, so `whiten_advantages` too",
+                one_of(ESTIMATORS),
+                "estimator",
+                about="gae",
+            ),
+            Rule(
+                f"{theirs}.grpo_norm_by_std",
+                ("norm_std_type",),
+                "true: group; false: null (Dr. GRPO)",
+                lambda value: "group" if truth(value) else None,
+            ),
+            Rule(f"{theirs}.advantage_batch_normalize", ("whiten_advantages",), value=truth, fact="whiten"),
+            Rule(f"{theirs}.gamma", ("gamma",), value=number),
+            Rule(f"{theirs}.lambd", ("lambd",), value=number),
+            Rule(f"{theirs}.use_kl_loss", ("use_kl_loss",), value=truth, fact="kl_loss"),
+            Rule(
+                f"{theirs}.kl_loss_coef",
+                ("kl_loss_coef",),
+                "counts with `use_kl_loss`",
+                number,
+                "kl_loss_coef",
+                computed=True,
+            ),
+            Rule(f"{theirs}.use_kl_in_reward", ("add_token_level_kl",), value=truth, fact="kl_in_reward"),
+            Rule(f"{theirs}.init_kl_coef {theirs}.kl_ctrl.kl_loss_coef", ("init_kl_coef",), value=number),
+            Rule(
+                f"{theirs}.kl_estimator_type",
+                ("kl_loss_type", "kl_penalty"),
+                value=one_of({"k1": "k1", "k2": "k2", "k3": "k3", "abs": "abs"}),
+            ),
+            Rule(
+                f"{theirs}.use_kl_estimator_k3",
+                ("kl_loss_type", "kl_penalty"),
+                "true: `k3`; false: `k1`",
+                lambda value: "k3" if truth(value) else "k1",
+            ),
+            Rule(f"{theirs}.kl_target", ("target_kl",)),
+            Rule(
+                f"{theirs}.policy_loss_type {theirs}.ppo_loss_type",
+                ("pg_variant",),
+                "`dual_clip` is `ppo` with `dual_clip_loss`",
+                one_of(LOSSES),
+                "loss",
+            ),
+            Rule(f"{theirs}.loss_reduction", ("loss_agg_mode",), value=one_of(REDUCTIONS)),
+            Rule(
+                f"{theirs}.eps_clip_low",
+                ("pg_clip_low", "use_pg_clip_range"),
+                value=number,
+                fact="clip_low",
+                computed=True,
+            ),
+            Rule(
+                f"{theirs}.eps_clip_high",
+                ("pg_clip_high", "use_pg_clip_range"),
+                value=number,
+                fact="clip_high",
+                computed=True,
+            ),
+            Rule(
+                f"{theirs}.clip_ratio_c",
+                ("dual_clip_coef",),
+                "counts with `dual_clip`",
+                number,
+                "dual_clip_bound",
+                computed=True,
+            ),
+            Rule(f"{theirs}.value_clip", ("value_clip",), value=number),
+            Rule(
+                f"{theirs}.normalize_reward {theirs}.value_head_prefix {theirs}.use_abs_kl", note="no such choice here"
+            ),
+            Rule("trainer.update_epochs_per_batch", ("ppo_epochs",), value=whole),
+        ),
+    )
+
+
+def _generation() -> Section:
+    engine, sampling = f"{ENGINE}.{OPTIONS}", "generator.sampling_params"
+    validation = "validation.generating_args"
+    return Section(
+        "Generation",
+        (
+            Rule(
+                "generator.backend",
+                (f"{ENGINE}.{STRATEGY}",),
+                value=one_of({"vllm": "vllm", "sglang": "sglang"}),
+                fact="engine",
+            ),
+            Rule("generator.n_samples_per_prompt", ("num_return_sequences_in_group",), value=whole, fact="samples"),
+            Rule(
+                "generator.num_inference_engines",
+                (f"{ENGINE}.device_mapping",),
+                "engines x tensor-parallel ranks: devices",
+                whole,
+                "engines",
+                computed=True,
+            ),
+            Rule(
+                "generator.inference_engine_tensor_parallel_size",
+                (f"{engine}.tensor_parallel_size", f"{ENGINE}.num_gpus_per_worker"),
+                value=whole,
+                fact="engine_tensor",
+                computed=True,
+            ),
+            Rule("generator.gpu_memory_utilization", (f"{engine}.gpu_memory_utilization",), value=number),
+            Rule("generator.max_num_seqs", (f"{engine}.max_num_seqs",), value=whole),
+            Rule("generator.max_num_batched_tokens", (f"{engine}.max_num_batched_tokens",), value=whole),
+            Rule("generator.enforce_eager", (f"{engine}.enforce_eager",), value=truth),
+            Rule("generator.enable_prefix_caching", (f"{engine}.enable_prefix_caching",), value=truth),
+            Rule("generator.enable_chunked_prefill", (f"{engine}.engine_args.enable_chunked_prefill",), value=truth),
+            Rule("generator.engine_init_kwargs.*", (f"{engine}.engine_args.{{rest}}",)),
+            Rule(f"{sampling}.max_generate_length", ("response_length",), value=whole, fact="response_length"),
+            *(
+                Rule(f"{sampling}.{name}", (f"{ENGINE}.generating_args.{name}",), value=kind)
+                for name, kind in (("temperature", number), ("top_p", number), ("min_p", number), ("top_k", whole))
+            ),
+            *(
+                Rule(f"generator.eval_sampling_params.{name}", (f"{validation}.{name}",), value=kind)
+                for name, kind in (("temperature", number), ("top_p", number), ("min_p", number), ("top_k", whole))
+            ),
+            Rule("generator.eval_sampling_params.max_generate_length", (f"{validation}.max_new_tokens",), value=whole),
+            Rule("generator.eval_n_samples_per_prompt", (f"{validation}.num_return_sequences",), value=whole),
+            Rule(
+                "generator.run_engines_locally",
+                note="engines are this run's own",
+                value=refused("engines on other hosts are not available", True),
+            ),
+            Rule(
+                "generator.async_engine generator.batched generator.weight_sync_backend generator.model_dtype "
+                "generator.vllm_v1_disable_multiproc generator.override_existing_update_group "
+                "generator.remote_inference_engine_urls generator.use_conversation_multi_turn "
+                "generator.step_wise_training",
+                note="no such choice here",
+            ),
+        ),
+    )
+
+
+def _dialect(name: str, title: str, strategies: dict[str, str], note: str, *own: tuple[str, Any]) -> Dialect:
+    sections = (_run(), _data(), _algorithm(), training(strategies, note), _generation())
+    return Dialect(name, title, sections, (*DEFAULTS, *own), "trainer.policy.model.path")
+
+
+DEFAULTS: tuple[tuple[str, Any], ...] = (
+    ("trainer.placement.colocate_all", True),
+    ("trainer.placement.colocate_policy_ref", True),
+    ("trainer.placement.policy_num_gpus_per_node", 4),
+    ("trainer.placement.policy_num_nodes", 1),
+    ("trainer.placement.ref_num_gpus_per_node", 4),
+    ("trainer.placement.ref_num_nodes", 1),
+    ("trainer.placement.critic_num_gpus_per_node", 4),
+    ("trainer.placement.critic_num_nodes", 1),
+    ("trainer.policy.optimizer_config.lr", 1e-6),
+    ("trainer.policy.optimizer_config.weight_decay", 0.01),
+    ("trainer.policy.optimizer_config.scheduler", "constant_with_warmup"),
+    ("trainer.critic.optimizer_config.lr", 5e-6),
+    ("trainer.critic.optimizer_config.weight_decay", 0.01),
+    ("trainer.critic.optimizer_config.scheduler", "constant_with_warmup"),
+    ("trainer.ref.fsdp_config.cpu_offload", True),
+    ("trainer.algorithm.advantage_estimator", "grpo"),
+    ("trainer.algorithm.use_kl_loss", True),
+    ("trainer.algorithm.kl_loss_coef", 0.001),
+    ("trainer.algorithm.use_kl_estimator_k3", True),
+    ("trainer.algorithm.loss_reduction", "token_mean"),
+    ("trainer.algorithm.lambd", 1.0),
+    ("trainer.algorithm.value_clip", 0.2),
+    ("trainer.epochs", 1),
+    ("trainer.train_batch_size", 1024),
+    ("trainer.policy_mini_batch_size", 256),
+    ("trainer.critic_mini_batch_size", 256),
+    ("trainer.micro_train_batch_size_per_gpu", 1),
+    ("trainer.micro_forward_batch_size_per_gpu", 1),
+    ("trainer.use_sample_packing", True),
+    ("trainer.gradient_checkpointing", True),
+    ("trainer.eval_batch_size", 1024),
+    ("trainer.eval_interval", 5),
+    ("trainer.ckpt_interval", 10),
+    ("trainer.resume_mode", "latest"),
+    ("trainer.max_prompt_length", 512),
+    ("trainer.logger", "wandb"),
+    ("trainer.project_name", "skyrl"),
+    ("generator.backend", "vllm"),
+    ("generator.n_samples_per_prompt", 5),
+    ("generator.gpu_memory_utilization", 0.8),
+    ("generator.max_num_seqs", 1024),
+    ("generator.max_num_batched_tokens", 8192),
+    ("generator.sampling_params.max_generate_length", 1024),
+    ("generator.sampling_params.temperature", 1.0),
+    ("generator.sampling_params.top_p", 1.0),
+    ("generator.sampling_params.top_k", -1),
+    ("generator.eval_sampling_params.temperature", 1.0),
+    ("generator.eval_sampling_params.top_p", 1.0),
+    ("generator.eval_sampling_params.top_k", -1),
+)
+
+SKYRL_TRAIN = _dialect("skyrl_train", "SkyRL, package `skyrl_train`", OLDER, OLDER_NOTE, ("trainer.strategy", "fsdp2"))
+SKYRL = _dialect("skyrl", "SkyRL, package `skyrl`", NEWER, NEWER_NOTE, ("trainer.strategy", "fsdp"))

@@ -1,0 +1,396 @@
+"""verl's keys: what each becomes here."""
+
+from __future__ import annotations
+
+from roll.translation.reading import CONFIG_NAME
+from roll.translation.rules import (
+    ACTOR,
+    ENGINE,
+    OPTIONS,
+    STRATEGY,
+    Dialect,
+    Rule,
+    Section,
+    listed,
+    loggers,
+    never_below_zero,
+    number,
+    one_of,
+    refused,
+    truth,
+    whole,
+)
+from roll.translation.verl_roles import ACTOR_KEYS, MODEL, ROLLOUT, TRAINING
+
+ESTIMATORS = {
+    "gae": "gae",
+    "grpo": "grpo",
+    "rloo": "rloo",
+    "remax": "remax",
+    "opo": "opo",
+    "gpg": "gpg",
+    "grpo_passk": "pass@k",
+    "reinforce_plus_plus": "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
+}
+KL_TYPES = {
+    "kl": "k1",
+    "k1": "k1",
+    "abs": "abs",
+    "mse": "k2",
+    "k2": "k2",
+    "low_var_kl": "k3",
+    "k3": "k3",
+    "full": "full",
+}
+LOSSES = {
+    "vanilla": "ppo",
+    "gspo": "gspo",
+    "geo_mean": "gmpo",
+    "clip_cov": "clip_cov",
+    "kl_cov": "kl_cov",
+    "cispo": "cispo",
+    "sapo": "sapo",
+    "gpg": "vanilla",
+}
+AGGREGATIONS = {
+    mode: mode for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+}
+
+RUN = Section(
+    "Run",
+    (
+        Rule(
+            "trainer.n_gpus_per_node",
+            ("num_gpus_per_node", f"{ACTOR}.device_mapping", f"{ENGINE}.device_mapping"),
+            "times `nnodes`: the list of devices that all roles share",
+            whole,
+            "gpus",
+            computed=True,
+        ),
+        Rule("trainer.nnodes", (f"{ACTOR}.device_mapping",), "see `n_gpus_per_node`", whole, "nodes", computed=True),
+        Rule("trainer.total_training_steps", ("max_steps",), value=whole, fact="steps"),
+        Rule(
+            "trainer.total_epochs",
+            ("max_steps",),
+            "rows / `train_batch_size` x epochs; needs `--train-rows`",
+            whole,
+            "epochs",
+            computed=True,
+        ),
+        Rule("trainer.save_freq", ("save_steps",), "0 and -1: never", never_below_zero),
+        Rule("trainer.test_freq", ("eval_steps",), "0 and -1: never", never_below_zero),
+        Rule("trainer.val_before_train", ("validation.before_train",), value=truth),
+        Rule("trainer.val_only", note="`roll` trains", value=refused("there is no run that validates only", False)),
+        Rule("trainer.logger", ("track_with",), "`console` is `stdout`, `file` is `jsonl`", loggers, "loggers"),
+        Rule(
+            "trainer.project_name",
+            ("tracker_kwargs.project",),
+            "for wandb and swanlab; no effect for the others",
+            fact="project",
+            computed=True,
+        ),
+        Rule("trainer.experiment_name", ("exp_name",)),
+        Rule("trainer.default_local_dir", ("output_dir",), "checkpoints stand in `checkpoints/` below it"),
+        Rule("trainer.rollout_data_dir", ("rollout_dump_dir",)),
+        Rule(
+            "trainer.resume_mode",
+            ("resume_from_checkpoint",),
+            "`auto`: the newest checkpoint; `disable`: none",
+            one_of({"auto": True, "disable": False, "resume_path": None}),
+            "resume",
+            computed=True,
+        ),
+        Rule(
+            "trainer.resume_from_path",
+            ("resume_from_checkpoint",),
+            "with `resume_mode: resume_path`",
+            fact="resume_path",
+            computed=True,
+        ),
+        Rule(
+            "trainer.max_actor_ckpt_to_keep trainer.max_critic_ckpt_to_keep",
+            ("max_ckpt_to_keep",),
+            "one number for all roles; null: all",
+            lambda value: 0 if value is None else whole(value),
+        ),
+        Rule("trainer.critic_warmup", ("critic_warmup",), value=whole),
+        Rule("trainer.balance_batch", note="rows are ordered by length where that helps; same numbers"),
+        Rule("trainer.use_legacy_worker_impl", note="there is one implementation of workers"),
+        Rule("trainer.device", note="found out: the accelerator, or the CPU"),
+        Rule(
+            "trainer.log_val_generations trainer.validation_data_dir trainer.del_local_ckpt_after_load "
+            "trainer.default_hdfs_dir trainer.ray_wait_register_center_timeout trainer.esi_redundant_time",
+            note="no such choice here",
+        ),
+        Rule(
+            CONFIG_NAME,
+            note="`ppo_trainer`: the keys of this table; `ppo_megatron_trainer`: Megatron for all roles",
+            value=one_of({"ppo_trainer": "fsdp", "ppo_megatron_trainer": "megatron"}),
+            fact="config_name",
+            computed=True,
+        ),
+        Rule(
+            "CUDA_VISIBLE_DEVICES",
+            note="stays in the environment: devices are counted within it, from 0",
+            fact="visible",
+            computed=True,
+        ),
+    ),
+)
+
+DATA = Section(
+    "Data and reward",
+    (
+        Rule(
+            "data.train_files",
+            (f"{ACTOR}.data_args.file_name", f"{ACTOR}.data_args.messages"),
+            "their Parquet is read as it is: conversation in `prompt`, ground truth in `reward_model`",
+            listed,
+            "train_files",
+            computed=True,
+        ),
+        Rule("data.val_files", ("validation.data_args.file_name",), value=listed, fact="val_files", computed=True),
+        Rule("data.train_batch_size", ("rollout_batch_size",), "prompts", whole, "prompts"),
+        Rule("data.val_batch_size", ("val_batch_size",), "null: ours", fact="val_batch", computed=True),
+        Rule("data.max_prompt_length", ("prompt_length",), value=whole, fact="prompt_length"),
+        Rule("data.max_response_length", ("response_length",), value=whole, fact="response_length"),
+        Rule(
+            "data.filter_overlong_prompts",
+            note="prompts longer than `prompt_length` are always left out, and counted",
+            value=truth,
+        ),
+        Rule("data.truncation", note="there are no overlong prompts left to truncate"),
+        Rule(
+            "data.filter_overlong_prompts_workers data.dataloader_num_workers data.return_raw_chat data.shuffle "
+            "data.validation_shuffle data.reward_fn_key data.return_raw_input_ids",
+            note="no such choice here",
+        ),
+        Rule("data.prompt_key", (f"{ACTOR}.data_args.messages",), fact="prompt_key", computed=True),
+        Rule("data.seed", ("seed",), "null: ours", fact="seed", computed=True),
+        Rule("data.trust_remote_code", note="tokenizers are loaded as the models are: `model_args.trust_remote_code`"),
+        Rule(
+            "reward.reward_kwargs.* reward_model.reward_kwargs.* custom_reward_function.reward_kwargs.*",
+            ("rewards.gsm8k_rule.reward_kwargs.{rest}",),
+            "`method`, `score`, `format_score` mean the same; add `compare: string` to compare characters",
+        ),
+        Rule("reward.num_workers", ("rewards.gsm8k_rule.world_size",), value=whole, fact="reward_workers"),
+        Rule(
+            "reward.custom_reward_function.path custom_reward_function.path",
+            ("rewards.<name>.worker_cls",),
+            "write the dotted path of your function there",
+            refused(
+                "a function of your own goes into rewards.<name>."
+                "worker_cls by its dotted path; docs/rewards.md says what it is given",
+                None,
+            ),
+        ),
+        Rule(
+            "reward_model.enable reward.reward_model.enable",
+            note="reward models are not available yet",
+            value=refused("reward models are not available yet", False, None),
+        ),
+    ),
+)
+
+ALGORITHM = Section(
+    "Algorithm",
+    (
+        Rule(
+            "algorithm.adv_estimator",
+            ("adv_estimator",),
+            "`gae` whitens advantages there, so `whiten_advantages` too",
+            one_of(ESTIMATORS),
+            "estimator",
+            about="gae",
+        ),
+        Rule(
+            "algorithm.norm_adv_by_std_in_grpo",
+            ("norm_std_type",),
+            "true: group; false: null (Dr. GRPO)",
+            lambda value: "group" if truth(value) else None,
+        ),
+        Rule("algorithm.gamma", ("gamma",), value=number),
+        Rule("algorithm.lam", ("lambd",), value=number),
+        Rule("algorithm.use_kl_in_reward", ("add_token_level_kl",), value=truth, fact="kl_in_reward"),
+        Rule("algorithm.kl_penalty", ("kl_penalty",), value=one_of(KL_TYPES)),
+        Rule("algorithm.kl_ctrl.kl_coef", ("init_kl_coef",), value=number),
+        Rule(
+            "algorithm.kl_ctrl.type",
+            ("target_kl",),
+            "`fixed`: no `target_kl`",
+            fact="kl_control",
+            computed=True,
+            value=one_of({"fixed": "fixed", "adaptive": "adaptive"}),
+        ),
+        Rule(
+            "algorithm.kl_ctrl.target_kl", ("target_kl",), "with `type: adaptive`", number, "target_kl", computed=True
+        ),
+        Rule("algorithm.kl_ctrl.horizon", ("kl_horizon",), value=whole),
+        Rule(f"{ACTOR_KEYS}.use_kl_loss", ("use_kl_loss",), value=truth, fact="kl_loss"),
+        Rule(
+            f"{ACTOR_KEYS}.kl_loss_coef",
+            ("kl_loss_coef",),
+            "counts with `use_kl_loss`",
+            number,
+            "kl_loss_coef",
+            computed=True,
+        ),
+        Rule(f"{ACTOR_KEYS}.kl_loss_type", ("kl_loss_type",), value=one_of(KL_TYPES)),
+        Rule(f"{ACTOR_KEYS}.clip_ratio", ("pg_clip",), value=number),
+        Rule(
+            f"{ACTOR_KEYS}.clip_ratio_low",
+            ("pg_clip_low", "use_pg_clip_range"),
+            value=number,
+            fact="clip_low",
+            computed=True,
+        ),
+        Rule(
+            f"{ACTOR_KEYS}.clip_ratio_high",
+            ("pg_clip_high", "use_pg_clip_range"),
+            value=number,
+            fact="clip_high",
+            computed=True,
+        ),
+        Rule(
+            f"{ACTOR_KEYS}.clip_ratio_c",
+            ("dual_clip_loss", "dual_clip_coef"),
+            "verl always bounds the loss of negative advantages",
+            number,
+            "dual_clip",
+            computed=True,
+        ),
+        Rule(f"{ACTOR_KEYS}.policy_loss.loss_mode", ("pg_variant",), value=one_of(LOSSES)),
+        Rule(f"{ACTOR_KEYS}.loss_agg_mode", ("loss_agg_mode",), value=one_of(AGGREGATIONS)),
+        Rule(f"{ACTOR_KEYS}.entropy_coeff", ("entropy_loss_coef",), value=number),
+        Rule(f"{ACTOR_KEYS}.ppo_epochs", ("ppo_epochs",), value=whole),
+        Rule("critic.ppo_epochs", ("ppo_epochs",), "one number for both roles", whole),
+        Rule("critic.cliprange_value", ("value_clip",), value=number),
+        Rule(
+            "critic.enable",
+            note="the critic runs where `adv_estimator` is `gae`",
+            fact="critic",
+            computed=True,
+            value=lambda value: None if value is None else truth(value),
+        ),
+    ),
+)
+
+GENERATION = Section(
+    "Generation",
+    (
+        Rule(
+            f"{ROLLOUT}.name",
+            (f"{ENGINE}.{STRATEGY}",),
+            "`hf` is `hf_infer`",
+            one_of({"vllm": "vllm", "hf": "hf_infer", "sglang": "sglang"}),
+            "engine",
+        ),
+        Rule(
+            f"{ROLLOUT}.mode",
+            note="requests are always scheduled one by one",
+            value=one_of({"async": "async", "sync": "sync"}),
+        ),
+        Rule(f"{ROLLOUT}.n", ("num_return_sequences_in_group",), value=whole, fact="samples"),
+        Rule(
+            f"{ROLLOUT}.tensor_model_parallel_size",
+            (f"{ENGINE}.{OPTIONS}.tensor_parallel_size", f"{ENGINE}.num_gpus_per_worker"),
+            value=whole,
+            fact="engine_tensor",
+            computed=True,
+        ),
+        Rule(
+            f"{ROLLOUT}.load_format",
+            (f"{ENGINE}.{OPTIONS}.load_format",),
+            "weights arrive before the first step",
+            one_of({"auto": "auto", "dummy": "dummy", "safetensors": "auto", "hf": "auto"}),
+        ),
+        Rule(
+            f"{ROLLOUT}.max_model_len",
+            (f"{ENGINE}.{OPTIONS}.max_model_len",),
+            fact="max_model_len",
+            computed=True,
+            note="responses end there, whatever `response_length` allows",
+        ),
+        Rule(f"{ROLLOUT}.max_num_seqs", (f"{ENGINE}.{OPTIONS}.max_num_seqs",), value=whole),
+        Rule(f"{ROLLOUT}.max_num_batched_tokens", (f"{ENGINE}.{OPTIONS}.max_num_batched_tokens",), value=whole),
+        Rule(f"{ROLLOUT}.gpu_memory_utilization", (f"{ENGINE}.{OPTIONS}.gpu_memory_utilization",), value=number),
+        Rule(f"{ROLLOUT}.enforce_eager", (f"{ENGINE}.{OPTIONS}.enforce_eager",), value=truth),
+        Rule(f"{ROLLOUT}.enable_prefix_caching", (f"{ENGINE}.{OPTIONS}.enable_prefix_caching",), value=truth),
+        Rule(
+            f"{ROLLOUT}.enable_chunked_prefill",
+            (f"{ENGINE}.{OPTIONS}.engine_args.enable_chunked_prefill",),
+            value=truth,
+        ),
+        Rule(f"{ROLLOUT}.engine_kwargs.vllm.*", (f"{ENGINE}.{OPTIONS}.engine_args.{{rest}}",)),
+        Rule(f"{ROLLOUT}.temperature", (f"{ENGINE}.generating_args.temperature",), value=number),
+        Rule(f"{ROLLOUT}.top_p", (f"{ENGINE}.generating_args.top_p",), value=number),
+        Rule(f"{ROLLOUT}.top_k", (f"{ENGINE}.generating_args.top_k",), value=whole),
+        Rule(f"{ROLLOUT}.do_sample", (f"{ENGINE}.generating_args.do_sample",), value=truth),
+        Rule(
+            f"{ROLLOUT}.val_kwargs.temperature",
+            ("validation.generating_args.temperature",),
+            value=number,
+            fact="val_temperature",
+        ),
+        Rule(f"{ROLLOUT}.val_kwargs.top_p", ("validation.generating_args.top_p",), value=number),
+        Rule(f"{ROLLOUT}.val_kwargs.top_k", ("validation.generating_args.top_k",), value=whole),
+        Rule(f"{ROLLOUT}.val_kwargs.n", ("validation.generating_args.num_return_sequences",), value=whole),
+        Rule(f"{ROLLOUT}.val_kwargs.do_sample", ("validation.generating_args.do_sample",), value=truth),
+        Rule(
+            f"{ROLLOUT}.dtype", (f"{ENGINE}.model_args.dtype",), value=one_of({"bfloat16": "bf16", "float32": "fp32"})
+        ),
+        Rule(f"{ROLLOUT}.free_cache_engine", note="engines sleep where their devices are shared"),
+        Rule(
+            f"{ROLLOUT}.calculate_log_probs {ROLLOUT}.disable_log_stats {ROLLOUT}.skip_tokenizer_init "
+            f"{ROLLOUT}.logprobs_mode",
+            note="engines always give log-probs of what they sampled",
+        ),
+        Rule(f"{ROLLOUT}.agent.num_workers {ROLLOUT}.multi_stage_wake_up", note="no such choice here"),
+        Rule(f"{ROLLOUT}.prompt_length {ROLLOUT}.response_length", note="as `data.max_*_length`"),
+    ),
+)
+
+DEFAULTS = (
+    ("algorithm.adv_estimator", "gae"),
+    ("algorithm.gamma", 1.0),
+    ("algorithm.lam", 1.0),
+    ("data.train_batch_size", 1024),
+    ("data.max_prompt_length", 512),
+    ("data.max_response_length", 512),
+    ("data.filter_overlong_prompts", False),
+    (f"{ACTOR_KEYS}.strategy", "fsdp"),
+    ("critic.strategy", "fsdp"),
+    (f"{ACTOR_KEYS}.ppo_mini_batch_size", 256),
+    (f"{ACTOR_KEYS}.optim.lr", 1e-6),
+    (f"{ACTOR_KEYS}.optim.weight_decay", 0.01),
+    (f"{ACTOR_KEYS}.optim.lr_scheduler_type", "constant"),
+    ("critic.optim.lr", 1e-5),
+    ("critic.optim.weight_decay", 0.01),
+    ("critic.optim.lr_scheduler_type", "constant"),
+    (f"{ACTOR_KEYS}.clip_ratio_c", 3.0),
+    (f"{ACTOR_KEYS}.loss_agg_mode", "token-mean"),
+    (f"{ACTOR_KEYS}.kl_loss_coef", 0.001),
+    (f"{ACTOR_KEYS}.kl_loss_type", "low_var_kl"),
+    ("algorithm.kl_ctrl.kl_coef", 0.001),
+    ("critic.cliprange_value", 0.5),
+    (f"{MODEL}.enable_gradient_checkpointing", True),
+    (f"{MODEL}.use_remove_padding", True),
+    (f"{ROLLOUT}.n", 1),
+    (f"{ROLLOUT}.temperature", 1.0),
+    (f"{ROLLOUT}.top_p", 1.0),
+    (f"{ROLLOUT}.top_k", -1),
+    (f"{ROLLOUT}.gpu_memory_utilization", 0.5),
+    (f"{ROLLOUT}.max_num_seqs", 1024),
+    (f"{ROLLOUT}.max_num_batched_tokens", 8192),
+    (f"{ROLLOUT}.val_kwargs.temperature", 0),
+    ("trainer.n_gpus_per_node", 8),
+    ("trainer.nnodes", 1),
+    ("trainer.total_epochs", 30),
+    ("trainer.save_freq", -1),
+    ("trainer.test_freq", -1),
+    ("trainer.logger", ["console", "wandb"]),
+    ("trainer.resume_mode", "auto"),
+)
+
+VERL = Dialect("verl", "verl", (RUN, DATA, ALGORITHM, TRAINING, GENERATION), DEFAULTS, f"{MODEL}.path")

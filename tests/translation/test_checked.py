@@ -1,0 +1,92 @@
+"""What is translated can be run: whole commands by themselves and as overrides, single keys as overrides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.config.availability import REFUSALS
+from roll.config.loader import LoadedConfig, load_config
+from roll.config.strategy import PLANNED
+from roll.translation.reading import read_yaml
+from roll.translation.writing import load, overrides, yaml_text
+from tests.translation import commands
+from tests.translation.conftest import QUICKSTART, Translate
+
+WHOLE = {
+    "skyrl_train": commands.SKYRL_TRAIN,
+    "skyrl": commands.SKYRL,
+    **commands.VERL_CASES,
+    "verl grpo": commands.VERL_GRPO,
+}
+CHANGES = {
+    **{f"switch {name}": text for name, text in commands.SWITCH.items()},
+    **{f"tuning {name}": text for name, text in commands.TUNING.items()},
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_commands_run_as_yaml_and_as_overrides(name: str, translated: Translate, tmp_path: Path) -> None:
+    translation = translated(WHOLE[name])
+    assert translation.whole
+    by_itself = load(translation, QUICKSTART)
+    assert [str(warning) for warning in by_itself.warnings if "no effect" in warning.text] == []
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml_text(translation), encoding="utf-8")
+    assert load_config(None, file, check_files=False).config.actor_train == by_itself.config.actor_train
+    on_top = load_config(None, QUICKSTART, overrides=overrides(translation), check_files=False)
+    assert batch(on_top) == batch(by_itself)
+    assert on_top.config.pretrain == by_itself.config.pretrain
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_run_on_the_quickstart(name: str, translated: Translate) -> None:
+    translation = translated(CHANGES[name])
+    assert not translation.whole
+    loaded, before = load(translation, QUICKSTART), load_config(None, QUICKSTART, check_files=False)
+    assert batch(loaded) == batch(before)
+    assert loaded.config.actor_infer == before.config.actor_infer
+
+
+@pytest.mark.parametrize("name", commands.README_YAML)
+def test_yaml_files_run_on_the_quickstart(name: str, translated: Translate) -> None:
+    load(translated(read_yaml(commands.README_YAML[name], "theirs.yaml")), QUICKSTART)
+
+
+@pytest.fixture(autouse=True)
+def features_that_are_there(request: pytest.FixtureRequest) -> None:
+    """Padding removal and FSDP1 are refused for now, and a translation that needs them with them."""
+    pending = any(refusal.pattern == "**.use_remove_padding" for refusal in REFUSALS) or "fsdp_train" in PLANNED
+    if pending and not request.node.name.startswith("test_changes_run_on_the_quickstart[tuning"):
+        pytest.skip("waits for padding removal and FSDP1")
+
+
+def batch(loaded: LoadedConfig[Any]) -> list[str]:
+    return [plan.sentence() for plan in loaded.plan.training.values()]
+
+
+def test_the_batches_of_the_documents(translated: Translate) -> None:
+    """PPO: two optimizer steps of 32, 8 micro-batches of 2; GRPO: 256 samples in two steps of 128, 64 micro-batches."""
+    ppo = load(translated(commands.VERL_CASES["zero2_no_offload"]), QUICKSTART)
+    assert batch(ppo) == ["2 optimizer steps of 32; 2 ranks x 8 micro-batches of 2"] * 2
+    assert sorted(ppo.plan.roles) == ["actor_infer", "actor_train", "critic", "rewards.gsm8k_rule"]
+    grpo = load(translated(commands.VERL_GRPO), QUICKSTART)
+    assert batch(grpo) == ["2 optimizer steps of 128; 2 ranks x 64 micro-batches of 1"]
+    assert grpo.config.max_steps == 60 and grpo.plan.eval_steps == grpo.plan.save_steps == 0
+    assert grpo.plan.roles["actor_train"].device_mapping == (0, 1)
+    assert "critic" not in grpo.plan.roles and "reference" not in grpo.plan.roles
+
+
+def test_zero_1_with_offload_says_what_happens(translated: Translate) -> None:
+    loaded = load(translated(commands.VERL_CASES["zero1_cpu_offload"]), QUICKSTART)
+    assert [warning.key.partition(".")[0] for warning in loaded.warnings if "is taken as none" in warning.text] == [
+        "actor_train",
+        "critic",
+    ]
+
+
+def test_an_engine_shorter_than_the_sequence_is_accepted_and_noted(translated: Translate) -> None:
+    loaded = load(translated(commands.VERL_CASES["zero1_no_offload"]), QUICKSTART)
+    assert any(warning.key.endswith("max_model_len") for warning in loaded.warnings)

@@ -1,0 +1,47 @@
+"""The page of the tables is the generated one, and the tables name keys that exist."""
+
+from __future__ import annotations
+
+import pytest
+
+from roll.config.reference import PAGES
+from roll.config.schema import known_keys
+from roll.translation.engine import DIALECTS
+from roll.translation.page import page
+from roll.translation.rules import Rule
+from tests.translation.conftest import ROOT
+
+RULES = [(name, rule) for name, dialect in DIALECTS.items() for section in dialect.sections for rule in section.rules]
+
+
+def test_page_is_up_to_date() -> None:
+    """Write it again with ``python -m roll.translation.page > docs/translation.md``."""
+    assert (ROOT / "docs/translation.md").read_text(encoding="utf-8") == page()
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_no_key_has_two_rules(name: str) -> None:
+    spellings = [spelling for dialect, rule in RULES if dialect == name for spelling in rule.spellings]
+    assert sorted(set(spellings)) == sorted(spellings)
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_defaults_have_rules(name: str) -> None:
+    dialect = DIALECTS[name]
+    assert [key for key, _ in dialect.defaults if key not in dialect.rules] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"), RULES, ids=lambda value: value.theirs.split()[0] if isinstance(value, Rule) else value
+)
+def test_our_keys_exist_and_what_has_none_says_why(name: str, rule: Rule) -> None:
+    known = {key for _, cls, _ in PAGES for key in known_keys(cls)} | {
+        "reward_kwargs",
+        "<name>",
+        "gsm8k_rule",
+        "project",
+    }
+    for key in rule.ours:
+        parts = [part for part in key.partition(".engine_args.")[0].split(".") if part != "{rest}"]
+        assert [part for part in parts if part not in known] == [], key
+    assert rule.ours or rule.note

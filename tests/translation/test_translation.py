@@ -1,0 +1,224 @@
+"""The arithmetic between keys, refusals, and the command itself."""
+
+from __future__ import annotations
+
+import io
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from roll import cli
+from roll.config.compose import parse_override
+from roll.config.errors import ConfigError
+from roll.translation.engine import Translation
+from roll.translation.writing import hydra_value
+from tests.translation import commands
+from tests.translation.conftest import Translate
+
+VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.name=vllm actor_rollout_ref.model.path=m "
+SKYRL = "python -m skyrl_train.entrypoints.main_base trainer.policy.model.path=m "
+
+
+def refusal(translated: Translate, text: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        translated(text)
+    return str(error.value)
+
+
+def devices(translation: Translation) -> dict[str, Any]:
+    return {key.partition(".")[0]: value for key, value in translation.keys.items() if key.endswith(".device_mapping")}
+
+
+def test_an_unknown_key_is_refused_with_the_nearest(translated: Translate) -> None:
+    message = refusal(translated, commands.VERL_GRPO + " actor_rollout_ref.rollout.gpu_memory_utilisation=0.5 zzz.q=1")
+    assert "2 mistakes" in message
+    assert "the nearest known one is actor_rollout_ref.rollout.gpu_memory_utilization" in message
+    assert "VERL_ENABLE_PARAM_OFLOAD" in refusal(translated, f"VERL_ENABLE_PARAM_OFLOAD=1 {VERL}")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("trainer.strategy=fsdp3", "known: deepspeed, fsdp, fsdp2, megatron; the nearest is fsdp"),
+        ("algorithm.adv_estimator=grpoo", "the nearest is grpo"),
+        ("trainer.use_sample_packing=true trainer.remove_microbatch_padding=false", "is another spelling of"),
+        (
+            "trainer.micro_train_batch_size_per_gpu=7",
+            "512 samples an optimizer step do not divide into micro-batches of 7",
+        ),
+        ("VERL_ENABLE_PARAM_OFFLOAD=yes actor_rollout_ref.actor.deepspeed.zero_stage=3", "must be 0 or 1"),
+        ("trainer.logger=[mlflow]", "known: console"),
+        ("generator.max_turns=5", "several turns are not available yet"),
+        (
+            f"CUDA_VISIBLE_DEVICES=3 {VERL} trainer.n_gpus_per_node=2 "
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 critic.ppo_micro_batch_size_per_gpu=1",
+            "names 1 devices, but a node is to have 2",
+        ),
+        (f"{VERL} algorithm.adv_estimator=grpo", "micro-batch of actor_train"),
+        (f"{VERL} critic.enable=false actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", "gae needs values"),
+        (f"{SKYRL} generator.num_inference_engines=3", "take 3 devices, but the trainer they share has 4"),
+    ],
+)
+def test_values_without_a_translation(translated: Translate, text: str, message: str) -> None:
+    assert message in refusal(translated, text)
+
+
+def test_the_recipe_counts_where_theirs_is_silent(translated: Translate) -> None:
+    """The quickstart: 128 prompts x 8 samples, optimizer steps of 512 on 8 GPUs."""
+    keys = translated("bash x.sh trainer.micro_train_batch_size_per_gpu=4").keys
+    assert keys["actor_train.training_args.gradient_accumulation_steps"] == 16
+    keys = translated("trainer.n_gpus_per_node=4").keys
+    assert keys["actor_train.training_args.gradient_accumulation_steps"] == 16
+    assert keys["reference.device_mapping"] == "list(range(0,4))"
+    keys = translated("bash x.sh generator.n_samples_per_prompt=4 trainer.policy_mini_batch_size=32").keys
+    assert keys["actor_train.training_args.gradient_accumulation_steps"] == 2
+
+
+def test_roles_on_devices_of_their_own(translated: Translate) -> None:
+    apart = " trainer.placement.colocate_all=false generator.num_inference_engines=4"
+    assert devices(translated(SKYRL + apart)) == {
+        "actor_train": "list(range(0,4))",
+        "reference": "list(range(0,4))",
+        "actor_infer": "list(range(4,8))",
+    }
+    apart += " trainer.placement.colocate_policy_ref=false trainer.placement.ref_num_gpus_per_node=2"
+    assert devices(translated(SKYRL + apart)) == {
+        "actor_train": "list(range(0,4))",
+        "reference": "list(range(4,6))",
+        "actor_infer": "list(range(6,10))",
+    }
+    nodes = "trainer.n_gpus_per_node=8 trainer.nnodes=2 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
+    translation = translated(f"{VERL} {nodes} critic.ppo_micro_batch_size_per_gpu=1")
+    assert set(devices(translation).values()) == {"list(range(0,16))"}
+    assert translation.keys["num_gpus_per_node"] == 8
+
+
+def test_parallel_ranks_leave_fewer_replicas(translated: Translate) -> None:
+    sizes = "trainer.strategy=megatron trainer.policy.megatron_config.tensor_model_parallel_size=2"
+    keys = translated(f"{SKYRL} {sizes} trainer.micro_train_batch_size_per_gpu=4").keys
+    assert keys["actor_train.training_args.gradient_accumulation_steps"] == 256 * 5 // (4 * 2)
+    assert keys["actor_train.strategy_args.strategy_config.tensor_model_parallel_size"] == 2
+    keys = translated(f"{SKYRL} trainer.policy.sequence_parallel_size=2 trainer.micro_train_batch_size_per_gpu=4").keys
+    assert keys["actor_train.training_args.gradient_accumulation_steps"] == 256 * 5 // (4 * 2)
+    assert keys["actor_train.model_args.ulysses_size"] == 2
+
+
+def test_options_of_one_strategy_go_with_it(translated: Translate) -> None:
+    offload = "trainer.ref.fsdp_config.cpu_offload=true"
+    key = "reference.strategy_args.strategy_config"
+    assert translated(f"{SKYRL} trainer.strategy=fsdp {offload}").keys[f"{key}.cpu_offload"] is True
+    assert translated(f"{SKYRL} trainer.strategy=fsdp2 {offload}").keys[f"{key}.offload_policy"] is True
+    translation = translated(f"{SKYRL} trainer.strategy=deepspeed {offload}")
+    assert not [name for name in translation.keys if name.startswith(key)]
+    assert "no effect under deepspeed" in next(note.text for note in translation.notes if "cpu_offload" in note.theirs)
+
+
+def test_epochs_become_steps_where_the_rows_are_known(translated: Translate) -> None:
+    assert (
+        translated(
+            f"{SKYRL} trainer.epochs=20 trainer.train_batch_size=64 trainer.policy_mini_batch_size=64", train_rows=7473
+        ).keys["max_steps"]
+        == 7473 // 64 * 20
+    )
+    translation = translated(f"{SKYRL} trainer.epochs=20")
+    assert "max_steps" not in translation.keys
+    assert "--train-rows" in next(note.text for note in translation.notes if note.theirs == "trainer.epochs")
+
+
+def test_clipping_kl_and_dynamic_batches(translated: Translate) -> None:
+    actor = "actor_rollout_ref.actor"
+    keys = translated(
+        f"{VERL} algorithm.adv_estimator=grpo {actor}.use_kl_loss=true {actor}.kl_loss_type=mse "
+        f"{actor}.clip_ratio_high=0.28 {actor}.use_dynamic_bsz=true {actor}.ppo_max_token_len_per_gpu=4096 "
+        "actor_rollout_ref.rollout.temperature=0.7 algorithm.kl_ctrl.type=adaptive"
+    ).keys
+    assert (keys["use_pg_clip_range"], keys["pg_clip_low"], keys["pg_clip_high"]) == (True, 0.2, 0.28)
+    assert (keys["dual_clip_loss"], keys["dual_clip_coef"]) == (True, 3.0)
+    assert (keys["use_kl_loss"], keys["kl_loss_coef"], keys["kl_loss_type"]) == (True, 0.001, "k2")
+    assert keys["reference.strategy_args.strategy_name"] == "fsdp_infer"
+    assert keys["target_kl"] == 0.1
+    assert keys["actor_train.use_dynamic_batching_in_train"] is True
+    assert keys["actor_train.max_tokens_per_microbatch_in_train"] == 4096
+    assert keys["actor_train.training_args.per_device_train_batch_size"] == 1
+    dual = translated("bash x.sh trainer.algorithm.policy_loss_type=dual_clip trainer.algorithm.clip_ratio_c=4").keys
+    assert (dual["pg_variant"], dual["dual_clip_loss"], dual["dual_clip_coef"]) == ("ppo", True, 4.0)
+
+
+def test_trackers_and_what_stays_in_the_environment(translated: Translate) -> None:
+    text = "WANDB_API_KEY=secret bash x.sh trainer.logger=wandb trainer.project_name=mine"
+    translation = translated(text)
+    assert translation.keys["tracker_kwargs.project"] == "mine"
+    assert translation.environment == {"WANDB_API_KEY": "secret"}
+    assert "tracker_kwargs.project" not in translated("trainer.logger=console trainer.project_name=mine").keys
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "fsdp2_train",
+        "true",
+        "null",
+        "1e8",
+        "a b",
+        "it's",
+        "~/x",
+        "${oc.env:HOME}/x",
+        "",
+        True,
+        None,
+        3,
+        0.1,
+        1e-6,
+        ["a", "${oc.env:A}", 1],
+        {"a": [1, "b"]},
+    ],
+)
+def test_values_are_written_so_that_hydra_reads_the_same(value: Any) -> None:
+    override = parse_override(f"key={hydra_value(value)}")
+    assert override is not None and override.value() == value
+
+
+def test_the_command_prints_keys_yaml_and_notes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(["translate", "trainer.strategy=deepspeed"]) == 0
+    output = capsys.readouterr()
+    assert output.out.splitlines()[0] == "actor_train.strategy_args.strategy_name=deepspeed_train"
+    assert "trainer.strategy=deepspeed" in output.err
+    file = tmp_path / "theirs.yaml"
+    file.write_text("trainer.micro_train_batch_size_per_gpu: 4\n")
+    assert cli.main(["translate", "--yaml", "--quiet", str(file)]) == 0
+    output = capsys.readouterr()
+    assert yaml.safe_load(output.out)["actor_train"]["training_args"]["gradient_accumulation_steps"] == 16
+    assert output.err == ""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("trainer.n_gpus_per_node=4"))
+    assert cli.main(["translate", "-"]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert "actor_train.device_mapping='list(range(0,4))'" in words
+
+
+def test_the_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["translate", "trainer.strategy=fsdp3"]) == 2
+    assert "trainer.strategy = 'fsdp3'" in capsys.readouterr().err
+    assert cli.main(["translate", "nowhere.sh"]) == 2
+    assert "no such file" in capsys.readouterr().err
+    assert cli.main(["translate", "trainer.policy.optimizer_config.lr=-1"]) == 2
+    assert "actor_train.training_args.learning_rate = -1" in capsys.readouterr().err
+
+
+def test_nothing_heavy_is_imported() -> None:
+    program = (
+        "import sys; from roll.cli import main; status = main(['translate', '--quiet', 'trainer.strategy=fsdp2']);"
+        "sys.exit(status or bool({'torch', 'ray', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_secrets_are_masked_in_the_notes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["translate", "WANDB_API_KEY=very-secret trainer.strategy=fsdp2"]) == 0
+    assert "very-secret" not in capsys.readouterr().err
