@@ -18,3 +18,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, ROOT / "examples/tiny/prepare.py", "--output", folder, "--seeds", "0"]
     subprocess.run(command, check=True, capture_output=True)
     return folder / "seed0" / "init"
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Path:
+    """A program in Python's place that writes down its arguments, one a line."""
+    program = tmp_path / "record"
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n', encoding="utf-8")
+    program.chmod(0o755)
+    return program

@@ -23,15 +23,6 @@ OWN = ("actor_train.data_args.file_name=[mine.jsonl]", "max_steps=3")
 """A user's overrides, which also spare the script the search for GSM8K."""
 
 
-@pytest.fixture
-def recorder(tmp_path: Path) -> Path:
-    """A program in Python's place that writes down its arguments."""
-    program = tmp_path / "record"
-    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n', encoding="utf-8")
-    program.chmod(0o755)
-    return program
-
-
 def launched(recorder: Path, script: Path, *overrides: str) -> LoadedConfig[Any]:
     """The configuration that a script would run."""
     environment = {**os.environ, "PYTHON": str(recorder)}

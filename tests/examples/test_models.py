@@ -1,0 +1,143 @@
+"""Recipes for real models: each plans as its table in examples/README.md says, and nothing in it is without effect."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from roll.config.cli_args import parse_launcher_args
+from roll.config.loader import load_config
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+NODE = range(8)
+FOUR, TWO = (range(16), range(16, 32)), (range(8), range(8, 16))
+PLANS = {
+    "qwen2.5-0.5B-rlvr_fsdp2/rlvr_config": (
+        "fsdp2",
+        NODE,
+        NODE,
+        "2 optimizer steps of 512; 8 ranks x 4 micro-batches of 16",
+    ),
+    "qwen2.5-0.5B-rlvr_fsdp2/rlvr_config_1gpu": (
+        "fsdp2",
+        [0],
+        [0],
+        "2 optimizer steps of 64; 1 rank x 8 micro-batches of 8",
+    ),
+    "qwen2.5-0.5B-rlvr_fsdp2/rlvr_config_2gpus": (
+        "fsdp2",
+        [0],
+        [1],
+        "2 optimizer steps of 128; 1 rank x 8 micro-batches of 16",
+    ),
+    "qwen2.5-0.5B-rlvr_deepspeed/rlvr_config": (
+        "deepspeed",
+        NODE,
+        NODE,
+        "2 optimizer steps of 512; 8 ranks x 4 micro-batches of 16",
+    ),
+    "qwen2.5-0.5B-rlvr_megatron/rlvr_config": (
+        "megatron",
+        NODE,
+        NODE,
+        "2 optimizer steps of 512; 4 ranks x 8 micro-batches of 16",
+    ),
+    "qwen2.5-7B-rlvr_fsdp2/rlvr_config": (
+        "fsdp2",
+        NODE,
+        NODE,
+        "2 optimizer steps of 512; 8 ranks x 16 micro-batches of 4",
+    ),
+    "qwen2.5-7B-rlvr_fsdp2/rlvr_config_2nodes": (
+        "fsdp2",
+        *TWO,
+        "4 optimizer steps of 512; 8 ranks x 16 micro-batches of 4",
+    ),
+    "qwen2.5-7B-rlvr_deepspeed/rlvr_config": (
+        "deepspeed",
+        NODE,
+        NODE,
+        "2 optimizer steps of 512; 8 ranks x 16 micro-batches of 4",
+    ),
+    "qwen2.5-7B-rlvr_deepspeed/rlvr_config_2nodes": (
+        "deepspeed",
+        *TWO,
+        "4 optimizer steps of 512; 8 ranks x 16 micro-batches of 4",
+    ),
+    "qwen2.5-7B-rlvr_megatron/rlvr_config": (
+        "megatron",
+        NODE,
+        NODE,
+        "2 optimizer steps of 512; 2 ranks x 64 micro-batches of 4",
+    ),
+    "qwen2.5-7B-rlvr_megatron/rlvr_config_4nodes": (
+        "megatron",
+        *FOUR,
+        "4 optimizer steps of 1024; 2 ranks x 128 micro-batches of 4",
+    ),
+    "qwen3-8B-rlvr_fsdp2/rlvr_config": (
+        "fsdp2",
+        NODE,
+        NODE,
+        "2 optimizer steps of 256; 8 ranks x 32 micro-batches of 1",
+    ),
+    "qwen3-8B-rlvr_fsdp2/rlvr_config_4nodes": (
+        "fsdp2",
+        *FOUR,
+        "4 optimizer steps of 512; 16 ranks x 32 micro-batches of 1",
+    ),
+}
+"""Backend, devices that learn, devices that generate, and the batch."""
+FOLDERS = sorted(folder.name for folder in EXAMPLES.glob("qwen*"))
+
+
+def test_every_recipe_is_here_and_in_the_table() -> None:
+    files = {str(file.relative_to(EXAMPLES).with_suffix("")) for file in EXAMPLES.glob("qwen*/*.yaml")}
+    assert files == set(PLANS)
+    rows = re.findall(r"^\| ([\w.-]*) ?\| `(rlvr_config\w*)` \|", (EXAMPLES / "README.md").read_text("utf-8"), re.M)
+    folder, listed = "", set()
+    for name, config in rows:
+        folder = name or folder
+        listed.add(f"{folder}/{config}")
+    assert listed == files
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_recipe_plans_as_written(name: str) -> None:
+    backend, learning, generating, batch = PLANS[name]
+    loaded = load_config(None, EXAMPLES / f"{name}.yaml", check_files=False)
+    plan = loaded.plan
+    assert [str(warning) for warning in loaded.warnings] == []
+    assert plan.training["actor_train"].sentence() == batch
+    assert plan.roles["actor_train"].strategy_name == f"{backend}_train"
+    assert plan.roles["reference"].strategy_name == f"{backend}_infer"
+    assert plan.roles["actor_infer"].strategy_name == "vllm"
+    assert plan.roles["actor_train"].device_mapping == plan.roles["reference"].device_mapping == tuple(learning)
+    assert plan.roles["actor_infer"].device_mapping == tuple(generating)
+    together = "actor_infer" in plan.roles["actor_train"].colocated_with
+    assert together == (list(learning) == list(generating))
+    assert plan.num_nodes == (max(*learning, *generating) // 8) + 1
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_script_runs_the_recipe_of_its_folder(folder: str, recorder: Path) -> None:
+    for words, config in (
+        (["max_steps=3"], "rlvr_config"),
+        (["rlvr_config_2nodes", "max_steps=3"], "rlvr_config_2nodes"),
+    ):
+        done = subprocess.run(
+            [EXAMPLES / folder / "run.sh", *words],
+            env={**os.environ, "PYTHON": str(recorder)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        launcher, *arguments = done.stdout.splitlines()
+        found = parse_launcher_args(arguments, "tiny", "rlvr_config")
+        assert launcher == "examples/start_rlvr_pipeline.py"
+        assert (found.config_path, found.config_name, found.overrides) == (folder, config, ("max_steps=3",))
