@@ -26,6 +26,10 @@ DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
 }
 
+OUTPUT_MATRIX = "lm_head.weight"
+VALUE_HEAD = "score."
+"""How the names of a value head's parameters begin."""
+
 _ATTENTION_NAMES = {None: "sdpa", "auto": "sdpa", "fa2": "flash_attention_2"}
 
 # A policy must give the same probabilities in every pass, or the on-policy ratio is not 1: no dropout anywhere.
@@ -58,31 +62,43 @@ def build_model(args: ModelArguments, head: HeadName, dtype: torch.dtype = torch
         ValueError: no path, a model that cannot be computed here, or ``freeze_module_prefix`` that matches nothing.
         OSError: no such folder, or a folder without a model.
     """
+    config = checked_config(args, head)
+    model, info = auto_class(head).from_pretrained(
+        args.model_name_or_path,
+        config=config,
+        dtype=dtype,
+        attn_implementation=attention_implementation(args),
+        trust_remote_code=args.trust_remote_code,
+        output_loading_info=True,
+    )
+    if head == "value" and any(name.startswith(VALUE_HEAD) for name in info["missing_keys"]):
+        for parameter in model.score.parameters():
+            torch.nn.init.zeros_(parameter)
+    freeze_modules(model, args.freeze_module_prefix)
+    return model
+
+
+def auto_class(head: HeadName) -> Any:
+    """The class of transformers that makes a model with this head."""
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+    return AutoModelForTokenClassification if head == "value" else AutoModelForCausalLM
+
+
+def checked_config(args: ModelArguments, head: HeadName) -> PretrainedConfig:
+    """The configuration of a model that can be computed here, with the given head.
+
+    Raises:
+        ValueError: no path, or a model whose logits are changed after the output matrix; see also :func:`load_config`.
+        OSError: no such folder.
+    """
     if not args.model_name_or_path:
         raise ValueError("model_args.model_name_or_path: empty; give a model folder, or set `pretrain` for all roles")
     config = load_config(args)
     _refuse_changed_logits(config, args.model_name_or_path)
-    options: dict[str, Any] = {
-        "config": config,
-        "dtype": dtype,
-        "attn_implementation": attention_implementation(args),
-        "trust_remote_code": args.trust_remote_code,
-    }
     if head == "value":
         config.num_labels = 1
-        model, info = AutoModelForTokenClassification.from_pretrained(
-            args.model_name_or_path, output_loading_info=True, **options
-        )
-        if any(name.startswith("score.") for name in info["missing_keys"]):
-            torch.nn.init.zeros_(model.score.weight)
-            if model.score.bias is not None:
-                torch.nn.init.zeros_(model.score.bias)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, **options)
-    _freeze(model, args.freeze_module_prefix)
-    return model
+    return config
 
 
 def load_config(args: ModelArguments) -> PretrainedConfig:
@@ -140,8 +156,12 @@ def _refuse_changed_logits(config: PretrainedConfig, path: str) -> None:
             )
 
 
-def _freeze(model: PreTrainedModel, prefixes: str | None) -> None:
-    """Freeze the parameters whose name starts with one of the comma-separated prefixes."""
+def freeze_modules(model: PreTrainedModel, prefixes: str | None) -> None:
+    """Freeze the parameters whose name starts with one of the comma-separated prefixes.
+
+    Raises:
+        ValueError: a prefix that matches nothing.
+    """
     for prefix in (part.strip() for part in (prefixes or "").split(",") if part.strip()):
         matching = [parameter for name, parameter in model.named_parameters() if name.startswith(prefix)]
         if not matching:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,9 @@ from roll.strategies.base import (
     TrainStrategy,
 )
 from roll.strategies.micro_batches import is_empty, merged_floats, micro_batch, num_micro_batches
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 EXPORT_BUCKET_BYTES = 2**30
 """Device memory that an export may hold gathered at once; the whole model is put together in host memory."""
@@ -79,10 +83,13 @@ class DataParallelStrategy(ModelStrategy):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         seed = self.role.training_args.seed
         torch.manual_seed((self.seed if seed is None else seed) + self.rank)
-        language_model = build_model(self.role.model_args, self.head.value, storage_dtype)
+        language_model = self._build_language_model(storage_dtype)
         if self.role.use_prefix_sharing:
             use_shared_prompt_attention(language_model, "use_prefix_sharing")
         self.model = ResponseModel(language_model)
+
+    def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
+        return build_model(self.role.model_args, self.head.value, storage_dtype)
 
     @property
     def rank_info(self) -> RankInfo:

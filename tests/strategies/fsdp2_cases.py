@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from roll.config.roles import WorkerConfig
+from roll.models.build import build_model
+from roll.models.tensor_files import TensorFiles
 from roll.protocol.metrics import Metrics, to_floats
 from roll.strategies.base import ModelHead, Output
 from roll.strategies.factory import create_strategy
@@ -128,3 +131,36 @@ def refused(role: WorkerConfig) -> str:
     except ValueError as error:
         return str(error)
     raise AssertionError("not refused")
+
+
+def compare_loading(role: WorkerConfig) -> dict[str, Any]:
+    """Load shard by shard and whole; the names of local tensors that differ, and how much was read."""
+    sizes = []
+
+    class Counting(TensorFiles):
+        def read_rows(self, name: str, rows: slice) -> torch.Tensor:
+            tensor = super().read_rows(name, rows)
+            sizes.append(len(tensor))
+            return tensor
+
+    class Whole(Fsdp2TrainStrategy):
+        def _build_language_model(self, storage_dtype: torch.dtype) -> Any:
+            self._unread = None
+            return build_model(self.role.model_args, self.head.value, storage_dtype)
+
+    with mock.patch("roll.models.unread.TensorFiles", Counting):
+        ours = Fsdp2TrainStrategy(role)
+        ours.initialize(num_training_steps=1)
+    whole = Whole(role)
+    whole.initialize(num_training_steps=1)
+    tensors = dict(ours.model.named_parameters()) | dict(ours.model.named_buffers())
+    wanted = dict(whole.model.named_parameters()) | dict(whole.model.named_buffers())
+    assert tensors.keys() == wanted.keys()
+    same = {name: torch.equal(local_tensor(tensors[name]), local_tensor(wanted[name])) for name in wanted}
+    return {
+        "different": [name for name, equal in same.items() if not equal],
+        "meta": [name for name, tensor in tensors.items() if tensor.is_meta],
+        "rows_read": sum(sizes),
+        "rows": sum(len(parameter) for parameter in ours.model.parameters()),
+        "tensors": len(sizes),
+    }

@@ -39,7 +39,6 @@ def shard_model(
         ValueError: a wrap policy that names no module of this model.
     """
     if mesh.size() == 1 and compute_dtype(args, config) is torch.float32 and not config.offload_policy:
-        model.to(mesh.device_type)
         return None
     options: dict[str, Any] = {
         "mesh": mesh,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -10,15 +11,21 @@ from torch.distributed.tensor import DTensor
 from roll.config.roles import WorkerConfig
 from roll.config.strategy import Fsdp2StrategyConfig, typed_strategy_config
 from roll.models.layouts import TokenLayout
+from roll.models.unread import UnreadModel, build_unread
 from roll.strategies.base import ModelHead, StateKind
 from roll.strategies.data_parallel import DataParallelStrategy
 from roll.strategies.fsdp2.gradients import local_tensor
 from roll.strategies.fsdp2.mesh import build_mesh
 from roll.strategies.fsdp2.sharding import compute_dtype, shard_model
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 class Fsdp2InferStrategy(DataParallelStrategy):
     """Forward passes only: parameters are held sharded in the compute dtype and never change."""
+
+    _unread: UnreadModel | None
 
     def __init__(self, role: WorkerConfig, head: ModelHead = ModelHead.CAUSAL_LM, seed: int = 42) -> None:
         super().__init__(role, head, seed)
@@ -42,6 +49,16 @@ class Fsdp2InferStrategy(DataParallelStrategy):
         self._load_model(storage_dtype)
         self.mesh = build_mesh(self.device.type, self.world_size, self.config.fsdp_size)
         self.root = shard_model(self.model, self.mesh, self.role.model_args, self.config)
+        if self._unread is not None:
+            self._unread.read(self.model, torch.device("cpu") if self.config.offload_policy else self.device)
+            self._unread = None
+        elif self.root is None:
+            self.model.to(self.device)
+
+    def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
+        """Without weights where each rank can read its own shard of them later."""
+        self._unread = build_unread(self.role.model_args, self.head.value, storage_dtype)
+        return super()._build_language_model(storage_dtype) if self._unread is None else self._unread.language_model
 
     def _compute(self, layout: TokenLayout, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         return self.model(layout, outputs, temperature)

@@ -1,13 +1,11 @@
-"""The Hugging Face side of a Megatron model: its configuration, its tensors read one by one, and the export."""
+"""The Hugging Face side of a Megatron model: its configuration and the export."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 
 from roll.config.roles import ModelArguments
 from roll.models.build import has_tied_embeddings, load_config
@@ -71,51 +69,6 @@ def rotary_frequencies(model: PreTrainedModel) -> torch.Tensor:
         )
     frequencies: torch.Tensor = rotary.inv_freq.float()
     return frequencies
-
-
-class TensorFiles:
-    """The tensors of a model folder (safetensors), read when asked for."""
-
-    def __init__(self, name_or_path: str) -> None:
-        """
-        Raises:
-            OSError: no such folder, or one without safetensors files.
-        """
-        self.folder = _local_folder(name_or_path)
-        self._files = _file_of_each_tensor(self.folder)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
-    def read(self, name: str) -> torch.Tensor:
-        """A whole tensor, on the CPU, in float32.
-
-        Raises:
-            ValueError: the folder lacks it.
-        """
-        if name not in self._files:
-            raise ValueError(f"model_args.model_name_or_path: {self.folder} has no tensor {name}")
-        with safe_open(self._files[name], framework="pt") as file:
-            return file.get_tensor(name).float()
-
-
-def _local_folder(name_or_path: str) -> Path:
-    if Path(name_or_path).is_dir():
-        return Path(name_or_path)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(name_or_path, allow_patterns=["*.safetensors", "*.json"]))
-
-
-def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    file = folder / "model.safetensors"
-    if not file.is_file():
-        raise OSError(f"{folder}: no model.safetensors; save the model with save_pretrained in safetensors format")
-    with safe_open(file, framework="pt") as opened:
-        return dict.fromkeys(opened.keys(), file)
 
 
 def write_export(model: PreTrainedModel, weights: dict[str, torch.Tensor], source: str, path: Path) -> None:

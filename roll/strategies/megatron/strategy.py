@@ -13,11 +13,12 @@ from torch import nn
 from roll.config.roles import WorkerConfig
 from roll.config.strategy import MegatronStrategyConfig, typed_strategy_config
 from roll.models.build import DTYPES
+from roll.models.tensor_files import TensorFiles
 from roll.platforms import current_platform
 from roll.strategies.base import ModelHead, ModelStrategy, Output, RankInfo, StateKind, TensorBatch
 from roll.strategies.megatron import cpu_compat
 from roll.strategies.megatron.conversion import Replicated, parameters_of
-from roll.strategies.megatron.hugging_face import TensorFiles, rotary_frequencies, skeleton, write_export
+from roll.strategies.megatron.hugging_face import rotary_frequencies, skeleton, write_export
 from roll.strategies.megatron.micro_batches import Chunking
 from roll.strategies.megatron.model import ResponseGPT
 from roll.strategies.megatron.parallel import ParallelSizes, create_groups, rank_info

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
+from roll.models.tensor_files import TensorFiles
 from roll.protocol.rank import RankInfo
 from roll.strategies.megatron.conversion import Correspondence
-from roll.strategies.megatron.hugging_face import TensorFiles
 
 
 @dataclass(frozen=True)

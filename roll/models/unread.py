@@ -1,0 +1,183 @@
+"""Models built without weights, which are read later: each rank reads only the rows that it holds.
+
+``from_pretrained`` puts the whole model into the memory of every process.  Here a model is built on torch's ``meta``
+device, then sharded, and then each tensor's local rows are read from the safetensors files straight into their place.
+The result equals ``from_pretrained``, bit by bit.
+
+Only folders whose tensors are the model's parameters, name by name and shape by shape, can be read like this; for all
+others :func:`build_unread` gives None, and the model is loaded whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from roll.config.roles import ModelArguments
+from roll.models.build import (
+    OUTPUT_MATRIX,
+    VALUE_HEAD,
+    HeadName,
+    attention_implementation,
+    auto_class,
+    checked_config,
+    freeze_modules,
+)
+from roll.models.tensor_files import TensorFiles
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class UnreadModel:
+    """A language model whose parameters are on ``meta``, and the files that hold them."""
+
+    language_model: PreTrainedModel
+    files: TensorFiles
+    new_head: frozenset[str]
+    """Parameters of a value head that the files do not have: zero."""
+
+    @torch.no_grad()
+    def read(self, root: nn.Module, device: torch.device) -> None:
+        """Allocate the parameters and buffers of ``root`` on ``device`` and read them.
+
+        Args:
+            root: the language model, or a module around it; its parameters may be sharded (``fully_shard``) by rows.
+        """
+        computed = {name: buffer for name, buffer in root.named_buffers() if not buffer.is_meta}
+        root.to_empty(device=device)
+        if not any(isinstance(parameter, DTensor) for parameter in root.parameters()):
+            # DTensors keep their identity; others are made anew, one for each name of a tied one.
+            self.language_model.tie_weights()
+        for name, buffer in root.named_buffers():
+            if name in computed:
+                buffer.copy_(computed[name])
+        for name, tensor in _stored_tensors(self.language_model).items():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if name in self.new_head:
+                local.zero_()
+            elif local.numel():
+                local.copy_(self.files.read_rows(name, _own_rows(tensor)))
+
+
+def build_unread(args: ModelArguments, head: HeadName, dtype: torch.dtype = torch.float32) -> UnreadModel | None:
+    """:func:`~roll.models.build.build_model`, with the weights still to be read.
+
+    Returns:
+        None where ``from_pretrained`` has more to do than copy tensors (the log says what).
+
+    Raises: as :func:`~roll.models.build.build_model`.
+    """
+    config = checked_config(args, head)
+    obstacle: str | None = None
+    if args.lora_target or args.adapter_name_or_path:
+        obstacle = "adapters are added to a model that is there"
+    if args.trust_remote_code and getattr(config, "auto_map", None):
+        obstacle = "the model has code of its own"
+    try:
+        files = TensorFiles(str(args.model_name_or_path))
+    except OSError:
+        obstacle = "there are no safetensors files"
+    if obstacle is None:
+        with torch.device("meta"):
+            model = auto_class(head).from_config(
+                config, dtype=dtype, attn_implementation=attention_implementation(args)
+            )
+        stored, found = _stored_tensors(model), files.shapes()
+        new_head = _new_head(stored, found) if head == "value" else frozenset()
+        obstacle = _obstacle(model, dtype) or _mismatch(model, found, new_head)
+    if obstacle is not None:
+        logger.info("%s is loaded whole by every rank: %s", args.model_name_or_path, obstacle)
+        return None
+    unused = found.keys() - stored.keys() - ({OUTPUT_MATRIX} if head == "value" else set())
+    if unused:
+        logger.warning("%s: the model has no use for %s", args.model_name_or_path, ", ".join(sorted(unused)))
+    _compute_buffers(model)
+    _read_generation_config(model, str(args.model_name_or_path))
+    freeze_modules(model, args.freeze_module_prefix)
+    return UnreadModel(model.eval(), files, new_head)
+
+
+def _new_head(stored: Iterable[str], found: Container[str]) -> frozenset[str]:
+    """The parameters of the value head, unless the files have all of them."""
+    head = frozenset(name for name in stored if name.startswith(VALUE_HEAD))
+    return frozenset() if all(name in found for name in head) else head
+
+
+def _obstacle(model: PreTrainedModel, dtype: torch.dtype) -> str | None:
+    """Why tensors cannot be copied as they are stored."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    if getattr(model.config, "quantization_config", None) is not None:
+        return "its weights are quantized"
+    if get_model_conversion_mapping(model, add_legacy=False):
+        return f"a {model.config.model_type} model is stored in another form than it computes with"
+    if model._get_dtype_plan(dtype):
+        return f"parts of it must stay in float32 under {dtype}"
+    return None
+
+
+def _mismatch(model: PreTrainedModel, found: Mapping[str, tuple[int, ...]], new_head: frozenset[str]) -> str | None:
+    """How the stored tensors differ from those of the model."""
+    stored = _stored_tensors(model)
+    twice = (model.state_dict().keys() - stored.keys()) & found.keys()
+    if twice:
+        return f"tied tensors are stored twice ({', '.join(sorted(twice))})"
+    for name, tensor in stored.items():
+        if name in new_head:
+            continue
+        if name not in found:
+            return f"the files lack {name}"
+        if found[name] != tuple(tensor.shape):
+            return f"{name} is {found[name]} in the files and {tuple(tensor.shape)} in the model"
+    return None
+
+
+def _stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters, tied ones once, and persistent buffers."""
+    persistent = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    return dict(model.named_parameters()) | buffers
+
+
+def _compute_buffers(model: PreTrainedModel) -> None:
+    """Give values to what is in no file, such as rotary frequencies: the model class computes them."""
+    stored = model.state_dict().keys()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if (f"{prefix}.{name}" if prefix else name) not in stored:
+                setattr(module, name, torch.empty_like(buffer, device="cpu"))
+    # Nothing happens to what is still on meta.
+    model.initialize_weights()
+
+
+def _read_generation_config(model: PreTrainedModel, name_or_path: str) -> None:
+    from transformers import GenerationConfig
+
+    if model.can_generate():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(name_or_path)
+        except OSError:
+            logger.debug("%s has no generation configuration: it follows from the model's", name_or_path)
+
+
+def _own_rows(tensor: Tensor) -> slice:
+    """The rows of a tensor that this rank holds: ``torch.chunk`` over the mesh dimension that shards it."""
+    if isinstance(tensor, DTensor):
+        for mesh_dim, placement in enumerate(tensor.placements):
+            if isinstance(placement, Shard):
+                assert placement.dim == 0, placement
+                mesh, rows = tensor.device_mesh, tensor.shape[0]
+                size = -(-rows // mesh.size(mesh_dim))
+                begin = size * mesh.get_local_rank(mesh_dim)
+                return slice(begin, min(begin + size, rows))
+    return slice(None)

@@ -1,0 +1,139 @@
+"""A model read tensor by tensor is the one that ``from_pretrained`` loads; what cannot be read so is loaded whole."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from roll.config.roles import ModelArguments
+from roll.models.build import HeadName, build_model, has_tied_embeddings
+from roll.models.unread import UnreadModel, build_unread
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def write(folder: Path, family: str = "Qwen2", dtype: torch.dtype = torch.bfloat16, **options: Any) -> Path:
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**(SIZES | options))
+    model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype)
+    model.generation_config.temperature, model.generation_config.do_sample = 0.7, True
+    model.save_pretrained(folder, max_shard_size="8KB")
+    return folder
+
+
+def read(folder: Path, head: HeadName = "causal_lm", dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    unread = build_unread(ModelArguments(str(folder), **options), head, dtype)
+    assert unread is not None
+    assert all(parameter.is_meta for parameter in unread.language_model.parameters())
+    unread.read(unread.language_model, torch.device("cpu"))
+    return unread.language_model
+
+
+def assert_same(model: Any, wanted: Any) -> None:
+    for kind in ("named_parameters", "named_buffers"):
+        own, other = dict(getattr(model, kind)()), dict(getattr(wanted, kind)())
+        assert own.keys() == other.keys()
+        for name, tensor in other.items():
+            assert own[name].dtype == tensor.dtype and torch.equal(own[name], tensor), name
+            assert own[name].requires_grad == tensor.requires_grad, name
+    assert model.config.to_dict() == wanted.config.to_dict()
+    assert model.training == wanted.training
+    if model.can_generate():
+        assert model.generation_config.to_dict() == wanted.generation_config.to_dict()
+        assert has_tied_embeddings(model) == has_tied_embeddings(wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head", ["causal_lm", "value"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama"])
+def test_equal_to_from_pretrained(
+    tmp_path: Path, family: str, tied: bool, head: HeadName, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    extra = {"rope_parameters": LLAMA3_ROPE} if family == "Llama" else {}
+    folder = write(tmp_path, family, tie_word_embeddings=tied, **extra)
+    assert (folder / "model.safetensors.index.json").is_file(), "several files"
+    caplog.clear()
+    model = read(folder, head, dtype, freeze_module_prefix="model.embed_tokens")
+    assert not caplog.records
+    wanted = build_model(ModelArguments(str(folder), freeze_module_prefix="model.embed_tokens"), head, dtype)
+    assert_same(model, wanted)
+    tokens = torch.arange(6)[None]
+    assert torch.equal(model(input_ids=tokens).logits, wanted(input_ids=tokens).logits)
+
+
+def test_a_value_head_in_the_files_is_read(tmp_path: Path) -> None:
+    critic = read(write(tmp_path / "policy"), "value")
+    torch.nn.init.normal_(critic.score.weight)
+    critic.save_pretrained(tmp_path / "critic")
+    again = read(tmp_path / "critic", "value")
+    assert torch.equal(again.score.weight, critic.score.weight)
+    weights = load_file(tmp_path / "critic" / "model.safetensors")
+    del weights["score.bias"]
+    save_file(weights, tmp_path / "critic" / "model.safetensors", metadata={"format": "pt"})
+    assert not read(tmp_path / "critic", "value").score.weight.any(), "half a head is none"
+
+
+def _without(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        del weights[name]
+
+    return change
+
+
+def _changed(name: str, tensor: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda weights: weights.update({name: tensor})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_without("model.norm.weight"), "the files lack model.norm.weight"),
+        (_changed("model.norm.weight", torch.ones(3)), r"model.norm.weight is \(3,\) in the files and \(16,\) in the"),
+        (_changed("lm_head.weight", torch.ones(40, 16)), r"tied tensors are stored twice \(lm_head.weight\)"),
+    ],
+)
+def test_other_tensors_are_left_to_from_pretrained(
+    tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_unread_after(tmp_path, change, caplog)
+    assert len(caplog.messages) == 1
+    assert re.search(reason, caplog.messages[0])
+
+
+def build_unread_after(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], None], caplog: pytest.LogCaptureFixture
+) -> UnreadModel | None:
+    read(write(folder, tie_word_embeddings=True)).save_pretrained(folder / "whole")
+    file = folder / "whole" / "model.safetensors"
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file, metadata={"format": "pt"})
+    with caplog.at_level(logging.INFO, "roll.models.unread"):
+        caplog.clear()
+        return build_unread(ModelArguments(str(folder / "whole")), "causal_lm")
