@@ -12,10 +12,11 @@ import torch
 from roll.strategies.generation import FinishReason, GenerationOutput, GenerationRequest, SamplingParams
 from roll.strategies.hf_infer.cache import DecodeSlots, SlotCache
 from roll.strategies.hf_infer.decoder import Decoder, PromptStates, round_up
-from roll.strategies.hf_infer.random_streams import stream_key
 from roll.strategies.hf_infer.rows import RunningRows, RunningSample
 from roll.strategies.hf_infer.sampler import Sampler
 from roll.strategies.hf_infer.stop_strings import StopStringMatcher
+from roll.strategies.random_streams import stream_key
+from roll.strategies.request_checks import check_request
 
 _MAX_PREFILL_TOKENS = 8192  # prompts computed at a time, padding included: bounds memory and the wait of running rows
 
@@ -90,7 +91,7 @@ class GenerationEngine:
         requests = list(requests)
         taken = set(self._unfinished)
         for request in requests:
-            self._check(request, taken)
+            check_request(request, taken, self._max_model_len, self._decoder.vocab_size)
             taken.add(request.request_id)
         for request in requests:
             self._unfinished[request.request_id] = request.num_samples
@@ -235,38 +236,3 @@ class GenerationEngine:
             return params.seed
         self._requests_without_seed += 1
         return stream_key(self._seed, self._requests_without_seed)
-
-    def _check(self, request: GenerationRequest, taken: set[str]) -> None:
-        name, prompt = f"request {request.request_id!r}", request.prompt_token_ids
-        if request.request_id in taken:
-            raise ValueError(f"{name}: a request of this id is unfinished; ids must be unique")
-        if request.num_samples < 1:
-            raise ValueError(f"{name}: num_samples is {request.num_samples}, must be at least 1")
-        if not 1 <= len(prompt) < self._max_model_len:
-            raise ValueError(
-                f"{name}: the prompt has {len(prompt)} tokens, must have 1 to {self._max_model_len - 1} "
-                f"(max_model_len {self._max_model_len} holds prompt and response)"
-            )
-        if min(prompt) < 0 or max(prompt) >= self._decoder.vocab_size:
-            raise ValueError(
-                f"{name}: prompt token ids run from {min(prompt)} to {max(prompt)}, must be in "
-                f"[0, {self._decoder.vocab_size})"
-            )
-        check_sampling_params(request.params, name)
-
-
-def check_sampling_params(params: SamplingParams, name: str) -> None:
-    """Raise ValueError for the first setting outside its range."""
-    rules: tuple[tuple[str, bool, str], ...] = (
-        ("max_new_tokens", params.max_new_tokens >= 1, "at least 1"),
-        ("min_new_tokens", 0 <= params.min_new_tokens <= params.max_new_tokens, "in [0, max_new_tokens]"),
-        ("temperature", 0 <= params.temperature < float("inf"), "finite and at least 0 (0: greedy)"),
-        ("top_p", 0 < params.top_p <= 1, "in (0, 1]"),
-        ("min_p", 0 <= params.min_p <= 1, "in [0, 1]"),
-        ("repetition_penalty", 0 < params.repetition_penalty < float("inf"), "above 0 (1: off)"),
-        ("stop_strings", all(params.stop_strings), "non-empty strings"),
-        ("stop_token_ids", all(token >= 0 for token in params.stop_token_ids), "at least 0"),
-    )
-    for key, holds, rule in rules:
-        if not holds:
-            raise ValueError(f"{name}: {key} is {getattr(params, key)!r}, must be {rule}")

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from roll.strategies.hf_infer.random_streams import uniforms
 from roll.strategies.hf_infer.rows import RunningRows
+from roll.strategies.random_streams import uniforms
 
 _BLOCK = 64  # a row is searched in two stages: over sums of blocks, then inside one block
 _SHORT_ROW = 512  # up to here one sum over the row is as fast

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,14 +14,13 @@ from roll.config.roles import WorkerConfig
 from roll.config.strategy import HfInferStrategyConfig, typed_strategy_config
 from roll.models.build import DTYPES, attention_implementation, build_model, load_config
 from roll.platforms import current_platform
+from roll.strategies.end_tokens import end_token_ids
 from roll.strategies.generation import GenerationOutput, GenerationRequest, GenerationStrategy
 from roll.strategies.hf_infer.decoder import Decoder, create_decoder
 from roll.strategies.hf_infer.engine import GenerationEngine
+from roll.strategies.sequence_length import longest_sequence
 from roll.strategies.storage import OffloadedStorages
 from roll.weight_sync.checksum import tensor_checksum
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +47,12 @@ class HfInferStrategy(GenerationStrategy):
             args.model_name_or_path, trust_remote_code=args.trust_remote_code
         )
         model = _load_model(self.role, self._config.load_format)
-        max_model_len = self._max_model_len(model)
+        max_model_len = longest_sequence(self._config.max_model_len, model.config, args.model_name_or_path)
         self._decoder = create_decoder(model, max_model_len)
         self._engine = GenerationEngine(
             self._decoder,
             partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
-            _eos_token_ids(model, tokenizer),
+            end_token_ids(model.generation_config, model.config, tokenizer),
             max_num_seqs=self._config.max_num_seqs,
             max_model_len=max_model_len,
             seed=self.seed,
@@ -149,22 +148,6 @@ class HfInferStrategy(GenerationStrategy):
         assert self._decoder is not None, "initialize() comes first"
         return self._decoder.weights
 
-    def _max_model_len(self, model: PreTrainedModel) -> int:
-        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        asked = self._config.max_model_len
-        if asked is None:
-            if longest is None:
-                raise ValueError(
-                    "strategy_config.max_model_len: null, and the model names no longest sequence; give a number"
-                )
-            return int(longest)
-        if longest is not None and asked > longest:
-            raise ValueError(
-                f"strategy_config.max_model_len: {asked} is more than the {longest} positions of "
-                f"{self.role.model_args.model_name_or_path}; give at most {longest}"
-            )
-        return asked
-
 
 def _load_model(role: WorkerConfig, load_format: str) -> Any:
     # The engine gives masks of its own, which flash-attention kernels do not take.
@@ -185,18 +168,3 @@ def _load_model(role: WorkerConfig, load_format: str) -> Any:
         trust_remote_code=args.trust_remote_code,
     )
     return model.to(device)
-
-
-def _eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
-    """Every token that ends a sequence according to the generation config (or else the config) or the tokenizer.
-
-    The two differ where a chat model was made from a base model; each knows one way to end.
-    """
-    ids: list[int] = []
-    for source in (model.generation_config, model.config.get_text_config()):
-        eos = getattr(source, "eos_token_id", None)
-        if eos is not None and not ids:
-            ids += eos if isinstance(eos, list | tuple) else [eos]
-    if tokenizer.eos_token_id is not None:
-        ids.append(tokenizer.eos_token_id)
-    return tuple(dict.fromkeys(int(token) for token in ids))

@@ -1,0 +1,48 @@
+"""What every generation engine refuses of a request, before it reaches the model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from roll.strategies.generation import GenerationRequest, SamplingParams
+
+
+def check_request(request: GenerationRequest, taken: Collection[str], max_model_len: int, vocab_size: int) -> None:
+    """Raise ValueError for a request that the engine cannot answer.
+
+    Args:
+        taken: ids of requests that are unfinished.
+        max_model_len: most tokens of prompt and response together.
+    """
+    name, prompt = f"request {request.request_id!r}", request.prompt_token_ids
+    if request.request_id in taken:
+        raise ValueError(f"{name}: a request of this id is unfinished; ids must be unique")
+    if request.num_samples < 1:
+        raise ValueError(f"{name}: num_samples is {request.num_samples}, must be at least 1")
+    if not 1 <= len(prompt) < max_model_len:
+        raise ValueError(
+            f"{name}: the prompt has {len(prompt)} tokens, must have 1 to {max_model_len - 1} "
+            f"(max_model_len {max_model_len} holds prompt and response)"
+        )
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        raise ValueError(
+            f"{name}: prompt token ids run from {min(prompt)} to {max(prompt)}, must be in [0, {vocab_size})"
+        )
+    check_sampling_params(request.params, name)
+
+
+def check_sampling_params(params: SamplingParams, name: str) -> None:
+    """Raise ValueError for the first setting outside its range."""
+    rules: tuple[tuple[str, bool, str], ...] = (
+        ("max_new_tokens", params.max_new_tokens >= 1, "at least 1"),
+        ("min_new_tokens", 0 <= params.min_new_tokens <= params.max_new_tokens, "in [0, max_new_tokens]"),
+        ("temperature", 0 <= params.temperature < float("inf"), "finite and at least 0 (0: greedy)"),
+        ("top_p", 0 < params.top_p <= 1, "in (0, 1]"),
+        ("min_p", 0 <= params.min_p <= 1, "in [0, 1]"),
+        ("repetition_penalty", 0 < params.repetition_penalty < float("inf"), "above 0 (1: off)"),
+        ("stop_strings", all(params.stop_strings), "non-empty strings"),
+        ("stop_token_ids", all(token >= 0 for token in params.stop_token_ids), "at least 0"),
+    )
+    for key, holds, rule in rules:
+        if not holds:
+            raise ValueError(f"{name}: {key} is {getattr(params, key)!r}, must be {rule}")

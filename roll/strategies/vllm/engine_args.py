@@ -1,0 +1,126 @@
+"""From a role's section to vLLM's engine arguments."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from packaging.version import Version
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+from roll.config.roles import WorkerConfig
+from roll.config.vllm import VllmStrategyConfig
+from roll.models.build import DTYPES
+from roll.platforms import Platform
+
+logger = logging.getLogger(__name__)
+
+TESTED_VERSIONS = (Version("0.32"), Version("0.34"))
+"""From the first up to, not including, the second."""
+
+WORKER_EXTENSION = "roll.strategies.vllm.worker_extension.WeightReceiver"
+
+_MOST_CPU_CACHE_BYTES = 4 << 30
+_CPU_BLOCK = 32  # the CPU attention kernels want blocks of a multiple of this
+
+
+def check_version(version: str, allow_untested: bool) -> None:
+    """Refuse a vLLM that this code was not tried with.
+
+    Raises:
+        ValueError: a version outside :data:`TESTED_VERSIONS`, unless ``allow_untested``.
+    """
+    low, high = TESTED_VERSIONS
+    if low <= Version(Version(version).base_version) < high:
+        return
+    text = f"vLLM {version} is outside the tested versions (at least {low}, below {high})"
+    if not allow_untested:
+        raise ValueError(
+            f"{text}; install one of them, or set strategy_config.allow_untested_version: true to try this one"
+        )
+    logger.warning("%s", text)
+
+
+def engine_arguments(
+    role: WorkerConfig,
+    options: VllmStrategyConfig,
+    model_config: Any,
+    max_model_len: int,
+    seed: int,
+    platform: Platform,
+) -> dict[str, Any]:
+    """Keyword arguments of vLLM's ``EngineArgs``; what stays out is left to vLLM.
+
+    Args:
+        model_config: the model's Hugging Face config.
+
+    Raises:
+        ValueError: a model that vLLM cannot compute on a CPU.
+    """
+    on_cpu = platform.device_type == "cpu"
+    arguments: dict[str, Any] = {
+        "model": role.model_args.model_name_or_path,
+        "trust_remote_code": role.model_args.trust_remote_code,
+        "dtype": str(DTYPES[role.model_args.dtype]).removeprefix("torch."),
+        "seed": seed,
+        "max_model_len": max_model_len,
+        "max_num_seqs": options.max_num_seqs,
+        "load_format": options.load_format,
+        "enable_prefix_caching": options.enable_prefix_caching,
+        "enforce_eager": on_cpu if options.enforce_eager is None else options.enforce_eager,
+        "disable_custom_all_reduce": options.disable_custom_all_reduce,
+        "disable_log_stats": True,
+        # What the token was sampled from, temperature and filters included; vLLM's default is the bare model's.
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": WORKER_EXTENSION,
+        "distributed_executor_backend": "uni",
+        # The model's own sampling defaults would mix with the request's.
+        "generation_config": "vllm",
+        "hf_overrides": dict(role.model_args.model_config_kwargs),
+    }
+    wanted: dict[str, Any] = {
+        "max_num_batched_tokens": options.max_num_batched_tokens,
+        "optimization_level": options.optimization_level,
+        "kv_cache_memory_bytes": options.kv_cache_memory_bytes,
+        "block_size": options.block_size,
+    }
+    if on_cpu:
+        wanted |= _on_cpu(options, model_config, max_model_len, DTYPES[role.model_args.dtype])
+    else:
+        wanted |= {
+            "gpu_memory_utilization": options.gpu_memory_utilization,
+            "cudagraph_capture_sizes": options.cudagraph_capture_sizes,
+            "enable_sleep_mode": True,
+        }
+    arguments |= {key: value for key, value in wanted.items() if value is not None}
+    return arguments | options.engine_args
+
+
+def _on_cpu(options: VllmStrategyConfig, model_config: Any, max_model_len: int, dtype: torch.dtype) -> dict[str, Any]:
+    """A cache that is as large as it can be used; vLLM's own choice is nearly all memory of the host."""
+    block = _up_to_multiple(options.block_size, _CPU_BLOCK) if options.block_size is not None else 128
+    text = model_config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    _check_head_size(head_dim, text)
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    token_bytes = 2 * text.num_hidden_layers * kv_heads * head_dim * dtype.itemsize
+    sequence_bytes = _up_to_multiple(max_model_len, block) * token_bytes
+    # One block more: vLLM keeps one for itself.
+    wanted = options.max_num_seqs * sequence_bytes + block * token_bytes
+    cache = max(min(wanted, _MOST_CPU_CACHE_BYTES), sequence_bytes + block * token_bytes)
+    return {"block_size": block, "kv_cache_memory_bytes": options.kv_cache_memory_bytes or cache}
+
+
+def _check_head_size(head_dim: int, text_config: Any) -> None:
+    """Told at start; vLLM itself only says so at the first token."""
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if head_dim not in sizes and not hasattr(text_config, "kv_lora_rank"):
+        raise ValueError(
+            f"vLLM on a CPU has no attention for heads of size {head_dim}, only {', '.join(map(str, sizes))}: take "
+            "another model, or strategy_name: hf_infer"
+        )
+
+
+def _up_to_multiple(number: int, of: int) -> int:
+    return -(-number // of) * of

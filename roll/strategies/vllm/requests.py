@@ -1,0 +1,75 @@
+"""Requests and results, between this project's terms and vLLM's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import vllm
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind
+
+from roll.strategies.generation import FinishReason, GenerationOutput, SamplingParams
+from roll.strategies.random_streams import stream_key
+
+_SEED_MASK = (1 << 63) - 1
+_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+def sampling_params(
+    params: SamplingParams, end_token_ids: tuple[int, ...], room: int, sample_index: int
+) -> vllm.SamplingParams:
+    """vLLM's settings for one sample.
+
+    Every sample is a request of its own there: vLLM's own groups would seed sample i with ``seed + i``, so that
+    neighbouring seeds share streams.
+
+    Args:
+        end_token_ids: end every sample, beside the request's own stop tokens.
+        room: tokens that fit after the prompt.
+    """
+    greedy = params.temperature == 0
+    max_tokens = min(params.max_new_tokens, room)
+    stops = list(dict.fromkeys((*end_token_ids, *params.stop_token_ids)))
+    return vllm.SamplingParams(
+        temperature=params.temperature,
+        top_p=1.0 if greedy else params.top_p,
+        top_k=0 if greedy or params.top_k <= 0 else params.top_k,
+        min_p=0.0 if greedy else params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        seed=None if params.seed is None else stream_key(params.seed, sample_index) & _SEED_MASK,
+        stop=list(params.stop_strings),
+        stop_token_ids=stops,
+        ignore_eos=True,  # the end tokens are among the stop tokens
+        max_tokens=max_tokens,
+        min_tokens=min(params.min_new_tokens, max_tokens),
+        logprobs=0,  # of the sampled token alone
+        flat_logprobs=True,
+        detokenize=bool(params.stop_strings),
+        skip_special_tokens=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def generation_output(
+    request_id: str, sample_index: int, sample: CompletionOutput, weight_version: int
+) -> GenerationOutput:
+    """A finished or aborted sample; ``weight_version`` stands where vLLM reports none (no token was sampled)."""
+    token_ids = list(sample.token_ids)
+    log_probs = _log_probs(sample.logprobs, len(token_ids))
+    spans = [(int(span.version), span.start, span.end) for span in sample.weight_versions or ()]
+    return GenerationOutput(
+        request_id,
+        sample_index,
+        token_ids,
+        log_probs,
+        _REASONS[sample.finish_reason],
+        spans or [(weight_version, 0, len(token_ids))],
+    )
+
+
+def _log_probs(flat: Any, num_tokens: int) -> list[float]:
+    """Log-prob of each sampled token, which is the first entry of its position."""
+    if not num_tokens:
+        return []
+    assert len(flat.start_indices) == num_tokens, "one position of log-probs per token"
+    return [flat.logprobs[start] for start in flat.start_indices]

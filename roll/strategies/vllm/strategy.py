@@ -1,0 +1,214 @@
+"""The ``vllm`` strategy: a vLLM engine stepped from the worker's own thread."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import vllm
+from vllm import TokensPrompt
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine import FinishReason
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from roll.config.roles import ModelArguments, WorkerConfig
+from roll.config.strategy import typed_strategy_config
+from roll.config.vllm import VllmStrategyConfig
+from roll.models.build import load_config
+from roll.platforms import current_platform
+from roll.strategies.end_tokens import end_token_ids
+from roll.strategies.generation import GenerationOutput, GenerationRequest, GenerationStrategy
+from roll.strategies.request_checks import check_request
+from roll.strategies.sequence_length import longest_sequence
+from roll.strategies.vllm.engine_args import check_version, engine_arguments
+from roll.strategies.vllm.requests import generation_output, sampling_params
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """A sample in progress."""
+
+    request_id: str
+    index: int
+    internal_id: str
+    """vLLM's own name of it."""
+
+
+class VllmStrategy(GenerationStrategy):
+    """Generation by vLLM, on CPU or GPU. The engine, its scheduler and its model are in this process."""
+
+    def __init__(self, role: WorkerConfig, seed: int = 42) -> None:
+        super().__init__(role, seed)
+        config = typed_strategy_config(role.strategy_args)
+        assert isinstance(config, VllmStrategyConfig)
+        self._config = config
+        self._engine: LLMEngine | None = None
+        self._samples: dict[str, _Sample] = {}
+        self._unfinished: dict[str, set[str]] = {}
+        """Keys of ``_samples`` by request."""
+        self._version = 0
+        self._new_version: int | None = None
+        self._asleep: list[str] = []
+        """What has left the device, by vLLM's names."""
+
+    def initialize(self) -> None:
+        """See the base class.
+
+        Raises:
+            ValueError: a vLLM outside the tested versions, or a model shorter than ``max_model_len``.
+        """
+        check_version(vllm.__version__, self._config.allow_untested_version)
+        logging.getLogger("vllm").setLevel(logging.WARNING)
+        # It warns of every layer without tensors of its own, at each update; what arrived is compared by name.
+        logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
+        args, platform = self.role.model_args, current_platform()
+        model_config = load_config(args)
+        self._max_model_len = longest_sequence(self._config.max_model_len, model_config, args.model_name_or_path)
+        self._end_token_ids = _end_token_ids(args, model_config)
+        arguments = engine_arguments(self.role, self._config, model_config, self._max_model_len, self.seed, platform)
+        if platform.device_type == "cpu" and arguments["enforce_eager"]:
+            # The sampler compiles one helper of its own even so, which needs a C++ compiler and takes seconds.
+            torch.compiler.set_stance("force_eager")
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self._engine.set_weight_version(str(self._version))
+        self._vocab_size = self._engine.model_config.get_vocab_size()
+        cache = self._engine.vllm_config.cache_config
+        logger.info(
+            "vllm %s: up to %d samples of %d tokens; KV cache of %s blocks of %s tokens",
+            vllm.__version__,
+            self._config.max_num_seqs,
+            self._max_model_len,
+            cache.num_gpu_blocks,
+            cache.block_size,
+        )
+
+    def add_requests(self, requests: Iterable[GenerationRequest]) -> None:
+        requests = list(requests)
+        taken = set(self._unfinished)
+        for request in requests:
+            check_request(request, taken, self._max_model_len, self._vocab_size)
+            taken.add(request.request_id)
+        for request in requests:
+            self._add_request(request)
+
+    def _add_request(self, request: GenerationRequest) -> None:
+        """Every sample is a request of its own to vLLM."""
+        engine, prompt = self._running_engine(), list(request.prompt_token_ids)
+        (rendered,) = engine.renderer.render_cmpl([TokensPrompt(prompt_token_ids=prompt)])
+        room = self._max_model_len - len(prompt)
+        keys = self._unfinished[request.request_id] = set()
+        for index in range(request.num_samples):
+            key = f"{request.request_id}/{index}"
+            params = sampling_params(request.params, self._end_token_ids, room, index)
+            self._samples[key] = _Sample(request.request_id, index, engine.add_request(key, rendered, params))
+            keys.add(key)
+
+    def step(self) -> list[GenerationOutput]:
+        if self._new_version is not None:
+            raise RuntimeError("vllm: step() between start_weight_update and finish_weight_update")
+        return [self._take(result) for result in self._running_engine().step()]
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._samples)
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
+        """See the base class; unknown or finished requests are passed over."""
+        engine = self._running_engine()
+        wanted = list(self._unfinished) if request_ids is None else list(request_ids)
+        keys = [key for request_id in wanted for key in sorted(self._unfinished.get(request_id, ()), key=self._order)]
+        internal_ids = [self._samples[key].internal_id for key in keys]
+        # Taken before the abort: the engine forgets what an aborted request had.
+        states = [engine.output_processor.request_states[internal_id] for internal_id in internal_ids]
+        results = [state.make_request_output([], None, FinishReason.ABORT, None) for state in states]
+        engine.abort_request(internal_ids, internal=True)
+        return [self._take(result) for result in results]
+
+    def _order(self, key: str) -> int:
+        return self._samples[key].index
+
+    def _take(self, result: Any) -> GenerationOutput:
+        """The output of a sample that is over; it is unfinished no more."""
+        sample = self._samples.pop(result.request_id)
+        keys = self._unfinished[sample.request_id]
+        keys.remove(result.request_id)
+        if not keys:
+            del self._unfinished[sample.request_id]
+        return generation_output(sample.request_id, sample.index, result.outputs[0], self._version)
+
+    def start_weight_update(self, version: int) -> None:
+        if self._new_version is not None:
+            raise RuntimeError(f"vllm: the update to version {self._new_version} is not finished")
+        self._running_engine().collective_rpc("roll_start_weight_update")
+        self._new_version = version
+
+    def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """See the base class; a tensor of another dtype is converted to the engine's.
+
+        Raises:
+            ValueError: a name that the model does not have.
+            RuntimeError: no update has been started.
+        """
+        if self._new_version is None:
+            raise RuntimeError("vllm: update_weights outside of start_weight_update and finish_weight_update")
+        self._running_engine().collective_rpc("roll_update_weights", args=(dict(tensors),))
+
+    def finish_weight_update(self) -> dict[str, int]:
+        """See the base class. The checksum of a tensor is there only if the engine holds exactly that tensor.
+
+        Samples that are running compute their keys and values anew, with the new weights.
+        """
+        if self._new_version is None:
+            raise RuntimeError("vllm: finish_weight_update without start_weight_update")
+        engine = self._running_engine()
+        (checksums,) = engine.collective_rpc("roll_finish_weight_update")
+        engine.reset_prefix_cache(reset_running_requests=True)
+        self._version = self._new_version
+        engine.set_weight_version(str(self._version))
+        self._new_version = None
+        return checksums
+
+    def sleep(self) -> None:
+        """Free the KV cache, and move or drop the weights (``sleep_level``), on a GPU. Only between requests."""
+        if self.num_unfinished:
+            raise RuntimeError(f"vllm: sleep with {self.num_unfinished} unfinished samples; abort them first")
+        if current_platform().device_type != "cpu" and not self._asleep:
+            self._running_engine().sleep(self._config.sleep_level)
+            self._asleep = ["weights", "kv_cache"]
+
+    def wake(self, weights_only: bool = False) -> None:
+        wanted = [part for part in self._asleep if part == "weights" or not weights_only]
+        if wanted:
+            self._running_engine().wake_up(wanted)
+            self._asleep = [part for part in self._asleep if part not in wanted]
+
+    def shutdown(self) -> None:
+        if self._engine is None:
+            return
+        self._engine.engine_core.shutdown()
+        self._engine = None
+        self._samples.clear()
+        self._unfinished.clear()
+        gc.collect()
+
+    def _running_engine(self) -> LLMEngine:
+        assert self._engine is not None, "initialize() comes first"
+        return self._engine
+
+
+def _end_token_ids(args: ModelArguments, model_config: Any) -> tuple[int, ...]:
+    from transformers import AutoTokenizer, GenerationConfig
+
+    assert args.model_name_or_path
+    tokenizer: Any = AutoTokenizer.from_pretrained(args.model_name_or_path, trust_remote_code=args.trust_remote_code)
+    try:
+        generation_config = GenerationConfig.from_pretrained(args.model_name_or_path)
+    except OSError:  # a folder without one
+        generation_config = None
+    return end_token_ids(generation_config, model_config, tokenizer)
