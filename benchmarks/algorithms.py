@@ -18,10 +18,10 @@ from torch import Tensor
 from roll.algorithms.actor_loss import actor_loss, actor_loss_options
 from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions, estimate_advantages
 from roll.algorithms.aggregation import denominators_from, denominators_of
-from roll.algorithms.batching import balance_partitions, pack_sequences
 from roll.algorithms.loss_types import LossInputs
 from roll.algorithms.returns import generalized_advantages
 from roll.algorithms.reward_processing import RewardOptions, RewardPostprocessor, token_level_rewards
+from roll.models.partitions import balance_partitions, pack_sequences
 
 
 def cpu_milliseconds(function: Callable[[], object], repeats: int) -> float:

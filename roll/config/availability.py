@@ -41,6 +41,8 @@ class Refusal:
     applies: Test = is_set
     except_under: str | None = None
     """Strategies (by the beginning of their name) that deal with the key themselves."""
+    under: str | None = None
+    """The strategies (by the beginning of their name) that lack the feature; None: all."""
 
     @property
     def regex(self) -> re.Pattern[str]:
@@ -77,10 +79,10 @@ REFUSALS = (
     Refusal(
         "rewards.*.response_filter_config.type", "filters of single responses", "no_filter", lambda v: v != "no_filter"
     ),
-    Refusal("**.use_sequence_packing", "sequence packing", False),
-    Refusal("**.use_remove_padding", "padding removal", False),
-    Refusal("**.use_dynamic_batching_in_train", "dynamic batching", False),
-    Refusal("**.use_dynamic_batching_in_infer", "dynamic batching", False),
+    Refusal("**.use_sequence_packing", "sequence packing", False, under="megatron_"),
+    Refusal("**.use_remove_padding", "padding removal", False, under="megatron_"),
+    Refusal("**.use_dynamic_batching_in_train", "dynamic batching", False, under="megatron_"),
+    Refusal("**.use_dynamic_batching_in_infer", "dynamic batching", False, under="megatron_"),
     Refusal("**.model_update_frequency", "weight transfers that skip steps", 1, above(1)),
     Refusal("**.router_replay.mode", "router replay", "disabled", other_than("disabled")),
     Refusal("**.mtp_training_mode", "multi-token prediction", "disabled", other_than("disabled")),
@@ -137,9 +139,10 @@ def refuse_unavailable(data: Mapping[str, Any], problems: Problems) -> None:
 
 
 def _excepted(refusal: Refusal, data: Mapping[str, Any], path: str) -> bool:
-    if refusal.except_under is None:
-        return False
     node: Any = data
     for name in (path.partition(".")[0], "strategy_args", "strategy_name"):
         node = node.get(name) if isinstance(node, Mapping) else None
-    return isinstance(node, str) and node.startswith(refusal.except_under)
+    strategy = node if isinstance(node, str) else ""
+    if refusal.under is not None and not strategy.startswith(refusal.under):
+        return True
+    return refusal.except_under is not None and strategy.startswith(refusal.except_under)

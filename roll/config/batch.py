@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from math import gcd
 
-from roll.config.plan import TrainingPlan, count
+from roll.config.plan import TrainingPlan
+from roll.config.wording import count
 
 
 def explain_indivisible(plan: TrainingPlan, prompts: int, group_size: int) -> str | None:

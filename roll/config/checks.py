@@ -14,7 +14,8 @@ from typing import Any
 from roll.config.deepspeed import check_deepspeed
 from roll.config.errors import Problems
 from roll.config.megatron import check_megatron
-from roll.config.planning import Written, model_path, model_roles, world_size
+from roll.config.micro_batching import check_micro_batching
+from roll.config.planning import Written, lengths, model_path, model_roles, world_size
 from roll.config.rlvr import RLVRConfig
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.sft import SFTConfig
@@ -83,6 +84,7 @@ def check_roles(config: RLVRConfig | SFTConfig, checks: Checks) -> dict[str, Str
         if options is not None:
             strategies[name] = options
             check_strategy_fit(name, role, options, checks)
+            check_rows(config, name, role, checks)
     check_nodes(config, checks)
     return strategies
 
@@ -158,6 +160,17 @@ def check_strategy_fit(name: str, role: WorkerConfig, options: StrategyConfig, c
         check_megatron(name, role, options, world_size(role), checks.problems)
     if isinstance(options, VllmStrategyConfig):
         check_vllm(name, role, options, checks.problems)
+
+
+def check_rows(config: RLVRConfig | SFTConfig, name: str, role: WorkerConfig, checks: Checks) -> None:
+    """How rows form micro-batches, against the longest of them."""
+    if TASKS[name][1] is GENERATION_STRATEGIES or checks.broken("prompt_length", "response_length", "sequence_length"):
+        return
+    longest = config.sequence_length if isinstance(config, SFTConfig) else lengths(config)[1]
+    arguments = role.training_args
+    rows = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+    trains = TASKS[name][1] is TRAIN_STRATEGIES
+    check_micro_batching(name, role, longest, rows if trains else None, checks.problems)
 
 
 def check_model(config: RLVRConfig | SFTConfig, name: str, role: WorkerConfig, checks: Checks) -> None:

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from roll.config.micro_batching import MicroBatching
 from roll.config.roles import DataArguments
+from roll.config.wording import count
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,10 @@ class RolePlan:
     """Roles that share at least one device with this one."""
     model_path: str | None
     """Folder or hub name of the model it loads."""
+    sequence_length: int
+    """Tokens of the longest row that a model computes (for engines: in training)."""
+    forward_rule: MicroBatching
+    """How the rows of a pass without gradient are cut (no meaning for roles that compute none)."""
     worker_cls: str | None = None
     """Dotted path of the user's own worker class, or a reward's short name or dotted path; null: the role's own."""
 
@@ -42,7 +48,7 @@ class TrainingPlan:
     samples_per_step: int
     """Samples that one pipeline step trains on."""
     micro_batch_size: int
-    """Samples of one forward and backward pass on one rank."""
+    """Samples of one forward and backward pass on one rank, where ``rule`` has no token budget."""
     gradient_accumulation_steps: int
     """Micro-batches of one rank in an optimizer step."""
     dp_size: int
@@ -50,6 +56,8 @@ class TrainingPlan:
     """Passes over the samples of a step."""
     num_steps: int | None = None
     """Pipeline steps in which the role trains; null: told by the data."""
+    rule: MicroBatching | None = None
+    """How micro-batches are formed; null: by ``micro_batch_size``."""
 
     @property
     def mini_batch_size(self) -> int:
@@ -70,10 +78,13 @@ class TrainingPlan:
         steps = count(self.optimizer_steps_per_step // self.epochs, "optimizer step")
         micro_batches = count(self.gradient_accumulation_steps, "micro-batch", "micro-batches")
         repeats = f"; {self.epochs} epochs" if self.epochs > 1 else ""
-        return (
-            f"{steps} of {self.mini_batch_size}; {count(self.dp_size, 'rank')} x {micro_batches} "
-            f"of {self.micro_batch_size}{repeats}"
-        )
+        share = f"{micro_batches} of {self.micro_batch_size}"
+        if self.rule is not None and self.rule.max_tokens is not None:
+            rows = self.micro_batch_size * self.gradient_accumulation_steps
+            share = f"{count(rows, 'row')} in {self.rule.sentence()}"
+        elif self.rule is not None and self.rule.removes_padding:
+            share += ", without padding"
+        return f"{steps} of {self.mini_batch_size}; {count(self.dp_size, 'rank')} x {share}{repeats}"
 
 
 @dataclass(frozen=True)
@@ -188,7 +199,3 @@ class RLVRPlan(Plan):
     @property
     def val_response_length(self) -> int:
         return self.val_sequence_length - self.val_prompt_length
-
-
-def count(number: int, noun: str, plural: str | None = None) -> str:
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

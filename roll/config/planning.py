@@ -10,6 +10,7 @@ from typing import Any
 
 from roll.config.errors import Problems
 from roll.config.megatron import ranks_of_a_replica
+from roll.config.micro_batching import micro_batching, with_packed_lengths
 from roll.config.names import GREEDY_BASELINE_ESTIMATORS, PUBLISHED_PREFIX, PUBLISHED_REWARDS, PUBLISHED_WORKERS
 from roll.config.plan import Folders, RLVRPlan, RolePlan, SFTPlan, TrainingPlan
 from roll.config.rlvr import RLVRConfig
@@ -78,8 +79,11 @@ def data_parallel_size(role: WorkerConfig) -> int:
     return max(1, world_size(role) // cut)
 
 
-def training_plan(role: WorkerConfig, samples: int, epochs: int, num_steps: int | None) -> TrainingPlan:
+def training_plan(
+    role: WorkerConfig, sequence_length: int, samples: int, epochs: int, num_steps: int | None
+) -> TrainingPlan:
     arguments = role.training_args
+    rule = micro_batching(with_packed_lengths(role, sequence_length), trains=True)
     return TrainingPlan(
         samples_per_step=samples,
         micro_batch_size=arguments.per_device_train_batch_size,
@@ -87,17 +91,19 @@ def training_plan(role: WorkerConfig, samples: int, epochs: int, num_steps: int 
         dp_size=data_parallel_size(role),
         epochs=epochs,
         num_steps=num_steps,
+        rule=rule,
     )
 
 
 def rlvr_training_plans(config: RLVRConfig) -> dict[str, TrainingPlan]:
     samples = config.rollout_batch_size * config.num_return_sequences_in_group
     warmup = config.critic_warmup if needs_critic(config) else 0
+    sequence, epochs = lengths(config)[1], config.ppo_epochs
     plans = {
-        "actor_train": training_plan(config.actor_train, samples, config.ppo_epochs, max(0, config.max_steps - warmup))
+        "actor_train": training_plan(config.actor_train, sequence, samples, epochs, max(0, config.max_steps - warmup))
     }
     if needs_critic(config) and config.critic is not None:
-        plans["critic"] = training_plan(config.critic, samples, config.ppo_epochs, config.max_steps)
+        plans["critic"] = training_plan(config.critic, sequence, samples, epochs, config.max_steps)
     return plans
 
 
@@ -115,6 +121,7 @@ def model_roles(config: RLVRConfig | SFTConfig) -> dict[str, WorkerConfig]:
 
 def role_plans(config: RLVRConfig | SFTConfig) -> dict[str, RolePlan]:
     models, sections = model_roles(config), started_roles(config)
+    sequence = config.sequence_length if isinstance(config, SFTConfig) else lengths(config)[1]
     plans = {}
     for name, role in sections.items():
         others = [other for other in sections if other != name and shares_devices(role, sections[other])]
@@ -128,6 +135,8 @@ def role_plans(config: RLVRConfig | SFTConfig) -> dict[str, RolePlan]:
             dp_size=data_parallel_size(role),
             colocated_with=tuple(others),
             model_path=model_path(config, name, role) if is_model else None,
+            sequence_length=sequence,
+            forward_rule=micro_batching(with_packed_lengths(role, sequence), trains=False),
             worker_cls=worker_name(role.worker_cls) if is_model else reward_name(name, role.worker_cls),
         )
     return plans
@@ -278,7 +287,7 @@ def sft_data(config: SFTConfig) -> DataArguments:
 def plan_sft(config: SFTConfig, exp_name: str, written: Written) -> SFTPlan:
     """The plan of a checked SFT configuration."""
     data, validation = sft_data(config), config.validation
-    training = training_plan(config.sft_train, 0, 1, config.max_steps)
+    training = training_plan(config.sft_train, config.sequence_length, 0, 1, config.max_steps)
     training = replace(training, samples_per_step=training.mini_batch_size)
     per_node, num_nodes = node_shape(config, written)
     return SFTPlan(

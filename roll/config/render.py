@@ -9,9 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from roll.config.loader import LoadedConfig
-from roll.config.plan import Plan, RLVRPlan, RolePlan, SFTPlan, count
+from roll.config.plan import Plan, RLVRPlan, RolePlan, SFTPlan
 from roll.config.rlvr import RLVRConfig
 from roll.config.sft import SFTConfig
+from roll.config.strategy import GENERATION_STRATEGIES
+from roll.config.wording import count
 
 WIDEST_DEVICE_TABLE = 8
 
@@ -73,6 +75,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
     lines = [("model", text) for text in model_sentences(plan)] + batch_facts(plan)
     if isinstance(plan, RLVRPlan):
         lines += rlvr_facts(plan)
+    lines += [("forward", text) for text in forward_sentences(plan)]
     lines.append(("steps", steps_sentence(plan)))
     lines.append(("output", str(plan.output_dir)))
     lines.append(("checkpoints", f"{plan.checkpoint_dir}" if plan.save_steps else "none (save_steps 0)"))
@@ -89,6 +92,16 @@ def model_sentences(plan: Plan) -> list[str]:
         if role.model_path is not None:
             users.setdefault(role.model_path, []).append(role.name)
     return [f"{path} ({', '.join(names)})" for path, names in users.items()]
+
+
+def forward_sentences(plan: Plan) -> list[str]:
+    """How roles cut passes without gradient, where it is not by rows with their padding."""
+    special = [
+        (role.name, role.forward_rule)
+        for role in plan.roles.values()
+        if role.strategy_name not in (None, *GENERATION_STRATEGIES)
+    ]
+    return [f"{name}: {rule.sentence()}" for name, rule in special if rule.removes_padding or rule.max_tokens]
 
 
 def batch_facts(plan: Plan) -> list[tuple[str, str]]:

@@ -41,15 +41,16 @@ class SequencePackingArguments:
     """``<role>.sequence_packing_args``; used with ``use_sequence_packing``."""
 
     algorithm: Literal["none", "load_balance"] = "none"
-    """How sequences are distributed over micro-batches."""
+    """``none``: the rows of each micro-batch are packed. ``load_balance``: micro-batches are formed anew from all rows
+    of a rank, with as many tokens as the lengths below allow and nearly the same work in each."""
     max_packed_sequence_length_forward: int | None = setting(None, ge=1)
-    """Most tokens of a packed row in a forward pass; null: the pipeline's sequence length."""
+    """``load_balance``: most tokens of a packed row in a forward pass; null: the pipeline's sequence length."""
     max_packed_sequence_length_train: int | None = setting(None, ge=1)
-    """Most tokens of a packed row in training; null: the pipeline's sequence length."""
+    """``load_balance``: most tokens of a packed row in training; null: the pipeline's sequence length."""
     min_num_micro_batches_forward: int = setting(1, ge=1)
-    """Fewest micro-batches of a forward pass."""
+    """``load_balance``: fewest micro-batches of a forward pass."""
     min_num_micro_batches_train: int = setting(1, ge=1)
-    """Fewest micro-batches of an optimizer step."""
+    """``load_balance``: fewest micro-batches of an optimizer step."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class WorkerConfig:
     model_update_frequency: int = setting(1, ge=1)
     """Steps between two weight transfers to this role."""
     infer_batch_size: int = setting(16, ge=1)
-    """Samples of one micro-batch in passes without gradient."""
+    """Samples of one micro-batch in passes without gradient, where no token budget forms the micro-batches."""
     backend_timeout: float = setting(30.0, gt=0)
     """Minutes that a collective operation may take."""
     system_envs: dict[str, str] = field(default_factory=dict)
@@ -108,23 +109,25 @@ class WorkerConfig:
     """Compute the prompt that the samples of a group share once per micro-batch, in training and log-prob passes.
     Same numbers, fewer tokens; for models whose layers are all full attention."""
     use_remove_padding: bool = False
-    """Compute real tokens only."""
+    """Compute real tokens only: the rows of each micro-batch lie behind one another in one row without padding. Same
+    numbers; for models whose layers are all full attention."""
     use_dynamic_batching_in_train: bool = False
-    """Cut micro-batches by tokens instead of samples in training."""
+    """Form micro-batches from rows of like lengths, by tokens instead of samples, in training."""
     use_dynamic_batching_in_infer: bool = False
-    """Cut micro-batches by tokens instead of samples in forward passes."""
+    """Form micro-batches from rows of like lengths, by tokens instead of samples, in passes without gradient."""
     max_tokens_per_microbatch_in_train: int | None = setting(None, ge=1)
-    """Token budget with ``use_dynamic_batching_in_train``."""
+    """Most tokens of a micro-batch, padding included, with ``use_dynamic_batching_in_train``."""
     max_tokens_per_microbatch_in_infer: int | None = setting(None, ge=1)
-    """Token budget with ``use_dynamic_batching_in_infer``."""
+    """Most tokens of a micro-batch, padding included, with ``use_dynamic_batching_in_infer``."""
     sequence_length_round_in_train: int = setting(8, ge=1)
-    """Micro-batch widths are rounded up to a multiple of this in training with dynamic batching."""
+    """Widths of micro-batches with padding are rounded up to a multiple of this, in training with dynamic batching."""
     sequence_length_round_in_infer: int = setting(8, ge=1)
-    """Micro-batch widths are rounded up to a multiple of this in forward passes with dynamic batching."""
+    """Widths of micro-batches with padding are rounded up to a multiple of this, in passes without gradient with
+    dynamic batching."""
     use_sequence_packing: bool = False
-    """Lay several sequences into one row without padding."""
+    """Lay several sequences into one row without padding; ``sequence_packing_args.algorithm`` says which."""
     sequence_packing_args: SequencePackingArguments = field(default_factory=SequencePackingArguments)
-    """How sequences are packed."""
+    """Which sequences are packed together."""
     logits_in_fp32: bool = setting(True, inert="softmax arithmetic is always float32")
     """Accepted for older files."""
     apply_loss_scale: bool = setting(True, inert="loss denominators are always global")

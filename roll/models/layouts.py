@@ -1,9 +1,10 @@
 """How the rows of a micro-batch are laid out for the model, and where each computed value belongs.
 
 A batch has one row a sample: ``[prompt | response | padding]``.  A layout says which token ids the model really gets,
-which hidden state predicts which response token, and where in the batch the result is written.  Two layouts are here:
+which hidden state predicts which response token, and where in the batch the result is written.  Three layouts are here:
 
 * :func:`row_layout`: the rows as they are, without the columns that predict nothing;
+* :func:`packed_layout`: the rows' own tokens behind one another, each row seeing itself only;
 * :func:`shared_prompt_layout`: adjacent rows with the same prompt become ``[prompt | response 1 | response 2 | ...]``,
   in which each response sees the prompt and itself only, at the positions it would have behind its own copy of the
   prompt.  Log-probs and gradients are the same, the prompt is computed once, and no padding is computed.
@@ -11,6 +12,7 @@ which hidden state predicts which response token, and where in the batch the res
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
@@ -50,6 +52,20 @@ class PromptParts(_OnDevice):
 
 
 @dataclass(frozen=True)
+class PackedSequences(_OnDevice):
+    """A flat run of N tokens as sequences that follow one another and do not see each other."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each; their sum is N."""
+    offsets: Tensor
+    """int32 (sequences + 1,), where each begins, and N."""
+
+
+AttentionPattern = PromptParts | PackedSequences
+"""Who sees whom in a flat run of tokens."""
+
+
+@dataclass(frozen=True)
 class TokenLayout(_OnDevice):
     """What the model computes for one micro-batch of B rows and length L: S sequences of length T."""
 
@@ -57,14 +73,16 @@ class TokenLayout(_OnDevice):
     """int64 (S, T)."""
     position_ids: Tensor | None
     """int64 (S, T), or None for 0..T-1 in every sequence."""
-    prompt_parts: PromptParts | None
-    """Who sees whom, where prompts are shared; None: every token what is before it in its sequence."""
+    pattern: AttentionPattern | None
+    """Who sees whom; None: every token what is before it in its sequence."""
     predictors: Tensor
     """int64 (N,), indices into the flattened (S * T) hidden states: the one that predicts each response token."""
     targets: Tensor
     """int64 (N,), the response tokens themselves."""
     destinations: Tensor
     """int64 (N,), indices of the response tokens in the flattened (B * L) batch."""
+    num_padding: int
+    """Of the S * T tokens, those on which no result depends."""
 
     def scatter(self, values: Tensor, shape: torch.Size) -> Tensor:
         """Put (N,) values at their places in a (B, L) tensor of zeros; gradients flow back to ``values``."""
@@ -72,33 +90,77 @@ class TokenLayout(_OnDevice):
         return flat.scatter(0, self.destinations, values).view(shape)
 
 
-def row_layout(input_ids: Tensor, response_mask: Tensor) -> TokenLayout:
+def row_layout(input_ids: Tensor, response_mask: Tensor, width_multiple: int = 1) -> TokenLayout:
     """The rows as they are. Right padding needs no mask: nothing before it can see it.
 
     Args:
         input_ids: int64 (B, L), right-padded.
         response_mask: bool (B, L); its first column is ignored (nothing predicts the first token).
+        width_multiple: T is rounded up to a multiple of this, so that fewer different shapes are computed.
     """
     rows, columns = response_mask[:, 1:].nonzero(as_tuple=True)
+    length = input_ids.shape[1]
     width = int(columns.max()) + 1 if len(columns) else 1
+    width += -width % width_multiple
+    ids = input_ids[:, :width] if width <= length else torch.nn.functional.pad(input_ids, (0, width - length))
     return TokenLayout(
-        input_ids=input_ids[:, :width],
+        input_ids=ids,
         position_ids=None,
-        prompt_parts=None,
+        pattern=None,
         predictors=rows * width + columns,
         targets=input_ids[rows, columns + 1],
-        destinations=rows * input_ids.shape[1] + columns + 1,
+        destinations=rows * length + columns + 1,
+        num_padding=ids.numel() - int(_last_responses(response_mask).sum()),
     )
 
 
-def shared_prompt_layout(input_ids: Tensor, response_mask: Tensor) -> TokenLayout:
+def packed_layout(input_ids: Tensor, response_mask: Tensor) -> TokenLayout:
+    """The rows without padding, behind one another in one flat run of tokens; positions start anew with each row.
+
+    Rows without a response token take no part.
+
+    Args: as :func:`row_layout`.
+    """
+    last = _last_responses(response_mask)
+    rows = last.nonzero()[:, 0]
+    if not len(rows):
+        return row_layout(input_ids[:1], response_mask[:1])
+    lengths = last[rows]
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    length = input_ids.shape[1]
+    columns = torch.arange(length, device=input_ids.device)
+    used = columns < lengths[:, None]
+    start_of_row = torch.zeros_like(last)
+    start_of_row[rows] = offsets[:-1]
+    response_rows, response_columns = response_mask[:, 1:].nonzero(as_tuple=True)
+    return TokenLayout(
+        input_ids=input_ids[rows][used][None],
+        position_ids=columns.expand_as(used)[used][None],
+        pattern=PackedSequences(tuple(lengths.tolist()), offsets.int()),
+        predictors=start_of_row[response_rows] + response_columns,
+        targets=input_ids[response_rows, response_columns + 1],
+        destinations=response_rows * length + response_columns + 1,
+        num_padding=0,
+    )
+
+
+def _last_responses(response_mask: Tensor) -> Tensor:
+    """int64 (B,): the column of each row's last response token, which is the number of tokens that predict one or are
+    seen by one that does; 0 where there is none (or the first token alone)."""
+    length = response_mask.shape[1]
+    columns = torch.arange(length, device=response_mask.device)
+    return torch.where(response_mask, columns, 0).amax(1)
+
+
+def shared_prompt_layout(
+    input_ids: Tensor, response_mask: Tensor, without_groups: Callable[[Tensor, Tensor], TokenLayout] = row_layout
+) -> TokenLayout:
     """Adjacent rows with the same prompt behind one copy of it, all in one flat run of tokens.
 
     A row's prompt is everything before its first response token; what follows (in multi-turn work the environment's
-    tokens too) is its response part.  Rows without a response token take no part.  Where no two rows share a prompt
-    this is :func:`row_layout`.
+    tokens too) is its response part.  Rows without a response token take no part.
 
-    Args: as :func:`row_layout`.
+    Args: as :func:`row_layout`; ``without_groups`` lays rows out of which no two share a prompt.
     """
     response_mask = response_mask.clone()
     response_mask[:, 0] = False
@@ -108,9 +170,9 @@ def shared_prompt_layout(input_ids: Tensor, response_mask: Tensor) -> TokenLayou
     columns = torch.arange(length, device=ids.device)
     first = mask.int().argmax(1)
     last = length - 1 - mask.flip(1).int().argmax(1)
-    leads = _leads_a_group(ids, first, columns)
+    leads = _starts_a_prompt(ids, first, columns)
     if bool(leads.all()):
-        return row_layout(input_ids, response_mask)
+        return without_groups(input_ids, response_mask)
 
     group = leads.cumsum(0) - 1
     in_prompt = columns < first[:, None]
@@ -125,19 +187,32 @@ def shared_prompt_layout(input_ids: Tensor, response_mask: Tensor) -> TokenLayou
     return TokenLayout(
         input_ids=ids[used][None],
         position_ids=columns.expand_as(ids)[used][None],
-        prompt_parts=_prompt_parts(slots, used, leads, group, first, last),
+        pattern=_prompt_parts(slots, used, leads, group, first, last),
         predictors=slots[row_index, column_index - 1],
         targets=ids[row_index, column_index],
         destinations=rows[row_index] * length + column_index,
+        num_padding=0,
     )
 
 
-def _leads_a_group(ids: Tensor, first: Tensor, columns: Tensor) -> Tensor:
-    """bool (B,): False for a row whose prompt is that of the row before it."""
-    leads = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
-    same_tokens = (ids[1:] == ids[:-1]) | (columns >= first[1:, None])
-    leads[1:] = (first[1:] != first[:-1]) | ~same_tokens.all(1)
+def leads_a_group(input_ids: Tensor, response_mask: Tensor) -> Tensor:
+    """bool (B,): False for a row whose prompt is that of the row with a response before it, or that has no response.
+
+    Args: as :func:`row_layout`.
+    """
+    rows = response_mask.any(1).nonzero()[:, 0]
+    columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+    leads = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    leads[rows] = _starts_a_prompt(input_ids[rows], response_mask[rows].int().argmax(1), columns)
     return leads
+
+
+def _starts_a_prompt(ids: Tensor, first: Tensor, columns: Tensor) -> Tensor:
+    """bool (B,): False for a row whose prompt, its tokens before ``first``, is that of the row before it."""
+    starts = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+    same_tokens = (ids[1:] == ids[:-1]) | (columns >= first[1:, None])
+    starts[1:] = (first[1:] != first[:-1]) | ~same_tokens.all(1)
+    return starts
 
 
 def _prompt_parts(

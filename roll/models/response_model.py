@@ -52,8 +52,8 @@ class ResponseModel(nn.Module):
 
         ``values[i]`` is the value of the state in which response token i is about to be sampled.
         """
-        # A layout without shared prompts must not meet a model that would take the keyword for something else.
-        extra = {} if layout.prompt_parts is None else {"prompt_parts": layout.prompt_parts}
+        # A layout of plain rows must not meet a model that would take the keyword for something else.
+        extra = {} if layout.pattern is None else {"attention_pattern": layout.pattern}
         hidden = self.language_model.base_model(
             input_ids=layout.input_ids, position_ids=layout.position_ids, use_cache=False, **extra
         ).last_hidden_state

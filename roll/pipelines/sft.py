@@ -19,6 +19,7 @@ from roll.distributed import Cluster, PendingCall, ResourceManager
 from roll.pipelines.export import export_model
 from roll.pipelines.frame import RunFrame
 from roll.pipelines.roles import role_config
+from roll.pipelines.row_order import balanced_order
 from roll.pipelines.tokenizers import load_tokenizer, pad_token_id
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, merge_metrics
@@ -104,8 +105,10 @@ class SFTPipeline:
         self.num_steps = config.max_steps or ceil(len(training) * epochs / self.plan.global_batch_size)
 
     def next_batch(self) -> DataProto:
-        """The demonstrations of one optimizer step."""
-        return demonstration_batch(self.demonstrations.next_batch(self.plan.global_batch_size), self.pad_token_id)
+        """The demonstrations of one optimizer step, each rank's share as near as may be to the others' work."""
+        rows = self.demonstrations.next_batch(self.plan.global_batch_size)
+        order = balanced_order([len(row.input_ids) for row in rows], self.plan.training["sft_train"].dp_size)
+        return demonstration_batch([rows[index] for index in order.tolist()], self.pad_token_id)
 
     def steps_until_pause(self, step: int) -> int:
         """Steps from ``step`` on, this one included, that may be in flight together: none beyond a save or evaluation,

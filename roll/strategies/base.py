@@ -85,7 +85,7 @@ class ModelStrategy(ABC):
 
     @abstractmethod
     def forward(self, batch: TensorBatch, outputs: Collection[Output], temperature: float = 1.0) -> TensorBatch:
-        """Collective. Outputs without gradient, in the batch's own layout; ``infer_batch_size`` rows at a time.
+        """Collective. Outputs without gradient, in the batch's own layout.
 
         Log-probs and entropies are those of ``softmax(logits / temperature)``.
         """
@@ -139,10 +139,11 @@ class TrainStrategy(ModelStrategy):
         outputs: Collection[Output],
         temperature: float = 1.0,
     ) -> Metrics:
-        """Collective. One optimizer step on this rank's rows, ``per_device_train_batch_size`` at a time.
+        """Collective. One optimizer step on this rank's rows, in micro-batches as the role's keys say.
 
         Returns the loss function's metrics merged over micro-batches, plus ``grad_norm`` (before clipping, of the
-        whole model) and ``lr``.
+        whole model) and ``lr``; data-parallel strategies add ``tokens_per_micro_batch`` (as computed, padding
+        included) and ``padding_ratio`` (the share of them on which no result depends).
         """
 
     @abstractmethod

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from roll.config.micro_batching import MicroBatching, micro_batching
 from roll.config.roles import WorkerConfig
+from roll.models.attention import use_layout_attention
 from roll.models.build import build_model, has_tied_embeddings
-from roll.models.layouts import TokenLayout, row_layout, shared_prompt_layout
+from roll.models.layouts import TokenLayout, packed_layout, row_layout, shared_prompt_layout
 from roll.models.response_model import ResponseModel
-from roll.models.shared_prompt import use_shared_prompt_attention
 from roll.platforms import current_platform
-from roll.protocol.metrics import Metrics
+from roll.protocol.metrics import Mean, Metrics
 from roll.strategies.base import (
     LossFunction,
     ModelHead,
@@ -30,7 +31,8 @@ from roll.strategies.base import (
     TensorBatch,
     TrainStrategy,
 )
-from roll.strategies.micro_batches import is_empty, merged_floats, micro_batch, num_micro_batches
+from roll.strategies.micro_batch_plan import Rows, plan_micro_batches
+from roll.strategies.micro_batches import is_empty, merged_floats, micro_batch, row_index
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -84,8 +86,9 @@ class DataParallelStrategy(ModelStrategy):
         seed = self.role.training_args.seed
         torch.manual_seed((self.seed if seed is None else seed) + self.rank)
         language_model = self._build_language_model(storage_dtype)
-        if self.role.use_prefix_sharing:
-            use_shared_prompt_attention(language_model, "use_prefix_sharing")
+        layout_keys = ("use_prefix_sharing", "use_sequence_packing", "use_remove_padding")
+        for key in [key for key in layout_keys if getattr(self.role, key)][:1]:
+            use_layout_attention(language_model, key)
         self.model = ResponseModel(language_model)
 
     def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
@@ -104,16 +107,15 @@ class DataParallelStrategy(ModelStrategy):
         shape = batch["input_ids"].shape
         device = batch["input_ids"].device
         results = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name in map(str, outputs)}
-        rows = self.role.infer_batch_size
-        for index in range(self._max_over_ranks(num_micro_batches(batch, rows))):
-            part = micro_batch(batch, index, rows)
-            layout = self._layout(part)
+        rule = micro_batching(self.role, trains=False)
+        for rows in self._rows_of_passes(batch, rule):
+            part = micro_batch(batch, rows)
+            layout = self._layout(part, rule)
             computed = self._compute(layout.to(self.device), results.keys(), temperature)
-            start = index * rows
-            if start < shape[0]:
+            if rows:
                 cut = part["input_ids"].shape
                 for name, values in computed.items():
-                    results[name][start : start + cut[0], : cut[1]] = layout.scatter(values.to(device), cut)
+                    results[name][row_index(rows), : cut[1]] = layout.scatter(values.to(device), cut)
         self._reshard()
         self.model.train(was_training)
         return results
@@ -171,9 +173,17 @@ class DataParallelStrategy(ModelStrategy):
     def _wire_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         return self.compute_dtype if tensor.is_floating_point() else tensor.dtype
 
-    def _layout(self, part: TensorBatch) -> TokenLayout:
-        layout = shared_prompt_layout if self.role.use_prefix_sharing else row_layout
-        return layout(part["input_ids"], part["response_mask"])
+    def _rows_of_passes(self, batch: TensorBatch, rule: MicroBatching) -> list[Rows]:
+        """Collective. The rows of each micro-batch; as many micro-batches on every rank."""
+        return plan_micro_batches(batch, rule, self._max_over_ranks, self.role.use_prefix_sharing)
+
+    def _layout(self, part: TensorBatch, rule: MicroBatching) -> TokenLayout:
+        ids, mask = part["input_ids"], part["response_mask"]
+        if self.role.use_prefix_sharing:
+            # A token budget counts what rows without a common prompt have in common with it: no padding either.
+            no_padding = rule.removes_padding or rule.max_tokens is not None
+            return shared_prompt_layout(ids, mask, packed_layout if no_padding else row_layout)
+        return packed_layout(ids, mask) if rule.removes_padding else row_layout(ids, mask, rule.width_multiple)
 
     def _check_outputs(self, outputs: Collection[Output]) -> None:
         wants_values = Output.VALUES in outputs
@@ -222,21 +232,25 @@ class DataParallelTrainStrategy(DataParallelStrategy, TrainStrategy):
         temperature: float = 1.0,
     ) -> Metrics:
         self._check_outputs(outputs)
-        rows = self.role.training_args.per_device_train_batch_size
-        count = self._max_over_ranks(num_micro_batches(batch, rows))
+        rule = micro_batching(self.role, trains=True)
+        plan = self._rows_of_passes(batch, rule)
         metrics: list[Metrics] = []
-        for index in range(count):
-            self._begin_micro_batch(last=index == count - 1)
-            part = micro_batch(batch, index, rows)
-            metrics += self._backward(part, loss_fn, outputs, temperature)
+        for index, rows in enumerate(plan):
+            self._begin_micro_batch(last=index == len(plan) - 1)
+            metrics += self._backward(micro_batch(batch, rows), rule, loss_fn, outputs, temperature)
         metrics.append(self._update())
         return merged_floats(metrics)
 
     def _backward(
-        self, part: TensorBatch, loss_fn: LossFunction, outputs: Collection[Output], temperature: float
+        self,
+        part: TensorBatch,
+        rule: MicroBatching,
+        loss_fn: LossFunction,
+        outputs: Collection[Output],
+        temperature: float,
     ) -> list[Metrics]:
         """Forward and backward of one micro-batch. One with nothing to predict still takes part in all collectives."""
-        layout = self._layout(part).to(self.device)
+        layout = self._layout(part, rule).to(self.device)
         computed = self._compute(layout, [str(name) for name in outputs], temperature)
         shape = part["input_ids"].shape
         aligned = {name: layout.scatter(values, shape) for name, values in computed.items()}
@@ -246,7 +260,7 @@ class DataParallelTrainStrategy(DataParallelStrategy, TrainStrategy):
         columns = {name: column.to(self.device, non_blocking=True) for name, column in part.items()}
         loss, metrics = loss_fn(aligned, columns)
         self._differentiate(loss if loss.requires_grad else _zero_loss(aligned))
-        return [metrics]
+        return [metrics, _sizes(layout)]
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         total = value.to(self.device, copy=True)
@@ -264,6 +278,11 @@ class DataParallelTrainStrategy(DataParallelStrategy, TrainStrategy):
                 f"{self.role.name}: not available yet: training in fp16 (it needs loss scaling); set {keys} to bf16 "
                 "or fp32"
             )
+
+
+def _sizes(layout: TokenLayout) -> Metrics:
+    tokens = layout.input_ids.numel()
+    return {"tokens_per_micro_batch": Mean(tokens), "padding_ratio": Mean(layout.num_padding, tokens)}
 
 
 def _zero_loss(outputs: TensorBatch) -> torch.Tensor:

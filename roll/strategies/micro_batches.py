@@ -9,34 +9,31 @@ import torch
 
 from roll.protocol.metrics import Metrics, merge_metrics
 from roll.strategies.base import TensorBatch
+from roll.strategies.micro_batch_plan import Rows
 
 
-def num_rows(batch: TensorBatch) -> int:
-    return batch["input_ids"].shape[0]
-
-
-def num_micro_batches(batch: TensorBatch, rows_per_micro_batch: int) -> int:
-    assert rows_per_micro_batch > 0, rows_per_micro_batch
-    return -(-num_rows(batch) // rows_per_micro_batch)
-
-
-def micro_batch(batch: TensorBatch, index: int, rows_per_micro_batch: int) -> TensorBatch:
-    """Rows of micro-batch ``index``, cut to the longest of them; an empty one past the end of the batch.
+def micro_batch(batch: TensorBatch, rows: Rows) -> TensorBatch:
+    """Some rows, cut to the longest of them; without rows an empty micro-batch.
 
     An empty micro-batch is one row of one token with nothing to predict: it lets a rank take part in the others'
     collectives and adds nothing to any sum.
     """
-    start = index * rows_per_micro_batch
-    if start >= num_rows(batch):
+    if not len(rows):
         return _empty_micro_batch(batch)
-    rows = {name: column[start : start + rows_per_micro_batch] for name, column in batch.items()}
-    full = rows["input_ids"].shape[1]
-    real = rows["attention_mask"].any(0).nonzero()
+    index = row_index(rows)
+    part = {name: column[index] for name, column in batch.items()}
+    full = part["input_ids"].shape[1]
+    real = part["attention_mask"].any(0).nonzero()
     width = int(real[-1]) + 1 if len(real) else 1
     return {
         name: column[:, :width] if column.ndim >= 2 and column.shape[1] == full else column
-        for name, column in rows.items()
+        for name, column in part.items()
     }
+
+
+def row_index(rows: Rows) -> slice | list[int]:
+    """What picks the rows out of a tensor: without a copy where they are consecutive."""
+    return slice(rows.start, rows.stop) if isinstance(rows, range) else list(rows)
 
 
 def is_empty(batch: TensorBatch) -> bool:

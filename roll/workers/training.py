@@ -13,6 +13,8 @@ from roll.protocol.metrics import Metrics
 from roll.strategies.base import LossFunction, Output, TensorBatch, TrainStrategy
 from roll.workers.model import ModelWorker
 
+STEP_METRICS = ("grad_norm", "lr", "tokens_per_micro_batch", "padding_ratio")
+
 
 class TrainingWorker(ModelWorker):
     """A model that learns on one rank."""
@@ -27,9 +29,9 @@ class TrainingWorker(ModelWorker):
     def optimizer_step(
         self, batch: TensorBatch, loss: LossFunction, outputs: Collection[Output], temperature: float, prefix: str
     ) -> Metrics:
-        """Collective. One optimizer step; gradient norm and learning rate are reported under ``prefix``."""
+        """Collective. One optimizer step; what the strategy itself reports stands under ``prefix``."""
         metrics = self.strategy.train_step(batch, loss, outputs, temperature)
-        return {prefix + name if name in ("grad_norm", "lr") else name: metric for name, metric in metrics.items()}
+        return {prefix + name if name in STEP_METRICS else name: metric for name, metric in metrics.items()}
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:

@@ -16,10 +16,6 @@ SHARD = "actor_train.strategy_args.strategy_config"
 REFUSED: list[tuple[str, Any]] = [
     ("async_generation_ratio", 1),
     ("async_generation_ratio", 0.5),
-    ("actor_train.use_sequence_packing", True),
-    ("reference.use_sequence_packing", True),
-    ("actor_train.use_dynamic_batching_in_train", True),
-    ("actor_train.use_remove_padding", True),
     ("actor_train.model_args.lora_target", "all-linear"),
     ("actor_train.model_args.ulysses_size", 2),
     ("actor_train.model_args.dtype", "fp16"),
@@ -52,7 +48,6 @@ REFUSED: list[tuple[str, Any]] = [
 ]
 NEUTRAL = {
     "async_generation_ratio": 0.0,
-    "actor_train.use_sequence_packing": False,
     "actor_train.model_args.lora_target": None,
     "actor_train.model_args.lora_rank": 32,
     "actor_train.model_args.lora_alpha": 64,

@@ -1,7 +1,9 @@
-"""Layouts say where every response token is predicted and written; shared prompts change no number."""
+"""Layouts say where every response token is predicted and written; packing and shared prompts change no number."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,9 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.models.layouts import TokenLayout, row_layout, shared_prompt_layout
+from roll.config.roles import ModelArguments
+from roll.models.attention import use_layout_attention
+from roll.models.build import enable_gradient_checkpointing
+from roll.models.layouts import (
+    PackedSequences,
+    TokenLayout,
+    leads_a_group,
+    packed_layout,
+    row_layout,
+    shared_prompt_layout,
+)
 from roll.models.response_model import ResponseModel
-from roll.models.shared_prompt import use_shared_prompt_attention
 
 VOCABULARY = 40
 
@@ -40,12 +51,15 @@ def visible_tokens(layout: TokenLayout, slot: int) -> list[tuple[int, int]]:
     """(position, token) of everything that token ``slot`` sees, itself included, by brute force."""
     length = layout.input_ids.shape[1]
     ids = layout.input_ids.flatten()
-    if layout.prompt_parts is None:
+    if layout.pattern is None:
         start = slot - slot % length
         return [(index - start, int(ids[index])) for index in range(start, slot + 1)]
     assert layout.position_ids is not None
     positions = layout.position_ids.flatten()
-    parts = layout.prompt_parts
+    parts = layout.pattern
+    if isinstance(parts, PackedSequences):
+        start = max(offset for offset in parts.offsets.tolist() if offset <= slot)
+        return [(int(positions[index]), int(ids[index])) for index in range(start, slot + 1)]
     place = int(parts.restore[slot])
     num_prompts, prompt_width = parts.prompts.shape
     if place < num_prompts * prompt_width:
@@ -60,12 +74,23 @@ def visible_tokens(layout: TokenLayout, slot: int) -> list[tuple[int, int]]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(batch=batches(), shared=st.booleans())
+@given(
+    batch=batches(),
+    lay_out=st.sampled_from(
+        [
+            row_layout,
+            partial(row_layout, width_multiple=8),
+            packed_layout,
+            shared_prompt_layout,
+            partial(shared_prompt_layout, without_groups=packed_layout),
+        ]
+    ),
+)
 def test_each_response_token_is_predicted_from_what_stands_before_it(
-    batch: tuple[torch.Tensor, torch.Tensor], shared: bool
+    batch: tuple[torch.Tensor, torch.Tensor], lay_out: Callable[..., TokenLayout]
 ) -> None:
     input_ids, mask = batch
-    layout = (shared_prompt_layout if shared else row_layout)(input_ids, mask)
+    layout = lay_out(input_ids, mask)
     mask = mask.clone()
     mask[:, 0] = False
     assert layout.destinations.tolist() == mask.flatten().nonzero()[:, 0].tolist()
@@ -73,6 +98,27 @@ def test_each_response_token_is_predicted_from_what_stands_before_it(
     for slot, destination in zip(layout.predictors.tolist(), layout.destinations.tolist(), strict=True):
         row, column = divmod(destination, input_ids.shape[1])
         assert visible_tokens(layout, slot) == list(enumerate(input_ids[row, :column].tolist()))
+
+
+@given(batch=batches())
+def test_padding_is_counted(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    input_ids, mask = batch
+    mask[:, 0] = False
+    needed = sum(int(row.nonzero().max()) for row in mask if row.any())
+    rows = row_layout(input_ids, mask, width_multiple=4)
+    assert rows.input_ids.shape[1] % 4 == 0
+    assert rows.input_ids.numel() - rows.num_padding == needed
+    packed = packed_layout(input_ids, mask)
+    if needed:
+        assert packed.input_ids.shape == (1, needed) and packed.num_padding == 0
+        assert isinstance(packed.pattern, PackedSequences)
+        assert sum(packed.pattern.lengths) == needed == int(packed.pattern.offsets[-1])
+
+
+def test_rows_that_lead_a_group() -> None:
+    ids = torch.tensor([[5, 6, 1], [5, 6, 2], [5, 6, 9], [5, 6, 3], [5, 7, 3], [5, 3, 3]])
+    mask = torch.tensor([[0, 0, 1], [0, 0, 1], [0, 0, 0], [0, 0, 1], [0, 0, 1], [0, 1, 1]], dtype=torch.bool)
+    assert leads_a_group(ids, mask).tolist() == [True, False, False, False, True, True]
 
 
 def test_a_shared_prompt_is_laid_out_once() -> None:
@@ -89,7 +135,7 @@ def test_a_shared_prompt_is_laid_out_once() -> None:
 def test_rows_of_different_prompts_stay_rows() -> None:
     input_ids = torch.tensor([[1, 2, 3, 4], [1, 9, 3, 4]])
     mask = torch.tensor([[False, False, True, True]] * 2)
-    assert shared_prompt_layout(input_ids, mask).prompt_parts is None
+    assert shared_prompt_layout(input_ids, mask).pattern is None
 
 
 def _model(kind: str, **options: Any) -> Any:
@@ -120,8 +166,16 @@ def _outputs(model: Any, layout: TokenLayout, seed: int) -> dict[str, torch.Tens
     return values | {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
+LAYOUTS = {
+    "packed": packed_layout,
+    "shared": shared_prompt_layout,
+}
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["kept", "recomputed", "recomputed-reentrant"])
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Llama"])
-def test_sharing_prompts_changes_no_log_prob_and_no_gradient(kind: str) -> None:
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_change_no_log_prob_and_no_gradient(name: str, kind: str, checkpointing: bool | None) -> None:
     random = torch.Generator().manual_seed(3)
     input_ids = torch.randint(1, VOCABULARY, (9, 20), generator=random)
     mask = torch.zeros(9, 20, dtype=torch.bool)
@@ -130,30 +184,34 @@ def test_sharing_prompts_changes_no_log_prob_and_no_gradient(kind: str) -> None:
         input_ids[row, :prompt] = torch.arange(prompt) + prompt
         mask[row, prompt : prompt + (13, 1, 6, 10, 3, 0, 9, 2, 15)[row]] = True
     mask[3, 9] = False
-    plain, shared = _model(kind), _model(kind)
-    use_shared_prompt_attention(shared, "use_prefix_sharing")
-    layout = shared_prompt_layout(input_ids, mask)
-    assert layout.prompt_parts is not None
-    actual, wanted = _outputs(shared, layout, 1), _outputs(plain, row_layout(input_ids, mask), 1)
-    for name, value in wanted.items():
+    plain, other = _model(kind), _model(kind)
+    use_layout_attention(other, "use_remove_padding")
+    if checkpointing is not None:
+        enable_gradient_checkpointing(other, ModelArguments(gradient_checkpointing_use_reentrant=checkpointing))
+        other.train()
+    layout = LAYOUTS[name](input_ids, mask)
+    assert layout.pattern is not None
+    actual, wanted = _outputs(other, layout, 1), _outputs(plain, row_layout(input_ids, mask), 1)
+    for key, value in wanted.items():
         # Parameters are float64, so that nothing hides in rounding; what the model itself does in float32 (norms,
         # rotary angles) leaves about 1e-7 of the largest element.
         scale = max(1.0, float(value.detach().abs().max()))
-        torch.testing.assert_close(actual[name], value, rtol=0, atol=1e-6 * scale)
+        torch.testing.assert_close(actual[key], value, rtol=0, atol=1e-6 * scale)
 
 
-def test_sharing_prompts_changes_no_value() -> None:
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_change_no_value(name: str) -> None:
     from transformers import AutoModelForTokenClassification
 
     models = []
     for _ in range(2):
         torch.manual_seed(0)
         models.append(AutoModelForTokenClassification.from_config(_model("Qwen2").config).double())
-    use_shared_prompt_attention(models[1], "use_prefix_sharing")
+    use_layout_attention(models[1], "use_prefix_sharing")
     input_ids = torch.tensor([[5, 6, 7, 8, 1, 2, 3], [5, 6, 7, 8, 2, 1, 0], [5, 6, 7, 8, 3, 3, 3]])
     mask = torch.tensor([[False] * 4 + [True] * 3] * 3)
     wanted = ResponseModel(models[0])(row_layout(input_ids, mask), ("values",))["values"]
-    actual = ResponseModel(models[1])(shared_prompt_layout(input_ids, mask), ("values",))["values"]
+    actual = ResponseModel(models[1])(LAYOUTS[name](input_ids, mask), ("values",))["values"]
     torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-6)
     assert float(wanted.detach().std()) > 1e-3
 
@@ -161,6 +219,8 @@ def test_sharing_prompts_changes_no_value() -> None:
 def test_models_without_full_attention_are_refused() -> None:
     sliding = _model("Qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
     with pytest.raises(ValueError, match=r"use_prefix_sharing: this qwen2 model has layers of type sliding_attention"):
-        use_shared_prompt_attention(sliding, "use_prefix_sharing")
+        use_layout_attention(sliding, "use_prefix_sharing")
     with pytest.raises(ValueError, match="attn_implementation: sdpa"):
-        use_shared_prompt_attention(_model("Qwen2", attn_implementation="eager"), "use_prefix_sharing")
+        use_layout_attention(_model("Qwen2", attn_implementation="eager"), "use_prefix_sharing")
+    with pytest.raises(ValueError, match=r"use_remove_padding: this qwen2 model sets attention_dropout=0.1"):
+        use_layout_attention(_model("Qwen2", attention_dropout=0.1), "use_remove_padding")

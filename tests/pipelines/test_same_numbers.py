@@ -36,10 +36,13 @@ def layout(devices: list[int], micro_batch_size: int, accumulation: int) -> dict
     }
 
 
+PACKING = {"use_sequence_packing": True, "sequence_packing_args": {"algorithm": "load_balance"}}
 LAYOUTS = {
     "one micro-batch": layout([0], 8, 1),
     "micro-batches of one": layout([0], 1, 8),
     "two ranks": layout([0, 1], 2, 2),
+    "two ranks, packed": layout([0, 1], 2, 2)
+    | {f"{name}.{key}": value for name in ("actor_train", "reference") for key, value in PACKING.items()},
 }
 
 # Only the order of float32 additions differs: a relative 2^-24 for each, some thousand of them in a sum of a step.

@@ -7,11 +7,31 @@ from typing import Any
 
 import torch
 
-from roll.config.roles import ModelArguments, StrategyArguments, TrainingArguments, WorkerConfig
+from roll.config.roles import (
+    ModelArguments,
+    SequencePackingArguments,
+    StrategyArguments,
+    TrainingArguments,
+    WorkerConfig,
+)
 from roll.protocol.metrics import Mean, Metrics
 
 VOCABULARY = 96
 ENTROPY_WEIGHT = 0.05
+
+# The longest row of `make_batch` has 19 tokens.
+PACKING: dict[str, Any] = {
+    "use_sequence_packing": True,
+    "sequence_packing_args": SequencePackingArguments(
+        algorithm="load_balance", max_packed_sequence_length_train=45, max_packed_sequence_length_forward=60
+    ),
+}
+DYNAMIC: dict[str, Any] = {
+    "use_dynamic_batching_in_train": True,
+    "use_dynamic_batching_in_infer": True,
+    "max_tokens_per_microbatch_in_train": 48,
+    "max_tokens_per_microbatch_in_infer": 64,
+}
 
 TensorBatch = dict[str, torch.Tensor]
 

@@ -12,6 +12,8 @@ import torch
 
 from tests.strategies import fsdp2_cases as cases
 from tests.strategies.samples import (
+    DYNAMIC,
+    PACKING,
     make_batch,
     make_role,
     plain_model,
@@ -73,6 +75,18 @@ def train(run_ranks: RunRanks, role: Any, world_size: int = 1, **batch_options: 
             id="gradient-checkpointing-shared-prompts",
         ),
         pytest.param(2, {"config": {"wrap_policy": {"transformer_layer_cls_to_wrap": []}}}, id="one-unit"),
+        pytest.param(1, {"use_remove_padding": True}, id="no-padding"),
+        pytest.param(1, DYNAMIC, id="dynamic"),
+        pytest.param(1, PACKING, id="packed"),
+        pytest.param(2, {"use_sequence_packing": True, "micro_batch": 3}, id="2-ranks-rows-packed"),
+        pytest.param(2, DYNAMIC | {"use_remove_padding": True}, id="2-ranks-dynamic-no-padding"),
+        pytest.param(2, DYNAMIC | {"use_prefix_sharing": True}, id="2-ranks-dynamic-shared-prompts"),
+        pytest.param(
+            2,
+            PACKING | {"use_prefix_sharing": True, "model_args": {"disable_gradient_checkpointing": False}},
+            id="2-ranks-packed-shared-prompts-gradient-checkpointing",
+        ),
+        pytest.param(4, PACKING | {"config": {"fsdp_size": 2}}, id="hsdp-packed"),
         pytest.param(4, {}, id="4-ranks-one-without-rows"),
         pytest.param(4, {"micro_batch": 2, "config": {"fsdp_size": 2}}, id="hsdp-2x2"),
     ],
@@ -107,16 +121,26 @@ def test_metrics_of_micro_batches_are_merged(run_ranks: RunRanks, tied_model: Pa
     assert metrics["rows"] == pytest.approx((5 + 5 + 2) / 3)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("max_grad_norm", [None, 0.05])
+@pytest.mark.parametrize(
+    ("world_size", "max_grad_norm", "options"),
+    [
+        (1, None, {}),
+        (2, None, {}),
+        (1, 0.05, {}),
+        (2, 0.05, {}),
+        pytest.param(1, 0.05, PACKING, id="packed"),
+        pytest.param(2, 0.05, PACKING, id="2-packed"),
+        pytest.param(2, 0.05, DYNAMIC, id="2-dynamic"),
+    ],
+)
 def test_optimizer_steps_equal_plain_adamw(
-    run_ranks: RunRanks, tied_model: Path, world_size: int, max_grad_norm: float | None
+    run_ranks: RunRanks, tied_model: Path, world_size: int, max_grad_norm: float | None, options: dict[str, Any]
 ) -> None:
     batch = make_batch()
     # Epsilon keeps AdamW's first steps smooth: with 1e-8 an element whose gradient is rounding noise moves as far as
     # any other, in either direction.
     training = {"adam_epsilon": 1e-3, "lr_scheduler_type": "linear", "warmup_steps": 2}
-    role = make_role(tied_model, training=training)
+    role = make_role(tied_model, training=training, **options)
     result = run_ranks(world_size, cases.train, role, split_rows(batch, SPLITS[world_size]), 3, max_grad_norm)[0]
 
     model = plain_model(tied_model)
@@ -160,6 +184,30 @@ def test_bf16_computes_in_bf16_and_keeps_float32_weights(
     # bf16 has 8 bits: 0.4% of hidden states of order 1, through a dozen products. Equality would mean float32.
     assert 1e-4 < float(difference) < 0.1
     assert results[0]["metrics"]["grad_norm"] == pytest.approx(expected["norm"], rel=0.03)
+
+
+def test_packed_bf16_is_as_close_as_padded(run_ranks: RunRanks, tied_model: Path, expected: dict[str, Any]) -> None:
+    """Rounding differs with the order of sums, but stays within what bf16 leaves of float32 (see above)."""
+    padded = train(run_ranks, make_role(tied_model, dtype="bf16", micro_batch=1), 1)[0]
+    for options in (PACKING, DYNAMIC | {"use_remove_padding": True}):
+        packed = train(run_ranks, make_role(tied_model, dtype="bf16", **options), 1)[0]
+        for name, wanted in expected["outputs"].items():
+            error = (padded["outputs"][name] - wanted).abs().max()
+            assert float((packed["outputs"][name] - wanted).abs().max()) < 1.5 * float(error)
+        for name, wanted in expected["gradients"].items():
+            error = (padded["gradients"][name].float() - wanted).norm() / wanted.norm()
+            assert float(error) < 0.03
+            assert float((packed["gradients"][name].float() - wanted).norm() / wanted.norm()) < 0.03, name
+
+
+def test_micro_batches_are_reported(run_ranks: RunRanks, tied_model: Path) -> None:
+    lengths = make_batch()["attention_mask"].sum(1)
+    padded = train(run_ranks, make_role(tied_model, micro_batch=12), 1)[0]["metrics"]
+    assert padded["tokens_per_micro_batch"] == 12 * (int(lengths.max()) - 1)
+    assert 0.1 < padded["padding_ratio"] < 0.6
+    packed = train(run_ranks, make_role(tied_model, **PACKING), 1)[0]["metrics"]
+    assert packed["padding_ratio"] == 0.0
+    assert 15 < packed["tokens_per_micro_batch"] <= 45
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -212,8 +260,10 @@ def test_value_model_starts_at_zero_and_learns(run_ranks: RunRanks, tied_model: 
     later = run_ranks(world_size, cases.train, role, parts, 3, None, True)
     values = torch.cat([result["outputs"]["values"] for result in later])
     assert torch.equal(values != 0, batch["response_mask"])
-    shared = run_ranks(world_size, cases.train, replace(role, use_prefix_sharing=True), parts, 3, None, True)
-    torch.testing.assert_close(torch.cat([result["outputs"]["values"] for result in shared]), values, rtol=0, atol=1e-5)
+    for keys in ({"use_prefix_sharing": True}, PACKING):
+        other = run_ranks(world_size, cases.train, replace(role, **keys), parts, 3, None, True)
+        other_values = torch.cat([result["outputs"]["values"] for result in other])
+        torch.testing.assert_close(other_values, values, rtol=0, atol=1e-5)
 
 
 def test_frozen_modules_do_not_change(run_ranks: RunRanks, tied_model: Path) -> None:

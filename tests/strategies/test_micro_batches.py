@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.protocol.metrics import Max, Mean, Sum
-from roll.strategies.micro_batches import is_empty, merged_floats, micro_batch, num_micro_batches
+from roll.strategies.micro_batch_plan import fixed_rows
+from roll.strategies.micro_batches import is_empty, merged_floats, micro_batch
 
 
 def batch(lengths: list[int], width: int) -> dict[str, torch.Tensor]:
@@ -24,17 +25,23 @@ def batch(lengths: list[int], width: int) -> dict[str, torch.Tensor]:
 @given(lengths=st.lists(st.integers(0, 9), max_size=12), rows=st.integers(1, 5), padding=st.integers(0, 3))
 def test_micro_batches_hold_every_row_once_cut_to_the_longest(lengths: list[int], rows: int, padding: int) -> None:
     whole = batch(lengths, 9 + padding)
-    parts = [micro_batch(whole, index, rows) for index in range(num_micro_batches(whole, rows))]
+    parts = [micro_batch(whole, own) for own in fixed_rows(len(lengths), rows)]
     assert [score for part in parts for score in part["scores"].tolist()] == list(range(len(lengths)))
     for part in parts:
         longest = max(lengths[score] for score in part["scores"].tolist())
         assert {part[name].shape[1] for name in ("input_ids", "attention_mask", "advantages")} == {max(1, longest)}
 
 
-def test_past_the_end_there_is_nothing_to_predict() -> None:
-    part = micro_batch(batch([3, 4], 5), 1, 2)
+def test_without_rows_there_is_nothing_to_predict() -> None:
+    part = micro_batch(batch([3, 4], 5), range(0))
     assert is_empty(part) and part["input_ids"].shape == (1, 1)
-    assert not is_empty(micro_batch(batch([3, 4], 5), 0, 2))
+    assert not is_empty(micro_batch(batch([3, 4], 5), [0, 1]))
+
+
+def test_any_rows_are_cut_to_the_longest_of_them() -> None:
+    part = micro_batch(batch([3, 9, 4], 10), [0, 2])
+    assert part["scores"].tolist() == [0, 2]
+    assert part["input_ids"].shape == part["advantages"].shape == (2, 4)
 
 
 def test_tensors_in_metrics_become_floats_after_merging() -> None:
@@ -50,4 +57,4 @@ def test_tensors_in_metrics_become_floats_after_merging() -> None:
 
 def test_rows_per_micro_batch_must_be_positive() -> None:
     with pytest.raises(AssertionError):
-        num_micro_batches(batch([1], 2), 0)
+        fixed_rows(1, 0)

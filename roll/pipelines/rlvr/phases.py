@@ -2,51 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import numpy as np
+import torch
 
 from roll.config.plan import TrainingPlan
 from roll.distributed import Cluster
+from roll.pipelines.row_order import length_metrics, order_for
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics
+from roll.workers.model import MODEL_COLUMNS
 
 
 def add_reference_log_probs(batch: DataProto, reference: Cluster, temperature: float) -> None:
     """``ref_log_probs`` float32 (B, L)."""
     batch.meta_info |= {"temperature": temperature, "entropy": False}
-    batch.batch["ref_log_probs"] = reference.compute_log_probs(batch).batch["log_probs"]
+    batch.batch["ref_log_probs"] = computed(batch, reference, reference.compute_log_probs)["log_probs"]
 
 
 def add_old_log_probs(batch: DataProto, actor: Cluster, temperature: float, with_entropy: bool = False) -> None:
     """``old_log_probs`` float32 (B, L): the trainer's own, before any update; and ``old_entropy`` if asked for."""
     batch.meta_info |= {"temperature": temperature, "entropy": with_entropy}
-    computed = actor.compute_log_probs(batch).batch
-    batch.batch["old_log_probs"] = computed["log_probs"]
+    outputs = computed(batch, actor, actor.compute_log_probs)
+    batch.batch["old_log_probs"] = outputs["log_probs"]
     if with_entropy:
-        batch.batch["old_entropy"] = computed["entropy"]
+        batch.batch["old_entropy"] = outputs["entropy"]
 
 
 def add_values(batch: DataProto, critic: Cluster) -> None:
     """``values`` float32 (B, L)."""
-    batch.batch["values"] = critic.compute_values(batch).batch["values"]
+    batch.batch["values"] = computed(batch, critic, critic.compute_values)["values"]
 
 
-def interleave_for_mini_batches(num_rows: int, num_mini_batches: int, dp_size: int) -> np.ndarray:
-    """The order of rows in which consecutive equal shares give every rank its part of every mini-batch.
-
-    Mini-batch m consists of rows [m * n, (m + 1) * n) of the batch, whatever the number of ranks; rank r holds part r
-    of each.  Returns int64 (num_rows,).
-    """
-    rows = np.arange(num_rows).reshape(num_mini_batches, dp_size, -1)
-    return rows.transpose(1, 0, 2).reshape(-1)
+def computed(batch: DataProto, cluster: Cluster, call: Callable[[DataProto], DataProto]) -> Mapping[str, torch.Tensor]:
+    """Columns (B, L) that the ranks compute, each on an equal share of the work; rows in the batch's own order."""
+    if cluster.dp_size == 1:
+        return call(batch).batch
+    order = order_for(batch, cluster.role.use_prefix_sharing, cluster.dp_size)
+    return call(batch.select(MODEL_COLUMNS, [])[order])[np.argsort(order)].batch
 
 
 def update_model(batch: DataProto, cluster: Cluster, training: TrainingPlan, **meta_info: float) -> Metrics:
     """All optimizer steps of one model on one batch: ``epochs`` passes over its mini-batches."""
     num_mini_batches = len(batch) // training.mini_batch_size
-    shares = batch
-    if num_mini_batches > 1:
-        order = interleave_for_mini_batches(len(batch), num_mini_batches, training.dp_size)
-        shares = batch[order]
+    order = order_for(batch, cluster.role.use_prefix_sharing, training.dp_size, num_mini_batches)
+    shares = batch[order] if training.dp_size > 1 else batch
     shares.meta_info |= {"mini_batches": num_mini_batches, "epochs": training.epochs, **meta_info}
     metrics: Metrics = cluster.update(shares)
-    return metrics
+    return metrics | length_metrics(batch, order, cluster.name, training.dp_size)

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from roll.strategies.base import TensorBatch
-from roll.strategies.micro_batches import micro_batch, num_micro_batches
+from roll.strategies.micro_batch_plan import fixed_rows
+from roll.strategies.micro_batches import micro_batch
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,12 @@ class Chunking:
 
     def micro_batches(self, batch: TensorBatch, rows: int) -> list[MicroBatch]:
         """The rows of ``batch``, ``rows`` at a time; at least one micro-batch, if an empty one."""
-        count = max(1, num_micro_batches(batch, rows))
+        plan = fixed_rows(len(batch["input_ids"]), rows)
+        count = max(1, len(plan))
         if self.same_shape:
             count += -count % self.count_divisor
-        parts = [micro_batch(batch, index, rows) for index in range(count)]
+        plan += [range(0)] * (count - len(plan))
+        parts = [micro_batch(batch, own) for own in plan]
         widths = [self._width(part) for part in parts]
         if self.same_shape:
             widths = [max(widths)] * count

@@ -13,7 +13,16 @@ pytest.importorskip("deepspeed")
 
 from tests.strategies import fsdp2_cases
 from tests.strategies.deepspeed import cases
-from tests.strategies.samples import make_batch, make_role, plain_model, plain_outputs, policy_loss, split_rows
+from tests.strategies.samples import (
+    DYNAMIC,
+    PACKING,
+    make_batch,
+    make_role,
+    plain_model,
+    plain_outputs,
+    policy_loss,
+    split_rows,
+)
 
 RunRanks = Callable[..., list[Any]]
 SPLIT = (7, 5)
@@ -49,6 +58,9 @@ CASES: dict[str, dict[str, Any]] = {
     "zero3-checkpointed": {"config": zero(3), **CHECKPOINTED},
     "zero2-shared-prompts": {"config": zero(2), "use_prefix_sharing": True},
     "zero3-shared-prompts": {"config": zero(3), "use_prefix_sharing": True, **CHECKPOINTED},
+    "zero2-packed": {"config": zero(2), **PACKING},
+    "zero3-packed": {"config": zero(3), **PACKING, **CHECKPOINTED},
+    "zero2-dynamic": {"config": zero(2), **DYNAMIC},
     "zero3-small-buckets": {
         "config": {
             "zero_stage": 3,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.algorithms.batching import balance_partitions, pack_sequences, workload
+from roll.models.partitions import balance_packs, balance_partitions, pack_sequences, workload
 
 lengths_lists = st.lists(st.integers(1, 100), min_size=1, max_size=60)
 
@@ -73,6 +73,24 @@ def test_a_minimum_number_of_packs(lengths: list[int], wanted: int) -> None:
     assert len(packs) >= wanted
     assert sorted(itertools.chain(*packs)) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in pack) <= 200 for pack in packs)
+
+
+@given(lengths=lengths_lists, more=st.integers(0, 5))
+def test_balanced_packs_fit(lengths: list[int], more: int) -> None:
+    fewest = len(pack_sequences(lengths, 120))
+    count = min(fewest + more, len(lengths))
+    packs = balance_packs(lengths, 120, count)
+    assert len(packs) == count
+    assert sorted(itertools.chain(*packs)) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in pack) <= 120 for pack in packs)
+
+
+def test_balanced_packs_have_like_work_where_that_fits() -> None:
+    lengths = np.random.default_rng(2).integers(1, 4096, 512)
+    work = [float(workload(lengths[pack]).sum()) for pack in balance_packs(lengths, 40_000, 32)]
+    assert max(work) / min(work) < 1.01
+    with pytest.raises(ValueError, match="2 packs of 10 tokens are needed, not 1"):
+        balance_packs([8, 8], 10, 1)
 
 
 def test_packing_reaches_the_lower_bound_on_realistic_lengths() -> None:

@@ -118,6 +118,24 @@ def pack_sequences(lengths: Sequence[int] | NDArray[np.integer], capacity: int, 
     return [sorted(pack) for pack in packs]
 
 
+def balance_packs(lengths: Sequence[int] | NDArray[np.integer], capacity: int, num_packs: int) -> Partitions:
+    """``num_packs`` packs of nearly equal :func:`workload`, none of more than ``capacity`` tokens.
+
+    Where equal work would not fit (equal work is not equal tokens), first fit with the fullest packs split.
+
+    Raises:
+        ValueError: as :func:`pack_sequences`; also where ``num_packs`` is fewer than first fit needs.
+    """
+    length = np.asarray(lengths, dtype=np.int64)
+    packs = balance_partitions(workload(length), num_packs)
+    if max(int(length[pack].sum()) for pack in packs) <= capacity:
+        return packs
+    packs = pack_sequences(length, capacity, num_packs)
+    if len(packs) > num_packs:
+        raise ValueError(f"{len(packs)} packs of {capacity} tokens are needed, not {num_packs}")
+    return packs
+
+
 def _first_fit(items: list[int], lengths: list[int], capacity: int) -> Partitions:
     """First fit through a tree of maxima: each item descends to the leftmost pack with room in O(log packs)."""
     leaves = 1

@@ -1,0 +1,153 @@
+"""Causal attention for tokens laid out by :mod:`roll.models.layouts`: in rows, packed, or behind shared prompts.
+
+All other layers of a transformer work on each token alone, so they need not know of the layout.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from roll.models.layouts import AttentionPattern, PackedSequences, PromptParts
+from roll.models.shared_prompt import shared_prompt_attention
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+ATTENTION_NAME = "roll_layouts"
+_REPLACEABLE = ("sdpa", "flash_attention_2")
+_VARLEN_DTYPES = (torch.bfloat16, torch.float16)
+
+# What some families add to the scores or to the softmax, which is not computed here.
+_UNKNOWN_KEYS = ("attn_logit_softcapping", "attention_dropout", "attention_chunk_size")
+
+
+def use_layout_attention(model: PreTrainedModel, key: str) -> None:
+    """Make ``model`` compute attention by :func:`layout_attention`.
+
+    Args:
+        key: the configuration key that asks for it, for messages.
+
+    Raises:
+        ValueError: a model with layers other than full causal attention, or that does not take an attention function.
+    """
+    from transformers import AttentionInterface
+
+    _check_full_attention(model.config, key)
+    if not getattr(model, "_supports_attention_backend", False) or (
+        model.config._attn_implementation not in _REPLACEABLE
+    ):
+        raise ValueError(
+            f"{key}: needs a model whose attention can be replaced, with model_args.attn_implementation: sdpa; "
+            f"{type(model).__name__} runs {model.config._attn_implementation}. Set {key}: false"
+        )
+    AttentionInterface.register(ATTENTION_NAME, layout_attention)
+    # Unknown to the registry of masks, this name also keeps the model from building a mask.
+    model.set_attn_implementation(ATTENTION_NAME)
+    # A value model's body has a configuration of its own; none may be left behind, or it would ignore the layout.
+    configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
+    assert all(config._attn_implementation == ATTENTION_NAME for config in configs)
+
+
+def layout_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    attention_pattern: AttentionPattern | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention in which ``attention_pattern`` says who sees whom. No dropout, no mask of the caller's.
+
+    Args:
+        query: (S, heads, T, head_dim); with a pattern S is 1 and T the number of tokens.
+        key, value: (S, key-value heads, T, head_dim).
+        scaling: of the scores; None: head_dim ** -0.5.
+        attention_pattern: None: each of the S sequences is causal.
+
+    Returns:
+        (S, T, heads, head_dim), and None for the weights.
+    """
+    assert attention_mask is None, "the layout alone says who sees whom"
+    match attention_pattern:
+        case None:
+            return causal_attention(query, key, value, scaling).transpose(1, 2).contiguous(), None
+        case PackedSequences():
+            return packed_attention(query, key, value, attention_pattern, scaling), None
+        case PromptParts():
+            groups = query.shape[1] // key.shape[1]
+            key, value = repeat_heads(key, groups), repeat_heads(value, groups)
+            return shared_prompt_attention(query, key, value, attention_pattern, scaling), None
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """(S, heads, T, head_dim) for queries of that shape and (S, key-value heads, T, head_dim) keys and values."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = repeat_heads(key, groups), repeat_heads(value, groups)
+    return scaled_dot_product_attention(query, key, value, is_causal=query.shape[2] > 1, scale=scaling)
+
+
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scaling: float | None
+) -> Tensor:
+    """(1, T, heads, head_dim): each sequence attends to itself, causally; shapes as :func:`layout_attention`.
+
+    One kernel on CUDA in half precision; elsewhere a call for each sequence, which (on a CPU) is two to three times
+    faster than padding them.
+    """
+    if query.is_cuda and query.dtype in _VARLEN_DTYPES:
+        return _varlen_attention(query, key, value, sequences, scaling)
+    lengths = list(sequences.lengths)
+    # split, not slices: its backward pass joins the parts once instead of adding up as many full-size gradients.
+    parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+    return torch.cat([causal_attention(*part, scaling) for part in parts], dim=2).transpose(1, 2).contiguous()
+
+
+def _varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scaling: float | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+    offsets, longest = sequences.offsets, max(sequences.lengths)
+    output = varlen_attn(
+        query,
+        key,
+        value,
+        offsets,
+        offsets,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(output, Tensor)
+    return output[None]
+
+
+def repeat_heads(tensor: Tensor, times: int) -> Tensor:
+    """Key-value heads (dimension 1), each as often as there are query heads for it."""
+    return tensor if times == 1 else tensor.repeat_interleave(times, 1)
+
+
+def _check_full_attention(config: PretrainedConfig, key: str) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):
+        kinds = {"sliding_attention"}
+    if kinds:
+        raise ValueError(
+            f"{key}: this {config.model_type} model has layers of type {', '.join(sorted(kinds))}; rows can share "
+            f"a sequence of tokens only where every layer is full_attention. Set {key}: false"
+        )
+    for name in _UNKNOWN_KEYS:
+        if getattr(config, name, None):
+            raise ValueError(
+                f"{key}: this {config.model_type} model sets {name}={getattr(config, name)}, which attention over "
+                f"shared sequences does not compute. Set {key}: false"
+            )

@@ -1,0 +1,85 @@
+"""In which order a batch goes to the ranks of a role: equal shares in rows, and as near as may be in work.
+
+Ranks that share gradients wait for the slowest.  Which rank computes a row changes no sum, so the rows of every
+mini-batch are dealt out by their :func:`~roll.models.partitions.workload`, always where there are several ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from roll.models.partitions import balance_partitions, workload
+from roll.protocol import DataProto
+from roll.protocol.metrics import Max, Mean, Metrics, Min
+
+RowOrder = NDArray[np.int64]
+
+
+def balanced_order(
+    lengths: Sequence[int] | NDArray[np.int64],
+    dp_size: int,
+    num_mini_batches: int = 1,
+    groups: Sequence[object] | None = None,
+) -> RowOrder:
+    """The order of rows in which consecutive equal shares give every rank its part of every mini-batch.
+
+    Mini-batch m consists of rows [m * n, (m + 1) * n) of the batch, whatever the number of ranks; rank r holds part r
+    of each.
+
+    Args:
+        lengths: (N,) tokens of each row; ``num_mini_batches`` divides N.
+        groups: (N,) what a row shares its prompt with. Adjacent rows of a group then stay adjacent, on one rank, where
+            groups are of one size that divides a rank's part; elsewhere rows keep their order.
+
+    Returns:
+        int64 (N,). Where ranks do not divide a mini-batch, the rows as they are.
+    """
+    length = np.asarray(lengths, dtype=np.int64)
+    rows_per_mini = len(length) // num_mini_batches
+    assert rows_per_mini * num_mini_batches == len(length), (len(length), num_mini_batches)
+    if rows_per_mini % dp_size:
+        return np.arange(len(length))
+    unit = 1 if groups is None else _size_of_groups(groups)
+    in_order = bool(rows_per_mini // dp_size % unit)
+    order = np.arange(len(length)).reshape(num_mini_batches, dp_size, -1)
+    if not in_order and dp_size > 1:
+        cost = workload(length).reshape(num_mini_batches, -1, unit).sum(2)
+        for mini in range(num_mini_batches):
+            parts = np.array(balance_partitions(cost[mini], dp_size, equal_counts=True))
+            rows = parts[..., None] * unit + np.arange(unit)
+            order[mini] = mini * rows_per_mini + rows.reshape(dp_size, -1)
+    return order.transpose(1, 0, 2).reshape(-1)
+
+
+def _size_of_groups(groups: Sequence[object]) -> int:
+    """Rows of each group where adjacent rows form groups of one size; else all rows."""
+    starts = [row for row in range(len(groups)) if row == 0 or groups[row] != groups[row - 1]]
+    size = len(groups) // len(starts)
+    return size if starts == list(range(0, len(groups), size)) else len(groups)
+
+
+def order_for(batch: DataProto, role_shares_prompts: bool, dp_size: int, num_mini_batches: int = 1) -> RowOrder:
+    """:func:`balanced_order` of a batch; rows of one ``prompt_id`` stay together for a role that shares prompts."""
+    lengths = batch.batch["attention_mask"].sum(1).numpy()
+    prompt_ids = batch.non_tensor_batch.get("prompt_id") if role_shares_prompts else None
+    return balanced_order(lengths, dp_size, num_mini_batches, None if prompt_ids is None else list(prompt_ids))
+
+
+def length_metrics(batch: DataProto, order: RowOrder, role: str, dp_size: int) -> Metrics:
+    """Tokens of a rank's share, as the rows come and in the given order."""
+    lengths = batch.batch["attention_mask"].sum(1).numpy()
+    if len(lengths) % dp_size:
+        return {}
+    plain, balanced = (values.reshape(dp_size, -1).sum(1) for values in (lengths, lengths[order]))
+    name = f"global_seqlen/{role}/"
+    return {
+        f"{name}mean": Mean(float(plain.mean())),
+        f"{name}min": Min(float(plain.min())),
+        f"{name}max": Max(float(plain.max())),
+        f"{name}minmax_diff": Max(float(plain.max() - plain.min())),
+        f"{name}balanced_min": Min(float(balanced.min())),
+        f"{name}balanced_max": Max(float(balanced.max())),
+    }
