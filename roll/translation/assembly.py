@@ -37,6 +37,7 @@ def assemble(draft: Draft) -> None:
         put_engine,
         put_devices,
         put_batches,
+        put_forward_batches,
         put_token_budgets,
         put_optimizers,
         put_algorithm,
@@ -67,7 +68,7 @@ def put_strategies(draft: Draft) -> None:
 
 
 def put_host_memory(draft: Draft) -> None:
-    """Parameters in host memory: FSDP2's ``offload_policy``, FSDP1's ``cpu_offload``."""
+    """Parameters in host memory, an option of FSDP alone."""
     for role, section in draft.sections():
         fact = f"cpu_offload.{role}"
         if not draft.states(fact):
@@ -76,8 +77,7 @@ def put_host_memory(draft: Draft) -> None:
         if not strategy.startswith("fsdp"):
             draft.remark([fact], f"left out: has no effect under {strategy}")
         else:
-            key = "cpu_offload" if strategy == "fsdp" else "offload_policy"
-            draft.put(f"{section}.{OPTIONS}.{key}", asked, fact)
+            draft.put(f"{section}.{OPTIONS}.offload_policy", asked, fact)
 
 
 def put_switches(draft: Draft) -> None:
@@ -177,12 +177,15 @@ def data_parallel_size(draft: Draft, role: str) -> int:
 def put_batches(draft: Draft) -> None:
     """Their mini-batches are prompts; our optimizer step is micro-batch x ``gradient_accumulation_steps`` x ranks."""
     for role, section in draft.sections():
-        sizes = (f"mini.{role}", f"micro.{role}", "micro", "samples", f"dynamic.{role}")
+        sizes = (f"mini.{role}", f"micro.{role}", "micro", f"micro_of_all.{role}", "samples", f"dynamic.{role}")
         layout = ("gpus", "nodes", f"gpus.{role}", f"nodes.{role}", f"ulysses.{role}", f"tensor.{role}")
         if role == "reference" or not draft.states(*sizes, *layout, f"pipeline.{role}", f"context.{role}"):
             continue
         mini = draft.get(f"mini.{role}", "mini.actor")
         micro = draft.get(f"micro.{role}", "micro", default=1 if draft.get(f"dynamic.{role}") else None)
+        of_all = draft.get(f"micro_of_all.{role}")
+        if of_all is not None and draft.states(f"micro_of_all.{role}"):
+            micro = max(1, of_all // device_count(draft, role))
         if mini is None or micro is None:
             draft.problems.missing(f"micro-batch of {section}", "is needed: samples of a micro-batch on one device", 1)
             continue
@@ -194,28 +197,37 @@ def put_accumulation(draft: Draft, role: str, section: str, mini: Fraction, micr
     samples, ranks = int(draft.get("samples", default=1)), data_parallel_size(draft, role)
     total = mini * samples
     steps = total / (micro * ranks)
-    because = (f"mini.{role}", f"micro.{role}", "micro")
+    because = (f"mini.{role}", f"micro.{role}", "micro", f"micro_of_all.{role}")
     text = f"{float(mini):g} prompts x {samples} = {float(total):g} samples an optimizer step"
     if steps.denominator != 1:
         rule = f"{text} do not divide into micro-batches of {micro} on {ranks} ranks"
         draft.problems.add(f"{section}: mini-batch", float(mini), rule)
         return
-    if draft.whole or draft.states(f"micro.{role}", "micro", f"dynamic.{role}"):
-        draft.put(f"{section}.training_args.per_device_train_batch_size", micro, f"micro.{role}", "micro")
+    if draft.whole or draft.states(*because[1:], f"dynamic.{role}"):
+        draft.put(f"{section}.training_args.per_device_train_batch_size", micro, *because[1:])
     draft.put(f"{section}.training_args.gradient_accumulation_steps", int(steps), *because)
     draft.remark(because, f"{section}: {text} = {int(steps)} micro-batches of {micro} on {ranks} ranks")
 
 
-def put_token_budgets(draft: Draft) -> None:
-    """verl's token budgets count with ``use_dynamic_bsz`` only."""
+def put_forward_batches(draft: Draft) -> None:
+    """Micro-batches of passes without gradient that are given for all devices together."""
     for role, section in draft.sections():
-        fact = f"token_budget.{role}"
-        if not draft.states(fact):
-            continue
-        if draft.get(f"dynamic.{role}"):
-            for phase in ("train", "infer"):
-                draft.put(f"{section}.max_tokens_per_microbatch_in_{phase}", draft.facts[fact], fact)
-        else:
+        fact = f"forward_of_all.{role}"
+        if draft.states(fact) and draft.facts[fact] is not None:
+            draft.put(f"{section}.infer_batch_size", max(1, draft.facts[fact] // device_count(draft, role)), fact)
+
+
+def put_token_budgets(draft: Draft) -> None:
+    """verl's token budgets count with ``use_dynamic_bsz`` only, which critic and reference have from the actor."""
+    for role, section in draft.sections():
+        fact, phases = f"token_budget.{role}", ("infer",) if role == "reference" else ("train", "infer")
+        names = (f"dynamic.{role}", "dynamic.actor")
+        if draft.get(*names) and draft.states(*names):
+            for phase in phases:
+                draft.put(f"{section}.use_dynamic_batching_in_{phase}", True, *names)
+                budget = draft.get(fact, "token_budget.actor")
+                draft.put(f"{section}.max_tokens_per_microbatch_in_{phase}", budget, fact)
+        elif fact in draft.given:
             draft.remark([fact], "left out: without use_dynamic_bsz it has no effect")
 
 
@@ -289,13 +301,13 @@ def put_data(draft: Draft) -> None:
 
 def put_reward(draft: Draft) -> None:
     """The reward of a whole run: named by its environment, or told by the files' names."""
-    names = " ".join(str(name) for name in draft.get("train_files", default=[]))
-    reward = draft.get("reward") or ("gsm8k_rule" if GSM8K in names.lower() else None)
+    files = [str(name) for name in draft.get("train_files", default=[])]
+    reward = draft.get("reward") or ("gsm8k_rule" if files and all(GSM8K in name.lower() for name in files) else None)
     own = [key for key in draft.keys if key.startswith("rewards.gsm8k_rule.")]
     if draft.whole or draft.states("reward"):
         if reward is None:
             reward = "gsm8k_rule" if own else "math_rule"
-            text = f"{reward} is assumed: their files name the reward by their column data_source"
+            text = f"{reward} is assumed for every row: their files name the reward by their column data_source"
             draft.remark(["train_files"], text)
         draft.put(f"rewards.{reward}.worker_cls", reward, "reward", "train_files")
         draft.put(f"rewards.{reward}.tag_included", None, "reward", "train_files")

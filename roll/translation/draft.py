@@ -22,6 +22,8 @@ class Draft:
     """Numbers and names that several keys of ours depend on; those of the recipe or the defaults first."""
     written: set[str] = field(default_factory=set)
     """Facts that their keys state (in a whole run: defaults too)."""
+    given: set[str] = field(default_factory=set)
+    """Facts that the text itself states."""
     roles: set[str] = field(default_factory=set)
     """Sections that the run has."""
     keys: dict[str, Any] = field(default_factory=dict)

@@ -95,6 +95,7 @@ def translate(
     _refuse_doubles(given, dialect, draft)
     known = _defaults(dialect, given) if whole else {}
     matches = {key: _match(key, value, dialect, draft) for key, value in {**known, **given}.items()}
+    draft.given = {match.rule.fact for key, match in matches.items() if match and key in given} - {""}
     for name, reason in _unusable_variables(source, dialect):
         draft.problems.add(name, source.environment[name], reason)
     if draft.problems.errors:

@@ -17,6 +17,9 @@ from roll.translation.shell import Variables, commands
 COMMAND = "(command)"
 CONFIG_NAME = "--config-name"
 ASSIGNMENT = re.compile(r"([A-Z_][A-Z0-9_]*)=(.*)", re.DOTALL)
+SCRIPT_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+"""In a script a name without dots is a variable; among bare keys it may be one of theirs, if it is in small letters."""
+LAUNCH = re.compile(r"\s-m\s+[\w.]+|\.(?:sh|py)\s")
 KEY_VALUE = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*=", re.DOTALL)
 REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 HOUSEKEEPING = {
@@ -52,9 +55,10 @@ def read_text(text: str) -> Source:
     """
     variables = Variables()
     source, launches, mistakes = Source(), 0, []
+    assignment = SCRIPT_ASSIGNMENT if LAUNCH.search(text) else ASSIGNMENT
     try:
         for words in commands(text, variables):
-            words = _take_assignments(words, variables, source)
+            words = _take_assignments(words, assignment, variables, source)
             if not words:
                 continue
             kind = _launcher_of(words, source)
@@ -135,12 +139,12 @@ def _resolve(value: Any, flat: Mapping[str, Any], depth: int = 8) -> Any:
     return REFERENCE.sub(lambda match: str(_resolve(flat.get(match[1], match[0]), flat, depth - 1)), value)
 
 
-def _take_assignments(words: list[str], variables: Variables, source: Source) -> list[str]:
+def _take_assignments(words: list[str], assignment: re.Pattern[str], variables: Variables, source: Source) -> list[str]:
     """Put leading ``NAME=value`` words (also after ``export``) away, and return what is left of the command."""
     exported = words[0] == "export"
     rest = words[1:] if exported else words
     taken: dict[str, str] = {}
-    while rest and (match := ASSIGNMENT.fullmatch(rest[0])):
+    while rest and (match := assignment.fullmatch(rest[0])):
         taken[match[1]] = match[2]
         rest = rest[1:]
     variables.values |= taken
@@ -181,7 +185,7 @@ def _read_arguments(words: list[str], source: Source) -> list[Problem]:
         if flag in ("-cn", "--config-name", "-cp", "--config-path"):
             value = value if equals else words.pop(0) if words else ""
             if flag in ("-cn", "--config-name"):
-                source.keys[CONFIG_NAME] = value
+                source.keys[CONFIG_NAME] = value.removesuffix(".yaml")
             else:
                 source.left_out.append(f"{flag} {value}")
         elif word in ("...", "\\", "--"):

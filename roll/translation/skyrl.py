@@ -11,9 +11,7 @@ from typing import Any
 from roll.translation.rules import (
     ACTOR,
     ENGINE,
-    OPTIONS,
     REFERENCE,
-    STRATEGY,
     Dialect,
     Rule,
     Section,
@@ -26,7 +24,7 @@ from roll.translation.rules import (
     truth,
     whole,
 )
-from roll.translation.skyrl_roles import training
+from roll.translation.skyrl_roles import generation, training
 
 ESTIMATORS = {name: name for name in ("grpo", "gae", "rloo", "reinforce++")}
 LOSSES = {
@@ -80,6 +78,7 @@ def _run() -> Section:
             ),
             Rule("trainer.run_name", ("exp_name",)),
             Rule("trainer.ckpt_path", ("output_dir",), "checkpoints stand in `checkpoints/` below it"),
+            Rule("trainer.log_path", ("logging_dir",)),
             Rule("trainer.export_path", note="the trained model is written to `model/` below `output_dir`"),
             Rule("trainer.ckpt_interval", ("save_steps",), "0 and -1: never", never_below_zero),
             Rule(
@@ -277,70 +276,8 @@ def _algorithm() -> Section:
     )
 
 
-def _generation() -> Section:
-    engine, sampling = f"{ENGINE}.{OPTIONS}", "generator.sampling_params"
-    validation = "validation.generating_args"
-    return Section(
-        "Generation",
-        (
-            Rule(
-                "generator.backend",
-                (f"{ENGINE}.{STRATEGY}",),
-                value=one_of({"vllm": "vllm", "sglang": "sglang"}),
-                fact="engine",
-            ),
-            Rule("generator.n_samples_per_prompt", ("num_return_sequences_in_group",), value=whole, fact="samples"),
-            Rule(
-                "generator.num_inference_engines",
-                (f"{ENGINE}.device_mapping",),
-                "engines x tensor-parallel ranks: devices",
-                whole,
-                "engines",
-                computed=True,
-            ),
-            Rule(
-                "generator.inference_engine_tensor_parallel_size",
-                (f"{engine}.tensor_parallel_size", f"{ENGINE}.num_gpus_per_worker"),
-                value=whole,
-                fact="engine_tensor",
-                computed=True,
-            ),
-            Rule("generator.gpu_memory_utilization", (f"{engine}.gpu_memory_utilization",), value=number),
-            Rule("generator.max_num_seqs", (f"{engine}.max_num_seqs",), value=whole),
-            Rule("generator.max_num_batched_tokens", (f"{engine}.max_num_batched_tokens",), value=whole),
-            Rule("generator.enforce_eager", (f"{engine}.enforce_eager",), value=truth),
-            Rule("generator.enable_prefix_caching", (f"{engine}.enable_prefix_caching",), value=truth),
-            Rule("generator.enable_chunked_prefill", (f"{engine}.engine_args.enable_chunked_prefill",), value=truth),
-            Rule("generator.engine_init_kwargs.*", (f"{engine}.engine_args.{{rest}}",)),
-            Rule(f"{sampling}.max_generate_length", ("response_length",), value=whole, fact="response_length"),
-            *(
-                Rule(f"{sampling}.{name}", (f"{ENGINE}.generating_args.{name}",), value=kind)
-                for name, kind in (("temperature", number), ("top_p", number), ("min_p", number), ("top_k", whole))
-            ),
-            *(
-                Rule(f"generator.eval_sampling_params.{name}", (f"{validation}.{name}",), value=kind)
-                for name, kind in (("temperature", number), ("top_p", number), ("min_p", number), ("top_k", whole))
-            ),
-            Rule("generator.eval_sampling_params.max_generate_length", (f"{validation}.max_new_tokens",), value=whole),
-            Rule("generator.eval_n_samples_per_prompt", (f"{validation}.num_return_sequences",), value=whole),
-            Rule(
-                "generator.run_engines_locally",
-                note="engines are this run's own",
-                value=refused("engines on other hosts are not available", True),
-            ),
-            Rule(
-                "generator.async_engine generator.batched generator.weight_sync_backend generator.model_dtype "
-                "generator.vllm_v1_disable_multiproc generator.override_existing_update_group "
-                "generator.remote_inference_engine_urls generator.use_conversation_multi_turn "
-                "generator.step_wise_training",
-                note="no such choice here",
-            ),
-        ),
-    )
-
-
 def _dialect(name: str, title: str, strategies: dict[str, str], note: str, *own: tuple[str, Any]) -> Dialect:
-    sections = (_run(), _data(), _algorithm(), training(strategies, note), _generation())
+    sections = (_run(), _data(), _algorithm(), training(strategies, note), generation())
     return Dialect(name, title, sections, (*DEFAULTS, *own), "trainer.policy.model.path")
 
 

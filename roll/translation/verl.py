@@ -362,6 +362,8 @@ DEFAULTS = (
     (f"{ACTOR_KEYS}.strategy", "fsdp"),
     ("critic.strategy", "fsdp"),
     (f"{ACTOR_KEYS}.ppo_mini_batch_size", 256),
+    (f"{ACTOR_KEYS}.ppo_max_token_len_per_gpu", 16384),
+    ("critic.ppo_max_token_len_per_gpu", 32768),
     (f"{ACTOR_KEYS}.optim.lr", 1e-6),
     (f"{ACTOR_KEYS}.optim.weight_decay", 0.01),
     (f"{ACTOR_KEYS}.optim.lr_scheduler_type", "constant"),

@@ -142,10 +142,20 @@ def _batches(theirs: str, ours: str, role: str) -> tuple[Rule, ...]:
             computed=True,
         ),
         Rule(
+            f"{theirs}.ppo_micro_batch_size",
+            (f"{arguments}.per_device_train_batch_size",),
+            "of all devices together; divided by their number",
+            lambda value: None if value is None else whole(value),
+            fact=f"micro_of_all.{role}",
+            computed=True,
+        ),
+        Rule(
             f"{theirs}.use_dynamic_bsz",
             (f"{ours}.use_dynamic_batching_in_train", f"{ours}.use_dynamic_batching_in_infer"),
-            value=truth,
-            fact=f"dynamic.{role}",
+            "critic and reference have it from the actor",
+            truth,
+            f"dynamic.{role}",
+            computed=True,
         ),
         Rule(
             f"{theirs}.ppo_max_token_len_per_gpu",
@@ -319,6 +329,7 @@ TRAINING = Section(
         Rule(
             f"{ACTOR_KEYS}.fsdp_config.param_offload {ACTOR_KEYS}.fsdp_config.optimizer_offload "
             "critic.model.fsdp_config.param_offload critic.model.fsdp_config.optimizer_offload "
+            f"{ACTOR_KEYS}.fsdp_config.grad_offload critic.model.fsdp_config.grad_offload "
             f"{REF_KEYS}.fsdp_config.optimizer_offload",
             note=BETWEEN_PHASES,
         ),
@@ -334,6 +345,21 @@ TRAINING = Section(
         *_megatron("critic", CRITIC, "critic"),
         *_megatron(REF_KEYS, REFERENCE, "reference"),
         Rule(f"{REF_KEYS}.log_prob_micro_batch_size_per_gpu", (f"{REFERENCE}.infer_batch_size",), value=whole),
+        *(
+            Rule(
+                theirs,
+                (f"{ours}.infer_batch_size",),
+                "of all devices together; divided by their number",
+                lambda value: None if value is None else whole(value),
+                fact=f"forward_of_all.{role}",
+                computed=True,
+            )
+            for theirs, ours, role in (
+                (f"{ROLLOUT}.log_prob_micro_batch_size", ACTOR, "actor"),
+                (f"{REF_KEYS}.log_prob_micro_batch_size", REFERENCE, "reference"),
+                ("critic.forward_micro_batch_size", CRITIC, "critic"),
+            )
+        ),
         Rule("critic.forward_micro_batch_size_per_gpu", (f"{CRITIC}.infer_batch_size",), value=whole),
         Rule(
             f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",

@@ -78,7 +78,7 @@ SKYRL_ROWS = (
     Row(
         "A37 fsdp",
         "trainer.strategy=fsdp trainer.ref.fsdp_config.cpu_offload=true",
-        {f"{REFERENCE}.{OPTIONS}.cpu_offload": True},
+        {f"{REFERENCE}.{OPTIONS}.offload_policy": True},
     ),
 )
 README_ROWS = (

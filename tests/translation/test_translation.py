@@ -111,7 +111,6 @@ def test_parallel_ranks_leave_fewer_replicas(translated: Translate) -> None:
 def test_options_of_one_strategy_go_with_it(translated: Translate) -> None:
     offload = "trainer.ref.fsdp_config.cpu_offload=true"
     key = "reference.strategy_args.strategy_config"
-    assert translated(f"{SKYRL} trainer.strategy=fsdp {offload}").keys[f"{key}.cpu_offload"] is True
     assert translated(f"{SKYRL} trainer.strategy=fsdp2 {offload}").keys[f"{key}.offload_policy"] is True
     translation = translated(f"{SKYRL} trainer.strategy=deepspeed {offload}")
     assert not [name for name in translation.keys if name.startswith(key)]
@@ -222,3 +221,42 @@ def test_nothing_heavy_is_imported() -> None:
 def test_secrets_are_masked_in_the_notes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["translate", "WANDB_API_KEY=very-secret trainer.strategy=fsdp2"]) == 0
     assert "very-secret" not in capsys.readouterr().err
+
+
+SCRIPT = """
+set -x
+gsm8k=$HOME/data/gsm8k/train.parquet
+files="['$gsm8k', '/data/math/train.parquet']"
+python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_trainer.yaml' \\
+    data.train_files="$files" data.train_batch_size=4096 trainer.n_gpus_per_node=8 \\
+    actor_rollout_ref.model.path=m actor_rollout_ref.rollout.name=vllm \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=512 actor_rollout_ref.actor.ppo_micro_batch_size=128 \\
+    actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.use_kl_loss=True \\
+    actor_rollout_ref.rollout.log_prob_micro_batch_size=256 \\
+    critic.ppo_micro_batch_size=256 trainer.logger=['console','wandb'] $@
+"""
+
+
+def test_an_older_script(translated: Translate) -> None:
+    """Sizes for all devices together, variables in small letters, token budgets that roles have from the actor."""
+    translation = translated(SCRIPT)
+    keys = translation.keys
+    assert keys["actor_train.data_args.file_name"] == [
+        "${oc.env:HOME}/data/gsm8k/train.parquet",
+        "/data/math/train.parquet",
+    ]
+    assert keys["actor_train.training_args.per_device_train_batch_size"] == 16
+    assert keys["actor_train.training_args.gradient_accumulation_steps"] == 512 // (16 * 8)
+    assert keys["critic.training_args.per_device_train_batch_size"] == 32
+    assert keys["actor_train.infer_batch_size"] == 32
+    budgets = {key: value for key, value in keys.items() if "max_tokens_per_microbatch" in key}
+    assert budgets == {
+        "actor_train.max_tokens_per_microbatch_in_train": 16384,
+        "actor_train.max_tokens_per_microbatch_in_infer": 16384,
+        "critic.max_tokens_per_microbatch_in_train": 32768,
+        "critic.max_tokens_per_microbatch_in_infer": 32768,
+        "reference.max_tokens_per_microbatch_in_infer": 16384,
+    }
+    assert keys["rewards.math_rule.worker_cls"] == "math_rule"
+    assert "assumed for every row" in next(note.text for note in translation.notes if note.theirs == "data.train_files")
+    assert keys["track_with"] == ["stdout", "wandb"]

@@ -1,0 +1,258 @@
+"""What each training strategy can do: the table of docs/backends.md, as data that a test checks.
+
+``python -m tests.strategies.support_matrix`` writes it into the page. A ``yes`` names the test that shows it; a refusal
+names the keys that ``roll check`` refuses, or the test in which the strategy itself does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).parents[2] / "docs/backends.md"
+BEGIN, END = "<!-- support matrix -->", "<!-- end of support matrix -->"
+STRATEGIES = ("fsdp2", "deepspeed", "megatron")
+
+
+@dataclass(frozen=True)
+class Yes:
+    """Works, and this test shows it: ``file::function`` or ``file::function[case]``, below ``tests/``."""
+
+    test: str
+    text: str = "yes"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """``roll check`` refuses this key, with these words in its message."""
+
+    key: str
+    value: Any
+    words: str
+    text: str = "not yet"
+
+
+@dataclass(frozen=True)
+class RefusedAtStart:
+    """The strategy refuses it when it is built or loaded, as this test shows."""
+
+    test: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Accepted, changes nothing, and ``roll check`` says so with these words."""
+
+    key: str
+    value: Any
+    words: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Other:
+    """Does not apply, for the reason given."""
+
+    text: str
+
+
+Cell = Yes | Refused | RefusedAtStart | Noted | Other
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A row, with a cell for each of :data:`STRATEGIES`."""
+
+    name: str
+    fsdp2: Cell
+    deepspeed: Cell
+    megatron: Cell
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        return tuple(getattr(self, name) for name in STRATEGIES)
+
+
+GRADIENT = "test_gradient_and_outputs_equal_the_plain_model"
+
+
+def in_file(file: str) -> Callable[..., Yes]:
+    """A yes by a test of ``file``: a function, or a case of the one that compares gradients."""
+
+    def yes(name: str, text: str = "yes") -> Yes:
+        return Yes(f"{file}::{name if name.startswith('test_') else f'{GRADIENT}[{name}]'}", text)
+
+    return yes
+
+
+fsdp2 = in_file("strategies/test_fsdp2_numbers.py")
+fsdp2_weights = in_file("strategies/test_fsdp2_weights.py")
+fsdp2_checkpoint = in_file("strategies/test_fsdp2_checkpoint.py")
+deepspeed = in_file("strategies/deepspeed/test_numbers.py")
+deepspeed_weights = in_file("strategies/deepspeed/test_weights.py")
+megatron = in_file("strategies/megatron/test_numbers.py")
+megatron_weights = in_file("strategies/megatron/test_weights.py")
+
+
+def by_gradient(name: str, *cases: str) -> Feature:
+    """A row of cases of the comparison of gradients, in the order of the columns."""
+    return Feature(name, *(yes(case) for yes, case in zip((fsdp2, deepspeed, megatron), cases, strict=True)))
+
+
+def by_weights(name: str, test: str) -> Feature:
+    return Feature(name, fsdp2_weights(test), deepspeed_weights(test), megatron_weights(test))
+
+
+def everywhere(name: str, cell: Cell) -> Feature:
+    return Feature(name, *([cell] * len(STRATEGIES)))
+
+
+MODEL, OPTIONS = "actor_train.model_args", "actor_train.strategy_args.strategy_config"
+NO_CUT = Other("no: data parallel only")
+NUMBERS = (
+    by_gradient("gradient, log-probs and entropies are the plain model's", GRADIENT, GRADIENT, GRADIENT),
+    by_gradient("AdamW, clipping and schedule are PyTorch's", *["test_optimizer_steps_equal_plain_adamw"] * 3),
+    by_gradient(
+        "bf16 computation, float32 master weights",
+        "test_bf16_computes_in_bf16_and_keeps_float32_weights",
+        "test_bf16_equals_fsdp2_and_keeps_float32_weights",
+        "test_bf16_computes_in_bf16_and_keeps_float32_weights",
+    ),
+    everywhere("training in fp16", Refused(f"{MODEL}.dtype", "fp16", "training in fp16")),
+    by_gradient("any micro-batch size", "micro-batch-1", "zero2-micro-batch-1", "llama-micro-batch-1"),
+    by_gradient(
+        "ranks without rows",
+        "4-ranks-one-without-rows",
+        "test_one_rank_and_ranks_without_rows",
+        "dp4-one-without-rows",
+    ),
+    by_gradient(
+        "gradient checkpointing", "gradient-checkpointing", "zero2-checkpointed", "test_recomputation_changes_nothing"
+    ),
+    by_gradient(
+        "critic (value head)",
+        "test_value_model_starts_at_zero_and_learns",
+        "test_value_model_learns_as_under_fsdp2",
+        "test_value_gradient_equals_the_plain_model",
+    ),
+    by_gradient("`freeze_module_prefix`", *["test_frozen_modules_do_not_change"] * 3),
+    Feature(
+        "a reference in the trainer's type has its log-probs exactly",
+        fsdp2("test_reference_in_compute_dtype_equals_the_trainer"),
+        deepspeed_weights("test_bf16_reference_equals_the_trainer_exactly"),
+        megatron("test_reference_in_compute_dtype_equals_the_trainer"),
+    ),
+)
+BATCHES = (
+    Feature(
+        "padding removed (`use_remove_padding`)",
+        fsdp2("no-padding"),
+        deepspeed("zero2-packed"),
+        Refused("actor_train.use_remove_padding", True, "padding removal"),
+    ),
+    Feature(
+        "packing (`use_sequence_packing`)",
+        fsdp2("packed"),
+        deepspeed("zero2-packed"),
+        Refused("actor_train.use_sequence_packing", True, "sequence packing"),
+    ),
+    Feature(
+        "dynamic batching",
+        fsdp2("dynamic"),
+        deepspeed("zero2-dynamic"),
+        Refused("actor_train.use_dynamic_batching_in_train", True, "dynamic batching"),
+    ),
+    Feature(
+        "shared prompts (`use_prefix_sharing`)",
+        fsdp2("shared-prompts"),
+        deepspeed("zero2-shared-prompts"),
+        Noted("actor_train.use_prefix_sharing", True, "no effect under Megatron", "no effect, same numbers"),
+    ),
+)
+LAYOUTS = (
+    Feature(
+        "replicas",
+        fsdp2("hsdp-2x2", "of shards (`fsdp_size`)"),
+        Other("no: sharded over all ranks"),
+        megatron("tp2-dp2-distributed-optimizer", "yes, the optimizer sharded over them"),
+    ),
+    Feature("tensor parallel", NO_CUT, NO_CUT, megatron("tp2")),
+    Feature("pipeline parallel, also in virtual stages", NO_CUT, NO_CUT, megatron("vpp2-tied")),
+    Feature(
+        "context parallel",
+        Refused(f"{MODEL}.ulysses_size", 2, "context parallelism"),
+        Noted(f"{MODEL}.ulysses_size", 2, "is taken as 1", "taken as 1, with a note"),
+        megatron("cp2"),
+    ),
+    Feature(
+        "experts over ranks",
+        Refused(f"{OPTIONS}.ep_size", 2, "expert parallelism"),
+        Other("no"),
+        Refused(f"{OPTIONS}.expert_model_parallel_size", 2, "expert parallelism"),
+    ),
+)
+HOST_ADAM = Refused(f"{OPTIONS}.optimizer_cpu_offload", True, "host memory under Megatron")
+MEMORY = (
+    Feature(
+        "parameters in host memory during the passes", fsdp2("offload"), deepspeed("zero3-offload-all"), Other("no")
+    ),
+    Feature(
+        "optimizer states in host memory",
+        fsdp2("offload", "with the parameters"),
+        deepspeed("zero2-offload"),
+        HOST_ADAM,
+    ),
+    everywhere("states leave between phases", Yes("strategies/test_offload.py::test_moved_states_change_nothing")),
+    everywhere("LoRA", Refused(f"{MODEL}.lora_target", "all-linear", "LoRA")),
+)
+RESUMED = "test_resumed_equals_uninterrupted_bit_for_bit"
+STATE = (
+    Feature(
+        "resumed = uninterrupted, bit for bit",
+        fsdp2_checkpoint(RESUMED),
+        in_file("strategies/deepspeed/test_checkpoint.py")(RESUMED),
+        megatron_weights(RESUMED),
+    ),
+    Feature(
+        "checkpoints load on another number of ranks",
+        fsdp2_checkpoint("test_two_ranks_then_one_then_four"),
+        RefusedAtStart(
+            "strategies/deepspeed/test_checkpoint.py::test_another_stage_or_number_of_ranks_is_refused",
+            "refused; the export does",
+        ),
+        megatron_weights("test_another_way_of_cutting_goes_on_from_the_same_state"),
+    ),
+    by_weights("export as a Hugging Face folder", "test_export_is_a_hugging_face_folder"),
+    by_weights("weights to the engines, in buckets", "test_buckets_hold_the_whole_model_once"),
+)
+FEATURES = (*NUMBERS, *BATCHES, *LAYOUTS, *MEMORY, *STATE)
+
+
+def shown(cell: Cell) -> str:
+    """The cell's text; where a test stands behind it, with a link to its file that bears the test's name."""
+    if not isinstance(cell, Yes | RefusedAtStart):
+        return cell.text
+    file, _, name = cell.test.partition("::")
+    return f'[{cell.text}](../tests/{file} "{name}")'
+
+
+def table() -> str:
+    """The rows as Markdown."""
+    lines = ["| | " + " | ".join(f"`{name}_*`" for name in STRATEGIES) + " |", "|---" * (len(STRATEGIES) + 1) + "|"]
+    lines += [f"| {row.name} | " + " | ".join(shown(cell) for cell in row.cells) + " |" for row in FEATURES]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Put the table between the page's markers."""
+    head, begin, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    assert begin and end, f"{PAGE} has no markers"
+    PAGE.write_text(f"{head}{BEGIN}\n\n{table()}\n\n{END}{tail}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
