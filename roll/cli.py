@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -15,13 +14,12 @@ from typing import Any
 from rich.console import Console
 
 from roll.config.cli_args import parse_launcher_args
-from roll.config.errors import ConfigError, Problem
+from roll.config.errors import ConfigError
 from roll.config.loader import PIPELINES, LoadedConfig, load_config
-from roll.config.masking import dump_yaml, masked
+from roll.config.masking import dump_yaml
 from roll.config.packages import require_packages
 from roll.config.render import render_plan
-from roll.config.rlvr import RLVRConfig
-from roll.config.sources import shown
+from roll.preflight import check_parts
 
 EXIT_CONFIG = 2
 """Exit status of a configuration that cannot be run."""
@@ -96,58 +94,6 @@ def check(arguments: argparse.Namespace) -> int:
     else:
         render_plan(loaded, Console(emoji=False))
     return 0
-
-
-def check_parts(loaded: LoadedConfig[Any]) -> None:
-    """What only the parts themselves can check, before anything starts.
-
-    Raises:
-        ConfigError: a reward that cannot be built, or options that rewards or trackers do not have.
-    """
-    check_rewards(loaded)
-    from roll.tracking.build import tracker_options
-
-    kwargs = loaded.config.tracker_kwargs
-    try:
-        tracker_options(loaded.config.track_with, kwargs)
-    except ValueError as error:
-        shown_kwargs = masked(kwargs)
-        problem = Problem(
-            "tracker_kwargs", shown_kwargs, str(error), source=shown(loaded.source), has_value=bool(kwargs)
-        )
-        raise ConfigError([problem]) from error
-
-
-def check_rewards(loaded: LoadedConfig[Any]) -> None:
-    """Build each domain's reward once, so that a wrong ``reward_kwargs`` is found before anything starts.
-
-    Raises:
-        ConfigError: a reward that cannot be built, or an option that it does not have.
-    """
-    if not isinstance(loaded.config, RLVRConfig):
-        return
-    find_own_modules()
-    from roll.rewards import RewardOptionError, build_reward
-    from roll.rewards.policy import reward_options
-
-    problems = []
-    for name, section in loaded.config.rewards.items():
-        try:
-            build_reward(*reward_options(name, section)).close()
-        except RewardOptionError as error:
-            key, value = f"rewards.{name}.reward_kwargs", section.reward_kwargs
-            problems.append(Problem(key, value, str(error), source=shown(loaded.source), has_value=bool(value)))
-    if problems:
-        raise ConfigError(problems)
-
-
-def find_own_modules() -> None:
-    """Let a user's rewards be found in the working directory, as Ray's workers and ``python -m`` do.
-
-    An installed command and a script start with their own folder on the path instead.
-    """
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())
 
 
 def refuse(error: ConfigError) -> int:

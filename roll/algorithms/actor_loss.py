@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -26,16 +27,23 @@ __all__ = ["POLICY_LOSS_NAMES", "actor_loss", "actor_loss_options", "register_po
 def actor_loss_options(settings: Mapping[str, Any]) -> ActorLossOptions:
     """From a flat mapping of YAML keys (``pg_variant``, ``pg_clip``, ``train_infer_correction`` ...).
 
-    Keys that belong to no option are ignored; ``pg_variant: null`` is ``ppo``.
-    Raises ``ValueError`` for an unknown variant or a bad correction.
+    Keys that belong to no option are ignored, except in ``pg_variant_args``, which hold options of the variant that are
+    no keys of the configuration; ``pg_variant: null`` is ``ppo``.
+
+    Raises ``ValueError`` for an unknown variant, an argument that it does not have, or a bad correction.
     """
     variant = settings.get("pg_variant") or "ppo"
+    arguments = settings.get("pg_variant_args") or {}
+    known = [option.name for option in fields(options_class_of(variant))]
+    for name in arguments:
+        if name not in known:
+            raise ValueError(f"pg_variant_args.{name} is no option of {variant}; known: {', '.join(known) or 'none'}")
     return options_from(
         ActorLossOptions,
         {
             **settings,
             "pg_variant": variant,
-            "pg": options_from(options_class_of(variant), settings),
+            "pg": options_from(options_class_of(variant), {**settings, **arguments}),
             "correction": correction_options(settings.get("train_infer_correction")),
         },
     )
@@ -58,7 +66,7 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
     per_token = policy_losses.resolve(options.pg_variant)(inputs, options.pg, metrics)
     if inputs.policy_mask is not None:
         per_token = torch.where(inputs.policy_mask, per_token, 0.0)
-    if options.correction.rules:
+    if options.correction.is_active:
         correction = correct_mismatch(inputs, options.correction, metrics)
         # A dropped token counts as 0, not as absent: it stays in inputs.mask and in the denominators.
         per_token = torch.where(correction.keep, per_token * correction.weights, 0.0)

@@ -8,9 +8,10 @@ minus the divergence where it is part of the reward).  Normalisation stands befo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,8 @@ class AdvantageOptions:
     """k of ``pass@k``."""
     reward_weights: tuple[float, ...] | None = None
     """``gdpo``: weight of each reward; null: 1 each."""
+    adv_estimator_args: Mapping[str, Any] = field(default_factory=dict)
+    """Options of an estimator of one's own."""
     episode_reward_weight: float = 1.0
     """``gigpo``: weight of the advantage of the whole episode within its group."""
     step_reward_weight: float = 1.0

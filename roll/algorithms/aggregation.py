@@ -13,17 +13,19 @@ seq-mean-token-sum-norm    sum_i sum_t m l / (N * norm_length)                 D
 =========================  ==================================================  =====================================
 
 Every mode is a weight per row times the masked row sum, so the mask multiplies the numerator in each of them, and the
-sum of the shares over micro-batches and ranks is the global loss.
+sum of the shares over micro-batches and ranks is the global loss.  A mode is a function ``(mask, denominators) ->
+weights``, bool (B, L) to float64 (B,); :data:`aggregation_modes` knows them by name, and any other by dotted path.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-AGGREGATION_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+from roll.algorithms.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -49,27 +51,49 @@ def denominators_from(summed: Tensor, norm_length: float | None = None) -> LossD
     return LossDenominators(tokens, samples, norm_length)
 
 
-def row_weights(mask: Tensor, mode: str, denominators: LossDenominators) -> Tensor:
-    """What the masked loss sum of each row is multiplied with: float64 (B,) on the device of ``mask``.
+RowWeights = Callable[[Tensor, LossDenominators], Tensor]
+aggregation_modes: Registry[RowWeights] = Registry("loss_agg_mode")
 
-    Raises ``ValueError`` for an unknown mode, or where ``seq-mean-token-sum-norm`` has no length.
-    """
-    samples = max(denominators.samples, 1.0)
-    rows = torch.ones(mask.shape[0], dtype=torch.float64, device=mask.device)
-    if mode == "token-mean":
-        return rows / max(denominators.tokens, 1.0)
-    if mode == "seq-mean-token-mean":
-        return rows / (mask.sum(-1).clamp(min=1) * samples)
-    if mode == "seq-mean-token-sum":
-        return rows / samples
-    if mode == "seq-mean-token-sum-norm":
-        if not denominators.norm_length or denominators.norm_length <= 0:
-            raise ValueError(
-                f"loss_agg_mode {mode!r} needs a positive norm_length, got {denominators.norm_length}; "
-                "the configured response length is the usual choice"
-            )
-        return rows / (samples * denominators.norm_length)
-    raise ValueError(f"unknown loss_agg_mode {mode!r}; known: {', '.join(AGGREGATION_MODES)}")
+
+def register_aggregation(name: str) -> Callable[[RowWeights], RowWeights]:
+    """Decorator: make a mode selectable as ``loss_agg_mode: name``."""
+    return aggregation_modes.decorator(name)
+
+
+@register_aggregation("token-mean")
+def token_mean(mask: Tensor, denominators: LossDenominators) -> Tensor:
+    """1 / T."""
+    return _ones(mask) / max(denominators.tokens, 1.0)
+
+
+@register_aggregation("seq-mean-token-mean")
+def seq_mean_token_mean(mask: Tensor, denominators: LossDenominators) -> Tensor:
+    """1 / (n_i N)."""
+    return _ones(mask) / (mask.sum(-1).clamp(min=1) * max(denominators.samples, 1.0))
+
+
+@register_aggregation("seq-mean-token-sum")
+def seq_mean_token_sum(mask: Tensor, denominators: LossDenominators) -> Tensor:
+    """1 / N."""
+    return _ones(mask) / max(denominators.samples, 1.0)
+
+
+@register_aggregation("seq-mean-token-sum-norm")
+def seq_mean_token_sum_norm(mask: Tensor, denominators: LossDenominators) -> Tensor:
+    """1 / (N norm_length). Raises ``ValueError`` where there is no length."""
+    if not denominators.norm_length or denominators.norm_length <= 0:
+        raise ValueError(
+            "loss_agg_mode 'seq-mean-token-sum-norm' needs a positive norm_length, got "
+            f"{denominators.norm_length}; the configured response length is the usual choice"
+        )
+    return _ones(mask) / (max(denominators.samples, 1.0) * denominators.norm_length)
+
+
+def _ones(mask: Tensor) -> Tensor:
+    return torch.ones(mask.shape[0], dtype=torch.float64, device=mask.device)
+
+
+AGGREGATION_MODES = aggregation_modes.names
 
 
 def aggregate(
@@ -80,13 +104,13 @@ def aggregate(
     Args:
         loss: float (B, L), per token; what stands outside the mask is ignored.
         mask: bool (B, L).
-        mode: one of :data:`AGGREGATION_MODES`.
+        mode: one of :data:`AGGREGATION_MODES`, or the dotted path of a function of one's own.
         denominators: of the whole optimizer step.
         sample_weights: optional float (B,), multiplied onto each row's loss; the denominators stay as they are.
 
-    An empty mask gives 0 with zero gradient.
+    An empty mask gives 0 with zero gradient.  Raises ``ValueError`` for an unknown mode.
     """
-    weights = row_weights(mask, mode, denominators).to(loss.dtype)
+    weights = aggregation_modes.resolve(mode)(mask, denominators).to(loss.dtype)
     if sample_weights is not None:
         weights = weights * sample_weights
     return torch.where(mask, loss, 0.0).sum(-1) @ weights

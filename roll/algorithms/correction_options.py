@@ -64,6 +64,12 @@ class CorrectionOptions:
     rules: tuple[CorrectionRule, ...] = ()
     detach: bool = True
     """Keep the gradient out of the weights; matters only where old log-probs are the current policy's own."""
+    function: str | None = None
+    """Dotted path of a correction of one's own, in place of rules."""
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self.rules) or self.function is not None
 
 
 CORRECTION_PRESETS: dict[str, CorrectionOptions] = {
@@ -90,15 +96,18 @@ _FILTER_METRICS = {"ratio": ("ratio", 0.8, 1.2), "diff": ("prob_diff", -0.2, 0.2
 def correction_options(setting: str | Mapping[str, Any] | Sequence[Any] | None) -> CorrectionOptions:
     """From the YAML value of ``train_infer_correction``.
 
-    Accepts null, the name of a preset, a list of rules (mappings of :class:`CorrectionRule`'s fields), or ROLL's own
-    spelling: ``is_weight`` {enabled, weight_type, upper_bound, detach} and ``filters`` [{enabled, agg_type,
-    ratio_enabled, ratio_low, ratio_high, diff_enabled, diff_low, diff_high}].
+    Accepts null, the name of a preset, the dotted path of a function, a
+    list of rules (mappings of :class:`CorrectionRule`'s fields), or ROLL's own spelling: ``is_weight`` {enabled,
+    weight_type, upper_bound, detach} and ``filters`` [{enabled, agg_type, ratio_enabled, ratio_low, ratio_high,
+    diff_enabled, diff_low, diff_high}].
 
     Raises ``ValueError`` naming the unknown preset, key or value.
     """
     if not setting:
         return CorrectionOptions()
     if isinstance(setting, str):
+        if "." in setting or ":" in setting:
+            return CorrectionOptions(function=setting)
         if setting not in CORRECTION_PRESETS:
             raise ValueError(
                 f"unknown train_infer_correction preset {setting!r}; known: {', '.join(CORRECTION_PRESETS)}"

@@ -6,6 +6,7 @@ the surrogate's own ratio pi / old they make decoupled PPO (arXiv 2505.24298 eq.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from roll.algorithms.correction_options import CorrectionOptions, CorrectionRule
 from roll.algorithms.loss_types import LOG_RATIO_BOUND, LossInputs
 from roll.algorithms.metric_builder import MetricBuilder
 from roll.algorithms.ratios import level_log_ratio
+from roll.algorithms.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,12 @@ class Correction:
     """bool (B, L): tokens of the mask that no rule drops. Denominators do not change: a dropped token counts as 0."""
 
 
+CorrectionFunction = Callable[[LossInputs, MetricBuilder], Correction]
+"""A correction of one's own: ``rollout_log_probs`` of its inputs are there, its weights should carry no gradient."""
+
+correction_functions: Registry[CorrectionFunction] = Registry("train_infer_correction")
+
+
 def correct_mismatch(inputs: LossInputs, options: CorrectionOptions, metrics: MetricBuilder) -> Correction:
     """Apply the rules in ``options`` and log what they did.
 
@@ -34,10 +42,13 @@ def correct_mismatch(inputs: LossInputs, options: CorrectionOptions, metrics: Me
     """
     keep = inputs.mask
     weights = torch.ones_like(inputs.log_probs)
-    if not options.rules:
+    if not options.is_active:
         return Correction(weights, keep)
     if inputs.rollout_log_probs is None:
         raise ValueError("train_infer_correction needs rollout_log_probs: let the engine return log-probs")
+    if options.function is not None:
+        own = correction_functions.resolve(options.function)(inputs, metrics)
+        return Correction(own.weights, own.keep & inputs.mask)
     follow_gradient = not options.detach and inputs.old_log_probs is None
     old = inputs.log_probs if follow_gradient else inputs.proximal_log_probs
     clipped = torch.zeros_like(inputs.mask)

@@ -19,13 +19,14 @@ pi / pi_old with its gradient, which makes value and gradient unbiased when the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-KL_ESTIMATORS = ("kl", "k1", "k2", "k3", "abs", "mse", "full")
+from roll.algorithms.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class KLOptions:
     """How a divergence is estimated."""
 
     estimator: str = "k3"
-    """One of :data:`KL_ESTIMATORS` (YAML: ``kl_penalty`` for the reward, ``kl_loss_type`` for the loss)."""
+    """One of :data:`KL_ESTIMATORS`, or the dotted path of a function (YAML: ``kl_penalty`` for the reward,
+    ``kl_loss_type`` for the loss)."""
     log_ratio_clamp: float | None = 20.0
     """The log-ratio enters k3 within +- this bound: exp overflows float32 at 88; null for none."""
     value_clamp: float | None = 10.0
@@ -41,6 +43,17 @@ class KLOptions:
     -2.6 or beyond, 142 without the bound at -5) is the clamp speaking, and its gradient is 0; null for none."""
     importance_weighted: bool = False
     """Multiply by pi / pi_old (needs ``log_ratio_to_old``)."""
+
+
+Estimator = Callable[[Tensor, Tensor, KLOptions], Tensor]
+"""``(log_probs, ref_log_probs, options) -> estimate``, all float (B, L)."""
+
+kl_estimators: Registry[Estimator] = Registry("KL estimator")
+
+
+def register_kl(name: str, *, aliases: tuple[str, ...] = ()) -> Callable[[Estimator], Estimator]:
+    """Decorator: make an estimator selectable as ``kl_loss_type: name`` and ``kl_penalty: name``."""
+    return kl_estimators.decorator(name, aliases)
 
 
 def kl_estimate(
@@ -60,7 +73,7 @@ def kl_estimate(
     Raises:
         ValueError: for an unknown estimator, or ``full`` without the vocabulary dimension.
     """
-    estimate = _estimate(log_probs, ref_log_probs, options)
+    estimate = kl_estimators.resolve(options.estimator)(log_probs, ref_log_probs, options)
     if options.importance_weighted:
         if log_ratio_to_old is None:
             raise ValueError("an importance-weighted KL estimate needs log_ratio_to_old")
@@ -68,32 +81,47 @@ def kl_estimate(
     return estimate
 
 
-def _estimate(log_probs: Tensor, ref_log_probs: Tensor, options: KLOptions) -> Tensor:
-    if options.estimator == "full":
-        if log_probs.dim() != 3:
-            raise ValueError(
-                f"KL estimator 'full' needs log-probs of the whole vocabulary (B, L, V), got shape "
-                f"{tuple(log_probs.shape)}; choose k1, k2 or k3 for log-probs of the sampled tokens"
-            )
-        return (log_probs.exp() * (log_probs - ref_log_probs)).sum(-1)
+@register_kl("k1", aliases=("kl",))
+def k1(log_probs: Tensor, ref_log_probs: Tensor, options: KLOptions) -> Tensor:
+    """d."""
+    return log_probs - ref_log_probs
+
+
+@register_kl("k2", aliases=("mse",))
+def k2(log_probs: Tensor, ref_log_probs: Tensor, options: KLOptions) -> Tensor:
+    """d^2 / 2."""
+    return 0.5 * (log_probs - ref_log_probs).square()
+
+
+@register_kl("abs")
+def absolute(log_probs: Tensor, ref_log_probs: Tensor, options: KLOptions) -> Tensor:
+    """|d|."""
+    return (log_probs - ref_log_probs).abs()
+
+
+@register_kl("k3")
+def k3(log_probs: Tensor, ref_log_probs: Tensor, options: KLOptions) -> Tensor:
+    """exp(-d) - 1 + d, clamped as the options say."""
     difference = log_probs - ref_log_probs
-    if options.estimator in ("kl", "k1"):
-        return difference
-    if options.estimator == "abs":
-        return difference.abs()
-    if options.estimator in ("k2", "mse"):
-        return 0.5 * difference.square()
-    if options.estimator == "k3":
-        return _k3(difference, options)
-    raise ValueError(f"unknown KL estimator {options.estimator!r}; known: {', '.join(KL_ESTIMATORS)}")
-
-
-def _k3(difference: Tensor, options: KLOptions) -> Tensor:
     if options.log_ratio_clamp is not None:
         difference = difference.clamp(-options.log_ratio_clamp, options.log_ratio_clamp)
     # expm1 keeps the small values: exp(x) - 1 loses all digits of a k3 below 1e-7 in float32.
     value = torch.expm1(-difference) + difference
     return value if options.value_clamp is None else value.clamp(max=options.value_clamp)
+
+
+@register_kl("full")
+def full(log_probs: Tensor, ref_log_probs: Tensor, options: KLOptions) -> Tensor:
+    """sum_v pi d, from log-probs of the whole vocabulary."""
+    if log_probs.dim() != 3:
+        raise ValueError(
+            f"KL estimator 'full' needs log-probs of the whole vocabulary (B, L, V), got shape "
+            f"{tuple(log_probs.shape)}; choose k1, k2 or k3 for log-probs of the sampled tokens"
+        )
+    return (log_probs.exp() * (log_probs - ref_log_probs)).sum(-1)
+
+
+KL_ESTIMATORS = kl_estimators.names_and_aliases
 
 
 class KLController(Protocol):

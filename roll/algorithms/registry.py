@@ -31,10 +31,24 @@ class Registry(Generic[F]):
         if name not in self._names:
             self._names.append(name)
 
+    def decorator(self, name: str, aliases: tuple[str, ...] = ()) -> Callable[[F], F]:
+        """A decorator that registers what it stands on."""
+
+        def decorate(function: F) -> F:
+            self.add(function, name, aliases)
+            return function
+
+        return decorate
+
     @property
     def names(self) -> tuple[str, ...]:
         """Registered names in order of registration, without aliases."""
         return tuple(self._names)
+
+    @property
+    def names_and_aliases(self) -> tuple[str, ...]:
+        """Everything that a YAML file may say, dotted paths apart."""
+        return tuple(self._entries)
 
     def resolve(self, name: str) -> F:
         """The function that ``name`` stands for; raises ``ValueError`` naming the nearest known one."""

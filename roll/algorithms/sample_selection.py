@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from roll.algorithms.masked import Groups
 from roll.algorithms.metric_builder import MetricBuilder
+from roll.algorithms.registry import Registry
 from roll.protocol.metrics import Metrics
 
 
@@ -35,6 +37,14 @@ class SampleWeightOptions:
     """0.5 + 1.5 d with d = 1 - mean score of the group: hard prompts count up to 4 times as much as easy ones."""
     length_loss_weight: bool = False
     """1.5 - l with l the length scaled to [0, 1] over the batch: short responses count more."""
+    sample_weighting: str | None = None
+    """Dotted path of a :data:`WeightFunction` of one's own."""
+
+
+WeightFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""``(scores, lengths, group_ids) -> weights``, each (B,); a weight of 0 leaves the response out of the policy loss."""
+
+weight_functions: Registry[WeightFunction] = Registry("sample_weighting")
 
 
 def sample_mask(
@@ -91,7 +101,7 @@ def sample_weights(options: SampleWeightOptions, scores: Tensor, lengths: Tensor
 
     ``scores`` float (B,) in [0, 1] (others are clamped for the difficulty), ``lengths`` int64 (B,) response tokens.
     """
-    if not (options.difficulty_loss_weight or options.length_loss_weight):
+    if not (options.difficulty_loss_weight or options.length_loss_weight or options.sample_weighting):
         return None
     weights = torch.ones_like(scores, dtype=torch.float32)
     if options.difficulty_loss_weight:
@@ -101,6 +111,8 @@ def sample_weights(options: SampleWeightOptions, scores: Tensor, lengths: Tensor
     if options.length_loss_weight and lengths.numel():
         low, high = lengths.min(), lengths.max()
         weights = weights * (1.5 - (lengths - low) / (high - low).clamp(min=1))
+    if options.sample_weighting is not None:
+        weights = weights * weight_functions.resolve(options.sample_weighting)(scores, lengths, group_ids).float()
     return weights
 
 

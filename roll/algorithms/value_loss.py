@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from roll.algorithms.aggregation import LossDenominators, aggregate
 from roll.algorithms.loss_types import LossOutputs
 from roll.algorithms.metric_builder import MetricBuilder
+from roll.algorithms.registry import Registry
+
+ErrorFunction = Callable[[Tensor, Tensor], Tensor]
+"""``(values, returns) -> loss`` of each token, all float (B, L)."""
+
+value_losses: Registry[ErrorFunction] = Registry("value_loss_type")
+
+
+def register_value_loss(name: str) -> Callable[[ErrorFunction], ErrorFunction]:
+    """Decorator: make an error function selectable as ``value_loss_type: name``."""
+    return value_losses.decorator(name)
+
+
+@register_value_loss("mse")
+def mse(values: Tensor, returns: Tensor) -> Tensor:
+    """Half the squared error."""
+    return 0.5 * (values - returns).square()
+
+
+@register_value_loss("huber")
+def huber(values: Tensor, returns: Tensor) -> Tensor:
+    """Half the squared error up to an error of 1, linear beyond: outliers pull no harder than that (Huber 1964)."""
+    return torch.nn.functional.huber_loss(values, returns, reduction="none")
 
 
 def value_loss(
@@ -18,8 +43,9 @@ def value_loss(
     value_clip: float | None,
     denominators: LossDenominators,
     loss_agg_mode: str = "token-mean",
+    value_loss_type: str = "mse",
 ) -> LossOutputs:
-    """Half the squared error, clipped around the old values: max((v - R)^2, (clip(v, old +- c) - R)^2) / 2.
+    """The error, clipped around the old values: max(e(v, R), e(clip(v, old +- c), R)), with e half the squared error.
 
     Source: PPO's reference implementation (arXiv 1707.06347; "What matters in on-policy RL", 2006.05990, app. B.1).
 
@@ -31,20 +57,21 @@ def value_loss(
         value_clip: c; None: no clipping.
         denominators: of the whole optimizer step; the result is this micro-batch's share of the global loss.
         loss_agg_mode: one of :data:`roll.algorithms.aggregation.AGGREGATION_MODES`.
+        value_loss_type: name of another e (:data:`value_losses`), or the dotted path of one.
     """
     metrics = MetricBuilder()
-    error = (values - returns).square()
-    loss = error
+    error_of = value_losses.resolve(value_loss_type)
+    loss = error = error_of(values, returns)
     clipped_count: Tensor | float = 0.0
     if value_clip is not None:
         near = old_values + (values - old_values).clamp(-value_clip, value_clip)
-        clipped_error = (near - returns).square()
+        clipped_error = error_of(near, returns)
         loss = torch.maximum(error, clipped_error)
         clipped_count = ((clipped_error > error) & mask).sum()
-    total = 0.5 * aggregate(loss, mask, loss_agg_mode, denominators)
+    total = aggregate(loss, mask, loss_agg_mode, denominators)
     tokens = mask.sum()
     metrics.mean("critic/loss", total, tokens.double() / max(denominators.tokens, 1.0))
     metrics.mean("critic/clipfrac", clipped_count, tokens)
-    for name, per_token in (("value", old_values), ("vpred", values), ("error", error)):
+    for name, per_token in (("value", old_values), ("vpred", values), ("error", (values - returns).square())):
         metrics.mean(f"critic/{name}", torch.where(mask, per_token.detach(), 0.0).sum(), tokens)
     return LossOutputs(total, metrics.build())

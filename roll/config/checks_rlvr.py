@@ -16,6 +16,7 @@ from roll.config.checks import (
     note_positions,
 )
 from roll.config.checks_algorithm import check_algorithm
+from roll.config.fields import DOTTED_PATH
 from roll.config.names import (
     FILTER_ARGUMENTS,
     PLANNED_REWARDS,
@@ -26,7 +27,7 @@ from roll.config.names import (
 from roll.config.planning import lengths, model_path, needs_critic, needs_reference, rlvr_training_plans
 from roll.config.rewards import FilterConfig, RewardConfig
 from roll.config.rlvr import RLVRConfig
-from roll.config.schema import DOTTED_PATH, closest
+from roll.config.schema import closest
 
 PROBABILITY_TOLERANCE = 1e-6
 

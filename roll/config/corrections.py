@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from roll.config.errors import Problems
-from roll.config.fields import setting
+from roll.config.fields import DOTTED_PATH, setting
 from roll.config.names import CORRECTION_PRESETS
 from roll.config.schema import SchemaReader, closest
 
@@ -95,16 +95,20 @@ def parse_correction(value: Any) -> Any:
     """The value unchanged.
 
     Raises:
-        ValueError: not a preset, not a list of rules, not a section with ``is_weight`` and ``filters``; or a mistake
-            inside one of them.
+        ValueError: neither a preset nor a dotted path, nor a list of rules, nor a section with ``is_weight`` and
+            ``filters``; or a mistake inside one of them.
     """
     problems = Problems()
     reader = SchemaReader(problems)
     if isinstance(value, str):
-        if value not in CORRECTION_PRESETS:
+        if value not in CORRECTION_PRESETS and not DOTTED_PATH.fullmatch(value):
             nearest = closest(value, CORRECTION_PRESETS)
             meant = f" (nearest: {nearest})" if nearest else ""
-            raise ValueError(f"must be one of the presets {', '.join(CORRECTION_PRESETS)}{meant}, a list or a section")
+            presets = ", ".join(CORRECTION_PRESETS)
+            raise ValueError(
+                f"must be one of the presets {presets}{meant}, the dotted path of your own function, a list of rules "
+                "or a section"
+            )
     elif isinstance(value, list):
         for index, rule in enumerate(value):
             values = reader.read(CorrectionRuleConfig, rule, f"[{index}]")

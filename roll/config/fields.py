@@ -6,6 +6,7 @@ the error messages all speak from the same place.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,6 +76,16 @@ def rules(
 def setting(default: Any, **options: Any) -> Any:
     """A field with a default and the :func:`rules` given by name."""
     return field(default=default, metadata=rules(**options))
+
+
+DOTTED_PATH = re.compile(r"[A-Za-z_]\w*([.:][A-Za-z_]\w*)+")
+
+
+def parse_dotted_path(value: Any) -> str | None:
+    """``package.module.function`` or null."""
+    if value is not None and not DOTTED_PATH.fullmatch(str(value)):
+        raise ValueError("must be the dotted path of your own function, such as my_package.weights.weigh")
+    return value
 
 
 DTYPE_NAMES = {

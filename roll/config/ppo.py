@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from roll.config.corrections import parse_correction
-from roll.config.fields import rules, setting
+from roll.config.fields import parse_dotted_path, rules, setting
 from roll.config.names import (
     ADV_ESTIMATORS,
     KL_PENALTIES,
@@ -14,6 +14,7 @@ from roll.config.names import (
     NORM_TYPES,
     PG_VARIANTS,
     PLANNED_ADV_ESTIMATORS,
+    VALUE_LOSSES,
 )
 from roll.config.policy_losses import PolicyLossConfig
 
@@ -34,6 +35,10 @@ class PPOConfig(PolicyLossConfig):
     """Advantage estimator: ``gae`` (needs a critic), ``grpo``, ``reinforce``, ``reinforce++``, ``rloo`` ..."""
     pg_variant: str = setting("ppo", choices=PG_VARIANTS, dotted_path=True)
     """Policy loss; ``actor_train.pg_variant`` counts where it is set."""
+    pg_variant_args: dict[str, Any] = field(default_factory=dict)
+    """Options of a policy loss of your own: the fields of its options class that are no keys here."""
+    adv_estimator_args: dict[str, Any] = field(default_factory=dict)
+    """Options of an advantage estimator of your own: ``options.adv_estimator_args`` of the function."""
     gamma: float = setting(1.0, ge=0, le=1)
     """Discount of later rewards."""
     lambd: float = setting(0.95, ge=0, le=1)
@@ -54,7 +59,9 @@ class PPOConfig(PolicyLossConfig):
     """Clip range of the critic's new values around the old ones; null: not clipped."""
     importance_sampling: Literal["token", "segment", "seq"] = "token"
     """Level of the probability ratio; ``seq`` is GSPO."""
-    loss_agg_mode: str = setting("seq-mean-token-mean", choices=LOSS_AGG_MODES)
+    value_loss_type: str = setting("mse", choices=VALUE_LOSSES, dotted_path=True)
+    """The critic's error: half its square, or the Huber loss."""
+    loss_agg_mode: str = setting("seq-mean-token-mean", choices=LOSS_AGG_MODES, dotted_path=True)
     """How token losses become one number. Denominators are always those of the whole optimizer step."""
     rl_loss_coef: float = setting(1.0, ge=0)
     """Weight of the policy loss."""
@@ -64,7 +71,7 @@ class PPOConfig(PolicyLossConfig):
     """Add the KL to the reference policy to the loss."""
     kl_loss_coef: float = setting(0.0, ge=0)
     """Weight of that KL."""
-    kl_loss_type: str = setting("k3", choices=KL_PENALTIES)
+    kl_loss_type: str = setting("k3", choices=KL_PENALTIES, dotted_path=True)
     """Estimator of that KL."""
     kl_loss_clamp: float | None = setting(10.0, gt=0)
     """Bound of the ``k3`` estimate in the loss; null: none."""
@@ -72,7 +79,7 @@ class PPOConfig(PolicyLossConfig):
     """Weigh that estimate by the policy's ratio: unbiased after the first update of a batch."""
     add_token_level_kl: bool = False
     """Subtract the KL to the reference policy from the reward, token by token."""
-    kl_penalty: str = setting("kl", choices=KL_PENALTIES)
+    kl_penalty: str = setting("kl", choices=KL_PENALTIES, dotted_path=True)
     """Estimator of the KL in the reward."""
     init_kl_coef: float = setting(0.2, ge=0)
     """Weight of the KL in the reward (its first value with an adaptive controller). Counts with
@@ -116,8 +123,8 @@ class PPOConfig(PolicyLossConfig):
     train_infer_correction: str | list[Any] | dict[str, Any] | None = field(
         default=None, metadata=rules(parse=parse_correction, example="tis")
     )
-    """Correct for engine probabilities that differ from the trainer's: a preset's name, a list of rules, or a section
-    with ``is_weight`` and ``filters``. null: measured, not corrected."""
+    """Correct for engine probabilities that differ from the trainer's: a preset's name, a list of rules, a section with
+    ``is_weight`` and ``filters``, or the dotted path of your own function. null: measured, not corrected."""
     top_entropy_quantile: float = setting(1.0, gt=0, le=1, example=0.2)
     """Share of the response tokens, those of highest entropy before the update, that the policy loss uses; the others
     count as 0. 1: all of them."""
@@ -137,3 +144,5 @@ class PPOConfig(PolicyLossConfig):
     """Weigh samples by the difficulty of their prompt."""
     length_loss_weight: bool = False
     """Weigh samples by the length of their response, short ones more."""
+    sample_weighting: str | None = field(default=None, metadata=rules(parse=parse_dotted_path, example="~"))
+    """Dotted path of your own function of scores, lengths and groups that gives each sample its weight."""

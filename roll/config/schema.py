@@ -19,12 +19,11 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import dacite
 
 from roll.config.errors import Problems
-from roll.config.fields import NO_RULES, RULES, FieldRules
+from roll.config.fields import DOTTED_PATH, NO_RULES, RULES, FieldRules
 
 T = TypeVar("T")
 SHORTEST_PREFIX = 3
 MOST_KEYS_LISTED = 12
-DOTTED_PATH = re.compile(r"[A-Za-z_]\w*([.:][A-Za-z_]\w*)+")
 
 
 class Mismatch(Exception):

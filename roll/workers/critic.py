@@ -17,7 +17,8 @@ from roll.workers.training import TrainingWorker, mini_batches
 
 
 class CriticWorker(TrainingWorker):
-    """``critic`` on one rank. ``context.extra["value_clip"]`` bounds the change of a value in one update."""
+    """``critic`` on one rank. ``context.extra["loss"]``: ``value_clip``, which bounds the change of a value in one
+    update, and ``value_loss_type``."""
 
     head = ModelHead.VALUE
 
@@ -34,13 +35,17 @@ class CriticWorker(TrainingWorker):
         metrics = []
         for _ in range(batch.meta_info["epochs"]):
             for share, denominator in zip(shares, denominators, strict=True):
-                loss = partial(value_update_loss, value_clip=self.context.extra["value_clip"], denominators=denominator)
+                loss = partial(value_update_loss, **self.context.extra["loss"], denominators=denominator)
                 metrics.append(self.optimizer_step(share, loss, [Output.VALUES], 1.0, prefix="critic/"))
         return merge_metrics(metrics)
 
 
 def value_update_loss(
-    outputs: TensorBatch, batch: TensorBatch, value_clip: float | None, denominators: LossDenominators
+    outputs: TensorBatch,
+    batch: TensorBatch,
+    value_clip: float | None,
+    value_loss_type: str,
+    denominators: LossDenominators,
 ) -> tuple[torch.Tensor, Metrics]:
     """The critic's loss as a strategy's :class:`~roll.strategies.base.LossFunction`."""
     result = value_loss(
@@ -49,6 +54,7 @@ def value_update_loss(
         returns=batch["returns"],
         mask=batch["loss_mask"],
         value_clip=value_clip,
+        value_loss_type=value_loss_type,
         denominators=denominators,
     )
     return result.loss, result.metrics

@@ -4,13 +4,14 @@ Responses have T tokens out of V; the logits of a token depend on its position a
 responses are enumerated.  The expectation of an estimator over groups of n responses is the sum over all V^(T n)
 groups, weighted by their probability under the policy that sampled: no Monte Carlo, no confidence bounds.
 
-``python -m tests.algorithms.tabular`` prints the table of biases in the documentation.
+``python -m tests.algorithms.tabular`` prints the tables of biases in the documentation.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import sys
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -95,27 +96,45 @@ def expected_group_gradient(
     return expected_gradient(policy, advantages, weights, rows, {})
 
 
-def corrected_gradients(policy: TabularPolicy, engine: Tensor, correction: object) -> tuple[Tensor, Tensor]:
-    """Gradient of each response sampled by the engine, corrected, and its probability: (V^T, ...), (V^T,)."""
-    rollout = policy.log_probs(engine).detach()
+def sampled_gradients(
+    policy: TabularPolicy, sampler: Tensor, column: str, settings: Mapping[str, object]
+) -> tuple[Tensor, Tensor]:
+    """Gradient of each response that parameters ``sampler`` may sample, and its probability: (V^T, ...), (V^T,).
+
+    The loss gets the sampler's log-probs as ``column``; advantages are rewards minus the exact expectation.
+    """
+    sampled = policy.log_probs(sampler).detach()
     mask = torch.ones(1, policy.length, dtype=torch.bool)
-    options = actor_loss_options(
-        {"loss_agg_mode": "seq-mean-token-sum", "pg_variant": "vanilla", "train_infer_correction": correction}
-    )
-    baseline = (policy.log_probs().sum(-1).exp() * policy.rewards).sum().detach()
+    options = actor_loss_options({"loss_agg_mode": "seq-mean-token-sum", **settings})
+    log_probs = policy.log_probs()
+    baseline = (log_probs.sum(-1).exp() * policy.rewards).sum().detach()
     gradients = []
     for i in range(len(policy.responses)):
         advantages = (policy.rewards[i] - baseline).expand(1, policy.length)
-        inputs = LossInputs(policy.log_probs()[i : i + 1], advantages, mask, rollout_log_probs=rollout[i : i + 1])
+        inputs = LossInputs(log_probs[i : i + 1], advantages, mask, **{column: sampled[i : i + 1]})
         gradients.append(-policy.gradient(actor_loss(inputs, options, LossDenominators(1.0, 1.0)).loss))
-    return torch.stack(gradients), rollout.sum(-1).exp()
+    return torch.stack(gradients), sampled.sum(-1).exp()
+
+
+def corrected_gradients(policy: TabularPolicy, engine: Tensor, correction: object) -> tuple[Tensor, Tensor]:
+    """Gradients of responses sampled by an engine that differs from the trainer, corrected."""
+    settings = {"pg_variant": "vanilla", "train_infer_correction": correction}
+    return sampled_gradients(policy, engine, "rollout_log_probs", settings)
+
+
+def variant_gradients(policy: TabularPolicy, old: Tensor, settings: Mapping[str, object]) -> tuple[Tensor, Tensor]:
+    """Gradients of a policy loss off-policy: the responses were sampled by the policy before the update."""
+    return sampled_gradients(policy, old, "old_log_probs", settings)
+
+
+def expectation(gradients: Tensor, probability: Tensor) -> Tensor:
+    return (probability.view(-1, 1, 1, 1) * gradients).sum(0)
 
 
 def bias_and_deviation(gradients: Tensor, probability: Tensor, exact: Tensor) -> tuple[float, float]:
     """Norm of the bias and standard deviation of one sample, both relative to the norm of the exact gradient."""
-    weights = probability.view(-1, 1, 1, 1)
-    mean = (weights * gradients).sum(0)
-    variance = (weights * (gradients - mean).square()).sum()
+    mean = expectation(gradients, probability)
+    variance = (probability.view(-1, 1, 1, 1) * (gradients - mean).square()).sum()
     return float((mean - exact).norm() / exact.norm()), float(variance.sqrt() / exact.norm())
 
 
@@ -128,25 +147,57 @@ def relative_bias(policy: TabularPolicy, gradient: Tensor) -> tuple[float, float
 
 CORRECTIONS: dict[str, object] = {
     "none": None,
-    "sequence ratio, no bound": [{"level": "sequence", "action": "truncate"}],
-    **{name: name for name in CORRECTION_PRESETS},
+    "sequence ratio without bound": [{"level": "sequence", "action": "truncate"}],
+    **{f"`{name}`": name for name in CORRECTION_PRESETS},
 }
+VARIANTS = ("vanilla", "ppo", "gspo", "gspo_token", "cispo", "tis", "topr", "raft++", "kimi15", "sapo", "gmpo", "dppo")
+GROUP_ESTIMATORS: dict[str, tuple[str, tuple[str | None, str | None]]] = {
+    "`reinforce`": ("reinforce", ("auto", "auto")),
+    "`rloo`": ("rloo", ("auto", "auto")),
+    "`grpo` without std": ("grpo", ("group", None)),
+    "`opo` (equal lengths)": ("opo", ("auto", "auto")),
+    "`reinforce++_baseline`": ("reinforce++_baseline", ("auto", "auto")),
+    "`grpo`": ("grpo", ("auto", "auto")),
+}
+Row = tuple[float, ...]
 
 
-def _print_tables(write: Callable[[str], object]) -> None:
+def estimator_table() -> dict[str, Row]:
+    """Length and 1 - cosine of the expected gradient of groups of 2."""
     policy = TabularPolicy(0)
-    write("estimator (groups of 2)        length   1 - cosine")
-    for name in ("reinforce", "rloo", "grpo", "reinforce++_baseline", "opo"):
-        length, angle = relative_bias(policy, expected_group_gradient(policy, name, 2))
-        write(f"{name:30s} {length:6.3f}   {angle:.4f}")
-    length, angle = relative_bias(policy, expected_group_gradient(policy, "grpo", 2, ("group", None)))
-    write(f"{'grpo, no std':30s} {length:6.3f}   {angle:.4f}")
-    write("correction (logits + 0.6 noise)   bias   deviation")
+    return {
+        label: relative_bias(policy, expected_group_gradient(policy, name, 2, norm))
+        for label, (name, norm) in GROUP_ESTIMATORS.items()
+    }
+
+
+def correction_table() -> dict[str, Row]:
+    """Relative bias and deviation under an engine whose logits differ by noise of 0.6."""
+    policy = TabularPolicy(0)
     engine, exact = policy.perturbed(0.6), policy.exact_gradient()
-    for name, correction in CORRECTIONS.items():
-        bias, deviation = bias_and_deviation(*corrected_gradients(policy, engine, correction), exact)
-        write(f"{name:30s} {bias:8.4f} {deviation:8.3f}")
+    return {
+        label: bias_and_deviation(*corrected_gradients(policy, engine, correction), exact)
+        for label, correction in CORRECTIONS.items()
+    }
+
+
+def variant_table() -> dict[str, Row]:
+    """Length, 1 - cosine and deviation of the policy losses after an update that moved the logits by noise of 0.3."""
+    policy = TabularPolicy(0)
+    old, exact = policy.perturbed(0.3), policy.exact_gradient()
+    rows: dict[str, Row] = {}
+    for name in VARIANTS:
+        gradients, probability = variant_gradients(policy, old, {"pg_variant": name})
+        direction = relative_bias(policy, expectation(gradients, probability))
+        rows[f"`{name}`"] = (*direction, bias_and_deviation(gradients, probability, exact)[1])
+    return rows
+
+
+def markdown(rows: Mapping[str, Row]) -> list[str]:
+    """The rows as they stand in the documentation."""
+    return [f"| {label} | {' | '.join(f'{abs(number):.3f}' for number in row)} |" for label, row in rows.items()]
 
 
 if __name__ == "__main__":
-    _print_tables(print)
+    for table in (estimator_table, correction_table, variant_table):
+        sys.stdout.write("\n".join([str(table.__doc__), *markdown(table()), "", ""]))

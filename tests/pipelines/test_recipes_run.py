@@ -16,6 +16,7 @@ from roll.config.planning import actor_keys
 from roll.pipelines.rlvr.pipeline import RLVRPipeline
 from roll.protocol.metrics import merge_metrics, to_floats
 from tests.config.good import changed, load
+from tests.config.test_preflight import ALL_KINDS
 from tests.pipelines.tiny_runs import GENERATING, HERE, TinyWorld
 
 pytestmark = pytest.mark.e2e
@@ -104,6 +105,16 @@ def test_the_engines_log_probs_stand_in_for_old_ones(started: RLVRPipeline, worl
     metrics = one_step(on_clusters_of(started, recipe), 0)
     assert metrics["actor/ratio_max"] > 1 > metrics["actor/ratio_min"]
     assert metrics["actor/train_infer_log_diff_abs_max"] == 0, "compared with itself"
+
+
+def test_functions_of_ones_own_of_every_kind(started: RLVRPipeline, world: TinyWorld, tmp_path: Path) -> None:
+    changes = {key: value for key, value in ALL_KINDS.items() if not key.startswith("rewards.")}
+    recipe = on_clusters_of(started, shrunk("grpo", world, tmp_path, **changes))
+    metrics = one_step(recipe, 0)
+    assert metrics["actor/grad_norm"] > 0
+    assert metrics["actor/gated"] > 0.5
+    assert 0 < metrics["actor/unlikely"] <= 1
+    assert 0.5 <= metrics["actor/sample_weights_min"] < metrics["actor/sample_weights_max"] <= 1.5
 
 
 @pytest.mark.parametrize("name", RECIPES)

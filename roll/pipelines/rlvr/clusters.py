@@ -75,7 +75,8 @@ def start_clusters(loaded: LoadedConfig[RLVRConfig], resources: ResourceManager)
     assert isinstance(plan, RLVRPlan)
     starter = _Starter(config, plan, resources)
     actor_extra = {"loss": actor_keys(config), "max_grad_norm": config.max_grad_norm}
-    critic_extra = {"value_clip": config.value_clip, "max_grad_norm": config.max_grad_norm}
+    critic_loss = {"value_clip": config.value_clip, "value_loss_type": config.value_loss_type}
+    critic_extra = {"loss": critic_loss, "max_grad_norm": config.max_grad_norm}
     clusters = Clusters(
         actor_train=starter.start("actor_train", config.actor_train, ACTOR_WORKER, actor_extra),
         reference=starter.start("reference", config.reference, REFERENCE_WORKER) if plan.needs_reference else None,

@@ -1,0 +1,129 @@
+"""What only the parts themselves can check, before anything starts: rewards, own functions, tracker options."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from roll.algorithms.registry import Registry
+from roll.config.errors import ConfigError, Problem
+from roll.config.fields import DOTTED_PATH
+from roll.config.loader import LoadedConfig
+from roll.config.masking import masked
+from roll.config.planning import actor_keys, pg_variant
+from roll.config.rlvr import RLVRConfig
+from roll.config.sources import shown
+
+OWN_FUNCTION_KEYS = (
+    "adv_estimator",
+    "kl_loss_type",
+    "kl_penalty",
+    "loss_agg_mode",
+    "sample_weighting",
+    "train_infer_correction",
+    "value_loss_type",
+)
+"""Keys at the top that take the dotted path of a function; ``pg_variant`` and filters bring options along."""
+
+
+def check_parts(loaded: LoadedConfig[Any]) -> None:
+    """All checks of this module.
+
+    Raises:
+        ConfigError: a reward that cannot be built, a function that is not there, or options that they or trackers do
+            not have.
+    """
+    check_rewards(loaded)
+    check_own_functions(loaded)
+    from roll.tracking.build import tracker_options
+
+    kwargs = loaded.config.tracker_kwargs
+    try:
+        tracker_options(loaded.config.track_with, kwargs)
+    except ValueError as error:
+        shown_kwargs = masked(kwargs)
+        problem = Problem(
+            "tracker_kwargs", shown_kwargs, str(error), source=shown(loaded.source), has_value=bool(kwargs)
+        )
+        raise ConfigError([problem]) from error
+
+
+def check_rewards(loaded: LoadedConfig[Any]) -> None:
+    """Build each domain's reward once, so that a wrong ``reward_kwargs`` is found before anything starts.
+
+    Raises:
+        ConfigError: a reward that cannot be built, or an option that it does not have.
+    """
+    if not isinstance(loaded.config, RLVRConfig):
+        return
+    find_own_modules()
+    from roll.rewards import RewardOptionError, build_reward
+    from roll.rewards.policy import reward_options
+
+    problems = []
+    for name, section in loaded.config.rewards.items():
+        try:
+            build_reward(*reward_options(name, section)).close()
+        except RewardOptionError as error:
+            key, value = f"rewards.{name}.reward_kwargs", section.reward_kwargs
+            problems.append(Problem(key, value, str(error), source=shown(loaded.source), has_value=bool(value)))
+    if problems:
+        raise ConfigError(problems)
+
+
+def check_own_functions(loaded: LoadedConfig[Any]) -> None:
+    """Import every function that the configuration names by its path, and see that it takes its options.
+
+    Raises:
+        ConfigError: a function that is not there, or options that it does not have.
+    """
+    if not isinstance(loaded.config, RLVRConfig):
+        return
+    problems = []
+    for key, value, look_up in own_functions(loaded.config):
+        try:
+            find_own_modules()
+            look_up()
+        except ValueError as error:
+            problems.append(Problem(key, value, str(error), source=shown(loaded.source), has_value=True))
+    if problems:
+        raise ConfigError(problems)
+
+
+def own_functions(config: RLVRConfig) -> Iterator[tuple[str, Any, Callable[[], object]]]:
+    """(key, value, look-up) of what a user may have written a function for; nothing is imported for the known names."""
+    for key in OWN_FUNCTION_KEYS:
+        value = getattr(config, key)
+        if isinstance(value, str) and DOTTED_PATH.fullmatch(value):
+            yield key, value, partial(Registry(key).resolve, value)
+    variant = pg_variant(config)
+    if config.pg_variant_args or DOTTED_PATH.fullmatch(variant):
+        yield "pg_variant_args" if config.pg_variant_args else "pg_variant", variant, partial(_loss_options, config)
+    for name, section in config.rewards.items():
+        own = section.query_filter_config
+        if DOTTED_PATH.fullmatch(own.type):
+            yield f"rewards.{name}.query_filter_config", own.type, partial(_build_filter, own.type, own.filter_args)
+
+
+def _loss_options(config: RLVRConfig) -> object:
+    from roll.algorithms.actor_loss import actor_loss_options
+
+    return actor_loss_options(actor_keys(config))
+
+
+def _build_filter(kind: str, arguments: dict[str, Any]) -> object:
+    from roll.rollout.filters import build_filter
+
+    return build_filter(kind, arguments)
+
+
+def find_own_modules() -> None:
+    """Let a user's rewards be found in the working directory, as Ray's workers and ``python -m`` do.
+
+    An installed command and a script start with their own folder on the path instead.
+    """
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())

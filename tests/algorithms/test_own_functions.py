@@ -1,0 +1,100 @@
+"""A user's own function of each kind, by its dotted path, does in its place what it says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from roll.algorithms.actor_loss import actor_loss, actor_loss_options
+from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions, estimate_advantages
+from roll.algorithms.aggregation import LossDenominators, aggregate
+from roll.algorithms.kl import KLOptions, kl_estimate
+from roll.algorithms.sample_selection import SampleWeightOptions, sample_weights
+from roll.algorithms.value_loss import value_loss
+from roll.protocol.metrics import to_floats
+from tests.algorithms.reference import make_batch
+from tests.algorithms.test_actor_loss import inputs_of, whole
+
+OWN = "tests.own_algorithms"
+
+
+def test_policy_loss_with_an_option_of_its_own() -> None:
+    batch = make_batch(20, 6, 9)
+    for gate in (1.5, 0.7):
+        settings = {"pg_variant": f"{OWN}.gated", "pg_variant_args": {} if gate == 1.5 else {"gate": gate}}
+        inputs = replace(inputs_of(batch), sample_weights=None)
+        metrics = to_floats(actor_loss(inputs, actor_loss_options(settings), whole(batch)).metrics)
+        kept = ((batch.log_probs - batch.old_log_probs).exp() < gate) & batch.mask
+        assert metrics["actor/gated"] == pytest.approx(float(kept.sum() / batch.mask.sum()))
+        per_token = -batch.advantages * batch.log_probs * kept
+        lengths = batch.mask.sum(-1).clamp(min=1)
+        expected = (per_token.sum(-1) / lengths).sum() / whole(batch).samples
+        assert metrics["actor/pg_loss"] == pytest.approx(float(expected))
+    with pytest.raises(ValueError, match=r"pg_variant_args\.gaet is no option of .*gated; known: gate"):
+        actor_loss_options({"pg_variant": f"{OWN}.gated", "pg_variant_args": {"gaet": 1}})
+
+
+def test_advantage_estimator_with_an_option_of_its_own() -> None:
+    batch = make_batch(21, 6, 9)
+    options = AdvantageOptions(f"{OWN}.above_a_bar", adv_estimator_args={"bar": 0.25})
+    outputs = estimate_advantages(AdvantageInputs(batch.rewards, batch.mask, batch.group_ids), options)
+    totals = batch.rewards.sum(-1, keepdim=True).expand_as(batch.mask)
+    assert_close(outputs.advantages, torch.where(batch.mask, totals - 0.25, 0.0).float())
+
+
+def test_kl_estimator_in_loss_and_reward() -> None:
+    batch = make_batch(22, 6, 9)
+    expected = (batch.log_probs - batch.ref_log_probs).square()
+    assert_close(kl_estimate(batch.log_probs, batch.ref_log_probs, KLOptions(f"{OWN}.squared")), expected)
+    settings = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": f"{OWN}.squared"}
+    metrics = to_floats(actor_loss(inputs_of(batch), actor_loss_options(settings), whole(batch)).metrics)
+    rows = expected.sum(-1) / batch.mask.sum(-1).clamp(min=1)
+    assert metrics["actor/kl_loss"] == pytest.approx(float(rows.sum() / whole(batch).samples))
+
+
+def test_aggregation() -> None:
+    batch = make_batch(23, 6, 9)
+    total = aggregate(batch.rewards, batch.mask, f"{OWN}.row_sum", LossDenominators(1.0, 4.0))
+    assert_close(total, batch.rewards.sum() / 4)
+
+
+def test_correction() -> None:
+    batch = make_batch(24, 6, 9)
+    batch.rollout_log_probs[batch.mask] = torch.where(torch.rand(int(batch.mask.sum())) < 0.5, -3.0, -1.0).double()
+    settings = {"train_infer_correction": f"{OWN}.halved_where_unlikely", "pg_variant": "vanilla"}
+    inputs = replace(inputs_of(batch), sample_weights=None)
+    metrics = to_floats(actor_loss(inputs, actor_loss_options(settings), whole(batch)).metrics)
+    per_token = -batch.advantages * batch.log_probs * torch.where(batch.rollout_log_probs < -2, 0.5, 1.0)
+    rows = torch.where(batch.mask, per_token, 0.0).sum(-1) / batch.mask.sum(-1).clamp(min=1)
+    assert metrics["actor/weighted_pg_loss"] == pytest.approx(float(rows.sum() / whole(batch).samples))
+    assert 0 < metrics["actor/unlikely"] < 1
+
+
+def test_sample_weights() -> None:
+    scores, lengths = torch.tensor([0.0, 1.0]), torch.tensor([4, 2])
+    options = SampleWeightOptions(length_loss_weight=True, sample_weighting=f"{OWN}.by_score")
+    weights = sample_weights(options, scores, lengths, torch.tensor([0, 1]))
+    assert weights is not None
+    assert weights.tolist() == [0.5 * 0.5, 1.5 * 1.5], "it multiplies the built-in weights"
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("huber", lambda d: torch.where(d.abs() <= 1, 0.5 * d.square(), d.abs() - 0.5)),
+        (f"{OWN}.absolute_error", torch.abs),
+    ],
+)
+@pytest.mark.parametrize("clip", [None, 0.2])
+def test_value_loss(name: str, error, clip: float | None) -> None:
+    batch = make_batch(25, 6, 9)
+    values = 3 * (batch.values + 0.3 * batch.advantages)
+    expected = error(values - batch.rewards)
+    if clip is not None:
+        near = batch.values + (values - batch.values).clamp(-clip, clip)
+        expected = torch.maximum(expected, error(near - batch.rewards))
+    result = value_loss(values, batch.values, batch.rewards, batch.mask, clip, whole(batch), value_loss_type=name)
+    assert_close(result.loss, torch.where(batch.mask, expected, 0.0).sum() / batch.mask.sum())

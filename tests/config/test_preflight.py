@@ -1,0 +1,54 @@
+"""Functions and options of a user's own are found, or missed, before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.config.errors import ConfigError
+from roll.preflight import OWN_FUNCTION_KEYS, check_own_functions
+from tests.config.good import changed, load
+
+OWN = "tests.own_algorithms"
+ALL_KINDS = {
+    "adv_estimator": f"{OWN}.above_a_bar",
+    "adv_estimator_args": {"bar": 0.25},
+    "pg_variant": f"{OWN}.gated",
+    "pg_variant_args": {"gate": 1.2},
+    "kl_loss_type": f"{OWN}.squared",
+    "kl_penalty": f"{OWN}.squared",
+    "loss_agg_mode": f"{OWN}.row_sum",
+    "sample_weighting": f"{OWN}.by_score",
+    "train_infer_correction": f"{OWN}.halved_where_unlikely",
+    "value_loss_type": f"{OWN}.absolute_error",
+    "rewards.math.query_filter_config": {"type": f"{OWN}.best_at_least", "filter_args": {"score": 0.5}},
+}
+
+
+def test_a_configuration_may_name_functions_of_every_kind(tmp_path: Path) -> None:
+    assert set(OWN_FUNCTION_KEYS) <= set(ALL_KINDS)
+    check_own_functions(load(tmp_path, changed(ALL_KINDS)))
+
+
+MISTAKES: list[tuple[dict[str, Any], str, str]] = [
+    *(({key: f"{OWN}.missing"}, key, "has no attribute 'missing'") for key in OWN_FUNCTION_KEYS),
+    ({"pg_variant": "no_such_package.loss"}, "pg_variant", "No module named 'no_such_package'"),
+    ({"pg_variant": f"{OWN}.OWN_NUMBER"}, "pg_variant", "cannot be imported"),
+    ({"pg_variant": f"{OWN}.gated", "pg_variant_args": {"gaet": 1}}, "pg_variant_args", "known: gate"),
+    ({"pg_variant_args": {"gate": 1}}, "pg_variant_args", "is no option of ppo"),
+    (
+        {"rewards.math.query_filter_config": {"type": f"{OWN}.best_at_least", "filter_args": {"scor": 1}}},
+        "rewards.math.query_filter_config",
+        "do not fit",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "key", "message"), MISTAKES)
+def test_what_is_not_there_is_named(tmp_path: Path, changes: dict[str, Any], key: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_own_functions(load(tmp_path, changed(changes)))
+    assert [problem.key for problem in caught.value.problems] == [key]
+    assert message in str(caught.value)
