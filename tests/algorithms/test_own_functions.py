@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import runpy
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from roll.algorithms.actor_loss import actor_loss, actor_loss_options
 from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions, estimate_advantages
 from roll.algorithms.aggregation import LossDenominators, aggregate
 from roll.algorithms.kl import KLOptions, kl_estimate
+from roll.algorithms.metric_builder import MetricBuilder
 from roll.algorithms.sample_selection import SampleWeightOptions, sample_weights
 from roll.algorithms.value_loss import value_loss
 from roll.protocol.metrics import to_floats
@@ -98,3 +103,25 @@ def test_value_loss(name: str, error, clip: float | None) -> None:
         expected = torch.maximum(expected, error(near - batch.rewards))
     result = value_loss(values, batch.values, batch.rewards, batch.mask, clip, whole(batch), value_loss_type=name)
     assert_close(result.loss, torch.where(batch.mask, expected, 0.0).sum() / batch.mask.sum())
+
+
+@pytest.mark.usefixtures("own_registrations")
+def test_the_functions_of_the_documentation_work(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/algorithms.md").read_text(encoding="utf-8")
+    source = tmp_path / "own.py"
+    source.write_text("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
+    own = SimpleNamespace(**runpy.run_path(str(source)))
+    batch = make_batch(26, 6, 9)
+    kl = own.jeffreys(batch.log_probs, batch.ref_log_probs, KLOptions())
+    assert bool((kl >= 0).all())
+    weights = own.square_root_length(batch.mask, LossDenominators(1.0, 2.0))
+    assert_close(weights[0], 1 / (batch.mask[0].sum().double().sqrt() * 2))
+    correction = own.drop_surprises(inputs_of(batch), MetricBuilder())
+    assert correction.weights.shape == correction.keep.shape == batch.mask.shape
+    assert own.prefer_short(None, torch.tensor([0, 1000]), None).tolist() == [1.0, 0.5]
+    assert_close(own.log_cosh(torch.zeros(1), torch.zeros(1)), torch.zeros(1))
+    metrics = MetricBuilder()
+    assert own.my_loss(inputs_of(batch), own.MyOptions(), metrics).shape == batch.mask.shape
+    advantages = AdvantageInputs(batch.rewards, batch.mask, batch.group_ids)
+    assert own.leave_best_out(advantages, AdvantageOptions())[0].shape == batch.mask.shape
+    assert own.graded("is 7", "7")["right"] == 1.0
