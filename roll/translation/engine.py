@@ -68,6 +68,10 @@ class Translation:
     environment: dict[str, str]
     """Variables that stay in the environment."""
     notes: tuple[Note, ...]
+    passed_over: tuple[str, ...] = ()
+    """Words and commands of the text that say nothing about the run."""
+    unset: tuple[str, ...] = ()
+    """Variables that the text uses and does not set: read where the configuration is loaded."""
 
 
 def translate(
@@ -105,7 +109,7 @@ def translate(
     if draft.problems.errors:
         raise ConfigError(draft.problems.errors)
     kept = {name: value for name, value in source.environment.items() if name.startswith(KEPT_IN_ENVIRONMENT)}
-    return Translation(dialect, whole, in_order(draft.keys), kept, tuple(notes))
+    return Translation(dialect, whole, in_order(draft.keys), kept, tuple(notes), tuple(source.left_out), source.unset)
 
 
 def dialect_of(source: Source) -> Dialect:

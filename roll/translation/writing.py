@@ -22,6 +22,7 @@ from roll.translation.engine import Translation, show
 
 PLAIN = re.compile(r"[A-Za-z_./][\w./+@:%-]*")
 """Text that hydra reads as itself without quotes."""
+DATA_HINT = "; data are prepared by roll prepare-data"
 WORDS_WITH_A_MEANING = frozenset({"true", "false", "null", "nan", "inf"})
 
 
@@ -94,5 +95,14 @@ def render_notes(translation: Translation, console: Console) -> None:
             *(Text(text, style) for text in (theirs, "\n".join(note.ours) or "-", note.text.replace("`", "")))
         )
     console.print(table)
-    for name, value in translation.environment.items():
-        console.print(Text(f"stays in the environment: {name}={MASK if is_secret(name) else value}"))
+    lines = [
+        f"stays in the environment: {name}={shown(name, value)}" for name, value in translation.environment.items()
+    ]
+    lines += [f"must be in the environment: {name}" for name in translation.unset]
+    lines += [f"passed over: {words}" + (DATA_HINT if "dataset" in words else "") for words in translation.passed_over]
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+
+
+def shown(name: str, value: str) -> str:
+    return MASK if is_secret(name) else value

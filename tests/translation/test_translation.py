@@ -201,6 +201,17 @@ def test_the_command_prints_keys_yaml_and_notes(
     assert "actor_train.device_mapping='list(range(0,4))'" in words
 
 
+def test_the_command_tells_what_it_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "set -x\npython examples/gsm8k/gsm8k_dataset.py\nNCCL_DEBUG=INFO bash a.sh trainer.ckpt_path=$HOME/x ..."
+    assert cli.main(["translate", text]) == 0
+    output = capsys.readouterr()
+    assert output.out == "'output_dir='\"'\"'${oc.env:HOME}/x'\"'\"''\n"
+    assert "stays in the environment: NCCL_DEBUG=INFO" in output.err
+    assert "must be in the environment: HOME" in output.err
+    assert "passed over: set -x" in output.err and "passed over: ..." in output.err
+    assert "gsm8k_dataset.py; data are prepared by roll prepare-data" in output.err
+
+
 def test_the_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["translate", "trainer.strategy=fsdp3"]) == 2
     assert "trainer.strategy = 'fsdp3'" in capsys.readouterr().err
