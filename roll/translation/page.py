@@ -12,7 +12,8 @@ from roll.translation.verl import VERL
 INTRODUCTION = """# Coming from SkyRL or verl
 
 `roll translate` turns their keys and commands into keys of this project, says what each became, and refuses what it
-does not know, with the nearest key that it does. Nothing is run.
+does not know, with the nearest key that it does. Nothing is run. Files written for ROLL need no translation: they load
+as they are.
 
 ```bash
 roll translate python3 -m verl.trainer.main_ppo data.train_batch_size=64 trainer.n_gpus_per_node=2 ...

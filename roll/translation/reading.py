@@ -111,6 +111,9 @@ def read_yaml(text: str, name: str) -> Source:
             continue
         resolved = _resolve(value, flat)
         if isinstance(resolved, str) and (match := REFERENCE.search(resolved)):
+            if "defaults" in flat:  # it may be in one of the files that the list names
+                source.left_out.append(f"{key}: {value}")
+                continue
             mistakes.append(Problem(key, value, f"refers to {match[1]}, which the file does not have"))
         source.keys[key] = resolved
     if mistakes:

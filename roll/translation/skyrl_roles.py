@@ -25,6 +25,7 @@ TRAINED = (ACTOR, CRITIC)
 COMPUTING = (ACTOR, REFERENCE, CRITIC)
 ROLES = {"policy": (ACTOR, "actor"), "ref": (REFERENCE, "reference"), "critic": (CRITIC, "critic")}
 """Their role, our section, and the name in the arithmetic."""
+NO_MODEL = "rewards are rules: nothing is computed by a model"
 COMPUTED_BATCH = "prompts there, samples here: prompts x samples / (micro-batch x data-parallel ranks), and must divide"
 DEEPSPEED_SECTIONS = (
     "activation_checkpointing",
@@ -126,6 +127,7 @@ def _role(name: str) -> tuple[Rule, ...]:
             )
         ),
         Rule(f"{theirs}.megatron_config.torch_profiler_config.*", note="profiles are not available yet"),
+        Rule(f"{theirs}.use_torch_compile {theirs}.record_memory", note="no such choice here"),
         Rule(f"{theirs}.megatron_config.transformer_config_kwargs.*", (f"{options}.additional_configs.{{rest}}",)),
     ]
     if name != "ref":
@@ -228,6 +230,10 @@ def training(strategies: dict[str, str], note: str) -> Section:
                 "true: `fa2`",
                 lambda value: "fa2" if truth(value) else "sdpa",
             ),
+            Rule(
+                "trainer.reward.model.path", value=refused("reward models are not available yet", None), note=NO_MODEL
+            ),
+            Rule("trainer.reward.*", note=NO_MODEL),
             *_role("policy"),
             *_role("ref"),
             *_role("critic"),

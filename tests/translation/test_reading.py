@@ -88,6 +88,9 @@ def test_yaml_with_sections_dots_and_references() -> None:
     }
     with pytest.raises(ConfigError, match="refers to nowhere"):
         read_yaml("a: ${nowhere}", "x.yaml")
+    composed = read_yaml("defaults: [other]\na: {b: 1, c: ${elsewhere}, _target_: x.Y}", "x.yaml")
+    assert composed.keys == {"a.b": 1}
+    assert composed.left_out == ["defaults", "a.c: ${elsewhere}", "a._target_"]
     for wrong in ("- a", "a: ["):
         with pytest.raises(ConfigError):
             read_yaml(wrong, "x.yaml")
