@@ -88,7 +88,7 @@ def test_yaml_with_sections_dots_and_references() -> None:
     }
     with pytest.raises(ConfigError, match="refers to nowhere"):
         read_yaml("a: ${nowhere}", "x.yaml")
-    composed = read_yaml("defaults: [other]\na: {b: 1, c: ${elsewhere}, _target_: x.Y}", "x.yaml")
+    composed = read_yaml("defaults: [other]\na:\n  b: 1\n  c: ${elsewhere}\n  _target_: x.Y\n", "x.yaml")
     assert composed.keys == {"a.b": 1}
     assert composed.left_out == ["defaults", "a.c: ${elsewhere}", "a._target_"]
     for wrong in ("- a", "a: ["):
