@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -54,15 +55,30 @@ def recipes() -> list[str]:
     return sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem not in NO_RECIPES)
 
 
-def train(recipe: str, seed: int, steps: int, folder: Path) -> Result:
-    """Run a recipe to its end; raises ``CalledProcessError`` where it fails (its log is in ``folder``)."""
+def train(recipe: str, file: Path, seed: int, steps: int, folder: Path, overrides: Sequence[str] = ()) -> Result:
+    """Run a configuration of the tiny task to its end, or read the result of the run that was made in ``folder``.
+
+    Raises:
+        CalledProcessError: it failed; its log is in ``folder``.
+    """
+    done = folder / "result.json"
+    if done.exists():
+        return Result(**json.loads(done.read_text(encoding="utf-8")))
     subprocess.run([sys.executable, "examples/tiny/warm_start.py", "--seed", str(seed)], cwd=ROOT, check=True)
-    overrides = [f"seed={seed}", f"max_steps={steps}", f"eval_steps={steps}", "track_with=[jsonl]"]
-    overrides += [f"output_dir={folder}", f"logging_dir={folder}/logs"]
+    own = [f"seed={seed}", f"max_steps={steps}", f"eval_steps={steps}", "track_with=[jsonl]"]
+    own += [f"output_dir={folder}", f"logging_dir={folder}/logs"]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "console.log").open("w", encoding="utf-8") as log:
-        command = [sys.executable, "-m", "roll.cli", "run", str(FOLDER / f"{recipe}.yaml"), *overrides]
+        command = [sys.executable, "-m", "roll.cli", "run", str(file), *own, *overrides]
         subprocess.run(command, cwd=ROOT, check=True, stdout=log, stderr=subprocess.STDOUT)
+    result = read_result(recipe, seed, steps, folder)
+    done.write_text(json.dumps(asdict(result)), encoding="utf-8")
+    console.print(f"{recipe:22s} seed {seed}: {result.before:.3f} -> {result.after:.3f}")
+    return result
+
+
+def read_result(recipe: str, seed: int, steps: int, folder: Path) -> Result:
+    """The result of a finished run from its metrics."""
     lines = (folder / "logs/metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     validations = [row for row in rows if ACCURACY in row]
@@ -76,15 +92,10 @@ def train_missing(arguments: argparse.Namespace) -> None:
     began = time.monotonic()
     for seed in arguments.seeds:
         for recipe in arguments.recipes or recipes():
-            folder = arguments.output / f"{recipe}-seed{seed}-steps{arguments.steps}"
-            file = folder / "result.json"
-            if file.exists():
-                continue
             if time.monotonic() - began > arguments.seconds:
                 return
-            result = train(recipe, seed, arguments.steps, folder)
-            file.write_text(json.dumps(asdict(result)), encoding="utf-8")
-            console.print(f"{recipe:22s} seed {seed}: {result.before:.3f} -> {result.after:.3f}")
+            folder = arguments.output / f"{recipe}-seed{seed}-steps{arguments.steps}"
+            train(recipe, FOLDER / f"{recipe}.yaml", seed, arguments.steps, folder)
 
 
 def table(folder: Path, steps: int) -> list[str]:

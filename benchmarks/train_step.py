@@ -1,22 +1,35 @@
-"""CPU seconds of an optimizer step: ``fsdp2_train`` beside a bare PyTorch loop, with and without shared prompts.
+"""An optimizer step under every training strategy, beside a bare PyTorch loop: tokens per second and peak memory.
 
-    python benchmarks/train_step.py                      # the tiny GRPO recipe: 32 prompts x 8, 135,872 parameters
-    python benchmarks/train_step.py --ranks 2 --hidden 256 --layers 8 --micro-batch 64
+    python -m benchmarks.train_step --model 10M
+    python -m benchmarks.train_step --model 100M --groups 1 --micro-batch 4 --repeats 2
+    python -m benchmarks.train_step --model 136k --groups 32 --prompt 42 --response 28 --micro-batch 64
+    python -m benchmarks.train_step --model qwen2.5-1.5B --dtype bf16 --packed --prompt 1024 --response 1024 \\
+        --groups 4 --micro-batch 4 --ranks 1 --peak-tflops 989 --only fsdp2             # on a GPU: adds the MFU column
 
 The bare loop does what one would write by hand: padded micro-batches with an attention mask, logits of the response
-part only, log_softmax, ``clip_grad_norm_``, AdamW.  Each figure is the best of several, in CPU milliseconds summed over
-all ranks.
+part only, log_softmax, ``clip_grad_norm_``, AdamW on weights of the compute type.  Models are random.  A step is timed
+from start to end on the slowest rank, the best of several; the peak is that of the rank which needs most, from before
+the model is built (on a CPU the process's resident memory, imported modules included).
+
+``communication``: the share of the step in which ``--ranks`` ranks do other than one rank's work, 1 - t(1) / (ranks
+t(ranks)), with fsdp2's t(1); this is collectives, waiting for them, and memory bandwidth that the ranks share.
+
+``MFU``: model FLOPs over ``--peak-tflops``: 6 for each weight and token, and 6 x layers x width x length for each
+token's causal attention (arXiv 2204.02311, appendix B, halved for causality); recomputation does not count.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import multiprocessing
+import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +37,81 @@ import torch
 import torch.distributed as dist
 
 from roll.config.roles import ModelArguments, StrategyArguments, TrainingArguments, WorkerConfig
+from roll.platforms import current_platform
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import Output, TensorBatch, TrainStrategy
 from roll.strategies.factory import create_strategy
 
-VOCABULARY = 448
+SHAPES: dict[str, dict[str, int]] = {
+    "136k": {"vocab": 448, "hidden": 64, "intermediate": 192, "layers": 2, "heads": 4, "kv_heads": 4},
+    "10M": {"vocab": 1024, "hidden": 320, "intermediate": 1280, "layers": 6, "heads": 4, "kv_heads": 4},
+    "100M": {"vocab": 16384, "hidden": 768, "intermediate": 2048, "layers": 12, "heads": 12, "kv_heads": 12},
+    "qwen2.5-1.5B": {
+        "vocab": 151936,
+        "hidden": 1536,
+        "intermediate": 8960,
+        "layers": 28,
+        "heads": 12,
+        "kv_heads": 2,
+    },
+}
 
 
-def write_model(folder: Path, args: argparse.Namespace) -> None:
+@dataclass(frozen=True)
+class Contender:
+    name: str
+    strategy: str | None
+    """None: the bare loop."""
+    config: dict[str, Any] = field(default_factory=dict)
+    role: dict[str, Any] = field(default_factory=dict)
+    one_rank: bool = False
+    package: str | None = None
+
+
+def _megatron(name: str, **config: Any) -> Contender:
+    return Contender(f"megatron {name}", "megatron_train", config, package="megatron.core")
+
+
+CONTENDERS = [
+    Contender("bare loop", None, one_rank=True),
+    Contender("fsdp2", "fsdp2_train", one_rank=True),
+    Contender("fsdp2, shared prompts", "fsdp2_train", role={"use_prefix_sharing": True}, one_rank=True),
+    Contender("fsdp2", "fsdp2_train"),
+    *(
+        Contender(f"deepspeed ZeRO-{stage}", "deepspeed_train", {"zero_stage": stage}, package="deepspeed")
+        for stage in range(4)
+    ),
+    _megatron("DP", use_distributed_optimizer=True),
+    _megatron("TP2", tensor_model_parallel_size=2),
+    _megatron("PP2", pipeline_model_parallel_size=2),
+]
+
+
+@dataclass(frozen=True)
+class Measured:
+    seconds: float
+    """Of the best step."""
+    peak_bytes: int
+
+
+def write_model(folder: Path, shape: dict[str, int]) -> int:
+    """A random Qwen2 model with tied embeddings; the number of its weights."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=args.hidden,
-        intermediate_size=3 * args.hidden,
-        num_hidden_layers=args.layers,
-        num_attention_heads=max(1, args.hidden // 16),
-        num_key_value_heads=max(1, args.hidden // 16),
-        max_position_embeddings=2048,
+        vocab_size=shape["vocab"],
+        hidden_size=shape["hidden"],
+        intermediate_size=shape["intermediate"],
+        num_hidden_layers=shape["layers"],
+        num_attention_heads=shape["heads"],
+        num_key_value_heads=shape["kv_heads"],
+        max_position_embeddings=32768,
         tie_word_embeddings=True,
     )
     model = Qwen2ForCausalLM(config)
     model.save_pretrained(folder)
-    print(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters")
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def make_batch(args: argparse.Namespace) -> TensorBatch:
@@ -57,7 +121,7 @@ def make_batch(args: argparse.Namespace) -> TensorBatch:
     prompts = args.prompt - torch.randint(0, 4, (args.groups,), generator=random).repeat_interleave(args.group_size)
     lengths = prompts + args.response - torch.randint(0, 4, (rows,), generator=random)
     columns = torch.arange(args.prompt + args.response)
-    ids = torch.randint(0, VOCABULARY, (rows, len(columns)), generator=random)
+    ids = torch.randint(0, SHAPES[args.model]["vocab"], (rows, len(columns)), generator=random)
     shared = ids[:: args.group_size].repeat_interleave(args.group_size, 0)
     ids = torch.where(columns < prompts[:, None], shared, ids)
     attention_mask = columns < lengths[:, None]
@@ -75,10 +139,11 @@ def loss_fn(outputs: TensorBatch, batch: TensorBatch) -> tuple[torch.Tensor, Met
     return -(outputs["log_probs"] * batch["advantages"]).sum() / batch["num_tokens"][0], {}
 
 
-def bare_step(model: Any, optimizer: torch.optim.Optimizer, batch: TensorBatch, rows: int, response: int) -> None:
-    for start in range(0, len(batch["input_ids"]), rows):
-        part = {name: column[start : start + rows] for name, column in batch.items()}
-        keep = response + 4
+def bare_step(model: Any, optimizer: torch.optim.Optimizer, batch: TensorBatch, args: argparse.Namespace) -> None:
+    # A prompt that is three tokens shorter begins its response three columns earlier.
+    keep = args.response + 4
+    for start in range(0, len(batch["input_ids"]), args.micro_batch):
+        part = {name: column[start : start + args.micro_batch] for name, column in batch.items()}
         logits = model(
             input_ids=part["input_ids"], attention_mask=part["attention_mask"].long(), logits_to_keep=keep + 1
         ).logits[:, :-1]
@@ -90,81 +155,138 @@ def bare_step(model: Any, optimizer: torch.optim.Optimizer, batch: TensorBatch, 
     optimizer.zero_grad()
 
 
-def best_cpu_seconds(step: Callable[[], object], repeats: int) -> float:
-    step()
-    best = float("inf")
-    for _ in range(repeats):
-        begin = time.process_time()
-        step()
-        best = min(best, time.process_time() - begin)
-    return best
+def build_bare(folder: Path, args: argparse.Namespace) -> Callable[[], object]:
+    from transformers import AutoModelForCausalLM
+
+    from roll.models.build import DTYPES
+
+    device = current_platform().device()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[args.dtype])
+    model.to(device)
+    batch = {name: column.to(device) for name, column in make_batch(args).items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    return partial(bare_step, model, optimizer, batch, args)
 
 
-def run_rank(rank: int, folder: Path, args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=args.ranks)
-    batch = {name: column.chunk(args.ranks)[rank] for name, column in make_batch(args).items()}
-    config = {"wrap_policy": {"transformer_layer_cls_to_wrap": []}} if args.one_unit else {}
+def build_strategy(contender: Contender, folder: Path, args: argparse.Namespace) -> Callable[[], object]:
+    assert contender.strategy is not None
     role = WorkerConfig(
         name="actor_train",
-        model_args=ModelArguments(str(folder), dtype="fp32", disable_gradient_checkpointing=True),
+        model_args=ModelArguments(str(folder), dtype=args.dtype, disable_gradient_checkpointing=not args.recompute),
         training_args=TrainingArguments(learning_rate=1e-5, per_device_train_batch_size=args.micro_batch),
-        strategy_args=StrategyArguments("fsdp2_train", config),
+        strategy_args=StrategyArguments(contender.strategy, dict(contender.config)),
+        use_sequence_packing=args.packed and not contender.strategy.startswith("megatron"),
+        **contender.role,
     )
-    for shared in (False, True):
-        strategy = create_strategy(replace(role, use_prefix_sharing=shared), max_grad_norm=1.0)
-        assert isinstance(strategy, TrainStrategy)
-        strategy.initialize(num_training_steps=1000)
-        step = partial(strategy.train_step, batch, loss_fn, (Output.LOG_PROBS,))
-        _report(f"fsdp2_train, {args.ranks} rank(s)" + (", shared prompts" if shared else ""), step, args.repeats)
+    strategy = create_strategy(role, max_grad_norm=1.0)
+    assert isinstance(strategy, TrainStrategy)
+    strategy.initialize(num_training_steps=1000)
+    info = strategy.rank_info
+    own = {name: column.chunk(info.dp_size)[info.dp_rank] for name, column in make_batch(args).items()}
+    return partial(strategy.train_step, own, loss_fn, (Output.LOG_PROBS,))
+
+
+def run_rank(
+    rank: int, ranks: int, contender: Contender, folder: Path, args: argparse.Namespace, to: Connection
+) -> None:
+    """Send the seconds of each step and the peak."""
+    platform = current_platform()
+    if platform.visible_devices_env:
+        os.environ[platform.visible_devices_env] = str(rank)
+    else:
+        torch.set_num_threads(1)
+    platform.set_device()
+    store = folder / f"store_{contender.name}_{ranks}".replace(" ", "_")
+    dist.init_process_group(platform.process_group_backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
+    platform.reset_peak_memory()
+    step = build_bare(folder, args) if contender.strategy is None else build_strategy(contender, folder, args)
+    seconds = []
+    for _ in range(args.repeats + 1):
+        dist.barrier()
+        begin = time.perf_counter()
+        step()
+        platform.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    to.send((seconds[1:], platform.memory_stats()["peak"]))
     dist.destroy_process_group()
 
 
-def _report(name: str, step: Callable[[], object], repeats: int) -> None:
-    seconds = torch.tensor(best_cpu_seconds(step, repeats))
-    dist.all_reduce(seconds)
-    if dist.get_rank() == 0:
-        print(f"{name:40s} {float(seconds) * 1e3:8.0f} ms", flush=True)
+def measure(contender: Contender, folder: Path, args: argparse.Namespace) -> Measured:
+    context = multiprocessing.get_context("spawn")
+    ranks = 1 if contender.one_rank else args.ranks
+    links = []
+    for rank in range(ranks):
+        ours, theirs = context.Pipe(duplex=False)
+        context.Process(target=run_rank, args=(rank, ranks, contender, folder, args, theirs), daemon=True).start()
+        theirs.close()
+        links.append(ours)
+    results = [link.recv() for link in links]
+    steps = zip(*(seconds for seconds, _ in results), strict=True)
+    return Measured(min(max(step) for step in steps), max(peak for _, peak in results))
 
 
-def run_bare(folder: Path, args: argparse.Namespace) -> None:
-    from transformers import AutoModelForCausalLM
+def model_flops(args: argparse.Namespace, weights: int) -> float:
+    shape, lengths = SHAPES[args.model], make_batch(args)["attention_mask"].sum(-1).double()
+    attention = 6.0 * shape["layers"] * shape["hidden"] * lengths.square().sum()
+    return float(6.0 * weights * lengths.sum() + attention)
 
-    torch.set_num_threads(1)
-    model, batch = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), make_batch(args)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    step = partial(bare_step, model, optimizer, batch, args.micro_batch, args.response)
-    seconds = best_cpu_seconds(step, args.repeats)
-    print(f"{'bare loop, 1 process':40s} {seconds * 1e3:8.0f} ms", flush=True)
+
+def report(args: argparse.Namespace, contenders: list[Contender], folder: Path) -> None:
+    weights = write_model(folder, SHAPES[args.model])
+    tokens = int(make_batch(args)["attention_mask"].sum())
+    flops = model_flops(args, weights)
+    print(f"{args.model}: {weights:,} weights, {tokens:,} tokens a step, {args.dtype}\n")
+    print(
+        "| | ranks | s / step | tokens / s | beside bare | peak GiB | communication |"
+        + " MFU |" * bool(args.peak_tflops)
+    )
+    print("|---|---|---|---|---|---|---|" + "---|" * bool(args.peak_tflops), flush=True)
+    bare = alone = None
+    for contender in contenders:
+        result = measure(contender, folder, args)
+        ranks = 1 if contender.one_rank else args.ranks
+        if contender.strategy is None:
+            bare = result.seconds
+        if contender.one_rank and contender.name == "fsdp2":
+            alone = result.seconds
+        cells = [
+            contender.name,
+            str(ranks),
+            f"{result.seconds:.3f}",
+            f"{tokens / result.seconds:,.0f}",
+            f"{bare / result.seconds:.2f}" if bare else "",
+            f"{result.peak_bytes / 2**30:.2f}",
+            f"{1 - alone / (ranks * result.seconds):.0%}" if alone and ranks > 1 else "",
+        ]
+        if args.peak_tflops:
+            cells.append(f"{flops / result.seconds / (ranks * args.peak_tflops * 1e12):.1%}")
+        print("| " + " | ".join(cells) + " |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {
-        "ranks": 1,
-        "hidden": 64,
-        "layers": 2,
-        "groups": 32,
-        "group-size": 8,
-        "prompt": 42,
-        "response": 28,
-        "micro-batch": 64,
-        "repeats": 8,
-    }.items():
+    parser.add_argument("--model", choices=SHAPES, default="10M")
+    parser.add_argument("--only", default="", help="contenders whose name contains this (and the bare loop)")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--packed", action="store_true", help="use_sequence_packing (not under Megatron)")
+    parser.add_argument("--recompute", action="store_true", help="gradient checkpointing (not in the bare loop)")
+    parser.add_argument("--peak-tflops", type=float, help="of one device in this type; adds the MFU column")
+    counts = {"ranks": 2, "groups": 4, "group-size": 8, "prompt": 64, "response": 64, "micro-batch": 16, "repeats": 4}
+    for name, default in counts.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--one-unit", action="store_true", help="shard the whole model as one FSDP unit")
     args = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
+    chosen = [c for c in CONTENDERS if c.strategy is None or args.only in c.name]
+    if args.ranks == 1:
+        chosen = [c for c in chosen if c.one_rank]
+    for package in sorted({c.package for c in chosen if c.package and not _is_installed(c.package)}):
+        print(f"left out: strategies that need {package}")
+        chosen = [c for c in chosen if c.package != package]
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), args)
-        bare = context.Process(target=run_bare, args=(Path(folder), args))
-        bare.start()
-        bare.join()
-        ranks = [context.Process(target=run_rank, args=(rank, Path(folder), args)) for rank in range(args.ranks)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
+        report(args, chosen, Path(folder))
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package.partition(".")[0]) is not None
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -21,6 +22,10 @@ class BasicWorker(Worker):
             "seed": self.context.seed,
             "environment": dict(os.environ),
         }
+
+    @register(Dispatch.ONE_TO_ALL)
+    def collects_garbage(self) -> bool:
+        return gc.isenabled()
 
     @register(Dispatch.ONE_TO_ALL)
     def echo(self, value: object, *, times: int = 1) -> list:

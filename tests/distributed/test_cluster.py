@@ -130,3 +130,9 @@ def test_worker_log_has_a_name_and_a_prefix(make_cluster, worker_logs):
 def test_memory_of_workers(make_cluster):
     stats = make_cluster("BasicWorker", devices=[0]).memory_stats()[0]
     assert stats["peak"] >= stats["used"] > 1 << 20
+
+
+def test_garbage_is_collected_again_after_the_first_call(make_cluster):
+    cluster = make_cluster("BasicWorker", devices=[0])
+    assert cluster.collects_garbage() == [False]
+    assert cluster.collects_garbage() == [True]

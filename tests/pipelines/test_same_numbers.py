@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -36,6 +37,17 @@ def layout(devices: list[int], micro_batch_size: int, accumulation: int) -> dict
     }
 
 
+def megatron(actor: dict[str, int], critic: dict[str, int]) -> dict[str, Any]:
+    """One replica of each, cut over both devices."""
+    changes = layout([0, 1], 4, 2) | {"actor_train.strategy_args": strategy_args("megatron_train", actor)}
+    changes["critic"]["strategy_args"] = strategy_args("megatron_train", critic)
+    return changes
+
+
+def strategy_args(strategy: str, config: dict[str, int]) -> dict[str, Any]:
+    return {"strategy_name": strategy, "strategy_config": config}
+
+
 PACKING = {"use_sequence_packing": True, "sequence_packing_args": {"algorithm": "load_balance"}}
 LAYOUTS = {
     "one micro-batch": layout([0], 8, 1),
@@ -44,6 +56,9 @@ LAYOUTS = {
     "two ranks, packed": layout([0, 1], 2, 2)
     | {f"{name}.{key}": value for name in ("actor_train", "reference") for key, value in PACKING.items()},
 }
+if find_spec("megatron"):
+    stages, halves = {"pipeline_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}
+    LAYOUTS["pipeline stages, halved critic"] = megatron(stages, halves)
 
 # Only the order of float32 additions differs: a relative 2^-24 for each, some thousand of them in a sum of a step.
 # AdamW's first updates divide each gradient by its own size, so a weight whose gradient is nothing but rounding may
