@@ -79,10 +79,6 @@ REFUSALS = (
     Refusal(
         "rewards.*.response_filter_config.type", "filters of single responses", "no_filter", lambda v: v != "no_filter"
     ),
-    Refusal("**.use_sequence_packing", "sequence packing", False, under="megatron_"),
-    Refusal("**.use_remove_padding", "padding removal", False, under="megatron_"),
-    Refusal("**.use_dynamic_batching_in_train", "dynamic batching", False, under="megatron_"),
-    Refusal("**.use_dynamic_batching_in_infer", "dynamic batching", False, under="megatron_"),
     Refusal("**.model_update_frequency", "weight transfers that skip steps", 1, above(1)),
     Refusal("**.router_replay.mode", "router replay", "disabled", other_than("disabled")),
     Refusal("**.mtp_training_mode", "multi-token prediction", "disabled", other_than("disabled")),

@@ -23,10 +23,6 @@ def check_megatron(
     Args:
         name: of the role's section.
     """
-    if role.use_prefix_sharing:
-        problems.note(
-            f"{name}.use_prefix_sharing", "no effect under Megatron: each row is computed whole (same numbers)"
-        )
     if role.model_args.dtype == "fp16":
         problems.not_available(f"{name}.model_args.dtype", "fp16", "fp16 under Megatron", "bf16")
     path = f"{name}.strategy_args.strategy_config"

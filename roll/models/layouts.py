@@ -18,6 +18,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,10 @@ class PromptParts(_OnDevice):
     restore: Tensor
     """int64 (N,), where each token stands in the prompts followed by the parts, both flattened."""
 
+    def padded(self, count: int) -> PromptParts:
+        """With ``count`` more tokens, which get another token's result."""
+        return replace(self, restore=pad(self.restore, (0, count)))
+
 
 @dataclass(frozen=True)
 class PackedSequences(_OnDevice):
@@ -59,6 +64,11 @@ class PackedSequences(_OnDevice):
     """Tokens of each; their sum is N."""
     offsets: Tensor
     """int32 (sequences + 1,), where each begins, and N."""
+
+    def padded(self, count: int) -> PackedSequences:
+        """With ``count`` more tokens, a sequence of their own."""
+        total = self.offsets[-1:] + count
+        return PackedSequences((*self.lengths, count), torch.cat([self.offsets, total])) if count else self
 
 
 AttentionPattern = PromptParts | PackedSequences
@@ -102,7 +112,7 @@ def row_layout(input_ids: Tensor, response_mask: Tensor, width_multiple: int = 1
     length = input_ids.shape[1]
     width = int(columns.max()) + 1 if len(columns) else 1
     width += -width % width_multiple
-    ids = input_ids[:, :width] if width <= length else torch.nn.functional.pad(input_ids, (0, width - length))
+    ids = input_ids[:, :width] if width <= length else pad(input_ids, (0, width - length))
     return TokenLayout(
         input_ids=ids,
         position_ids=None,
@@ -126,7 +136,7 @@ def packed_layout(input_ids: Tensor, response_mask: Tensor) -> TokenLayout:
     if not len(rows):
         return row_layout(input_ids[:1], response_mask[:1])
     lengths = last[rows]
-    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    offsets = pad(lengths.cumsum(0), (1, 0))
     length = input_ids.shape[1]
     columns = torch.arange(length, device=input_ids.device)
     used = columns < lengths[:, None]
@@ -141,6 +151,25 @@ def packed_layout(input_ids: Tensor, response_mask: Tensor) -> TokenLayout:
         targets=input_ids[response_rows, response_columns + 1],
         destinations=response_rows * length + response_columns + 1,
         num_padding=0,
+    )
+
+
+def padded(layout: TokenLayout, sequences: int, length: int) -> TokenLayout:
+    """The same with more tokens, which nothing depends on: ``sequences`` of ``length`` tokens."""
+    rows, width = layout.input_ids.shape
+    if (rows, width) == (sequences, length):
+        return layout
+    extra = (0, length - width, 0, sequences - rows)
+    flat = layout.pattern is not None
+    assert min(extra) >= 0 and (not flat or rows == sequences == 1), (layout.input_ids.shape, sequences, length)
+    positions = layout.position_ids
+    return replace(
+        layout,
+        input_ids=pad(layout.input_ids, extra),
+        position_ids=None if positions is None else pad(positions, extra),
+        pattern=layout.pattern.padded(length - width) if layout.pattern is not None else None,
+        predictors=layout.predictors // width * length + layout.predictors % width,
+        num_padding=layout.num_padding + sequences * length - rows * width,
     )
 
 

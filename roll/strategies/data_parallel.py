@@ -18,10 +18,10 @@ from roll.config.micro_batching import MicroBatching, micro_batching
 from roll.config.roles import WorkerConfig
 from roll.models.attention import use_layout_attention
 from roll.models.build import build_model, has_tied_embeddings
-from roll.models.layouts import TokenLayout, packed_layout, row_layout, shared_prompt_layout
+from roll.models.layouts import TokenLayout
 from roll.models.response_model import ResponseModel
 from roll.platforms import current_platform
-from roll.protocol.metrics import Mean, Metrics
+from roll.protocol.metrics import Metrics
 from roll.strategies.base import (
     LossFunction,
     ModelHead,
@@ -32,7 +32,7 @@ from roll.strategies.base import (
     TrainStrategy,
 )
 from roll.strategies.micro_batch_plan import Rows, plan_micro_batches
-from roll.strategies.micro_batches import is_empty, merged_floats, micro_batch, row_index
+from roll.strategies.micro_batches import is_empty, lay_out, layout_metrics, merged_floats, micro_batch, row_index
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -178,12 +178,7 @@ class DataParallelStrategy(ModelStrategy):
         return plan_micro_batches(batch, rule, self._max_over_ranks, self.role.use_prefix_sharing)
 
     def _layout(self, part: TensorBatch, rule: MicroBatching) -> TokenLayout:
-        ids, mask = part["input_ids"], part["response_mask"]
-        if self.role.use_prefix_sharing:
-            # A token budget counts what rows without a common prompt have in common with it: no padding either.
-            no_padding = rule.removes_padding or rule.max_tokens is not None
-            return shared_prompt_layout(ids, mask, packed_layout if no_padding else row_layout)
-        return packed_layout(ids, mask) if rule.removes_padding else row_layout(ids, mask, rule.width_multiple)
+        return lay_out(part, rule, self.role.use_prefix_sharing)
 
     def _check_outputs(self, outputs: Collection[Output]) -> None:
         wants_values = Output.VALUES in outputs
@@ -260,7 +255,7 @@ class DataParallelTrainStrategy(DataParallelStrategy, TrainStrategy):
         columns = {name: column.to(self.device, non_blocking=True) for name, column in part.items()}
         loss, metrics = loss_fn(aligned, columns)
         self._differentiate(loss if loss.requires_grad else _zero_loss(aligned))
-        return [metrics, _sizes(layout)]
+        return [metrics, layout_metrics(layout)]
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         total = value.to(self.device, copy=True)
@@ -278,11 +273,6 @@ class DataParallelTrainStrategy(DataParallelStrategy, TrainStrategy):
                 f"{self.role.name}: not available yet: training in fp16 (it needs loss scaling); set {keys} to bf16 "
                 "or fp32"
             )
-
-
-def _sizes(layout: TokenLayout) -> Metrics:
-    tokens = layout.input_ids.numel()
-    return {"tokens_per_micro_batch": Mean(tokens), "padding_ratio": Mean(layout.num_padding, tokens)}
 
 
 def _zero_loss(outputs: TensorBatch) -> torch.Tensor:

@@ -7,7 +7,9 @@ from dataclasses import fields, replace
 
 import torch
 
-from roll.protocol.metrics import Metrics, merge_metrics
+from roll.config.micro_batching import MicroBatching
+from roll.models.layouts import TokenLayout, packed_layout, row_layout, shared_prompt_layout
+from roll.protocol.metrics import Mean, Metrics, merge_metrics
 from roll.strategies.base import TensorBatch
 from roll.strategies.micro_batch_plan import Rows
 
@@ -34,6 +36,22 @@ def micro_batch(batch: TensorBatch, rows: Rows) -> TensorBatch:
 def row_index(rows: Rows) -> slice | list[int]:
     """What picks the rows out of a tensor: without a copy where they are consecutive."""
     return slice(rows.start, rows.stop) if isinstance(rows, range) else list(rows)
+
+
+def lay_out(part: TensorBatch, rule: MicroBatching, shares_prompts: bool) -> TokenLayout:
+    """The tokens of a micro-batch as a model computes them under ``rule``."""
+    ids, mask = part["input_ids"], part["response_mask"]
+    if shares_prompts:
+        # A token budget counts what rows without a common prompt have in common with it: no padding either.
+        no_padding = rule.removes_padding or rule.max_tokens is not None
+        return shared_prompt_layout(ids, mask, packed_layout if no_padding else row_layout)
+    return packed_layout(ids, mask) if rule.removes_padding else row_layout(ids, mask, rule.width_multiple)
+
+
+def layout_metrics(layout: TokenLayout) -> Metrics:
+    """Tokens that a micro-batch computes, and the share of them that is padding."""
+    tokens = layout.input_ids.numel()
+    return {"tokens_per_micro_batch": Mean(tokens), "padding_ratio": Mean(layout.num_padding, tokens)}
 
 
 def is_empty(batch: TensorBatch) -> bool:

@@ -65,7 +65,6 @@ def test_mistakes(tmp_path: Path, changes: dict[str, Any], key: str, rule: str) 
 
 def test_keys_of_published_files_are_accepted_and_explained(tmp_path: Path) -> None:
     published = {"moe_grouped_gemm": True, "ckpt_format": "torch_dist", "delay_grad_reduce": True, "bf16": True}
-    written = {f"{STRATEGY}.strategy_name": "megatron_train", SIZES: published, "actor_train.use_prefix_sharing": True}
+    written = {f"{STRATEGY}.strategy_name": "megatron_train", SIZES: published}
     said = {notice.key: notice.text for notice in load(tmp_path, changed(written)).warnings}
     assert {f"{SIZES}.{key}" for key in published} <= said.keys()
-    assert "same numbers" in said["actor_train.use_prefix_sharing"]

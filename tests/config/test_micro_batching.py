@@ -166,10 +166,3 @@ def test_the_plan_shows_budgets(tmp_path: Path, changes: dict[str, Any], lines: 
     render_plan(load(tmp_path, changed(changes)), Console(width=200, file=output))
     text = output.getvalue()
     assert [line for line in lines if line not in text] == []
-
-
-def test_megatron_refuses_what_it_cannot_do_yet(tmp_path: Path) -> None:
-    keys = {"actor_train.strategy_args": {"strategy_name": "megatron_train"}, "actor_train.use_remove_padding": True}
-    (problem,) = mistakes(tmp_path, changed(keys))
-    assert problem.key == "actor_train.use_remove_padding"
-    assert "not available yet" in problem.rule

@@ -151,25 +151,25 @@ BATCHES = (
         "padding removed (`use_remove_padding`)",
         fsdp2("no-padding"),
         deepspeed("zero2-packed"),
-        Refused("actor_train.use_remove_padding", True, "padding removal"),
+        megatron("packed"),
     ),
     Feature(
         "packing (`use_sequence_packing`)",
         fsdp2("packed"),
         deepspeed("zero2-packed"),
-        Refused("actor_train.use_sequence_packing", True, "sequence packing"),
+        megatron("dp2-balanced-packs"),
     ),
     Feature(
         "dynamic batching",
         fsdp2("dynamic"),
         deepspeed("zero2-dynamic"),
-        Refused("actor_train.use_dynamic_batching_in_train", True, "dynamic batching"),
+        megatron("dp2-dynamic"),
     ),
     Feature(
         "shared prompts (`use_prefix_sharing`)",
         fsdp2("shared-prompts"),
         deepspeed("zero2-shared-prompts"),
-        Noted("actor_train.use_prefix_sharing", True, "no effect under Megatron", "no effect, same numbers"),
+        megatron("tp2-pp2-sp-shared-prompts"),
     ),
 )
 LAYOUTS = (

@@ -1,4 +1,4 @@
-"""Causal attention over right-padded rows, whole or with the sequence cut over context-parallel ranks.
+"""Causal attention over rows or flat runs of tokens, whole or with the sequence cut over context-parallel ranks.
 
 A context-parallel rank holds a contiguous chunk of the sequence and all of its heads; attention needs the whole
 sequence and does with some heads.  An all-to-all before attention turns the one into the other, and one after it back
@@ -17,14 +17,16 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.functional import scaled_dot_product_attention
+
+from roll.models.attention import layout_attention
+from roll.strategies.megatron.micro_batches import Arrangement
 
 
 class CausalAttention(MegatronModule):
     """The ``core_attention`` of a layer: (s, b, heads, dim) queries, keys and values to (s, b, heads * dim).
 
-    Right padding needs no mask: no real token sees what comes after it.  With context parallelism s is the length of
-    this rank's chunk.
+    Right padding needs no mask: no real token sees what comes after it.  In a flat run of tokens (b = 1) the
+    arrangement says who sees whom.  With context parallelism s is the length of this rank's chunk.
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
@@ -32,7 +34,15 @@ class CausalAttention(MegatronModule):
         self.softmax_scale = softmax_scale
         self.context_group = parallel_state.get_context_parallel_group()
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: Arrangement | None = None,
+        **_: Any,
+    ) -> Tensor:
         assert attention_mask is None, "rows are right-padded and causal; there is no other mask"
         ranks = self.context_group.size()
         if ranks > 1:
@@ -41,14 +51,12 @@ class CausalAttention(MegatronModule):
                 repeats = query.shape[2] // key.shape[2]
                 key, value = key.repeat_interleave(repeats, 2), value.repeat_interleave(repeats, 2)
             query, key, value = (heads_for_sequence(tensor, self.context_group) for tensor in (query, key, value))
-        output = scaled_dot_product_attention(
-            query.permute(1, 2, 0, 3),
-            key.permute(1, 2, 0, 3),
-            value.permute(1, 2, 0, 3),
-            is_causal=True,
-            scale=self.softmax_scale,
-            enable_gqa=query.shape[2] != key.shape[2],
-        ).permute(2, 0, 1, 3)
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        pattern = None if packed_seq_params is None else packed_seq_params.pattern
+        output, _weights = layout_attention(
+            self, query, key, value, None, scaling=self.softmax_scale, attention_pattern=pattern
+        )
+        output = output.transpose(0, 1)
         if ranks > 1:
             output = sequence_for_heads(output, self.context_group)
         return output.flatten(2)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from roll.strategies.base import ModelHead
 from roll.strategies.megatron.attention import CausalAttention
 from roll.strategies.megatron.heads import LogProbHead, ValueHead
+from roll.strategies.megatron.micro_batches import Arrangement, MicroBatch
 
 
 class RMSNorm(nn.Module):
@@ -41,27 +42,39 @@ class RMSNorm(nn.Module):
 class RotaryAngles(nn.Module):
     """Angles of rotary embeddings at this rank's positions: with context parallelism, a contiguous chunk of them."""
 
+    # Megatron asks for a length and calls with it; in a flat run of tokens the positions themselves take that way.
+
     def __init__(self, inverse_frequencies: Tensor) -> None:
         super().__init__()
         # Not a buffer: it stays float32 when the model is cast.
         self.inverse_frequencies = inverse_frequencies
 
     def get_rotary_seq_len(
-        self, inference_context: None, decoder: Any, hidden: Tensor | None, config: TransformerConfig, packed: None
-    ) -> int:
-        """The whole sequence's length, from this rank's part of the hidden states."""
-        assert inference_context is None and packed is None
+        self,
+        inference_context: None,
+        decoder: Any,
+        hidden: Tensor | None,
+        config: TransformerConfig,
+        arrangement: Arrangement | None,
+    ) -> int | Tensor:
+        """The whole sequence's length, from this rank's part of the hidden states; or this rank's positions."""
+        assert inference_context is None
+        if arrangement is not None:
+            return arrangement.position_ids
         first = hidden if decoder.input_tensor is None else decoder.input_tensor
         assert first is not None
         ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         return first.shape[0] * ranks * config.context_parallel_size
 
-    def forward(self, length: int, **_: Any) -> Tensor:
+    def forward(self, length: int | Tensor, **_: Any) -> Tensor:
         """float32 (length / context ranks, 1, 1, head_dim)."""
-        chunk = length // parallel_state.get_context_parallel_world_size()
-        start = parallel_state.get_context_parallel_rank() * chunk
-        positions = torch.arange(start, start + chunk, device=self.inverse_frequencies.device).float()
-        angles = torch.outer(positions, self.inverse_frequencies)
+        if isinstance(length, Tensor):
+            positions = length
+        else:
+            chunk = length // parallel_state.get_context_parallel_world_size()
+            start = parallel_state.get_context_parallel_rank() * chunk
+            positions = torch.arange(start, start + chunk, device=self.inverse_frequencies.device)
+        angles = torch.outer(positions.float(), self.inverse_frequencies)
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
 
@@ -108,19 +121,14 @@ class ResponseGPT(GPTModel):
                 self.output_layer = LogProbHead(self.config, self._padded_vocab_size, self._vocab_size, tied)
         super().setup_embeddings_and_output_layer()
 
-    def forward(
-        self, input_ids: Tensor, predictors: Tensor, targets: Tensor, outputs: Collection[str], temperature: float
-    ) -> Tensor | dict[str, Tensor]:
-        """
-        Args:
-            input_ids: int64 (b, s), this context-parallel rank's chunk.
-            predictors, targets: as of :class:`LogProbHead`.
-        """
-        hidden = super().forward(input_ids, position_ids=None, attention_mask=None)
+    def forward(self, part: MicroBatch, outputs: Collection[str], temperature: float) -> Tensor | dict[str, Tensor]:
+        hidden = super().forward(
+            part.input_ids, position_ids=None, attention_mask=None, packed_seq_params=part.arrangement
+        )
         if not self.post_process:
             return hidden
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        return self.output_layer(hidden, predictors, targets, outputs, temperature, weight=weight)
+        return self.output_layer(hidden, part.predictors, part.targets, outputs, temperature, weight=weight)
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         """Megatron would compute logits here."""

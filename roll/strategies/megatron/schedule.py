@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import LossFunction, TensorBatch
 from roll.strategies.megatron.micro_batches import MicroBatch
-from roll.strategies.micro_batches import is_empty
+from roll.strategies.micro_batches import is_empty, layout_metrics
 
 Finish = Callable[..., Any]
 """What the last stage does with the outputs of a micro-batch."""
@@ -52,6 +52,7 @@ def run_training(
         if not is_empty(part.columns):
             own, metrics = loss_fn(aligned, part.columns)
             loss = own if own.requires_grad else loss
+            metrics = metrics | layout_metrics(part.layout)
         # A count of 0 tokens: the loss is divided already. Megatron writes into its loss, which may be in the metrics.
         return loss.clone(), torch.zeros((), dtype=torch.int, device=loss.device), metrics
 
@@ -73,7 +74,7 @@ def _run(
 ) -> list[Any]:
     def forward_step(iterator: Iterator[MicroBatch], chunk: nn.Module) -> tuple[Any, Finish]:
         part = next(iterator)
-        computed = chunk(part.input_ids, part.predictors, part.targets, outputs, temperature)
+        computed = chunk(part, outputs, temperature)
         return computed, partial(finish, part)
 
     rows, length = parts[0].input_ids.shape

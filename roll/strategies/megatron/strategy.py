@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
+from roll.config.micro_batching import micro_batching
 from roll.config.roles import WorkerConfig
 from roll.config.strategy import MegatronStrategyConfig, typed_strategy_config
 from roll.models.build import DTYPES
@@ -25,6 +26,7 @@ from roll.strategies.megatron.parallel import ParallelSizes, create_groups, rank
 from roll.strategies.megatron.schedule import run_forward
 from roll.strategies.megatron.transformer_config import build_transformer_config
 from roll.strategies.megatron.weights import FullWeights, OwnParameter, freeze, read_parameter
+from roll.strategies.micro_batches import row_index
 
 EXPORT_BUCKET_BYTES = 2**30
 
@@ -130,6 +132,7 @@ class MegatronInferStrategy(ModelStrategy):
             same_shape=self.sizes.virtual > 1,
             count_divisor=self.sizes.pipeline,
             device=self.device,
+            shares_prompts=self.role.use_prefix_sharing,
         )
 
     def forward(self, batch: TensorBatch, outputs: Collection[Output], temperature: float = 1.0) -> TensorBatch:
@@ -139,16 +142,17 @@ class MegatronInferStrategy(ModelStrategy):
         modes = [chunk.training for chunk in self.chunks]
         for chunk in self.chunks:
             chunk.eval()
-        rows = self.role.infer_batch_size
-        parts = run_forward(self.chunks, self._chunking().micro_batches(batch, rows), names, temperature)
+        parts = self._chunking().micro_batches(batch, micro_batching(self.role, trains=False))
+        computed = run_forward(self.chunks, parts, names, temperature)
         for chunk, mode in zip(self.chunks, modes, strict=True):
             chunk.train(mode)
         shape = batch["input_ids"].shape
         whole = torch.zeros(len(names), *shape, dtype=torch.float32, device=self.device)
-        for index, part in enumerate(parts[: -(-shape[0] // rows)]):
-            for place, name in enumerate(names):
-                values = part[name].detach()
-                whole[place, index * rows : index * rows + values.shape[0], : values.shape[1]] = values
+        # Other stages than the last have computed nothing to put in place.
+        for part, by_name in zip(parts, computed, strict=False):
+            for place, name in enumerate(names if part.rows else ()):
+                values = by_name[name].detach()
+                whole[place, row_index(part.rows), : values.shape[1]] = values
         if self._info.pp_size > 1:
             group = parallel_state.get_pipeline_model_parallel_group()
             dist.broadcast(whole, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)

@@ -17,6 +17,7 @@ from megatron.core.distributed import (
 )
 from torch import nn
 
+from roll.config.micro_batching import micro_batching
 from roll.config.roles import WorkerConfig
 from roll.protocol.metrics import Mean, Metrics, Sum
 from roll.strategies.base import LossFunction, ModelHead, Output, StateKind, TensorBatch, TrainStrategy
@@ -105,7 +106,7 @@ class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
         self.optimizer.zero_grad()
         for chunk in self.ddp_chunks:
             chunk.zero_grad_buffer()
-        parts = self._chunking().micro_batches(batch, self.role.training_args.per_device_train_batch_size)
+        parts = self._chunking().micro_batches(batch, micro_batching(self.role, trains=True))
         metrics = run_training(self.chunks, parts, [str(name) for name in outputs], temperature, loss_fn)
         metrics.append(self._update())
         return merged_floats(metrics)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from roll.config.roles import SequencePackingArguments
 from tests.strategies.megatron.layouts import by_replica
 from tests.strategies.megatron.models import plain_value_results
 from tests.strategies.samples import make_batch, plain_model, plain_outputs, policy_loss
@@ -21,6 +22,19 @@ RELATIVE = 3e-6
 
 RunCase = Callable[..., list[Any]]
 Expected = Callable[[str], dict[str, Any]]
+RECOMPUTE = {"disable_gradient_checkpointing": False}
+PACKED = {"use_sequence_packing": True}
+BALANCED = PACKED | {
+    "sequence_packing_args": SequencePackingArguments(
+        algorithm="load_balance", max_packed_sequence_length_train=40, max_packed_sequence_length_forward=64
+    )
+}
+DYNAMIC = {
+    "use_dynamic_batching_in_train": True,
+    "max_tokens_per_microbatch_in_train": 64,
+    "use_dynamic_batching_in_infer": True,
+    "max_tokens_per_microbatch_in_infer": 96,
+}
 
 LAYOUTS = [
     pytest.param(1, {}, "qwen2", {}, id="1-rank"),
@@ -46,9 +60,22 @@ LAYOUTS = [
     pytest.param(4, {"pp": 2, "dist_opt": True}, "qwen2", {}, id="pp2-dp2-distributed-optimizer-tied"),
     pytest.param(4, {"pp": 2, "vpp": 2, "dist_opt": True}, "qwen2", {}, id="vpp2-dp2-distributed-optimizer"),
     pytest.param(4, {"pp": 2, "vpp": 2, "tp": 2, "sp": True}, "llama", {}, id="vpp2-tp2-sp"),
+    pytest.param(1, {}, "qwen2", PACKED, id="packed"),
+    pytest.param(2, {"tp": 2, "sp": True}, "qwen3", PACKED, id="tp2-sp-packed"),
+    pytest.param(2, {"cp": 2}, "llama", PACKED, id="cp2-packed"),
+    pytest.param(2, {"pp": 2}, "qwen2", PACKED | {"model_args": RECOMPUTE}, id="pp2-packed-recomputed"),
+    pytest.param(2, {"pp": 2, "vpp": 2}, "qwen2", PACKED, id="vpp2-packed"),
+    pytest.param(2, {}, "qwen2", BALANCED, id="dp2-balanced-packs"),
+    pytest.param(2, {}, "qwen3", DYNAMIC, id="dp2-dynamic"),
+    pytest.param(2, {"cp": 2}, "qwen2", {"use_prefix_sharing": True}, id="cp2-shared-prompts"),
+    pytest.param(
+        4,
+        {"pp": 2, "tp": 2, "sp": True},
+        "qwen3",
+        {"use_prefix_sharing": True, "model_args": RECOMPUTE},
+        id="tp2-pp2-sp-shared-prompts",
+    ),
 ]
-
-RECOMPUTE = {"disable_gradient_checkpointing": False}
 
 
 def assert_same_gradients(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
+from roll.config.micro_batching import MicroBatching
 from roll.strategies.megatron import cpu_compat
 from roll.strategies.megatron.conversion import (
     Cut,
@@ -62,19 +63,27 @@ def test_a_group_has_its_queries_then_key_then_value() -> None:
     tensor_size=st.sampled_from([1, 2]),
     rows=st.integers(1, 13),
     same_shape=st.booleans(),
+    removes_padding=st.booleans(),
+    shares_prompts=st.booleans(),
     seed=st.integers(0, 20),
 )
 @settings(deadline=None, max_examples=40)
 def test_every_response_token_is_predicted_once(
-    context_size: int, tensor_size: int, rows: int, same_shape: bool, seed: int
+    context_size: int,
+    tensor_size: int,
+    rows: int,
+    same_shape: bool,
+    removes_padding: bool,
+    shares_prompts: bool,
+    seed: int,
 ) -> None:
     batch = make_batch(seed=seed)
     divisor = context_size * tensor_size
     # A hidden state that says which token it stands for, so that predictors can be checked without a model.
     found = torch.zeros_like(batch["input_ids"])
     for rank in range(context_size):
-        chunking = Chunking(rank, context_size, divisor, same_shape, 2, torch.device("cpu"))
-        parts = chunking.micro_batches(batch, rows)
+        chunking = Chunking(rank, context_size, divisor, same_shape, 2, torch.device("cpu"), shares_prompts)
+        parts = chunking.micro_batches(batch, MicroBatching(rows, removes_padding, width_multiple=3))
         if same_shape:
             assert len(parts) % 2 == 0 and len({part.input_ids.shape for part in parts}) == 1
         for index, part in enumerate(parts):
@@ -84,6 +93,9 @@ def test_every_response_token_is_predicted_once(
             flat = part.columns["input_ids"].flatten()
             assert torch.equal(flat[part.destinations], part.targets)
             assert torch.equal(flat[part.destinations - 1], predicting)
+            if part.arrangement is not None:
+                position = part.arrangement.position_ids[part.predictors]
+                assert torch.equal(position, (part.destinations - 1) % part.columns["input_ids"].shape[1])
             shape = part.columns["input_ids"].shape
             marks = torch.zeros(shape, dtype=torch.int64).flatten()
             marks[part.destinations] += 1
