@@ -55,7 +55,8 @@ def check_rewards(loaded: LoadedConfig[Any]) -> None:
     """Build each domain's reward once, so that a wrong ``reward_kwargs`` is found before anything starts.
 
     Raises:
-        ConfigError: a reward that cannot be built, or an option that it does not have.
+        ConfigError: a reward that cannot be built, an option that it does not have, or numbers in ``reward_weights``
+            that it does not return.
     """
     if not isinstance(loaded.config, RLVRConfig):
         return
@@ -66,12 +67,24 @@ def check_rewards(loaded: LoadedConfig[Any]) -> None:
     problems = []
     for name, section in loaded.config.rewards.items():
         try:
-            build_reward(*reward_options(name, section)).close()
+            reward = build_reward(*reward_options(name, section))
+            reward.close()
+            problems += unknown_numbers(name, reward, loaded)
         except RewardOptionError as error:
             key, value = f"rewards.{name}.reward_kwargs", section.reward_kwargs
             problems.append(Problem(key, value, str(error), source=shown(loaded.source), has_value=bool(value)))
     if problems:
         raise ConfigError(problems)
+
+
+def unknown_numbers(domain: str, reward: object, loaded: LoadedConfig[RLVRConfig]) -> list[Problem]:
+    """A mistake where ``reward_weights`` names what a rule is known not to return."""
+    known = getattr(reward, "numbers", ())
+    for number in loaded.config.reward_weights:
+        if known and number not in (*known, "score"):
+            rule = f"rewards.{domain} returns no such number; it returns {', '.join((*known, 'score'))}"
+            return [Problem(f"reward_weights.{number}", None, rule, source=shown(loaded.source), has_value=False)]
+    return []
 
 
 def check_own_functions(loaded: LoadedConfig[Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,9 @@ class RewardFunction(Protocol):
 
 class RewardRule(ABC):
     """A reward that judges one sample at a time. Subclasses are dataclasses: their fields are the rule's options."""
+
+    numbers: ClassVar[tuple[str, ...]] = ()
+    """Names in the ``metrics`` of every result; empty: not told."""
 
     @abstractmethod
     def judge(self, sample: RewardSample) -> RewardResult: ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import regex  # type: ignore[import-untyped]
 
@@ -16,6 +16,7 @@ THINK_THEN_ANSWER = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
 class FormatRule(RewardRule):
     """``score`` where the pattern matches, ``miss_score`` elsewhere. The ground truth plays no part."""
 
+    numbers: ClassVar[tuple[str, ...]] = ("format",)
     pattern: str = THINK_THEN_ANSWER
     """Regular expression; ``.`` matches line ends too. The default asks for ``<think>`` and then ``<answer>``."""
     mode: Literal["full", "search"] = "full"

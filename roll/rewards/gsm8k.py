@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Literal
+from typing import ClassVar, Literal
 
 from roll.rewards.base import RewardResult, RewardRule, RewardSample, failure
 from roll.rewards.numerals import NUMERAL, parse_number
@@ -39,6 +39,7 @@ class Gsm8kRule(RewardRule):
     Source of the answer format: Cobbe et al., "Training Verifiers to Solve Math Word Problems", arXiv 2110.14168.
     """
 
+    numbers: ClassVar[tuple[str, ...]] = ("correct", "answered")
     method: Literal["strict", "flexible"] = "strict"
     """``strict``: the number must stand behind ``####``. ``flexible``: without that mark, the last number counts."""
     score: float = 1.0

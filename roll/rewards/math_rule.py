@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from roll.rewards.base import RewardResult, RewardRule, RewardSample, failure
 from roll.rewards.extraction import after_thought, last_boxed, last_marked, last_number, tagged_answer
@@ -35,6 +35,7 @@ class MathRule(RewardRule):
     process of its own.
     """
 
+    numbers: ClassVar[tuple[str, ...]] = ("correct", "answered")
     score: float = 1.0
     format_score: float = 0.0
     """Score of an answer that is found but wrong."""

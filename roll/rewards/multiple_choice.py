@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
 from roll.rewards.extraction import after_thought, last_boxed, tagged_answer
@@ -17,6 +18,7 @@ class MultipleChoice(RewardRule):
     unless ``boxed_only``, as the last letter standing alone. Several letters (``A, C``) must agree as a set.
     """
 
+    numbers: ClassVar[tuple[str, ...]] = ("correct", "answered")
     score: float = 1.0
     format_score: float = 0.0
     choices: str = "ABCDEFGHIJ"

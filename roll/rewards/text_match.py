@@ -11,7 +11,7 @@ import string
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from roll.rewards.base import RewardResult, RewardRule, RewardSample, failure
 from roll.rewards.extraction import after_thought, last_boxed, last_marked, tagged_answer
@@ -51,6 +51,7 @@ def truths(ground_truth: Any) -> list[str]:
 class ExactMatch(RewardRule):
     """1 where the answer equals (one of) the ground truth, else 0."""
 
+    numbers: ClassVar[tuple[str, ...]] = ("correct", "answered")
     score: float = 1.0
     source: Source = "response"
     """What is compared: the whole ``response`` after the thought, or its ``boxed``, ``marked`` or ``tagged`` answer."""
@@ -75,6 +76,7 @@ class ExactMatch(RewardRule):
 class F1(RewardRule):
     """The F1 of the words shared with the ground truth (the best of several), times ``score``."""
 
+    numbers: ClassVar[tuple[str, ...]] = ("f1", "answered")
     score: float = 1.0
     source: Source = "response"
     """As for ``exact_match``."""

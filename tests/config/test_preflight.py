@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from roll.config.errors import ConfigError
-from roll.preflight import OWN_FUNCTION_KEYS, check_own_functions
+from roll.preflight import OWN_FUNCTION_KEYS, check_own_functions, check_rewards
 from tests.config.good import changed, load
 
 OWN = "tests.own_algorithms"
@@ -52,3 +52,11 @@ def test_what_is_not_there_is_named(tmp_path: Path, changes: dict[str, Any], key
         check_own_functions(load(tmp_path, changed(changes)))
     assert [problem.key for problem in caught.value.problems] == [key]
     assert message in str(caught.value)
+
+
+def test_numbers_that_a_rule_does_not_return_are_named(tmp_path: Path) -> None:
+    weights = {"correct": 1.0, "answered": 0.5, "score": 1.0}
+    gdpo = {"adv_estimator": "gdpo", "reward_weights": weights}
+    check_rewards(load(tmp_path, changed(gdpo)))
+    with pytest.raises(ConfigError, match=r"reward_weights\.f1.*rewards\.math returns.*correct, answered, score"):
+        check_rewards(load(tmp_path, changed(gdpo | {"reward_weights": {"f1": 1.0}})))

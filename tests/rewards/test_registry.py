@@ -3,6 +3,7 @@ import sys
 
 import pytest
 
+from roll.config.names import REWARDS
 from roll.config.rewards import RewardConfig
 from roll.rewards import (
     RewardError,
@@ -148,3 +149,12 @@ def test_rewards_load_without_the_heavy_packages() -> None:
         "print([m for m in ('torch', 'numpy', 'transformers', 'ray', 'sympy') if m in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"
+
+
+@pytest.mark.parametrize("name", sorted(REWARDS))
+def test_a_rule_returns_the_numbers_that_it_tells_of(name: str) -> None:
+    rule = build_reward(name)
+    for response in ("#### 7", "\\boxed{A}", "seven", ""):
+        (result,) = rule([RewardSample("question", response, "A" if name == "multiple_choice" else "7")])
+        assert tuple(result.metrics) == rule.numbers or result.error is not None
+    rule.close()
