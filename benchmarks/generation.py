@@ -1,10 +1,10 @@
 """Tokens per CPU-second of the hf_infer engine beside ``model.generate`` in padded batches, and beside vLLM.
 
-Both sides generate the same requests: prompts of 32 tokens, groups of 8 samples, temperature 1, with log-probs on our
-side only.  Lengths are forced (end-of-sequence is banned until the wanted length): all equal (64 tokens), or spread
-evenly from 8 to 64 (1:8) and shuffled.  There are four times as many samples as run at a time.  ``model.generate`` gets
-as many rows a call as the engine runs at a time; at varied lengths it runs each call to its longest row, which is what
-a padded batch must do, and only wanted tokens count.
+All generate the same requests: prompts of 32 tokens, groups of 8 samples, temperature 1, with log-probs except under
+``model.generate``.  Lengths are forced (end-of-sequence is banned until the wanted length): all equal (64 tokens), or
+spread evenly from 8 to 64 (1:8) and shuffled.  There are four times as many samples as run at a time.
+``model.generate`` gets as many rows a call as the engine runs at a time; at varied lengths it runs each call to its
+longest row, which is what a padded batch must do, and only wanted tokens count.
 The runs alternate and each figure is the median.
 
     OMP_NUM_THREADS=1 python benchmarks/generation.py [--repeats 5] [--models tiny,10m] [--concurrency 64,256]
@@ -23,9 +23,12 @@ from dataclasses import dataclass
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
 
-from roll.strategies.generation import GenerationRequest, SamplingParams
+from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
+from roll.strategies.factory import create_generation_strategy
+from roll.strategies.generation import GenerationRequest, GenerationStrategy, SamplingParams
 from roll.strategies.hf_infer.decoder import create_decoder
 from roll.strategies.hf_infer.engine import GenerationEngine
 
@@ -40,8 +43,8 @@ MODELS = {
         vocab_size=448,
         hidden_size=64,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        num_attention_heads=2,  # of size 32: vLLM has no smaller ones on a CPU
+        num_key_value_heads=2,
         intermediate_size=192,
         max_position_embeddings=256,
         tie_word_embeddings=True,
@@ -133,34 +136,35 @@ def run_generate(model: PreTrainedModel, work: Workload) -> Callable[[], None]:
     return run
 
 
-def run_vllm(model: PreTrainedModel, work: Workload, folder: str) -> Callable[[], None]:
-    """vLLM in this process (one thread, eager), on the same weights."""
-    from vllm import LLM, TokensPrompt
-    from vllm import SamplingParams as VllmParams
-
-    path = os.path.join(folder, f"model-{work.concurrency}-{id(work)}")
+def start_vllm(model: PreTrainedModel, work: Workload, folder: str) -> GenerationStrategy:
+    """The ``vllm`` strategy in this process (one thread, eager), on the same weights."""
+    path = os.path.join(folder, "model")
     model.save_pretrained(path)
-    engine = LLM(
-        model=path,
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        dtype="float32",
-        max_model_len=PROMPT_LENGTH + MAX_NEW_TOKENS,
-        max_num_seqs=work.concurrency,
-        kv_cache_memory_bytes=1 << 30,
-        logprobs_mode="processed_logprobs",
-        disable_log_stats=True,
-        enable_prefix_caching=False,
+    words = models.WordLevel({str(token): token for token in range(model.config.vocab_size)}, unk_token="0")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token=str(EOS)).save_pretrained(path)
+    longest = PROMPT_LENGTH + MAX_NEW_TOKENS
+    options = {"max_num_seqs": work.concurrency, "max_model_len": longest, "enable_prefix_caching": False}
+    role = WorkerConfig(
+        model_args=ModelArguments(model_name_or_path=path, dtype="fp32"),
+        strategy_args=StrategyArguments("vllm", options),
     )
-    prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in work.prompts]
-    params = [
-        VllmParams(n=GROUP_SIZE, temperature=1.0, max_tokens=n, min_tokens=n, logprobs=0, detokenize=False)
-        for n in work.lengths
-    ]
+    engine = create_generation_strategy(role)
+    engine.initialize()
+    return engine
+
+
+def run_vllm(engine: GenerationStrategy, work: Workload) -> Callable[[], None]:
+    """Every request is seeded, as in a pipeline."""
 
     def run() -> None:
-        outputs = engine.generate(prompts, params, use_tqdm=False)
-        assert sum(len(sample.token_ids) for output in outputs for sample in output.outputs) == work.num_tokens
+        engine.add_requests(
+            GenerationRequest(str(i), prompt, SamplingParams(length, min_new_tokens=length, seed=i), GROUP_SIZE)
+            for i, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True))
+        )
+        produced = 0
+        while engine.num_unfinished:
+            produced += sum(len(output.token_ids) for output in engine.step())
+        assert produced == work.num_tokens
 
     return run
 
@@ -204,8 +208,6 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     with_vllm = vllm_is_installed() and not args.no_vllm
-    if with_vllm:
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     names = ["hf_infer", "generate", *(["vllm"] if with_vllm else [])]
     print(f"{'model':6} {'rows':>5} {'lengths':8} " + " ".join(f"{name + ' tok/CPU-s':>20}" for name in names), end="")
     print(" " + " ".join(f"{'x ' + name:>11}" for name in names[1:]))
@@ -222,9 +224,12 @@ def line(model_name: str, concurrency: int, varied: bool, args: argparse.Namespa
     work = make_workload(MODELS[model_name].vocab_size, concurrency, varied, args.rounds)
     runs = {"hf_infer": run_engine(build(model_name), work), "generate": run_generate(build(model_name), work)}
     with tempfile.TemporaryDirectory() as folder:
-        if with_vllm:
-            runs["vllm"] = run_vllm(build(model_name), work, folder)
+        engine = start_vllm(build(model_name), work, folder) if with_vllm else None
+        if engine is not None:
+            runs["vllm"] = run_vllm(engine, work)
         seconds = measure(runs, args.repeats)
+        if engine is not None:
+            engine.shutdown()
     rates = {name: work.num_tokens / value for name, value in seconds.items()}
     print(f"{model_name:6} {concurrency:5} {'1:8' if varied else 'equal':8} ", end="")
     print(" ".join(f"{rate:20,.0f}" for rate in rates.values()), end=" ")

@@ -245,8 +245,8 @@ def put_algorithm(draft: Draft) -> None:
         draft.put("use_pg_clip_range", True, "clip_low", "clip_high")
         for side in ("low", "high"):
             draft.put(f"pg_clip_{side}", draft.get(f"clip_{side}", default=0.2), f"clip_{side}")
-    bound = draft.get("dual_clip", "dual_clip_bound")
-    is_dual = draft.get("loss_name") == "dual_clip" if "dual_clip" not in draft.facts else True
+    bound, loss = draft.get("dual_clip", "dual_clip_bound"), draft.get("loss_name", default="vanilla")
+    is_dual = loss == ("vanilla" if "dual_clip" in draft.facts else "dual_clip")
     if bound is not None and is_dual and draft.states("dual_clip", "dual_clip_bound", "loss"):
         draft.put("dual_clip_loss", True, "dual_clip", "dual_clip_bound", "loss")
         draft.put("dual_clip_coef", float(bound), "dual_clip", "dual_clip_bound")

@@ -38,7 +38,7 @@ NEWER_EXAMPLES = "examples/train/"
 SECTIONS = ("tracker_kwargs", "actor_train", "actor_infer", "reference", "critic", "rewards", "validation")
 IDLE_WITHOUT = {
     "reference": ("kl_loss_type", "kl_penalty", "init_kl_coef", "kl_horizon"),
-    "critic": ("value_clip", "gamma", "lambd", "critic_warmup"),
+    "critic": ("value_clip", "lambd", "critic_warmup"),
 }
 """Keys that count only where the run has this role."""
 

@@ -260,7 +260,7 @@ ALGORITHM = Section(
             "dual_clip",
             computed=True,
         ),
-        Rule(f"{ACTOR_KEYS}.policy_loss.loss_mode", ("pg_variant",), value=one_of(LOSSES)),
+        Rule(f"{ACTOR_KEYS}.policy_loss.loss_mode", ("pg_variant",), value=one_of(LOSSES), fact="loss"),
         Rule(f"{ACTOR_KEYS}.loss_agg_mode", ("loss_agg_mode",), value=one_of(AGGREGATIONS)),
         Rule(f"{ACTOR_KEYS}.entropy_coeff", ("entropy_loss_coef",), value=number),
         Rule(f"{ACTOR_KEYS}.ppo_epochs", ("ppo_epochs",), value=whole),

@@ -20,6 +20,12 @@ uv run --isolated --extra fsdp -m skyrl.train.entrypoints.main_base \\
     ... # others
 """
 
+SKYRL_PPO = (
+    "python -m skyrl_train.entrypoints.main_base trainer.algorithm.advantage_estimator=gae trainer.policy.model.path=m "
+    "data.train_data=[gsm8k.parquet] data.val_data=[gsm8k.parquet]"
+)
+"""PPO with a critic, everything else by default."""
+
 SWITCH = {
     "deepspeed": "bash examples/gsm8k/run_gsm8k.sh trainer.strategy=deepspeed",
     "fsdp": "# bash examples/training_backends/fsdp/run_fsdp.sh (or just)\n"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from roll.config.errors import ConfigError
 from roll.config.loader import LoadedConfig, load_config
 from roll.config.strategy import PLANNED
 from roll.translation.reading import read_yaml
@@ -57,7 +58,8 @@ def test_yaml_files_run_on_the_quickstart(name: str, translated: Translate) -> N
 @pytest.fixture(autouse=True)
 def without_fsdp1(request: pytest.FixtureRequest) -> None:
     """FSDP1 is refused for now, and a translation to it with it."""
-    if "fsdp_train" in PLANNED and request.node.name.endswith(("[switch fsdp]", "[fsdp]")):
+    name = request.node.name
+    if "fsdp_train" in PLANNED and (name.endswith(("[switch fsdp]", "[fsdp]")) or name.startswith("test_fsdp1")):
         pytest.skip("waits for FSDP1")
 
 
@@ -89,3 +91,32 @@ def test_zero_1_with_offload_says_what_happens(translated: Translate) -> None:
 def test_an_engine_shorter_than_the_sequence_is_accepted_and_noted(translated: Translate) -> None:
     loaded = load(translated(commands.VERL_CASES["zero1_no_offload"]), QUICKSTART)
     assert any(warning.key.endswith("max_model_len") for warning in loaded.warnings)
+
+
+def test_a10_one_key_switches_the_backend(translated: Translate) -> None:
+    """A10: nothing but the strategies changes."""
+    assert translated(commands.SWITCH["deepspeed"]).keys == {
+        "actor_train.strategy_args.strategy_name": "deepspeed_train",
+        "reference.strategy_args.strategy_name": "deepspeed_infer",
+    }
+
+
+def test_d18_ulysses_under_deepspeed_is_taken_as_1(translated: Translate) -> None:
+    text = f"{commands.VERL_GRPO.rstrip()} actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
+    translation = translated(text)
+    assert translation.keys["actor_train.model_args.ulysses_size"] == 2
+    assert translation.keys["actor_train.training_args.gradient_accumulation_steps"] == 64
+    assert any("is taken as 1" in warning.text for warning in load(translation, QUICKSTART).warnings)
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ("A35", "bash x.sh trainer.strategy=fsdp trainer.policy.fsdp_config.cpu_offload=true"),
+        ("A36", f"{commands.SKYRL_PPO} trainer.strategy=fsdp trainer.critic.fsdp_config.cpu_offload=true"),
+    ],
+)
+def test_fsdp1_refuses_offload_of_trained_roles(row: str, text: str, translated: Translate) -> None:
+    """A35, A36, A38: the refusal names the limitation."""
+    with pytest.raises(ConfigError, match="gradient accumulation outside no_sync"):
+        load(translated(text), QUICKSTART)

@@ -144,6 +144,10 @@ def test_clipping_kl_and_dynamic_batches(translated: Translate) -> None:
     assert keys["actor_train.use_dynamic_batching_in_train"] is True
     assert keys["actor_train.max_tokens_per_microbatch_in_train"] == 4096
     assert keys["actor_train.training_args.per_device_train_batch_size"] == 1
+    others = translated(
+        f"{VERL} algorithm.adv_estimator=grpo {actor}.policy_loss.loss_mode=gspo {actor}.use_dynamic_bsz=true"
+    )
+    assert others.keys["pg_variant"] == "gspo" and "dual_clip_loss" not in others.keys
     dual = translated("bash x.sh trainer.algorithm.policy_loss_type=dual_clip trainer.algorithm.clip_ratio_c=4").keys
     assert (dual["pg_variant"], dual["dual_clip_loss"], dual["dual_clip_coef"]) == ("ppo", True, 4.0)
 

@@ -22,6 +22,7 @@ TESTED_VERSIONS = (Version("0.32"), Version("0.34"))
 WORKER_EXTENSION = "roll.strategies.vllm.worker_extension.WeightReceiver"
 
 _MOST_CPU_CACHE_BYTES = 4 << 30
+_CPU_BATCHED_TOKENS = 8192
 _CPU_BLOCK = 32  # the CPU attention kernels want blocks of a multiple of this
 
 
@@ -109,7 +110,14 @@ def _on_cpu(options: VllmStrategyConfig, model_config: Any, max_model_len: int, 
     # One block more: vLLM keeps one for itself.
     wanted = options.max_num_seqs * sequence_bytes + block * token_bytes
     cache = max(min(wanted, _MOST_CPU_CACHE_BYTES), sequence_bytes + block * token_bytes)
-    return {"block_size": block, "kv_cache_memory_bytes": options.kv_cache_memory_bytes or cache}
+    return {
+        "block_size": block,
+        "kv_cache_memory_bytes": options.kv_cache_memory_bytes or cache,
+        # vLLM takes back the random number of a prompt that is half computed, which torch's CPU generators cannot do:
+        # prompts are computed whole.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(options.max_num_batched_tokens or _CPU_BATCHED_TOKENS, max_model_len),
+    }
 
 
 def _check_head_size(head_dim: int, text_config: Any) -> None:

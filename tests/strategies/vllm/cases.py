@@ -53,17 +53,43 @@ def jolt(model: Any, seed: int) -> None:
         parameter.add_((0.05 * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype))
 
 
-@contextmanager
-def engine(folder: Path, dtype: str = "fp32", strategy: str = "vllm", **options: Any) -> Iterator[GenerationStrategy]:
+OPTIONS = {"max_num_seqs": 4, "max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": MAX_MODEL_LEN}
+_shared: dict[Path, GenerationStrategy] = {}
+
+
+def start(folder: Path, dtype: str = "fp32", strategy: str = "vllm") -> GenerationStrategy:
     role = WorkerConfig(
         name="actor_infer",
         model_args=ModelArguments(model_name_or_path=str(folder), dtype=dtype),
-        strategy_args=StrategyArguments(strategy, {"max_num_seqs": 8, "max_model_len": MAX_MODEL_LEN, **options}),
+        strategy_args=StrategyArguments(strategy, OPTIONS),
     )
     started = create_generation_strategy(role)
     started.initialize()
+    return started
+
+
+@contextmanager
+def engine(folder: Path, dtype: str = "fp32", strategy: str = "vllm") -> Iterator[GenerationStrategy]:
+    """An engine of a case's own; there is one vLLM in the process at a time."""
+    if strategy == "vllm":
+        drop_shared_engine()
+    started = start(folder, dtype, strategy)
     yield started
     started.shutdown()
+
+
+def shared_engine(folder: Path) -> GenerationStrategy:
+    """An engine for cases that leave its weights alone and nothing in it."""
+    if folder not in _shared:
+        drop_shared_engine()
+        _shared[folder] = start(folder)
+    assert not _shared[folder].num_unfinished
+    return _shared[folder]
+
+
+def drop_shared_engine() -> None:
+    while _shared:
+        _shared.popitem()[1].shutdown()
 
 
 def update(started: GenerationStrategy, model: Any, version: int, bucket: int = 3) -> list[str]:
@@ -139,6 +165,8 @@ def faulty_updates(folder: Path) -> dict[str, list[str]]:
                     started.update_weights({name: sent[name]})
             held = started.finish_weight_update()
             found[fault] = [name for name in names if held.get(name) != tensor_checksum(meant[name])]
+        model.get_parameter(key)[1, 2] = float("nan")
+        found["no number"] = update(started, model, 7)
     return found
 
 
@@ -192,19 +220,12 @@ def left_unpacked(folder: Path) -> str:
     return ""
 
 
-def not_a_number(folder: Path) -> list[str]:
-    """Names found wrong after weights that diverged: none, the engine holds them as they are."""
-    model = load(folder, "fp32")
-    for name, parameter in model.named_parameters():
-        if name.endswith("o_proj.weight"):
-            parameter[1, 2] = float("nan")
-    with engine(folder) as started:
-        return update(started, model, 1)
-
-
-def samples(folder: Path, requests: list[GenerationRequest], **options: Any) -> dict[tuple[str, int], Any]:
-    with engine(folder, **options) as started:
-        return helpers.run(started, requests)
+def together_and_alone(folder: Path) -> list[dict[tuple[str, int], Any]]:
+    """Three prompts at once, which a step has no room for; one of them by itself; the same with the next seed."""
+    prompts = helpers.random_prompts([60, 43, 71])
+    requests = [GenerationRequest(str(i), prompt, SamplingParams(20, seed=11), 3) for i, prompt in enumerate(prompts)]
+    neighbour = GenerationRequest("1", prompts[1], SamplingParams(20, seed=12), 3)
+    return [helpers.run(shared_engine(folder), batch) for batch in (requests, requests[1:2], [neighbour])]
 
 
 def sampled_gaps(folder: Path, settings: list[SamplingParams]) -> list[float]:
@@ -213,8 +234,7 @@ def sampled_gaps(folder: Path, settings: list[SamplingParams]) -> list[float]:
     model, (prompt,) = load(folder, "fp32"), helpers.random_prompts([11])
     requests = [GenerationRequest(str(i), prompt, params, 3) for i, params in enumerate(settings)]
     gaps = []
-    with engine(folder) as started:
-        outputs = helpers.run(started, requests)
+    outputs = helpers.run(shared_engine(folder), requests)
     for i, params in enumerate(settings):
         gap = 0.0
         for sample in range(3):
@@ -254,18 +274,17 @@ def update_in_flight(folder: Path) -> dict[str, Any]:
 def aborted(folder: Path) -> dict[str, Any]:
     """Two requests of two samples, one aborted after five steps, with one more that had no room yet."""
     model, prompts = load(folder, "fp32"), helpers.random_prompts([7, 9, 4])
-    params = SamplingParams(30, seed=3)
-    with engine(folder, max_num_seqs=4) as started:
-        started.add_requests([GenerationRequest(str(i), prompt, params, 2) for i, prompt in enumerate(prompts)])
-        for _ in range(5):
-            started.step()
-        gone = started.abort(["1", "2", "no such"])
-        left = started.num_unfinished
-        outputs = []
-        while started.num_unfinished:
-            outputs += started.step()
-        started.add_requests([GenerationRequest("1", prompts[1], params)])
-        rest = started.abort()
+    params, started = SamplingParams(30, seed=3), shared_engine(folder)
+    started.add_requests([GenerationRequest(str(i), prompt, params, 2) for i, prompt in enumerate(prompts)])
+    for _ in range(5):
+        started.step()
+    gone = started.abort(["1", "2", "no such"])
+    left = started.num_unfinished
+    outputs = []
+    while started.num_unfinished:
+        outputs += started.step()
+    started.add_requests([GenerationRequest("1", prompts[1], params)])
+    rest = started.abort()
     return {
         "aborted": [(o.request_id, o.sample_index, len(o.token_ids), o.finish_reason) for o in gone],
         "gap": max(log_prob_gap(model, prompts[1], o.token_ids, o.log_probs) for o in gone[:2]),
@@ -287,21 +306,21 @@ def refusals(folder: Path) -> list[str]:
         lambda e: e.update_weights({"model.no_such.weight": torch.zeros(2)}),
     ]
     messages = []
-    with engine(folder) as started:
-        for attempt in attempts:
-            try:
-                attempt(started)
-                messages.append("")
-            except (ValueError, RuntimeError) as error:
-                messages.append(str(error))
+    for attempt in attempts:
+        try:
+            attempt(shared_engine(folder))
+            messages.append("")
+        except (ValueError, RuntimeError) as error:
+            messages.append(str(error))
+    drop_shared_engine()  # its update is half done
     return messages
 
 
 def cut_to_fit(folder: Path) -> tuple[list[int], str]:
     """A response that is longer than the engine's sequences."""
     (prompt,) = helpers.random_prompts([90])
-    with engine(folder) as started:
-        output = helpers.run(started, [GenerationRequest("r", prompt, SamplingParams(50, min_new_tokens=50))])["r", 0]
+    request = GenerationRequest("r", prompt, SamplingParams(50, min_new_tokens=50))
+    output = helpers.run(shared_engine(folder), [request])["r", 0]
     return output.token_ids, output.finish_reason
 
 
@@ -311,12 +330,9 @@ def stop_strings(folder: Path) -> list[tuple[list[int], str]]:
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer("the quick brown fox")["input_ids"]
-    found = []
-    with engine(folder, "fp32", "hf_infer") as embedded, engine(folder) as started:
+    with engine(folder, strategy="hf_infer") as embedded:
         free = helpers.run(embedded, [GenerationRequest("r", prompt, helpers.greedy(20))])["r", 0]
         text = tokenizer.decode(free.token_ids)
-        params = helpers.greedy(20, stop_strings=(text[4:7],))
-        for one in (embedded, started):
-            output = helpers.run(one, [GenerationRequest("s", prompt, params)])["s", 0]
-            found.append((output.token_ids, output.finish_reason))
-    return found
+        request = GenerationRequest("s", prompt, helpers.greedy(20, stop_strings=(text[4:7],)))
+        outputs = [helpers.run(one, [request])["s", 0] for one in (embedded, shared_engine(folder))]
+    return [(output.token_ids, output.finish_reason) for output in outputs]

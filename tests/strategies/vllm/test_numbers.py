@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 
-from roll.strategies.generation import GenerationRequest, SamplingParams
-from tests.strategies.hf_infer import helpers
+from roll.strategies.generation import SamplingParams
 from tests.strategies.vllm import cases
 
 pytestmark = pytest.mark.e2e
 
 FP32_GAP = 5e-5  # measured: 2e-5
 BF16_GAP = 0.15  # measured: 0.08; eight bits of mantissa, logits of magnitude 10
-PLAIN = SamplingParams(20, seed=11)
 SETTINGS = [
     SamplingParams(20, seed=1),
     SamplingParams(20, temperature=0.5, seed=2),
@@ -41,6 +39,12 @@ def test_greedy_tokens_and_log_probs_after_updates(
         assert all(case["vllm"] == case["hf_infer"] == case["generate"] for case in found)
 
 
+def test_an_update_in_flight(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> None:
+    found = in_engine_process(cases.update_in_flight, folders["qwen3"])
+    assert found["wrong"] == [] and found["spans"] == [(0, 0, 12), (5, 12, 40)]
+    assert found["before"] < FP32_GAP and found["after"] < FP32_GAP and found["again"]
+
+
 def test_log_probs_are_those_of_the_sampling_distribution(
     in_engine_process: Callable[..., Any], folders: dict[str, Path]
 ) -> None:
@@ -51,23 +55,12 @@ def test_log_probs_are_those_of_the_sampling_distribution(
 def test_a_sample_does_not_depend_on_its_neighbours(
     in_engine_process: Callable[..., Any], folders: dict[str, Path]
 ) -> None:
-    prompts = helpers.random_prompts([6, 13, 21])
-    requests = [GenerationRequest(str(i), prompt, PLAIN, 3) for i, prompt in enumerate(prompts)]
-    together = in_engine_process(cases.samples, folders["qwen2"], requests)
-    alone = in_engine_process(cases.samples, folders["qwen2"], requests[1:2])
-    assert [together["1", i].token_ids for i in range(3)] == [alone["1", i].token_ids for i in range(3)]
-    assert len({tuple(together["1", i].token_ids) for i in range(3)}) == 3
-    neighbour = GenerationRequest("n", prompts[1], SamplingParams(20, seed=12), 2)
-    other = in_engine_process(cases.samples, folders["qwen2"], [neighbour])
-    assert other["n", 0].token_ids != together["1", 1].token_ids, "neighbouring seeds share no stream"
+    together, alone, neighbour = in_engine_process(cases.together_and_alone, folders["qwen2"])
+    drawn = [[outputs["1", i].token_ids for i in range(3)] for outputs in (together, alone, neighbour)]
+    assert drawn[0] == drawn[1]
+    assert len({tuple(token_ids) for token_ids in drawn[0] + drawn[2]}) == 6, "neighbouring seeds share no stream"
 
 
 def test_stop_strings_end_where_hf_infer_ends(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> None:
     embedded, ours = in_engine_process(cases.stop_strings, folders["qwen2"])
     assert ours == embedded and ours[1] == "stop" and len(ours[0]) < 20
-
-
-def test_an_update_in_flight(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> None:
-    found = in_engine_process(cases.update_in_flight, folders["qwen3"])
-    assert found["wrong"] == [] and found["spans"] == [(0, 0, 12), (5, 12, 40)]
-    assert found["before"] < FP32_GAP and found["after"] < FP32_GAP and found["again"]

@@ -16,39 +16,19 @@ KEY = "model.layers.0.self_attn.k_proj.weight"
 VALUE = KEY.replace("k_proj", "v_proj")
 
 
-def test_faulty_updates_are_found_and_the_next_one_puts_them_right(
-    in_engine_process: Callable[..., Any], folders: dict[str, Path]
-) -> None:
-    found = in_engine_process(cases.faulty_updates, folders["qwen3"])
-    assert found["none"] == found["put right"] == []
-    assert found["lost"] == found["element"] == [KEY]
-    assert sorted(found["swapped"]) == sorted([KEY, VALUE])
-    assert len(found["old"]) > 20, "an old version differs everywhere"
-
-
-def test_faults_behind_the_receiver_are_found(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> None:
-    wrong = in_engine_process(cases.mixed_up_by_the_loader, folders["qwen2"])
-    assert len(wrong) == 4 and all(name.endswith(("k_proj.weight", "v_proj.weight")) for name in wrong)
-    error = in_engine_process(cases.left_unpacked, folders["qwen2"])
-    assert "does not compute with the weights it was loaded with" in error
-
-
-def test_an_engine_of_another_dtype(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> None:
-    assert in_engine_process(cases.other_dtype, folders["qwen3"]) == ([], ["model.layers.1.mlp.up_proj.weight"])
-
-
-def test_weights_that_are_no_numbers_are_held_all_the_same(
-    in_engine_process: Callable[..., Any], folders: dict[str, Path]
-) -> None:
-    assert in_engine_process(cases.not_a_number, folders["qwen2"]) == []
-
-
 def test_aborted_samples_keep_what_they_have(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> None:
     found = in_engine_process(cases.aborted, folders["qwen2"])
     assert found["aborted"] == [("1", 0, 5, "abort"), ("1", 1, 5, "abort"), ("2", 0, 0, "abort"), ("2", 1, 0, "abort")]
     assert found["gap"] < 5e-5
     assert found["left"] == 2 and found["finished"] == [("0", 0, 30), ("0", 1, 30)]
     assert found["rest"] == [("1", [], "abort")]
+
+
+def test_a_response_ends_with_the_engine_s_sequence(
+    in_engine_process: Callable[..., Any], folders: dict[str, Path]
+) -> None:
+    token_ids, reason = in_engine_process(cases.cut_to_fit, folders["qwen2"])
+    assert len(token_ids) == 6 and reason == "length"
 
 
 def test_refusals(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> None:
@@ -65,8 +45,22 @@ def test_refusals(in_engine_process: Callable[..., Any], folders: dict[str, Path
     assert all(part.replace("\\", "") in message for part, message in zip(expected, messages, strict=True)), messages
 
 
-def test_a_response_ends_with_the_engine_s_sequence(
+def test_faulty_updates_are_found_and_the_next_one_puts_them_right(
     in_engine_process: Callable[..., Any], folders: dict[str, Path]
 ) -> None:
-    token_ids, reason = in_engine_process(cases.cut_to_fit, folders["qwen2"])
-    assert len(token_ids) == 6 and reason == "length"
+    found = in_engine_process(cases.faulty_updates, folders["qwen3"])
+    assert found["none"] == found["put right"] == found["no number"] == []
+    assert found["lost"] == found["element"] == [KEY]
+    assert sorted(found["swapped"]) == sorted([KEY, VALUE])
+    assert len(found["old"]) > 20, "an old version differs everywhere"
+
+
+def test_faults_behind_the_receiver_are_found(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> None:
+    wrong = in_engine_process(cases.mixed_up_by_the_loader, folders["qwen2"])
+    assert len(wrong) == 4 and all(name.endswith(("k_proj.weight", "v_proj.weight")) for name in wrong)
+    error = in_engine_process(cases.left_unpacked, folders["qwen2"])
+    assert "does not compute with the weights it was loaded with" in error
+
+
+def test_an_engine_of_another_dtype(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> None:
+    assert in_engine_process(cases.other_dtype, folders["qwen3"]) == ([], ["model.layers.1.mlp.up_proj.weight"])
