@@ -74,12 +74,14 @@ PLANS = {
         "megatron",
         NODE,
         NODE,
-        "2 optimizer steps of 512; 2 ranks x 256 rows in balanced micro-batches of at most 16,384 tokens, without padding",
+        "2 optimizer steps of 512; 2 ranks x 256 rows in balanced "
+        "micro-batches of at most 16,384 tokens, without padding",
     ),
     "qwen2.5-7B-rlvr_megatron/rlvr_config_4nodes": (
         "megatron",
         *FOUR,
-        "4 optimizer steps of 1024; 2 ranks x 512 rows in balanced micro-batches of at most 16,384 tokens, without padding",
+        "4 optimizer steps of 1024; 2 ranks x 512 rows in balanced "
+        "micro-batches of at most 16,384 tokens, without padding",
     ),
     "qwen3-8B-rlvr_fsdp2/rlvr_config": (
         "fsdp2",
