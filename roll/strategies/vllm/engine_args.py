@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from packaging.version import Version
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from roll.config.roles import WorkerConfig
 from roll.config.vllm import VllmStrategyConfig
@@ -122,6 +121,8 @@ def _on_cpu(options: VllmStrategyConfig, model_config: Any, max_model_len: int, 
 
 def _check_head_size(head_dim: int, text_config: Any) -> None:
     """Told at start; vLLM itself only says so at the first token."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     if head_dim not in sizes and not hasattr(text_config, "kv_lora_rank"):
         raise ValueError(

@@ -38,10 +38,10 @@ class ReloadVerifier:
             if hasattr(method, "process_weights_after_loading") and method not in self._watched:
                 self._watch(method)
 
-    def expect(self, tensors: dict[str, torch.Tensor]) -> None:
-        """These very tensor objects are about to be loaded."""
-        self._sent |= tensors
-        self._names |= {id(tensor): name for name, tensor in tensors.items()}
+    def expect(self, name: str, tensor: torch.Tensor) -> None:
+        """This very tensor object is about to be loaded."""
+        self._sent[name] = tensor
+        self._names[id(tensor)] = name
 
     def _watch(self, method: Any) -> None:
         """Look at the layers of ``method`` when they are loaded and before, on a CPU, they are packed."""

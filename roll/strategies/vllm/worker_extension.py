@@ -8,6 +8,7 @@ product to see that the packing took place.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,11 +37,16 @@ class WeightReceiver:
         """
         verifier = self._roll_verifier
         assert verifier is not None, "no update has been started"
-        # Copies: a layer may wait for a tensor of the next bucket, and these may be shared memory.
         device = self.model_runner.device
-        received = {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
-        verifier.expect(received)
-        self.model_runner.model.load_weights(iter(received.items()))
+
+        def arriving() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in tensors.items():
+                # A copy: its layer may wait for a tensor of the next bucket, and this may be shared memory.
+                received = tensor.to(device, copy=True)
+                verifier.expect(name, received)
+                yield name, received
+
+        self.model_runner.model.load_weights(arriving())
 
     @torch.no_grad()
     def roll_finish_weight_update(self) -> dict[str, int]:
