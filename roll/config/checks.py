@@ -13,6 +13,7 @@ from typing import Any
 
 from roll.config.deepspeed import check_deepspeed
 from roll.config.errors import Problems
+from roll.config.fsdp import check_sharded
 from roll.config.megatron import check_megatron
 from roll.config.micro_batching import check_micro_batching
 from roll.config.planning import Written, lengths, model_path, model_roles, world_size
@@ -26,9 +27,9 @@ from roll.config.strategy import (
     PLANNED,
     TRAIN_STRATEGIES,
     DeepSpeedStrategyConfig,
-    Fsdp2StrategyConfig,
     HfInferStrategyConfig,
     MegatronStrategyConfig,
+    ShardedStrategyConfig,
     StrategyConfig,
     read_strategy_config,
 )
@@ -146,15 +147,11 @@ def check_strategy(name: str, role: WorkerConfig, checks: Checks) -> StrategyCon
 
 def check_strategy_fit(name: str, role: WorkerConfig, options: StrategyConfig, checks: Checks) -> None:
     """Options of a strategy against the role's devices."""
-    if isinstance(options, Fsdp2StrategyConfig):
-        size, world = options.fsdp_size, world_size(role)
-        if 1 < size < world and world % size:
-            divisors = [number for number in range(2, world + 1) if world % number == 0]
-            best = min(divisors, key=lambda number: abs(number - size))
-            rule = f"must divide the role's {world} ranks (or be 1: all of them)"
-            checks.add(f"{name}.strategy_args.strategy_config.fsdp_size", size, rule, best)
+    trains = TASKS[name][1] is TRAIN_STRATEGIES
+    if isinstance(options, ShardedStrategyConfig):
+        check_sharded(name, role, options, world_size(role), trains, checks.problems)
     if isinstance(options, DeepSpeedStrategyConfig):
-        path, trains = f"{name}.strategy_args.strategy_config", TASKS[name][1] is TRAIN_STRATEGIES
+        path = f"{name}.strategy_args.strategy_config"
         check_deepspeed(path, role, options, {**os.environ, **role.system_envs}, trains, checks.problems)
     if isinstance(options, MegatronStrategyConfig):
         check_megatron(name, role, options, world_size(role), checks.problems)

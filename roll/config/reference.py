@@ -28,6 +28,7 @@ from roll.config.sections import DataArguments, GeneratingArguments, ModelArgume
 from roll.config.sft import SFTConfig
 from roll.config.strategy import (
     DeepSpeedStrategyConfig,
+    Fsdp1StrategyConfig,
     Fsdp2StrategyConfig,
     HfInferStrategyConfig,
     MegatronStrategyConfig,
@@ -58,6 +59,7 @@ PAGES: tuple[tuple[str, type, tuple[type, ...]], ...] = (
     ("`<role>.generating_args`", GeneratingArguments, ()),
     ("`<role>.strategy_args`", StrategyArguments, ()),
     ("`strategy_config` of `fsdp2_train` and `fsdp2_infer`", Fsdp2StrategyConfig, ()),
+    ("`strategy_config` of `fsdp_train` and `fsdp_infer`", Fsdp1StrategyConfig, ()),
     ("`strategy_config.wrap_policy`", WrapPolicy, ()),
     ("`strategy_config` of `deepspeed_train` and `deepspeed_infer`", DeepSpeedStrategyConfig, ()),
     ("`strategy_config` of `megatron_train` and `megatron_infer`", MegatronStrategyConfig, ()),

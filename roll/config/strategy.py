@@ -7,71 +7,19 @@ so that one changed ``strategy_name`` is a whole switch of backend; a key that n
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from roll.config.errors import ConfigError, Problems
-from roll.config.fields import parse_dtype, rules, setting
+from roll.config.fields import rules, setting
+from roll.config.fsdp import Fsdp1StrategyConfig as Fsdp1StrategyConfig
+from roll.config.fsdp import Fsdp2StrategyConfig as Fsdp2StrategyConfig
+from roll.config.fsdp import ShardedStrategyConfig as ShardedStrategyConfig
+from roll.config.fsdp import WrapPolicy as WrapPolicy
 from roll.config.roles import StrategyArguments
-from roll.config.schema import SchemaReader, build, closest
+from roll.config.schema import SchemaReader, build, closest, known_keys
 from roll.config.strategy_base import StrategyConfig as StrategyConfig
 from roll.config.vllm import VllmStrategyConfig
-
-Dtype = Literal["bf16", "fp16", "fp32"]
-
-
-@dataclass(frozen=True)
-class WrapPolicy:
-    """``strategy_config.wrap_policy``: which modules become FSDP units of their own."""
-
-    transformer_layer_cls_to_wrap: list[str] | None = None
-    """Class names of the layers to wrap; null: the model's own ``_no_split_modules``."""
-    wrap_embeddings: bool = False
-    """Wrap the input embeddings apart."""
-    wrap_lm_output: bool = False
-    """Wrap the output head apart."""
-    moe_experts: list[str] | None = None
-    """Class names of expert blocks, wrapped apart so that a layer's experts are never all gathered at once."""
-
-
-@dataclass(frozen=True)
-class Fsdp2StrategyConfig(StrategyConfig):
-    """``fsdp2_train`` and ``fsdp2_infer``: PyTorch's ``fully_shard``."""
-
-    fsdp_size: int = 1
-    """Ranks over which parameters are sharded. 1 or less, or at least the role's world size: all ranks; between: a
-    mesh of (world / fsdp_size) replicas of fsdp_size shards (HSDP)."""
-    param_dtype: Dtype | None = field(default=None, metadata=rules(parse=parse_dtype, example="bf16"))
-    """Compute type of gathered parameters; null: ``model_args.dtype``. Master weights are float32 in any case."""
-    reduce_dtype: Dtype = field(default="fp32", metadata=rules(parse=parse_dtype, example="fp32"))
-    """Type in which gradients are summed over ranks."""
-    reshard_after_forward: bool | int = True
-    """Free gathered parameters after the forward pass (less memory, one more gather); a number: reshard to groups of
-    that many ranks."""
-    offload_policy: bool = False
-    """Keep parameters, gradients and optimizer states in host memory, and bring parameters in layer by layer."""
-    wrap_policy: WrapPolicy = field(default_factory=WrapPolicy)
-    """Which modules become FSDP units of their own."""
-    reduce_scatter_during_grad_accumulation: bool = True
-    """Sum gradients over ranks at every micro-batch (less memory) instead of at the last one (less traffic)."""
-    async_save_ckpt: bool = setting(True, inert="a checkpoint is written before training goes on")
-    """Accepted for older files."""
-    save_only_model: bool = False
-    """Leave optimizer states out of checkpoints (such a checkpoint cannot be continued exactly)."""
-    apply_tiled_mlp: bool = False
-    """Compute MLP layers in tiles over the sequence: less memory."""
-    tiled_num_shards: int = setting(4, ge=1)
-    """Tiles with ``apply_tiled_mlp``."""
-    apply_expert_patch: bool = False
-    """Run every expert on every rank, if only on a dummy token, so that ranks never wait for one another."""
-    model_type: str | None = None
-    """Model family for the patches above; null: from the model's config."""
-    ep_size: int = setting(1, ge=1)
-    """Expert-parallel ranks."""
-    efsdp_size: int | None = setting(None, ge=1)
-    """Ranks over which expert parameters are sharded."""
-    moe_use_grouped_mm: bool = False
-    """Compute experts by one grouped matrix product."""
 
 
 @dataclass(frozen=True)
@@ -244,6 +192,8 @@ class MegatronStrategyConfig(StrategyConfig):
 AVAILABLE: dict[str, type[StrategyConfig]] = {
     "fsdp2_train": Fsdp2StrategyConfig,
     "fsdp2_infer": Fsdp2StrategyConfig,
+    "fsdp_train": Fsdp1StrategyConfig,
+    "fsdp_infer": Fsdp1StrategyConfig,
     "deepspeed_train": DeepSpeedStrategyConfig,
     "deepspeed_infer": DeepSpeedStrategyConfig,
     "megatron_train": MegatronStrategyConfig,
@@ -259,7 +209,6 @@ def _names(text: str) -> frozenset[str]:
 
 
 PLANNED_KEYS: dict[str, frozenset[str]] = {
-    "fsdp": _names("cpu_offload sharding_strategy backward_prefetch use_orig_params"),
     "sglang": _names(
         """mem_fraction_static tp_size dp_size pp_size load_format enable_memory_saver grpc_mode
         max_running_requests context_length attention_backend disable_cuda_graph"""
@@ -268,16 +217,16 @@ PLANNED_KEYS: dict[str, frozenset[str]] = {
 """Keys of the backends that are not available yet, as published configurations write them."""
 
 PLANNED: dict[str, str] = {
-    "fsdp_train": "fsdp",
-    "fsdp_infer": "fsdp",
     "sglang": "sglang",
 }
 """Strategies whose backend comes later, and the set of keys (in :data:`PLANNED_KEYS`) that they use."""
 
-TRAIN_STRATEGIES = ("fsdp2_train", "deepspeed_train", "megatron_train")
+TRAIN_STRATEGIES = ("fsdp2_train", "fsdp_train", "deepspeed_train", "megatron_train")
 INFER_STRATEGIES = (
     "fsdp2_infer",
     "fsdp2_train",
+    "fsdp_infer",
+    "fsdp_train",
     "deepspeed_infer",
     "deepspeed_train",
     "megatron_infer",
@@ -290,7 +239,8 @@ GENERATION_STRATEGIES = ("hf_infer", "vllm")
 def strategy_keys(strategy_name: str) -> frozenset[str]:
     """The option names of a strategy, available or planned; empty for an unknown strategy."""
     if strategy_name in AVAILABLE:
-        return frozenset(item.name for item in fields(AVAILABLE[strategy_name]))
+        options: type = AVAILABLE[strategy_name]
+        return frozenset(known_keys(options))
     return PLANNED_KEYS[PLANNED[strategy_name]] if strategy_name in PLANNED else frozenset()
 
 

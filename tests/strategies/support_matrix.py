@@ -13,7 +13,7 @@ from typing import Any
 
 PAGE = Path(__file__).parents[2] / "docs/backends.md"
 BEGIN, END = "<!-- support matrix -->", "<!-- end of support matrix -->"
-STRATEGIES = ("fsdp2", "deepspeed", "megatron")
+STRATEGIES = ("fsdp2", "fsdp", "deepspeed", "megatron")
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ class Feature:
 
     name: str
     fsdp2: Cell
+    fsdp: Cell
     deepspeed: Cell
     megatron: Cell
 
@@ -91,6 +92,9 @@ def in_file(file: str) -> Callable[..., Yes]:
 fsdp2 = in_file("strategies/test_fsdp2_numbers.py")
 fsdp2_weights = in_file("strategies/test_fsdp2_weights.py")
 fsdp2_checkpoint = in_file("strategies/test_fsdp2_checkpoint.py")
+fsdp = in_file("strategies/fsdp/test_numbers.py")
+fsdp_weights = in_file("strategies/fsdp/test_weights.py")
+fsdp_checkpoint = in_file("strategies/fsdp/test_checkpoint.py")
 deepspeed = in_file("strategies/deepspeed/test_numbers.py")
 deepspeed_weights = in_file("strategies/deepspeed/test_weights.py")
 megatron = in_file("strategies/megatron/test_numbers.py")
@@ -99,11 +103,11 @@ megatron_weights = in_file("strategies/megatron/test_weights.py")
 
 def by_gradient(name: str, *cases: str) -> Feature:
     """A row of cases of the comparison of gradients, in the order of the columns."""
-    return Feature(name, *(yes(case) for yes, case in zip((fsdp2, deepspeed, megatron), cases, strict=True)))
+    return Feature(name, *(yes(case) for yes, case in zip((fsdp2, fsdp, deepspeed, megatron), cases, strict=True)))
 
 
 def by_weights(name: str, test: str) -> Feature:
-    return Feature(name, fsdp2_weights(test), deepspeed_weights(test), megatron_weights(test))
+    return Feature(name, fsdp2_weights(test), fsdp_weights(test), deepspeed_weights(test), megatron_weights(test))
 
 
 def everywhere(name: str, cell: Cell) -> Feature:
@@ -113,35 +117,43 @@ def everywhere(name: str, cell: Cell) -> Feature:
 MODEL, OPTIONS = "actor_train.model_args", "actor_train.strategy_args.strategy_config"
 NO_CUT = Other("no: data parallel only")
 NUMBERS = (
-    by_gradient("gradient, log-probs and entropies are the plain model's", GRADIENT, GRADIENT, GRADIENT),
-    by_gradient("AdamW, clipping and schedule are PyTorch's", *["test_optimizer_steps_equal_plain_adamw"] * 3),
+    by_gradient("gradient, log-probs and entropies are the plain model's", *[GRADIENT] * 4),
+    by_gradient("AdamW, clipping and schedule are PyTorch's", *["test_optimizer_steps_equal_plain_adamw"] * 4),
     by_gradient(
         "bf16 computation, float32 master weights",
+        "test_bf16_computes_in_bf16_and_keeps_float32_weights",
         "test_bf16_computes_in_bf16_and_keeps_float32_weights",
         "test_bf16_equals_fsdp2_and_keeps_float32_weights",
         "test_bf16_computes_in_bf16_and_keeps_float32_weights",
     ),
     everywhere("training in fp16", Refused(f"{MODEL}.dtype", "fp16", "training in fp16")),
-    by_gradient("any micro-batch size", "micro-batch-1", "zero2-micro-batch-1", "llama-micro-batch-1"),
+    by_gradient("any micro-batch size", "micro-batch-1", "micro-batch-1", "zero2-micro-batch-1", "llama-micro-batch-1"),
     by_gradient(
         "ranks without rows",
         "4-ranks-one-without-rows",
+        "one-without-rows",
         "test_one_rank_and_ranks_without_rows",
         "dp4-one-without-rows",
     ),
     by_gradient(
-        "gradient checkpointing", "gradient-checkpointing", "zero2-checkpointed", "test_recomputation_changes_nothing"
+        "gradient checkpointing",
+        "gradient-checkpointing",
+        "checkpointed",
+        "zero2-checkpointed",
+        "test_recomputation_changes_nothing",
     ),
     by_gradient(
         "critic (value head)",
         "test_value_model_starts_at_zero_and_learns",
+        "test_a_value_model_learns_as_under_fsdp2",
         "test_value_model_learns_as_under_fsdp2",
         "test_value_gradient_equals_the_plain_model",
     ),
-    by_gradient("`freeze_module_prefix`", *["test_frozen_modules_do_not_change"] * 3),
+    by_gradient("`freeze_module_prefix`", *["test_frozen_modules_do_not_change"] * 4),
     Feature(
         "a reference in the trainer's type has its log-probs exactly",
         fsdp2("test_reference_in_compute_dtype_equals_the_trainer"),
+        fsdp("test_a_reference_equals_the_trainer"),
         deepspeed_weights("test_bf16_reference_equals_the_trainer_exactly"),
         megatron("test_reference_in_compute_dtype_equals_the_trainer"),
     ),
@@ -150,24 +162,28 @@ BATCHES = (
     Feature(
         "padding removed (`use_remove_padding`)",
         fsdp2("no-padding"),
+        fsdp("no-padding"),
         deepspeed("zero2-packed"),
         megatron("packed"),
     ),
     Feature(
         "packing (`use_sequence_packing`)",
         fsdp2("packed"),
+        fsdp("packed"),
         deepspeed("zero2-packed"),
         megatron("dp2-balanced-packs"),
     ),
     Feature(
         "dynamic batching",
         fsdp2("dynamic"),
+        fsdp("dynamic"),
         deepspeed("zero2-dynamic"),
         megatron("dp2-dynamic"),
     ),
     Feature(
         "shared prompts (`use_prefix_sharing`)",
         fsdp2("shared-prompts"),
+        fsdp("shared-prompts"),
         deepspeed("zero2-shared-prompts"),
         megatron("tp2-pp2-sp-shared-prompts"),
     ),
@@ -176,13 +192,15 @@ LAYOUTS = (
     Feature(
         "replicas",
         fsdp2("hsdp-2x2", "of shards (`fsdp_size`)"),
+        fsdp("hsdp", "of shards (`fsdp_size`)"),
         Other("no: sharded over all ranks"),
         megatron("tp2-dp2-distributed-optimizer", "yes, the optimizer sharded over them"),
     ),
-    Feature("tensor parallel", NO_CUT, NO_CUT, megatron("tp2")),
-    Feature("pipeline parallel, also in virtual stages", NO_CUT, NO_CUT, megatron("vpp2-tied")),
+    Feature("tensor parallel", NO_CUT, NO_CUT, NO_CUT, megatron("tp2")),
+    Feature("pipeline parallel, also in virtual stages", NO_CUT, NO_CUT, NO_CUT, megatron("vpp2-tied")),
     Feature(
         "context parallel",
+        Refused(f"{MODEL}.ulysses_size", 2, "context parallelism"),
         Refused(f"{MODEL}.ulysses_size", 2, "context parallelism"),
         Noted(f"{MODEL}.ulysses_size", 2, "is taken as 1", "taken as 1, with a note"),
         megatron("cp2"),
@@ -191,17 +209,23 @@ LAYOUTS = (
         "experts over ranks",
         Refused(f"{OPTIONS}.ep_size", 2, "expert parallelism"),
         Other("no"),
+        Other("no"),
         Refused(f"{OPTIONS}.expert_model_parallel_size", 2, "expert parallelism"),
     ),
 )
 HOST_ADAM = Refused(f"{OPTIONS}.optimizer_cpu_offload", True, "host memory under Megatron")
 MEMORY = (
     Feature(
-        "parameters in host memory during the passes", fsdp2("offload"), deepspeed("zero3-offload-all"), Other("no")
+        "parameters in host memory during the passes",
+        fsdp2("offload"),
+        fsdp("test_a_reference_equals_the_trainer", "forward-only roles"),
+        deepspeed("zero3-offload-all"),
+        Other("no"),
     ),
     Feature(
         "optimizer states in host memory",
         fsdp2("offload", "with the parameters"),
+        Refused(f"{OPTIONS}.cpu_offload", True, "gradient accumulation outside no_sync", "no"),
         deepspeed("zero2-offload"),
         HOST_ADAM,
     ),
@@ -213,12 +237,14 @@ STATE = (
     Feature(
         "resumed = uninterrupted, bit for bit",
         fsdp2_checkpoint(RESUMED),
+        fsdp_checkpoint(RESUMED),
         in_file("strategies/deepspeed/test_checkpoint.py")(RESUMED),
         megatron_weights(RESUMED),
     ),
     Feature(
         "checkpoints load on another number of ranks",
         fsdp2_checkpoint("test_two_ranks_then_one_then_four"),
+        fsdp_checkpoint("test_two_ranks_write_and_others_go_on"),
         RefusedAtStart(
             "strategies/deepspeed/test_checkpoint.py::test_another_stage_or_number_of_ranks_is_refused",
             "refused; the export does",

@@ -4,13 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
-from tests.strategies import fsdp2_cases as cases
+from roll.config.roles import WorkerConfig
+from roll.models.build import build_model
+from roll.models.tensor_files import TensorFiles
+from roll.strategies.fsdp2 import Fsdp2TrainStrategy
+from roll.strategies.gradients import local_tensor
 from tests.strategies.samples import make_role
 
 RunRanks = Callable[..., list[Any]]
+
+
+def compare_loading(role: WorkerConfig) -> dict[str, Any]:
+    """Load shard by shard and whole; the names of local tensors that differ, and how much was read."""
+    sizes = []
+
+    class Counting(TensorFiles):
+        def read_rows(self, name: str, rows: slice) -> torch.Tensor:
+            tensor = super().read_rows(name, rows)
+            sizes.append(len(tensor))
+            return tensor
+
+    class Whole(Fsdp2TrainStrategy):
+        def _build_language_model(self, storage_dtype: torch.dtype) -> Any:
+            self._unread = None
+            return build_model(self.role.model_args, self.head.value, storage_dtype)
+
+    with mock.patch("roll.models.unread.TensorFiles", Counting):
+        ours = Fsdp2TrainStrategy(role)
+        ours.initialize(num_training_steps=1)
+    whole = Whole(role)
+    whole.initialize(num_training_steps=1)
+    tensors = dict(ours.model.named_parameters()) | dict(ours.model.named_buffers())
+    wanted = dict(whole.model.named_parameters()) | dict(whole.model.named_buffers())
+    assert tensors.keys() == wanted.keys()
+    same = {name: torch.equal(local_tensor(tensors[name]), local_tensor(wanted[name])) for name in wanted}
+    return {
+        "different": [name for name, equal in same.items() if not equal],
+        "meta": [name for name, tensor in tensors.items() if tensor.is_meta],
+        "rows_read": sum(sizes),
+        "rows": sum(len(parameter) for parameter in ours.model.parameters()),
+        "tensors": len(sizes),
+    }
 
 
 @pytest.mark.parametrize(
@@ -28,7 +67,7 @@ def test_shards_equal_those_of_a_model_loaded_whole(
     run_ranks: RunRanks, request: pytest.FixtureRequest, model: str, world_size: int, options: dict[str, Any]
 ) -> None:
     role = make_role(request.getfixturevalue(model), **options)
-    for result in run_ranks(world_size, cases.compare_loading, role):
+    for result in run_ranks(world_size, compare_loading, role):
         assert result["different"] == []
         shards = 2 if "fsdp_size" in options.get("config", {}) else world_size
         # Rows are whole: a rank may hold one more of each tensor than its share.

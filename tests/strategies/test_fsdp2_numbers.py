@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.strategies import fsdp2_cases as cases
+from tests.strategies import sharded_cases as cases
+from tests.strategies.comparison import (
+    STEPS,
+    assert_same_gradients,
+    assert_same_weights,
+    assert_step_equals,
+    plain_results,
+    plain_steps,
+)
 from tests.strategies.samples import (
     DYNAMIC,
     PACKING,
@@ -23,32 +31,13 @@ from tests.strategies.samples import (
 )
 
 SPLITS = {1: (12,), 2: (7, 5), 4: (5, 4, 3, 0)}
-# float32 sums of a few hundred terms, taken in another order: a few units in the last place (6e-8) of the largest.
-RELATIVE = 2e-6
 
 RunRanks = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="module")
 def expected(tied_model: Path) -> dict[str, Any]:
-    """The plain model on the whole batch: outputs, gradients, norm."""
-    model, batch = plain_model(tied_model), make_batch()
-    outputs = plain_outputs(model, batch)
-    loss, _ = policy_loss(outputs, batch)
-    loss.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    norm = torch.nn.utils.get_total_norm(list(gradients.values()))
-    return {
-        "outputs": {name: values.detach() for name, values in outputs.items()},
-        "gradients": gradients,
-        "norm": float(norm),
-    }
-
-
-def assert_same_gradients(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert actual.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        torch.testing.assert_close(actual[name], gradient, rtol=0, atol=RELATIVE * float(gradient.abs().max()) + 1e-9)
+    return plain_results(tied_model)
 
 
 def train(run_ranks: RunRanks, role: Any, world_size: int = 1, **batch_options: Any) -> list[dict[str, Any]]:
@@ -95,15 +84,8 @@ def test_gradient_and_outputs_equal_the_plain_model(
     run_ranks: RunRanks, tied_model: Path, expected: dict[str, Any], world_size: int, options: dict[str, Any]
 ) -> None:
     results = train(run_ranks, make_role(tied_model, **options), world_size)
-    for result in results:
-        assert_same_gradients(result["gradients"], expected["gradients"])
-        assert result["metrics"]["grad_norm"] == pytest.approx(expected["norm"], rel=RELATIVE)
-        assert result["metrics"]["lr"] == 1e-2
-        assert result["dtypes"] == {"torch.float32"}
-    for name, wanted in expected["outputs"].items():
-        actual = torch.cat([result["outputs"][name] for result in results])
-        torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-5)
-        assert torch.equal(actual == 0, wanted == 0)
+    assert_step_equals(results, expected)
+    assert all(result["dtypes"] == {"torch.float32"} for result in results)
 
 
 def test_extra_padding_changes_nothing(run_ranks: RunRanks, tied_model: Path) -> None:
@@ -136,30 +118,11 @@ def test_metrics_of_micro_batches_are_merged(run_ranks: RunRanks, tied_model: Pa
 def test_optimizer_steps_equal_plain_adamw(
     run_ranks: RunRanks, tied_model: Path, world_size: int, max_grad_norm: float | None, options: dict[str, Any]
 ) -> None:
-    batch = make_batch()
-    # Epsilon keeps AdamW's first steps smooth: with 1e-8 an element whose gradient is rounding noise moves as far as
-    # any other, in either direction.
-    training = {"adam_epsilon": 1e-3, "lr_scheduler_type": "linear", "warmup_steps": 2}
-    role = make_role(tied_model, training=training, **options)
-    result = run_ranks(world_size, cases.train, role, split_rows(batch, SPLITS[world_size]), 3, max_grad_norm)[0]
-
-    model = plain_model(tied_model)
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, eps=1e-3, foreach=False)
-    for rate in (0.5e-2, 1e-2, 1e-2):
-        optimizer.zero_grad()
-        policy_loss(plain_outputs(model, batch), batch)[0].backward()
-        if max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-    assert result["metrics"]["lr"] == pytest.approx(rate)
-    assert result["weights"].keys() == dict(model.named_parameters()).keys()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(result["weights"][name], parameter.detach(), rtol=0, atol=2e-6)
+    role = make_role(tied_model, training=STEPS, **options)
+    parts = split_rows(make_batch(), SPLITS[world_size])
+    result = run_ranks(world_size, cases.train, role, parts, 3, max_grad_norm)[0]
+    assert result["metrics"]["lr"] == pytest.approx(1e-2)
+    assert_same_weights(result["weights"], plain_steps(tied_model, max_grad_norm))
 
 
 def test_rows_with_nothing_to_learn_give_no_gradient(run_ranks: RunRanks, tied_model: Path) -> None:

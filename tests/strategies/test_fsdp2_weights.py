@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.strategies import fsdp2_cases as cases
+from tests.strategies import sharded_cases as cases
 from tests.strategies.samples import make_role, plain_model
 
 RunRanks = Callable[..., list[Any]]

@@ -75,6 +75,8 @@ def leave(strategy: Any) -> int:
 STRATEGIES = {
     "fsdp2": ("fsdp2_train", {}),
     "fsdp2-bf16": ("fsdp2_train", {"param_dtype": "bf16"}),
+    "fsdp": ("fsdp_train", {}),
+    "fsdp-bf16": ("fsdp_train", {"param_dtype": "bf16", "reshard_after_forward": False}),
     "zero0": ("deepspeed_train", {"zero_stage": 0}),
     "zero2": ("deepspeed_train", {"zero_stage": 2}),
     "zero3": ("deepspeed_train", {"zero_stage": 3, "zero_optimization": {"stage3_param_persistence_threshold": 40}}),

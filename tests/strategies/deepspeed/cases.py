@@ -14,9 +14,9 @@ from roll.protocol.metrics import Metrics, to_floats
 from roll.strategies.base import ModelHead, Output
 from roll.strategies.deepspeed import DeepSpeedTrainStrategy
 from roll.strategies.factory import create_strategy
-from tests.strategies.fsdp2_cases import POLICY, weights_of
-from tests.strategies.fsdp2_cases import forward as fsdp2_forward
 from tests.strategies.samples import TensorBatch, policy_loss, value_loss
+from tests.strategies.sharded_cases import POLICY, weights_of
+from tests.strategies.sharded_cases import forward as fsdp2_forward
 
 
 class RecordingStrategy(DeepSpeedTrainStrategy):

@@ -14,9 +14,10 @@ pytest.importorskip("deepspeed")
 from roll.config.loader import load_config
 from roll.config.roles import WorkerConfig
 from roll.pipelines.roles import role_config
-from tests.strategies import fsdp2_cases
+from tests.strategies import sharded_cases
+from tests.strategies.comparison import RELATIVE
 from tests.strategies.deepspeed import cases
-from tests.strategies.deepspeed.test_numbers import RELATIVE, SPLIT
+from tests.strategies.deepspeed.test_numbers import SPLIT
 from tests.strategies.samples import make_batch, split_rows
 
 EXAMPLES = Path(__file__).parents[3] / "examples/deepspeed"
@@ -47,7 +48,7 @@ def learned(request: pytest.FixtureRequest, run_ranks: RunRanks, tied_model: Pat
     roles = {case: role_of(case, name, tied_model) for case in CASES}
     results = run_ranks(2, cases.train_each, roles, parts, STEPS, is_critic)[0]
     switched = role_of("zero2_no_offload", name, tied_model, f"{name}.strategy_args.strategy_name=fsdp2_train")
-    return results, run_ranks(2, fsdp2_cases.train, switched, parts, STEPS, None, is_critic)[0]
+    return results, run_ranks(2, sharded_cases.train, switched, parts, STEPS, None, is_critic)[0]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -11,7 +11,15 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from tests.strategies import fsdp2_cases
+from tests.strategies import sharded_cases
+from tests.strategies.comparison import (
+    STEPS,
+    assert_same_gradients,
+    assert_same_weights,
+    assert_step_equals,
+    plain_results,
+    plain_steps,
+)
 from tests.strategies.deepspeed import cases
 from tests.strategies.samples import (
     DYNAMIC,
@@ -19,15 +27,11 @@ from tests.strategies.samples import (
     make_batch,
     make_role,
     plain_model,
-    plain_outputs,
-    policy_loss,
     split_rows,
 )
 
 RunRanks = Callable[..., list[Any]]
 SPLIT = (7, 5)
-# float32 sums of a few hundred terms, taken in another order: a few units in the last place (6e-8) of the largest.
-RELATIVE = 2e-6
 # Small enough that ZeRO-3 really partitions the matrices of the tiny model.
 PARTITION = {"stage3_param_persistence_threshold": 40}
 CHECKPOINTED = {"model_args": {"disable_gradient_checkpointing": False}}
@@ -72,17 +76,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def expected(tied_model: Path) -> dict[str, Any]:
-    """The plain model on the whole batch: outputs, gradients, norm."""
-    model, batch = plain_model(tied_model), make_batch()
-    outputs = plain_outputs(model, batch)
-    loss, _ = policy_loss(outputs, batch)
-    loss.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {
-        "outputs": {name: values.detach() for name, values in outputs.items()},
-        "gradients": gradients,
-        "norm": float(torch.nn.utils.get_total_norm(list(gradients.values()))),
-    }
+    return plain_results(tied_model)
 
 
 @pytest.fixture(scope="module")
@@ -97,17 +91,7 @@ def trained(run_ranks: RunRanks, tied_model: Path) -> dict[str, list[dict[str, A
 def test_gradient_and_outputs_equal_the_plain_model(
     trained: dict[str, list[dict[str, Any]]], expected: dict[str, Any], case: str
 ) -> None:
-    for result in trained[case]:
-        assert result["gradients"].keys() == expected["gradients"].keys()
-        for name, gradient in expected["gradients"].items():
-            tolerance = RELATIVE * float(gradient.abs().max()) + 1e-9
-            torch.testing.assert_close(result["gradients"][name], gradient, rtol=0, atol=tolerance)
-        assert result["metrics"]["grad_norm"] == pytest.approx(expected["norm"], rel=RELATIVE)
-        assert result["metrics"]["lr"] == 1e-2
-    for name, wanted in expected["outputs"].items():
-        actual = torch.cat([result["outputs"][name] for result in trained[case]])
-        torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-5)
-        assert torch.equal(actual == 0, wanted == 0)
+    assert_step_equals(trained[case], expected)
 
 
 def test_stages_and_offload_are_what_was_asked_for(trained: dict[str, list[dict[str, Any]]]) -> None:
@@ -130,34 +114,17 @@ def test_stages_and_offload_are_what_was_asked_for(trained: dict[str, list[dict[
 def test_optimizer_steps_equal_plain_adamw(
     stepped: dict[str, dict[str, Any]], tied_model: Path, stage: int, max_grad_norm: float | None
 ) -> None:
-    batch, model = make_batch(), plain_model(tied_model)
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, eps=1e-3, foreach=False)
-    for rate in (0.5e-2, 1e-2, 1e-2):
-        optimizer.zero_grad()
-        policy_loss(plain_outputs(model, batch), batch)[0].backward()
-        if max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
     result = stepped[f"{stage}-{max_grad_norm}"]
-    assert result["metrics"]["lr"] == pytest.approx(rate)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(result["weights"][name], parameter.detach(), rtol=0, atol=2e-6)
+    assert result["metrics"]["lr"] == pytest.approx(1e-2)
+    assert_same_weights(result["weights"], plain_steps(tied_model, max_grad_norm))
 
 
 @pytest.fixture(scope="module")
 def stepped(run_ranks: RunRanks, tied_model: Path) -> dict[str, dict[str, Any]]:
     """Three clipped and unclipped steps with weight decay and a schedule, at every stage."""
-    # Epsilon keeps AdamW's first steps smooth: with 1e-8 an element whose gradient is rounding noise moves as far as
-    # any other, in either direction.
-    training = {"adam_epsilon": 1e-3, "lr_scheduler_type": "linear", "warmup_steps": 2}
     roles = {
         f"{stage}-{norm}": make_role(
-            tied_model, "deepspeed_train", training={**training, "max_grad_norm": norm}, config=zero(stage)
+            tied_model, "deepspeed_train", training={**STEPS, "max_grad_norm": norm}, config=zero(stage)
         )
         for stage in range(4)
         for norm in (None, 0.05)
@@ -180,7 +147,7 @@ def test_bf16_equals_fsdp2_and_keeps_float32_weights(
 def bf16_reference(run_ranks: RunRanks, tied_model: Path) -> dict[str, torch.Tensor]:
     """What rank 0 computes under FSDP2."""
     role = make_role(tied_model, "fsdp2_infer", dtype="bf16")
-    return run_ranks(2, fsdp2_cases.forward, role, split_rows(make_batch(), SPLIT))[0]
+    return run_ranks(2, sharded_cases.forward, role, split_rows(make_batch(), SPLIT))[0]
 
 
 def test_bf16_master_weights_are_those_of_the_file(bf16: dict[str, dict[str, Any]], tied_model: Path) -> None:
@@ -226,15 +193,13 @@ def test_one_rank_and_ranks_without_rows(run_ranks: RunRanks, tied_model: Path, 
     role = make_role(tied_model, "deepspeed_train", config=zero(3))
     for split in ((12,), (12, 0)):
         results = run_ranks(len(split), cases.train, role, split_rows(make_batch(), split))
-        for name, gradient in expected["gradients"].items():
-            tolerance = RELATIVE * float(gradient.abs().max()) + 1e-9
-            torch.testing.assert_close(results[-1]["gradients"][name], gradient, rtol=0, atol=tolerance)
+        assert_same_gradients(results[-1]["gradients"], expected["gradients"])
 
 
 def test_value_model_learns_as_under_fsdp2(run_ranks: RunRanks, tied_model: Path) -> None:
     parts = split_rows(make_batch(), SPLIT)
     training = {"adam_epsilon": 1e-3}
-    wanted = run_ranks(2, fsdp2_cases.train, make_role(tied_model, training=training), parts, 3, None, True)
+    wanted = run_ranks(2, sharded_cases.train, make_role(tied_model, training=training), parts, 3, None, True)
     role = make_role(tied_model, "deepspeed_train", training=training, config=zero(3))
     for one, other in zip(run_ranks(2, cases.train, role, parts, 3, None, True), wanted, strict=True):
         torch.testing.assert_close(one["outputs"]["values"], other["outputs"]["values"], rtol=0, atol=1e-5)

@@ -1,0 +1,110 @@
+"""Training state on disk: PyTorch distributed checkpoints, which any number of ranks can read.
+
+A folder holds ``model_and_optimizer/`` (each rank wrote its shards), ``rng_rank<r>.pt`` for each rank, and
+``trainer_state.json``.  Whoever calls makes the folder appear at once or not at all.  Tensors have their Hugging Face
+names, so that what FSDP2 wrote can be continued under FSDP1 and the other way round.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+from torch.optim import Optimizer
+
+from roll.strategies.trainer_state import load_trainer_state, restore_rng_states, save_trainer_state
+
+logger = logging.getLogger(__name__)
+
+_TENSORS = "model_and_optimizer"
+
+
+@dataclass(frozen=True)
+class Checkpointed:
+    """What a checkpoint holds."""
+
+    module: nn.Module
+    """Sharded, no parameter gathered."""
+    optimizer: Optimizer
+    prefix: str = ""
+    """What ``module`` puts before the Hugging Face names."""
+
+    def state(self, with_optimizer: bool) -> dict[str, Any]:
+        """Sharded tensors under Hugging Face names."""
+        with _quiet():
+            state: dict[str, Any] = {"model": _renamed(get_model_state_dict(self.module), self._short)}
+            if with_optimizer:
+                optimizer = get_optimizer_state_dict(self.module, self.optimizer)
+                state["optimizer"] = _renamed_optimizer(optimizer, self._short)
+        return state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state`."""
+        with _quiet():
+            set_model_state_dict(self.module, _renamed(state["model"], self._long))
+            if "optimizer" in state:
+                optimizer = _renamed_optimizer(state["optimizer"], self._long)
+                set_optimizer_state_dict(self.module, self.optimizer, optimizer)
+
+    def _short(self, name: str) -> str:
+        return name.removeprefix(self.prefix)
+
+    def _long(self, name: str) -> str:
+        return self.prefix + name
+
+
+def save(path: Path, checkpointed: Checkpointed, step: int, model_only: bool = False) -> None:
+    """Collective. Write parameters, optimizer (unless ``model_only``), step and RNG states."""
+    path.mkdir(parents=True, exist_ok=True)
+    save_distributed(checkpointed.state(with_optimizer=not model_only), checkpoint_id=path / _TENSORS)
+    save_trainer_state(path, {"step": step, "has_optimizer": not model_only})
+
+
+def load(path: Path, checkpointed: Checkpointed) -> int:
+    """Collective. Put back what :func:`save` wrote, for any number of ranks; returns the step.
+
+    RNG states are put back where as many ranks run as wrote them.
+
+    Raises:
+        FileNotFoundError: ``path`` is no such checkpoint.
+    """
+    state = load_trainer_state(path)
+    restored = checkpointed.state(with_optimizer=state["has_optimizer"])
+    load_distributed(restored, checkpoint_id=path / _TENSORS)
+    checkpointed.restore(restored)
+    if not state["has_optimizer"]:
+        logger.warning("%s holds no optimizer state (save_only_model): the moments start from zero", path)
+    restore_rng_states(path, state)
+    return int(state["step"])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what these functions have to say about FSDP1's own state dicts, which they use themselves."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"FSDP\.state_dict_type", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="When using ``NO_SHARD``", category=UserWarning)
+        yield
+
+
+def _renamed(tensors: dict[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    return {rename(name): tensor for name, tensor in tensors.items()}
+
+
+def _renamed_optimizer(state: dict[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    groups = [{**group, "params": [rename(name) for name in group["params"]]} for group in state["param_groups"]]
+    return {**state, "state": _renamed(state["state"], rename), "param_groups": groups}

@@ -1,0 +1,142 @@
+"""What FSDP2 and FSDP1 share: a mesh, AdamW on the shards, clipping by the whole norm, checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from roll.config.roles import WorkerConfig
+from roll.config.strategy import ShardedStrategyConfig, typed_strategy_config
+from roll.models.build import enable_gradient_checkpointing
+from roll.protocol.metrics import Mean, Metrics, Sum
+from roll.strategies import distributed_checkpoint
+from roll.strategies.base import ModelHead, StateKind
+from roll.strategies.data_parallel import DataParallelStrategy, DataParallelTrainStrategy
+from roll.strategies.distributed_checkpoint import Checkpointed
+from roll.strategies.fsdp_units import compute_dtype
+from roll.strategies.gradients import clip_, global_norm, local_gradients, local_tensor
+from roll.strategies.optimizer import adamw, decay_groups, state_tensors
+from roll.strategies.schedule import LearningRateSchedule
+
+logger = logging.getLogger(__name__)
+
+
+class ShardedStrategy(DataParallelStrategy):
+    """Forward passes only: parameters are held sharded in the compute dtype and never change."""
+
+    config: ShardedStrategyConfig
+    trainer: ClassVar[str]
+    """The strategy that trains with shards of this kind."""
+    mesh: DeviceMesh
+
+    def __init__(self, role: WorkerConfig, head: ModelHead = ModelHead.CAUSAL_LM, seed: int = 42) -> None:
+        super().__init__(role, head, seed)
+        config = typed_strategy_config(role.strategy_args)
+        assert isinstance(config, ShardedStrategyConfig), config
+        self.config = config
+        self.compute_dtype = compute_dtype(role.model_args, config)
+
+    def initialize(self, num_training_steps: int = 0) -> None:
+        """Collective. Build and shard the model.
+
+        Raises:
+            ValueError: optimizer steps asked of a forward-only strategy; see also :func:`build_model`, ``build_mesh``.
+        """
+        self._refuse_training(num_training_steps, self.trainer)
+        self._build(storage_dtype=self.compute_dtype)
+        self.model.requires_grad_(False)
+        self.model.eval()
+
+    @abstractmethod
+    def _build(self, storage_dtype: torch.dtype) -> None:
+        """Collective. Load the model and shard it."""
+
+    def _shard_group(self) -> ProcessGroup | None:
+        """The ranks that hold the other shards of this rank's parameters; None when there are none."""
+        return self.mesh.get_group("fsdp") if self.mesh["fsdp"].size() > 1 else None
+
+    def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
+        """Shards; none where ``offload_policy`` keeps them in host memory."""
+        if kind is not StateKind.MODEL_PARAMS:
+            return []
+        self._reshard()
+        return self._on_device([*self.model.parameters(), *self.model.buffers()])
+
+    def _on_device(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        local = [local_tensor(tensor.detach()) for tensor in tensors]
+        return [tensor for tensor in local if tensor.device.type == self.device.type]
+
+
+class ShardedTrainStrategy(DataParallelTrainStrategy, ShardedStrategy):
+    """Float32 master weights and AdamW moments, sharded; forward and backward in the compute dtype."""
+
+    def __init__(
+        self,
+        role: WorkerConfig,
+        head: ModelHead = ModelHead.CAUSAL_LM,
+        seed: int = 42,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(role, head, seed, max_grad_norm)
+        self._refuse_fp16("model_args.dtype and strategy_config.param_dtype")
+
+    @abstractmethod
+    def _checkpointed(self) -> Checkpointed:
+        """What a checkpoint holds."""
+
+    def _decay_groups(self) -> list[dict[str, Any]]:
+        return decay_groups(self.model, self.role.training_args.weight_decay)
+
+    def initialize(self, num_training_steps: int = 0) -> None:
+        """Collective. With ``num_training_steps`` 0 the model can be computed and saved, but not trained."""
+        self._build(storage_dtype=torch.float32)
+        self.step = 0
+        if num_training_steps:
+            enable_gradient_checkpointing(self.model.language_model, self.role.model_args)
+            self.schedule = LearningRateSchedule.from_arguments(self.role.training_args, num_training_steps)
+            self.optimizer = adamw(self._decay_groups(), self.role.training_args)
+            self.trainable = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            self.model.train()
+        else:
+            self.model.eval()
+
+    def _differentiate(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def _update(self) -> Metrics:
+        """Clip, step and clear. A gradient that is not finite is dropped: the step counts, the weights stay."""
+        gradients = local_gradients(self.trainable)
+        norm = float(global_norm(gradients, self._shard_group(), self.device))
+        learning_rate = self.schedule(self.step)
+        metrics: Metrics = {"grad_norm": Mean(norm), "lr": Mean(learning_rate)}
+        if math.isfinite(norm):
+            if self.max_grad_norm is not None:
+                clip_(gradients, norm, self.max_grad_norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
+        else:
+            logger.warning("optimizer step %d: gradient norm is %s; the update is skipped", self.step, norm)
+            metrics["skipped_updates"] = Sum(1.0 / self.world_size)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return metrics
+
+    def save(self, path: Path) -> None:
+        distributed_checkpoint.save(path, self._checkpointed(), self.step, model_only=self.config.save_only_model)
+
+    def load(self, path: Path) -> None:
+        self.step = distributed_checkpoint.load(path, self._checkpointed())
+
+    def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
+        if kind is StateKind.OPTIMIZER_STATES and hasattr(self, "optimizer"):
+            return self._on_device(state_tensors(self.optimizer))
+        return super()._device_tensors(kind)

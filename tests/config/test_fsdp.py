@@ -1,0 +1,92 @@
+"""Options of FSDP1 and FSDP2: what each role may ask for, and what is said."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.config.roles import StrategyArguments
+from roll.config.strategy import Fsdp1StrategyConfig, Fsdp2StrategyConfig, typed_strategy_config
+from tests.config.good import GOOD, GOOD_SFT, changed, load, mistakes
+
+NAME, CONFIG = "strategy_args.strategy_name", "strategy_args.strategy_config"
+OFFLOAD = "FSDP1 does not support gradient accumulation outside no_sync together with CPU offload"
+
+
+def test_defaults() -> None:
+    assert typed_strategy_config(StrategyArguments("fsdp_train")) == Fsdp1StrategyConfig()
+    assert typed_strategy_config(StrategyArguments("fsdp_infer")) == Fsdp1StrategyConfig()
+
+
+@pytest.mark.parametrize("key", ["cpu_offload", "offload_policy"])
+@pytest.mark.parametrize("strategy", ["fsdp2_train", "fsdp2_infer", "fsdp_infer"])
+def test_both_spellings_of_offload_mean_the_same(strategy: str, key: str) -> None:
+    options = typed_strategy_config(StrategyArguments(strategy, {key: True}))
+    assert isinstance(options, Fsdp1StrategyConfig | Fsdp2StrategyConfig) and options.offload_policy
+
+
+@pytest.mark.parametrize("key", ["cpu_offload", "offload_policy"])
+@pytest.mark.parametrize("role", ["actor_train", "critic"])
+def test_offload_is_refused_where_fsdp1_trains(tmp_path: Path, role: str, key: str) -> None:
+    data = changed(
+        {"adv_estimator": "gae", "critic": copy.deepcopy(GOOD["actor_train"]), f"{role}.{NAME}": "fsdp_train"}
+    )
+    (problem,) = mistakes(tmp_path, changed({f"{role}.{CONFIG}": {key: True}}, data))
+    assert problem.key == f"{role}.{CONFIG}.{key}"
+    assert OFFLOAD in problem.rule and "documentation of FullyShardedDataParallel" in problem.rule
+    assert mistakes(tmp_path, changed({f"{role}.{CONFIG}": {key: problem.example}}, data)) == ()
+
+
+def test_offload_is_refused_for_sft_under_fsdp1(tmp_path: Path) -> None:
+    data = changed({f"sft_train.{NAME}": "fsdp_train", f"sft_train.{CONFIG}": {"cpu_offload": True}}, GOOD_SFT)
+    (problem,) = mistakes(tmp_path, data)
+    assert OFFLOAD in problem.rule
+
+
+@pytest.mark.parametrize(("role", "strategy"), [("reference", "fsdp_infer"), ("actor_train", "fsdp2_train")])
+def test_offload_loads_elsewhere(tmp_path: Path, role: str, strategy: str) -> None:
+    kl = {"use_kl_loss": True, "kl_loss_coef": 0.1}
+    assert (
+        mistakes(tmp_path, changed({**kl, f"{role}.{NAME}": strategy, f"{role}.{CONFIG}": {"cpu_offload": True}})) == ()
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "rule"),
+    [
+        ({"fsdp_size": 3}, "fsdp_size", "must divide the role's 4 ranks"),
+        ({"reshard_after_forward": 2}, "reshard_after_forward", "true or false"),
+        ({"backward_prefetch": "PRE"}, "backward_prefetch", "BACKWARD_PRE"),
+        ({"backward_prefech": "none"}, "backward_prefech", "backward_prefetch"),
+    ],
+)
+def test_mistakes(tmp_path: Path, config: dict[str, Any], key: str, rule: str) -> None:
+    devices = {f"{role}.device_mapping": "list(range(0,4))" for role in ("actor_train", "actor_infer", "reference")}
+    (problem,) = mistakes(
+        tmp_path, changed({**devices, f"actor_train.{NAME}": "fsdp_train", f"actor_train.{CONFIG}": config})
+    )
+    assert problem.key == f"actor_train.{CONFIG}.{key}" and rule in problem.rule
+
+
+def notices(tmp_path: Path, strategy: str, config: dict[str, Any]) -> dict[str, str]:
+    loaded = load(tmp_path, changed({f"actor_train.{NAME}": strategy, f"actor_train.{CONFIG}": config}))
+    return {notice.key.rpartition(".")[2]: notice.text for notice in loaded.warnings}
+
+
+def test_what_fsdp1_does_another_way_is_said(tmp_path: Path) -> None:
+    late = {"reduce_scatter_during_grad_accumulation": False, "use_orig_params": False}
+    said = notices(tmp_path, "fsdp_train", late)
+    assert "in bf16" in said["reduce_scatter_during_grad_accumulation"]
+    assert "is taken as true" in said["use_orig_params"]
+    assert "reduce_scatter_during_grad_accumulation" not in notices(tmp_path, "fsdp2_train", late)
+
+
+def test_one_changed_name_is_the_whole_switch(tmp_path: Path) -> None:
+    both = {"fsdp_size": 2, "offload_policy": False, "backward_prefetch": "none", "ep_size": 1}
+    assert "fsdp2_train" in notices(tmp_path, "fsdp_train", both)["ep_size"]
+    assert "fsdp_train" in notices(tmp_path, "fsdp2_train", both)["backward_prefetch"]
+    said = notices(tmp_path, "deepspeed_train", {"cpu_offload": True})
+    assert "fsdp2_train" in said["cpu_offload"] and "fsdp_train" in said["cpu_offload"]

@@ -1,0 +1,85 @@
+"""What a strategy must equal: the plain model in one process, and how nearly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.strategies.samples import make_batch, plain_model, plain_outputs, policy_loss
+
+# float32 sums of a few hundred terms, taken in another order: a few units in the last place (6e-8) of the largest.
+RELATIVE = 2e-6
+
+# Epsilon keeps AdamW's first steps smooth: with 1e-8 an element whose gradient is rounding noise moves as far as any
+# other, in either direction.
+STEPS = {"adam_epsilon": 1e-3, "lr_scheduler_type": "linear", "warmup_steps": 2}
+"""Options of ``training_args`` for :func:`plain_steps`."""
+
+
+def plain_results(folder: Path) -> dict[str, Any]:
+    """The plain model on the whole of ``make_batch()``: outputs, gradients, norm."""
+    model, batch = plain_model(folder), make_batch()
+    outputs = plain_outputs(model, batch)
+    loss, _ = policy_loss(outputs, batch)
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {
+        "outputs": {name: values.detach() for name, values in outputs.items()},
+        "gradients": gradients,
+        "norm": float(torch.nn.utils.get_total_norm(list(gradients.values()))),
+    }
+
+
+def plain_steps(folder: Path, max_grad_norm: float | None, frozen: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+    """The weights after three steps of AdamW with the options :data:`STEPS` and the roles' weight decay."""
+    model, batch = plain_model(folder), make_batch()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen) if frozen else True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim == 2]
+    vectors = [parameter for parameter in trained if parameter.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, eps=1e-3, foreach=False)
+    for rate in (0.5e-2, 1e-2, 1e-2):
+        optimizer.zero_grad()
+        policy_loss(plain_outputs(model, batch), batch)[0].backward()
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(trained, max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def assert_same_gradients(
+    actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], relative: float = RELATIVE
+) -> None:
+    """Each to ``relative`` of its largest element."""
+    assert actual.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        limit = relative * float(gradient.abs().max()) + 1e-9
+        torch.testing.assert_close(
+            actual[name], gradient, rtol=0, atol=limit, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def assert_same_weights(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """After the steps of :func:`plain_steps`."""
+    assert actual.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        torch.testing.assert_close(actual[name], weight, rtol=0, atol=2e-6)
+
+
+def assert_step_equals(results: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
+    """The first step of every rank, as the cases' ``train`` gives it, against :func:`plain_results`."""
+    for result in results:
+        assert_same_gradients(result["gradients"], wanted["gradients"])
+        assert result["metrics"]["grad_norm"] == pytest.approx(wanted["norm"], rel=RELATIVE)
+        assert result["metrics"]["lr"] == 1e-2
+    for name, values in wanted["outputs"].items():
+        actual = torch.cat([result["outputs"][name] for result in results])
+        torch.testing.assert_close(actual, values, rtol=0, atol=1e-5)
+        assert torch.equal(actual == 0, values == 0)
