@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from roll.config.errors import ConfigError
 from roll.config.loader import LoadedConfig, load_config
 from roll.config.strategy import PLANNED
 from roll.translation.reading import read_yaml
-from roll.translation.writing import load, overrides, yaml_text
+from roll.translation.writing import load, overrides
 from tests.translation import commands
 from tests.translation.conftest import QUICKSTART, Translate
 
@@ -28,14 +27,11 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_whole_commands_run_as_yaml_and_as_overrides(name: str, translated: Translate, tmp_path: Path) -> None:
+def test_whole_commands_run_as_yaml_and_as_overrides(name: str, translated: Translate) -> None:
     translation = translated(WHOLE[name])
     assert translation.whole
     by_itself = load(translation, QUICKSTART)
     assert [str(warning) for warning in by_itself.warnings if "no effect" in warning.text] == []
-    file = tmp_path / "mine.yaml"
-    file.write_text(yaml_text(translation), encoding="utf-8")
-    assert load_config(None, file, check_files=False).config.actor_train == by_itself.config.actor_train
     on_top = load_config(None, QUICKSTART, overrides=overrides(translation), check_files=False)
     assert batch(on_top) == batch(by_itself)
     assert on_top.config.pretrain == by_itself.config.pretrain
