@@ -74,8 +74,7 @@ def _role(name: str) -> tuple[Rule, ...]:
         Rule(
             f"{theirs}.fsdp_config.cpu_offload",
             (f"{options}.offload_policy",),
-            "parameters in host memory during the "
-            "passes too; FSDP1 calls it `cpu_offload`, and refuses it for roles that train. Moving states off "
+            "parameters in host memory during the passes too; FSDP1 refuses it for roles that train. Moving states off "
             "the devices between phases is another thing (`is_offload_states`)",
             truth,
             f"cpu_offload.{role}",
