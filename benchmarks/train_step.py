@@ -8,8 +8,9 @@
 
 The bare loop does what one would write by hand: padded micro-batches with an attention mask, logits of the response
 part only, log_softmax, ``clip_grad_norm_``, AdamW on weights of the compute type.  Models are random.  A step is timed
-from start to end on the slowest rank, the best of several; the peak is that of the rank which needs most, from before
-the model is built (on a CPU the process's resident memory, imported modules included).
+from start to end on the slowest rank, the best of several; CPU time is summed over ranks, and says more than wall time
+on a machine with other work; the peak is that of the rank which needs most, from before the model is built (on a CPU
+the process's resident memory, imported modules included).
 
 ``communication``: the share of the step in which ``--ranks`` ranks do other than one rank's work, 1 - t(1) / (ranks
 t(ranks)), with fsdp2's t(1); this is collectives, waiting for them, and memory bandwidth that the ranks share.
@@ -91,6 +92,8 @@ CONTENDERS = [
 class Measured:
     seconds: float
     """Of the best step."""
+    cpu_seconds: float
+    """Of the best step, over all ranks."""
     peak_bytes: int
 
 
@@ -189,7 +192,7 @@ def build_strategy(contender: Contender, folder: Path, args: argparse.Namespace)
 def run_rank(
     rank: int, ranks: int, contender: Contender, folder: Path, args: argparse.Namespace, to: Connection
 ) -> None:
-    """Send the seconds of each step and the peak."""
+    """Send wall and CPU seconds of each step, and the peak."""
     platform = current_platform()
     if platform.visible_devices_env:
         os.environ[platform.visible_devices_env] = str(rank)
@@ -203,10 +206,10 @@ def run_rank(
     seconds = []
     for _ in range(args.repeats + 1):
         dist.barrier()
-        begin = time.perf_counter()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
         step()
         platform.synchronize()
-        seconds.append(time.perf_counter() - begin)
+        seconds.append((time.perf_counter() - begin, time.process_time() - cpu_begin))
     to.send((seconds[1:], platform.memory_stats()["peak"]))
     dist.destroy_process_group()
 
@@ -221,8 +224,12 @@ def measure(contender: Contender, folder: Path, args: argparse.Namespace) -> Mea
         theirs.close()
         links.append(ours)
     results = [link.recv() for link in links]
-    steps = zip(*(seconds for seconds, _ in results), strict=True)
-    return Measured(min(max(step) for step in steps), max(peak for _, peak in results))
+    steps = list(zip(*(seconds for seconds, _ in results), strict=True))
+    return Measured(
+        seconds=min(max(wall for wall, _ in step) for step in steps),
+        cpu_seconds=min(sum(cpu for _, cpu in step) for step in steps),
+        peak_bytes=max(peak for _, peak in results),
+    )
 
 
 def model_flops(args: argparse.Namespace, weights: int) -> float:
@@ -236,11 +243,9 @@ def report(args: argparse.Namespace, contenders: list[Contender], folder: Path) 
     tokens = int(make_batch(args)["attention_mask"].sum())
     flops = model_flops(args, weights)
     print(f"{args.model}: {weights:,} weights, {tokens:,} tokens a step, {args.dtype}\n")
-    print(
-        "| | ranks | s / step | tokens / s | beside bare | peak GiB | communication |"
-        + " MFU |" * bool(args.peak_tflops)
-    )
-    print("|---|---|---|---|---|---|---|" + "---|" * bool(args.peak_tflops), flush=True)
+    heads = ["", "ranks", "s / step", "CPU-s / step", "tokens / s", "beside bare", "peak GiB", "communication"]
+    heads += ["MFU"] * bool(args.peak_tflops)
+    print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads), flush=True)
     bare = alone = None
     for contender in contenders:
         result = measure(contender, folder, args)
@@ -253,6 +258,7 @@ def report(args: argparse.Namespace, contenders: list[Contender], folder: Path) 
             contender.name,
             str(ranks),
             f"{result.seconds:.3f}",
+            f"{result.cpu_seconds:.3f}",
             f"{tokens / result.seconds:,.0f}",
             f"{bare / result.seconds:.2f}" if bare else "",
             f"{result.peak_bytes / 2**30:.2f}",
