@@ -61,9 +61,12 @@ class Fsdp2StrategyConfig(ShardedStrategyConfig):
     """Free gathered parameters after the forward pass (less memory, one more gather); a number: reshard to groups of
     that many ranks."""
     apply_tiled_mlp: bool = False
-    """Compute MLP layers in tiles over the sequence: less memory."""
+    """Compute MLP layers a tile of tokens at a time, and again in the backward pass: less memory (Qwen2, Qwen3,
+    Llama)."""
     tiled_num_shards: int = setting(4, ge=1)
-    """Tiles with ``apply_tiled_mlp``."""
+    """Tiles with ``apply_tiled_mlp``: so many times less memory for what is as wide as ``intermediate_size``."""
+    tp_size: int = setting(1, ge=1)
+    """Tensor-parallel ranks."""
     apply_expert_patch: bool = False
     """Run every expert on every rank, if only on a dummy token, so that ranks never wait for one another."""
     model_type: str | None = None

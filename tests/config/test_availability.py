@@ -22,7 +22,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("actor_train.training_args.fp16", True),
     (f"{SHARD}.param_dtype", "float16"),
     (f"{SHARD}.ep_size", 2),
-    (f"{SHARD}.apply_tiled_mlp", True),
+    (f"{SHARD}.tp_size", 2),
     (f"{SHARD}.wrap_policy.moe_experts", ["Qwen3MoeMLP"]),
     ("actor_infer.generating_args.num_beams", 4),
     ("rewards.math.judge_model_type", "api"),

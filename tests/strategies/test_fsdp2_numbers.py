@@ -54,6 +54,16 @@ def train(run_ranks: RunRanks, role: Any, world_size: int = 1, **batch_options: 
         pytest.param(1, {"config": {"offload_policy": True}}, id="1-rank-offload"),
         pytest.param(2, {}, id="2-ranks"),
         pytest.param(2, {"use_prefix_sharing": True}, id="2-ranks-shared-prompts"),
+        pytest.param(1, {"config": {"apply_tiled_mlp": True}}, id="tiled-mlp"),
+        pytest.param(
+            2,
+            {
+                "config": {"apply_tiled_mlp": True, "tiled_num_shards": 3},
+                "model_args": {"disable_gradient_checkpointing": False},
+                "use_prefix_sharing": True,
+            },
+            id="2-ranks-tiled-mlp",
+        ),
         pytest.param(2, {"config": {"reduce_scatter_during_grad_accumulation": False}}, id="reduce-at-the-end"),
         pytest.param(2, {"config": {"reshard_after_forward": False}}, id="no-reshard"),
         pytest.param(2, {"config": {"offload_policy": True}}, id="offload"),

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from roll.config.strategy import Fsdp2StrategyConfig
 from roll.models.layouts import TokenLayout
+from roll.models.tiled_mlp import tile_mlp_layers
 from roll.models.unread import UnreadModel, build_unread
 from roll.strategies.fsdp2.mesh import build_mesh
 from roll.strategies.fsdp2.sharding import shard_model
@@ -39,7 +40,10 @@ class Fsdp2InferStrategy(ShardedStrategy):
     def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
         """Without weights where each rank can read its own shard of them later."""
         self._unread = build_unread(self.role.model_args, self.head.value, storage_dtype)
-        return super()._build_language_model(storage_dtype) if self._unread is None else self._unread.language_model
+        model = super()._build_language_model(storage_dtype) if self._unread is None else self._unread.language_model
+        if self.config.apply_tiled_mlp:
+            tile_mlp_layers(model, self.config.tiled_num_shards)
+        return model
 
     def _compute(self, layout: TokenLayout, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
         return self.model(layout, outputs, temperature)
