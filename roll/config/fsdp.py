@@ -47,8 +47,8 @@ class ShardedStrategyConfig(StrategyConfig):
     """Which modules become FSDP units of their own."""
     reduce_scatter_during_grad_accumulation: bool = True
     """Sum gradients over ranks at every micro-batch (less memory) instead of at the last one (less traffic)."""
-    async_save_ckpt: bool = setting(True, inert="a checkpoint is written before training goes on")
-    """Accepted for older files."""
+    async_save_ckpt: bool = True
+    """Copy a checkpoint to host memory and write it from there while training goes on."""
     save_only_model: bool = False
     """Leave optimizer states out of checkpoints (such a checkpoint cannot be continued exactly)."""
 

@@ -17,6 +17,7 @@ from roll.config.loader import LoadedConfig
 from roll.config.masking import masked
 from roll.distributed import Cluster, ResourceManager, ray_runtime
 from roll.pipelines.samples import write_samples
+from roll.pipelines.saving import PendingCheckpoint
 from roll.protocol.metrics import Metrics, merge_metrics, to_floats
 from roll.tracking import (
     LOG_NAME,
@@ -57,6 +58,7 @@ class RunFrame:
         self._began = time.perf_counter()
         self._timer = PhaseTimer(self._peak_memory if self.config.memory_steps else None)
         self._measures_memory = False
+        self._pending: PendingCheckpoint | None = None
         upload = self.config.checkpoint_config
         self._checkpoints = CheckpointManager(
             self.plan.checkpoint_dir,
@@ -92,9 +94,12 @@ class RunFrame:
             stack.callback(resources.close)
             try:
                 yield resources
+                self._publish_checkpoint()
             except BaseException:
                 # A rank that hangs would not take part in an orderly end.
                 self._shut_down(graceful=False)
+                if self._pending is not None:
+                    self._pending.discard()
                 raise
             self._shut_down(graceful=True)
 
@@ -150,6 +155,7 @@ class RunFrame:
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Time the block as ``time/<name>``."""
+        self._publish_if_written()
         return self._timer.phase(name)
 
     def record(self, metrics: Metrics) -> None:
@@ -158,6 +164,7 @@ class RunFrame:
 
     def end_step(self, step: int) -> None:
         """Write what was recorded since the last step."""
+        self._publish_if_written()
         seconds = time.perf_counter() - self._step_began
         metrics = to_floats(merge_metrics(self._recorded)) | self._timer.pop()
         metrics |= {"time/step_total": seconds, "system/global_step": float(step)}
@@ -197,11 +204,34 @@ class RunFrame:
         return bool(self.plan.save_steps) and (step + 1) % self.plan.save_steps == 0
 
     @contextmanager
-    def writing_checkpoint(self, steps_done: int, state: Mapping[str, Any]) -> Iterator[Path]:
-        """A folder for the roles to write into; it becomes a checkpoint, with ``state``, when the block ends well."""
-        with self._timer.phase("save"), self._checkpoints.writing(steps_done) as path:
-            yield path
-            save_state(path / STATE_FOLDER, dict(state) | {"validations": self._validation_state()})
+    def writing_checkpoint(
+        self, steps_done: int, state: Mapping[str, Any], writers: Sequence[Cluster]
+    ) -> Iterator[Path]:
+        """A folder for the roles to write into; with ``state`` it becomes a checkpoint.
+
+        It appears when ``writers`` have all of it on disk: at the end of the block, else at the beginning of a later
+        phase, at the latest before the next checkpoint or the end of the run.
+        """
+        with self._timer.phase("save"):
+            self._publish_checkpoint()
+            pending = PendingCheckpoint(self._checkpoints.writing(steps_done), writers)
+            try:
+                yield pending.path
+                save_state(pending.path / STATE_FOLDER, dict(state) | {"validations": self._validation_state()})
+            except BaseException:
+                pending.discard()
+                raise
+            self._pending = pending
+            self._publish_if_written()
+
+    def _publish_if_written(self) -> None:
+        if self._pending is not None and self._pending.is_written():
+            self._publish_checkpoint()
+
+    def _publish_checkpoint(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.publish()
 
     def _validation_state(self) -> dict[str, dict[str, float]]:
         return {str(steps): metrics for steps, metrics in self._validations.items()}

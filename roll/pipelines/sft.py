@@ -123,7 +123,7 @@ class SFTPipeline:
             self.evaluate(steps_done)
         if self.frame.is_save_due(steps_done - 1):
             state = {"demonstrations": self.demonstrations.state_dict()}
-            with self.frame.writing_checkpoint(steps_done, state) as path:
+            with self.frame.writing_checkpoint(steps_done, state, [self.sft_train]) as path:
                 self.sft_train.save_checkpoint(str(path / "sft_train"))
 
     def evaluate(self, steps_done: int) -> None:

@@ -152,7 +152,18 @@ class TrainStrategy(ModelStrategy):
 
     @abstractmethod
     def save(self, path: Path) -> None:
-        """Collective. Everything needed to continue: parameters, optimizer, schedule, RNG states of every rank."""
+        """Collective. Everything needed to continue: parameters, optimizer, schedule, RNG states of every rank.
+
+        It may return when all of it is copied, and write while training goes on; see :meth:`saved`.
+        """
+
+    def saved(self, wait: bool = True) -> bool:
+        """Whether this rank's part of the last :meth:`save` is on disk; with ``wait``, only then does it return.
+
+        Raises:
+            Exception: what went wrong with writing it.
+        """
+        return True
 
     @abstractmethod
     def load(self, path: Path) -> None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -23,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.optim import Optimizer
 
@@ -67,11 +70,31 @@ class Checkpointed:
         return self.prefix + name
 
 
-def save(path: Path, checkpointed: Checkpointed, step: int, model_only: bool = False) -> None:
-    """Collective. Write parameters, optimizer (unless ``model_only``), step and RNG states."""
+def save(
+    path: Path,
+    checkpointed: Checkpointed,
+    step: int,
+    model_only: bool = False,
+    background: ProcessGroup | None = None,
+) -> Future[Any] | None:
+    """Collective. Write parameters, optimizer (unless ``model_only``), step and RNG states.
+
+    Args:
+        background: a gloo group of all ranks that nobody else uses: copy all tensors to host memory, and write them
+            from there in a thread.
+
+    Returns:
+        With ``background``: done when this rank's part is on disk.
+    """
     path.mkdir(parents=True, exist_ok=True)
-    save_distributed(checkpointed.state(with_optimizer=not model_only), checkpoint_id=path / _TENSORS)
     save_trainer_state(path, {"step": step, "has_optimizer": not model_only})
+    state = checkpointed.state(with_optimizer=not model_only)
+    if background is None:
+        save_distributed(state, checkpoint_id=path / _TENSORS)
+        return None
+    writing = async_save(state, checkpoint_id=path / _TENSORS, process_group=background)
+    assert isinstance(writing, Future), writing
+    return writing
 
 
 def load(path: Path, checkpointed: Checkpointed) -> int:

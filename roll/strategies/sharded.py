@@ -6,10 +6,12 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Iterable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -87,6 +89,8 @@ class ShardedTrainStrategy(DataParallelTrainStrategy, ShardedStrategy):
     ) -> None:
         super().__init__(role, head, seed, max_grad_norm)
         self._refuse_fp16("model_args.dtype and strategy_config.param_dtype")
+        self._background: ProcessGroup | None = None
+        self._writing: Future[Any] | None = None
 
     @abstractmethod
     def _checkpointed(self) -> Checkpointed:
@@ -131,9 +135,28 @@ class ShardedTrainStrategy(DataParallelTrainStrategy, ShardedStrategy):
         return metrics
 
     def save(self, path: Path) -> None:
-        distributed_checkpoint.save(path, self._checkpointed(), self.step, model_only=self.config.save_only_model)
+        self.saved()
+        if self.config.async_save_ckpt and self._background is None:
+            self._background = dist.new_group(backend="gloo")
+        self._writing = distributed_checkpoint.save(
+            path,
+            self._checkpointed(),
+            self.step,
+            model_only=self.config.save_only_model,
+            background=self._background,
+        )
+
+    def saved(self, wait: bool = True) -> bool:
+        if self._writing is None:
+            return True
+        if not wait and not self._writing.done():
+            return False
+        writing, self._writing = self._writing, None
+        writing.result()
+        return True
 
     def load(self, path: Path) -> None:
+        self.saved()
         self.step = distributed_checkpoint.load(path, self._checkpointed())
 
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:

@@ -35,8 +35,13 @@ class TrainingWorker(ModelWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:
-        """Collective. Everything needed to continue, written into the folder ``path``."""
+        """Collective. Everything needed to continue, written into the folder ``path``; see :meth:`checkpoint_saved`."""
         self.strategy.save(Path(path))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def checkpoint_saved(self, wait: bool) -> bool:
+        """Whether this rank's part of what :meth:`save_checkpoint` was given is on disk; with ``wait``, it is."""
+        return self.strategy.saved(wait)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:

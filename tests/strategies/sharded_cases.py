@@ -111,6 +111,7 @@ def train_and_save(role: WorkerConfig, batch: TensorBatch, path: Path, steps: in
             # What happens between saving and going on must not matter.
         torch.rand(3)
         metrics = strategy.train_step(batch, policy_loss, POLICY)
+    assert strategy.saved() and strategy.saved(wait=False)
     return _state(strategy, metrics)
 
 

@@ -17,7 +17,9 @@ SPLITS = {1: (12,), 2: (6, 6), 4: (3, 3, 3, 3)}
 OPTIONS = {"training": {"lr_scheduler_type": "cosine", "warmup_steps": 1}}
 
 
-@pytest.mark.parametrize(("world_size", "config"), [(1, {}), (2, {}), (4, {"fsdp_size": 2})])
+@pytest.mark.parametrize(
+    ("world_size", "config"), [(1, {}), (2, {}), (2, {"async_save_ckpt": False}), (4, {"fsdp_size": 2})]
+)
 def test_resumed_equals_uninterrupted_bit_for_bit(
     run_ranks: RunRanks, tied_model: Path, tmp_path: Path, world_size: int, config: dict[str, Any]
 ) -> None:

@@ -162,7 +162,8 @@ class RLVRPipeline:
 
     def save(self, step: int) -> None:
         """A checkpoint after ``step`` steps."""
-        with self.frame.writing_checkpoint(step, self.state_dict()) as path:
+        writers = [cluster for cluster in (self.clusters.actor_train, self.clusters.critic) if cluster is not None]
+        with self.frame.writing_checkpoint(step, self.state_dict(), writers) as path:
             self.residency.bring({"actor_train": TRAINING})
             self.clusters.actor_train.save_checkpoint(str(path / "actor_train"))
             if self.clusters.critic is not None:

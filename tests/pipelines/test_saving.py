@@ -1,0 +1,95 @@
+"""A checkpoint appears when all ranks of all roles have written it, and not before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.checkpoint import CheckpointManager
+from roll.pipelines.saving import PendingCheckpoint
+
+
+class Answer:
+    def __init__(self, result: list[bool] | Exception | None) -> None:
+        self._result = result
+
+    def done(self) -> bool:
+        return self._result is not None
+
+    def result(self) -> Any:
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
+
+
+class Writers:
+    """Answers as a cluster of two ranks would: ``script`` holds what it says each time it is asked, then "done"."""
+
+    def __init__(self, *script: list[bool] | Exception | None) -> None:
+        self.script = list(script)
+        self.asked: list[bool] = []
+
+    def checkpoint_saved(self, wait: bool, blocking: bool) -> Answer:
+        assert not blocking
+        self.asked.append(wait)
+        return Answer(self.script.pop(0) if self.script else [True, True])
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> CheckpointManager:
+    return CheckpointManager(tmp_path)
+
+
+def names(manager: CheckpointManager) -> list[str]:
+    return sorted(path.name for path in manager.root.iterdir())
+
+
+def pending(manager: CheckpointManager, *writers: Any) -> PendingCheckpoint:
+    checkpoint = PendingCheckpoint(manager.writing(2), list(writers))
+    (checkpoint.path / "weights").write_text("1")
+    return checkpoint
+
+
+def test_it_is_written_when_every_rank_of_every_role_says_so(manager: CheckpointManager) -> None:
+    checkpoint = pending(manager, Writers([True, False]), Writers([True, True]))
+    assert not checkpoint.is_written()
+    assert checkpoint.is_written()
+    assert manager.latest() is None
+    checkpoint.publish()
+    found = manager.latest()
+    assert found is not None and found.step == 2 and (found.path / "weights").read_text() == "1"
+
+
+def test_a_busy_rank_is_not_waited_for(manager: CheckpointManager) -> None:
+    busy = Writers(None)
+    checkpoint = pending(manager, busy)
+    assert not checkpoint.is_written() and not checkpoint.is_written()
+    assert busy.asked == [False], "asked once, and not again before it answered"
+    checkpoint.publish()
+    assert busy.asked == [False, True] and names(manager) == ["checkpoint-2"]
+
+
+def test_nothing_appears_where_a_rank_could_not_write(manager: CheckpointManager) -> None:
+    with pytest.raises(OSError, match="disk full"):
+        pending(manager, Writers(OSError("disk full"))).publish()
+    assert names(manager) == []
+
+
+def test_discarded(manager: CheckpointManager) -> None:
+    checkpoint = pending(manager, Writers(None))
+    with pytest.raises(KeyboardInterrupt), discarding(checkpoint):
+        raise KeyboardInterrupt
+    assert names(manager) == []
+
+
+@contextmanager
+def discarding(checkpoint: PendingCheckpoint) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        checkpoint.discard()
+        raise
