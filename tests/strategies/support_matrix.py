@@ -196,7 +196,13 @@ LAYOUTS = (
         Other("no: sharded over all ranks"),
         megatron("tp2-dp2-distributed-optimizer", "yes, the optimizer sharded over them"),
     ),
-    Feature("tensor parallel", NO_CUT, NO_CUT, NO_CUT, megatron("tp2")),
+    Feature(
+        "tensor parallel",
+        Refused(f"{OPTIONS}.tp_size", 2, "tensor parallelism", "no: data parallel only"),
+        NO_CUT,
+        NO_CUT,
+        megatron("tp2"),
+    ),
     Feature("pipeline parallel, also in virtual stages", NO_CUT, NO_CUT, NO_CUT, megatron("vpp2-tied")),
     Feature(
         "context parallel",
@@ -215,6 +221,14 @@ LAYOUTS = (
 )
 HOST_ADAM = Refused(f"{OPTIONS}.optimizer_cpu_offload", True, "host memory under Megatron")
 MEMORY = (
+    Feature(
+        "each rank reads its own part of the model's files",
+        Yes("strategies/test_fsdp2_loading.py::test_shards_equal_those_of_a_model_loaded_whole"),
+        Other("no: whole, then sharded"),
+        Other("no: whole, then sharded"),
+        Other("tensor by tensor"),
+    ),
+    Feature("MLP layers in tiles (`apply_tiled_mlp`)", fsdp2("2-ranks-tiled-mlp"), Other("no"), Other("no"), Other("no")),
     Feature(
         "parameters in host memory during the passes",
         fsdp2("offload"),
@@ -240,6 +254,13 @@ STATE = (
         fsdp_checkpoint(RESUMED),
         in_file("strategies/deepspeed/test_checkpoint.py")(RESUMED),
         megatron_weights(RESUMED),
+    ),
+    Feature(
+        "checkpoints are written while training goes on (`async_save_ckpt`)",
+        fsdp2_checkpoint(RESUMED),
+        fsdp_checkpoint(RESUMED),
+        Other("no"),
+        Other("no"),
     ),
     Feature(
         "checkpoints load on another number of ranks",
