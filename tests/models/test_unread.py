@@ -137,3 +137,22 @@ def build_unread_after(
     with caplog.at_level(logging.INFO, "roll.models.unread"):
         caplog.clear()
         return build_unread(ModelArguments(str(folder / "whole")), "causal_lm")
+
+
+def test_what_must_be_converted_is_left_to_from_pretrained(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    write(tmp_path / "experts", "Qwen3Moe", **experts)
+    torch.save(read(write(tmp_path / "old")).state_dict(), tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text((tmp_path / "old" / "config.json").read_text())
+    reasons = {
+        tmp_path / "experts": "a qwen3_moe model is stored in another form than it computes with",
+        tmp_path: "there are no safetensors files",
+    }
+    for folder, reason in reasons.items():
+        with caplog.at_level(logging.INFO, "roll.models.unread"):
+            caplog.clear()
+            assert build_unread(ModelArguments(str(folder)), "causal_lm") is None
+        assert caplog.messages == [f"{folder} is loaded whole by every rank: {reason}"]
+        assert all(
+            not parameter.is_meta for parameter in build_model(ModelArguments(str(folder)), "causal_lm").parameters()
+        )
