@@ -228,7 +228,9 @@ MEMORY = (
         Other("no: whole, then sharded"),
         Other("tensor by tensor"),
     ),
-    Feature("MLP layers in tiles (`apply_tiled_mlp`)", fsdp2("2-ranks-tiled-mlp"), Other("no"), Other("no"), Other("no")),
+    Feature(
+        "MLP layers in tiles (`apply_tiled_mlp`)", fsdp2("2-ranks-tiled-mlp"), Other("no"), Other("no"), Other("no")
+    ),
     Feature(
         "parameters in host memory during the passes",
         fsdp2("offload"),
