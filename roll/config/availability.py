@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll.config.errors import Problems
+from roll.config.roles import StrategyArguments
 
 Test = Callable[[Any], bool]
 
@@ -39,7 +40,7 @@ class Refusal:
     feature: str
     instead: Any = None
     applies: Test = is_set
-    except_under: str | None = None
+    except_under: tuple[str, ...] = ()
     """Strategies (by the beginning of their name) that deal with the key themselves."""
     under: str | None = None
     """The strategies (by the beginning of their name) that lack the feature; None: all."""
@@ -85,7 +86,9 @@ REFUSALS = (
     Refusal("**.model_args.lora_target", "LoRA", "~"),
     Refusal("**.model_args.adapter_name_or_path", "LoRA", "~"),
     Refusal("**.model_args.additional_target", "LoRA", "~"),
-    Refusal("**.model_args.ulysses_size", "context parallelism", 1, above(1), except_under="deepspeed_"),
+    Refusal(
+        "**.model_args.ulysses_size", "context parallelism", 1, above(1), except_under=("deepspeed_", "fsdp")
+    ),
     Refusal("**.model_args.num_labels", "classification heads", 1, above(1)),
     Refusal("**.model_args.moe_aux_loss_coef", "mixture-of-experts training", "~"),
     Refusal("**.model_args.model_type", "sequence-classification models", "~", one_of("auto_sequence_classification")),
@@ -144,7 +147,7 @@ def _excepted(refusal: Refusal, data: Mapping[str, Any], path: str) -> bool:
     node: Any = data
     for name in (path.partition(".")[0], "strategy_args", "strategy_name"):
         node = node.get(name) if isinstance(node, Mapping) else None
-    strategy = node if isinstance(node, str) else ""
+    strategy = node if isinstance(node, str) else StrategyArguments().strategy_name
     if refusal.under is not None and not strategy.startswith(refusal.under):
         return True
-    return refusal.except_under is not None and strategy.startswith(refusal.except_under)
+    return strategy.startswith(refusal.except_under)

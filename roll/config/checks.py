@@ -150,6 +150,7 @@ def check_strategy_fit(name: str, role: WorkerConfig, options: StrategyConfig, c
     trains = TASKS[name][1] is TRAIN_STRATEGIES
     if isinstance(options, ShardedStrategyConfig):
         check_sharded(name, role, options, world_size(role), trains, checks.problems)
+        check_ulysses(name, role, checks)
     if isinstance(options, DeepSpeedStrategyConfig):
         path = f"{name}.strategy_args.strategy_config"
         check_deepspeed(path, role, options, {**os.environ, **role.system_envs}, trains, checks.problems)
@@ -157,6 +158,24 @@ def check_strategy_fit(name: str, role: WorkerConfig, options: StrategyConfig, c
         check_megatron(name, role, options, world_size(role), checks.problems)
     if isinstance(options, VllmStrategyConfig):
         check_vllm(name, role, options, checks.problems)
+
+
+def check_ulysses(name: str, role: WorkerConfig, checks: Checks) -> None:
+    size, world = role.model_args.ulysses_size, world_size(role)
+    if world % size:
+        best = max(number for number in range(1, world + 1) if world % number == 0 and number <= size)
+        rule = f"must divide the role's {world} ranks, which share sequences in groups of so many"
+        checks.add(f"{name}.model_args.ulysses_size", size, rule, best)
+
+
+def check_heads(name: str, role: WorkerConfig, path: str | None, checks: Checks) -> None:
+    """Attention heads of the model against the ranks that share them, where the model lies in a local folder."""
+    heads, size = model_number(path, "num_attention_heads"), role.model_args.ulysses_size
+    is_used = role.strategy_args.strategy_name.startswith("fsdp") and size > 1
+    if is_used and heads is not None and heads % size:
+        best = max(number for number in range(1, size) if heads % number == 0)
+        rule = f"must divide the model's {heads} attention heads ({path})"
+        checks.add(f"{name}.model_args.ulysses_size", size, rule, best)
 
 
 def check_rows(config: RLVRConfig | SFTConfig, name: str, role: WorkerConfig, checks: Checks) -> None:
@@ -183,10 +202,12 @@ def check_model(config: RLVRConfig | SFTConfig, name: str, role: WorkerConfig, c
             checks.add(key, path, "no such folder")
         elif not (folder / "config.json").is_file():
             checks.add(key, path, "is not a model folder: it has no config.json")
+        else:
+            check_heads(name, role, path, checks)
 
 
-def longest_position(path: str | None) -> int | None:
-    """``max_position_embeddings`` of a model in a local folder, where it says so."""
+def model_number(path: str | None, key: str) -> int | None:
+    """An entry such as ``max_position_embeddings`` of the ``config.json`` of a model in a local folder."""
     file = Path(path or "").expanduser() / "config.json"
     if path is None or not file.is_file():
         return None
@@ -194,13 +215,13 @@ def longest_position(path: str | None) -> int | None:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError):
         return None
-    positions = config.get("max_position_embeddings") if isinstance(config, dict) else None
-    return positions if isinstance(positions, int) else None
+    number = config.get(key) if isinstance(config, dict) else None
+    return number if isinstance(number, int) else None
 
 
 def note_positions(key: str, path: str | None, length: int, checks: Checks) -> None:
     """A sequence longer than what the model was made for."""
-    positions = longest_position(path)
+    positions = model_number(path, "max_position_embeddings")
     if positions is not None and length > positions:
         checks.note(key, f"sequences of {length} tokens are longer than the model's {positions} positions ({path})")
 

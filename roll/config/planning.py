@@ -17,7 +17,7 @@ from roll.config.rlvr import RLVRConfig
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.run import RunConfig
 from roll.config.sft import SFTConfig
-from roll.config.strategy import MegatronStrategyConfig, read_strategy_config
+from roll.config.strategy import MegatronStrategyConfig, ShardedStrategyConfig, read_strategy_config
 
 Written = Callable[[str], bool]
 """Says whether a key path is written, in a file or on the command line."""
@@ -73,10 +73,11 @@ def world_size(role: WorkerConfig) -> int:
 
 
 def data_parallel_size(role: WorkerConfig) -> int:
-    """Ranks that compute different rows: all of them, unless the model itself is cut over some."""
+    """Ranks that compute different rows: all of them, unless the model or each sequence is cut over some."""
     options = read_strategy_config(role.strategy_args, role.name, Problems())
     cut = ranks_of_a_replica(options) if isinstance(options, MegatronStrategyConfig) else 1
-    return max(1, world_size(role) // cut)
+    shared = role.model_args.ulysses_size if isinstance(options, ShardedStrategyConfig) else 1
+    return max(1, world_size(role) // (cut * shared))
 
 
 def training_plan(

@@ -44,7 +44,8 @@ class ModelArguments:
     freeze_module_prefix: str | None = None
     """Parameters whose name starts with this prefix (comma-separated list) are not trained."""
     ulysses_size: int = setting(1, ge=1)
-    """Ranks that share one sequence (Ulysses context parallelism)."""
+    """Ranks that share each sequence (Ulysses context parallelism), under ``fsdp2_*`` and ``fsdp_*``. Divides the
+    role's ranks and the model's attention heads; for models whose layers are all full attention."""
     lora_target: str | None = None
     """Modules that get a LoRA adapter (comma-separated, a regular expression, or ``all-linear``); null: no LoRA."""
     lora_rank: int = setting(8, ge=1)

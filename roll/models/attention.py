@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
+from roll.models.context_parallel import divisible_heads, heads_for_sequence, sequence_for_heads
 from roll.models.layouts import AttentionPattern, PackedSequences, PromptParts
 from roll.models.shared_prompt import shared_prompt_attention
 
@@ -25,24 +27,25 @@ _VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 _UNKNOWN_KEYS = ("attn_logit_softcapping", "attention_dropout", "attention_chunk_size")
 
 
-def use_layout_attention(model: PreTrainedModel, key: str) -> None:
+def use_layout_attention(model: PreTrainedModel, key: str, neutral: str = "false") -> None:
     """Make ``model`` compute attention by :func:`layout_attention`.
 
     Args:
         key: the configuration key that asks for it, for messages.
+        neutral: its value that does not.
 
     Raises:
         ValueError: a model with layers other than full causal attention, or that does not take an attention function.
     """
     from transformers import AttentionInterface
 
-    _check_full_attention(model.config, key)
+    _check_full_attention(model.config, key, neutral)
     if not getattr(model, "_supports_attention_backend", False) or (
         model.config._attn_implementation not in _REPLACEABLE
     ):
         raise ValueError(
             f"{key}: needs a model whose attention can be replaced, with model_args.attn_implementation: sdpa; "
-            f"{type(model).__name__} runs {model.config._attn_implementation}. Set {key}: false"
+            f"{type(model).__name__} runs {model.config._attn_implementation}. Set {key}: {neutral}"
         )
     AttentionInterface.register(ATTENTION_NAME, layout_attention)
     # Unknown to the registry of masks, this name also keeps the model from building a mask.
@@ -50,6 +53,20 @@ def use_layout_attention(model: PreTrainedModel, key: str) -> None:
     # A value model's body has a configuration of its own; none may be left behind, or it would ignore the layout.
     configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
     assert all(config._attn_implementation == ATTENTION_NAME for config in configs)
+
+
+def check_context_size(model: PreTrainedModel, context_size: int) -> None:
+    """
+    Raises:
+        ValueError: heads that so many ranks cannot share evenly.
+    """
+    heads = model.config.num_attention_heads
+    if heads % context_size:
+        divisors = [size for size in range(1, heads + 1) if heads % size == 0]
+        raise ValueError(
+            f"model_args.ulysses_size: {context_size} does not divide the model's {heads} attention heads; use one of "
+            f"{', '.join(map(str, divisors))}"
+        )
 
 
 def layout_attention(
@@ -60,9 +77,12 @@ def layout_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     attention_pattern: AttentionPattern | None = None,
+    context_group: ProcessGroup | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention in which ``attention_pattern`` says who sees whom. No dropout, no mask of the caller's.
+
+    With ``context_group`` T is this rank's chunk of n T tokens, of which the pattern speaks as a whole.
 
     Args:
         query: (S, heads, T, head_dim); with a pattern S is 1 and T the number of tokens.
@@ -74,15 +94,30 @@ def layout_attention(
         (S, T, heads, head_dim), and None for the weights.
     """
     assert attention_mask is None, "the layout alone says who sees whom"
-    match attention_pattern:
+    if context_group is None:
+        return _attend(query, key, value, attention_pattern, scaling), None
+    heads = query.shape[1]
+    by_token = [tensor.permute(2, 0, 1, 3) for tensor in (query, key, value)]
+    whole = [
+        heads_for_sequence(divisible_heads(tensor, heads, context_group), context_group).permute(1, 2, 0, 3)
+        for tensor in by_token
+    ]
+    output = _attend(whole[0], whole[1], whole[2], attention_pattern, scaling).transpose(0, 1)
+    return sequence_for_heads(output, context_group).transpose(0, 1).contiguous(), None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, pattern: AttentionPattern | None, scaling: float | None
+) -> Tensor:
+    match pattern:
         case None:
-            return causal_attention(query, key, value, scaling).transpose(1, 2).contiguous(), None
+            return causal_attention(query, key, value, scaling).transpose(1, 2).contiguous()
         case PackedSequences():
-            return packed_attention(query, key, value, attention_pattern, scaling), None
+            return packed_attention(query, key, value, pattern, scaling)
         case PromptParts():
             groups = query.shape[1] // key.shape[1]
             key, value = repeat_heads(key, groups), repeat_heads(value, groups)
-            return shared_prompt_attention(query, key, value, attention_pattern, scaling), None
+            return shared_prompt_attention(query, key, value, pattern, scaling)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
@@ -136,18 +171,18 @@ def repeat_heads(tensor: Tensor, times: int) -> Tensor:
     return tensor if times == 1 else tensor.repeat_interleave(times, 1)
 
 
-def _check_full_attention(config: PretrainedConfig, key: str) -> None:
+def _check_full_attention(config: PretrainedConfig, key: str, neutral: str) -> None:
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):
         kinds = {"sliding_attention"}
     if kinds:
         raise ValueError(
-            f"{key}: this {config.model_type} model has layers of type {', '.join(sorted(kinds))}; rows can share "
-            f"a sequence of tokens only where every layer is full_attention. Set {key}: false"
+            f"{key}: this {config.model_type} model has layers of type {', '.join(sorted(kinds))}; it works "
+            f"only where every layer is full_attention. Set {key}: {neutral}"
         )
     for name in _UNKNOWN_KEYS:
         if getattr(config, name, None):
             raise ValueError(
-                f"{key}: this {config.model_type} model sets {name}={getattr(config, name)}, which attention over "
-                f"shared sequences does not compute. Set {key}: false"
+                f"{key}: this {config.model_type} model sets {name}={getattr(config, name)}, which attention here "
+                f"does not compute. Set {key}: {neutral}"
             )

@@ -99,6 +99,29 @@ class TokenLayout(_OnDevice):
         flat = values.new_zeros(shape.numel())
         return flat.scatter(0, self.destinations, values).view(shape)
 
+    def chunk(self, rank: int, ranks: int) -> TokenLayout:
+        """Columns of this rank of ``ranks`` that share the sequences (T a multiple of them), and what they predict.
+
+        The pattern stays that of the whole.
+        """
+        sequences, length = self.input_ids.shape
+        width = length // ranks
+        assert width * ranks == length, (length, ranks)
+        columns = slice(rank * width, (rank + 1) * width)
+        sequence, column = self.predictors // length, self.predictors % length
+        own = (column >= columns.start) & (column < columns.stop)
+        positions = self.position_ids
+        if positions is None:
+            positions = torch.arange(length, device=self.input_ids.device).expand(sequences, -1)
+        return replace(
+            self,
+            input_ids=self.input_ids[:, columns],
+            position_ids=positions[:, columns],
+            predictors=(sequence * width + column - columns.start)[own],
+            targets=self.targets[own],
+            destinations=self.destinations[own],
+        )
+
 
 def row_layout(input_ids: Tensor, response_mask: Tensor, width_multiple: int = 1) -> TokenLayout:
     """The rows as they are. Right padding needs no mask: nothing before it can see it.

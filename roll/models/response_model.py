@@ -7,6 +7,7 @@ from types import MethodType
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from roll.models.layouts import TokenLayout
 from roll.models.log_probs import token_log_probs
@@ -37,11 +38,14 @@ class ResponseModel(nn.Module):
     ``language_model`` is the Hugging Face model itself (a causal LM, or a token classifier with one label as value
     model), with its own parameter names.  The head runs inside this module's forward, so that a sharding root put on
     this module has the output matrix (tied to the embeddings or not) at hand.
+
+    With a ``context_group`` each of its ranks is given a chunk of one layout (:meth:`TokenLayout.chunk`).
     """
 
-    def __init__(self, language_model: PreTrainedModel) -> None:
+    def __init__(self, language_model: PreTrainedModel, context_group: ProcessGroup | None = None) -> None:
         super().__init__()
         self.language_model = language_model
+        self.context_group = context_group
         head = language_model.get_output_embeddings()
         if head is not None:
             # A method of the output matrix's own module, so that one who shards that module apart can gather it first.
@@ -52,8 +56,9 @@ class ResponseModel(nn.Module):
 
         ``values[i]`` is the value of the state in which response token i is about to be sampled.
         """
-        # A layout of plain rows must not meet a model that would take the keyword for something else.
-        extra = {} if layout.pattern is None else {"attention_pattern": layout.pattern}
+        # Plain rows must not meet a model that would take the keywords for something else.
+        keywords = {"attention_pattern": layout.pattern, "context_group": self.context_group}
+        extra = {name: value for name, value in keywords.items() if value is not None}
         hidden = self.language_model.base_model(
             input_ids=layout.input_ids, position_ids=layout.position_ids, use_cache=False, **extra
         ).last_hidden_state

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from roll.config.micro_batching import MicroBatching, micro_batching
 from roll.config.roles import WorkerConfig
-from roll.models.attention import use_layout_attention
+from roll.models.attention import check_context_size, use_layout_attention
 from roll.models.build import build_model, has_tied_embeddings
-from roll.models.layouts import TokenLayout
+from roll.models.context_parallel import sum_of_parts
+from roll.models.layouts import TokenLayout, padded
 from roll.models.response_model import ResponseModel
 from roll.platforms import current_platform
 from roll.protocol.metrics import Metrics
@@ -46,6 +48,8 @@ class DataParallelStrategy(ModelStrategy):
 
     model: ResponseModel
     compute_dtype: torch.dtype
+    context_size = 1
+    """Consecutive ranks that share each sequence, and so are given the same rows."""
 
     def __init__(self, role: WorkerConfig, head: ModelHead = ModelHead.CAUSAL_LM, seed: int = 42) -> None:
         super().__init__(role, head, seed)
@@ -87,17 +91,40 @@ class DataParallelStrategy(ModelStrategy):
         torch.manual_seed((self.seed if seed is None else seed) + self.rank)
         language_model = self._build_language_model(storage_dtype)
         layout_keys = ("use_prefix_sharing", "use_sequence_packing", "use_remove_padding")
-        for key in [key for key in layout_keys if getattr(self.role, key)][:1]:
-            use_layout_attention(language_model, key)
-        self.model = ResponseModel(language_model)
+        needed_by = [key for key in layout_keys if getattr(self.role, key)]
+        if self.context_size > 1:
+            check_context_size(language_model, self.context_size)
+            use_layout_attention(language_model, "model_args.ulysses_size", neutral="1")
+        elif needed_by:
+            use_layout_attention(language_model, needed_by[0])
+        self.model = ResponseModel(language_model, self._context_group())
+
+    def _context_group(self) -> ProcessGroup | None:
+        """Collective. The ranks that share this rank's rows; None where it has its own."""
+        if self.context_size == 1:
+            return None
+        if self.world_size % self.context_size:
+            raise ValueError(
+                f"{self.role.name}.model_args.ulysses_size: {self.context_size} does not divide the role's "
+                f"{self.world_size} ranks; 1 would do"
+            )
+        group, _ = dist.new_subgroups(self.context_size)
+        return group
 
     def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
         return build_model(self.role.model_args, self.head.value, storage_dtype)
 
     @property
     def rank_info(self) -> RankInfo:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        return RankInfo(rank=rank, world_size=world_size, dp_rank=rank, dp_size=world_size)
+        rank, world_size, shared = dist.get_rank(), dist.get_world_size(), self.context_size
+        return RankInfo(
+            rank=rank,
+            world_size=world_size,
+            dp_rank=rank // shared,
+            dp_size=world_size // shared,
+            cp_rank=rank % shared,
+            cp_size=shared,
+        )
 
     @torch.no_grad()
     def forward(self, batch: TensorBatch, outputs: Collection[Output], temperature: float = 1.0) -> TensorBatch:
@@ -110,12 +137,11 @@ class DataParallelStrategy(ModelStrategy):
         rule = micro_batching(self.role, trains=False)
         for rows in self._rows_of_passes(batch, rule):
             part = micro_batch(batch, rows)
-            layout = self._layout(part, rule)
-            computed = self._compute(layout.to(self.device), results.keys(), temperature)
+            cut = part["input_ids"].shape
+            computed = self._outputs(self._layout(part, rule), results.keys(), temperature, cut)
             if rows:
-                cut = part["input_ids"].shape
                 for name, values in computed.items():
-                    results[name][row_index(rows), : cut[1]] = layout.scatter(values.to(device), cut)
+                    results[name][row_index(rows), : cut[1]] = values.to(device)
         self._reshard()
         self.model.train(was_training)
         return results
@@ -177,8 +203,26 @@ class DataParallelStrategy(ModelStrategy):
         """Collective. The rows of each micro-batch; as many micro-batches on every rank."""
         return plan_micro_batches(batch, rule, self._max_over_ranks, self.role.use_prefix_sharing)
 
+    def _outputs(
+        self, layout: TokenLayout, outputs: Collection[str], temperature: float, shape: torch.Size
+    ) -> TensorBatch:
+        """Collective. Each output as (B, L), on the device, whole on each rank that shares its sequences."""
+        group = self.model.context_group
+        if group is not None:
+            layout = layout.chunk(group.rank(), group.size())
+        layout = layout.to(self.device)
+        computed = self._compute(layout, outputs, temperature)
+        aligned = {name: layout.scatter(values, shape) for name, values in computed.items()}
+        if group is None or not aligned:
+            return aligned
+        summed = sum_of_parts(torch.stack(list(aligned.values())), group)
+        return dict(zip(aligned, summed.unbind(), strict=True))
+
     def _layout(self, part: TensorBatch, rule: MicroBatching) -> TokenLayout:
-        return lay_out(part, rule, self.role.use_prefix_sharing)
+        """With as many columns for each of the ranks that share them."""
+        layout = lay_out(part, rule, self.role.use_prefix_sharing)
+        sequences, length = layout.input_ids.shape
+        return padded(layout, sequences, length + -length % self.context_size)
 
     def _check_outputs(self, outputs: Collection[Output]) -> None:
         wants_values = Output.VALUES in outputs
@@ -245,10 +289,8 @@ class DataParallelTrainStrategy(DataParallelStrategy, TrainStrategy):
         temperature: float,
     ) -> list[Metrics]:
         """Forward and backward of one micro-batch. One with nothing to predict still takes part in all collectives."""
-        layout = self._layout(part, rule).to(self.device)
-        computed = self._compute(layout, [str(name) for name in outputs], temperature)
-        shape = part["input_ids"].shape
-        aligned = {name: layout.scatter(values, shape) for name, values in computed.items()}
+        layout = self._layout(part, rule)
+        aligned = self._outputs(layout, [str(name) for name in outputs], temperature, part["input_ids"].shape)
         if is_empty(part):
             self._differentiate(_zero_loss(aligned))
             return []
@@ -259,6 +301,8 @@ class DataParallelTrainStrategy(DataParallelStrategy, TrainStrategy):
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         total = value.to(self.device, copy=True)
+        if self.rank % self.context_size:
+            total.zero_()  # counted by the first of the ranks that share these rows
         if self.world_size > 1:
             dist.all_reduce(total)
         return total.to(value.device)

@@ -45,6 +45,8 @@ class ShardedStrategy(DataParallelStrategy):
         assert isinstance(config, ShardedStrategyConfig), config
         self.config = config
         self.compute_dtype = compute_dtype(role.model_args, config)
+        # A second view of the same ranks: parameters are sharded over all of them, as ever.
+        self.context_size = role.model_args.ulysses_size
 
     def initialize(self, num_training_steps: int = 0) -> None:
         """Collective. Build and shard the model.
@@ -129,7 +131,7 @@ class ShardedTrainStrategy(DataParallelTrainStrategy, ShardedStrategy):
             self.optimizer.step()
         else:
             logger.warning("optimizer step %d: gradient norm is %s; the update is skipped", self.step, norm)
-            metrics["skipped_updates"] = Sum(1.0 / self.world_size)
+            metrics["skipped_updates"] = Sum(1.0 / self.rank_info.dp_size)
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         return metrics

@@ -17,7 +17,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("async_generation_ratio", 1),
     ("async_generation_ratio", 0.5),
     ("actor_train.model_args.lora_target", "all-linear"),
-    ("actor_train.model_args.ulysses_size", 2),
+    ("actor_infer.model_args.ulysses_size", 2),
     ("actor_train.model_args.dtype", "fp16"),
     ("actor_train.training_args.fp16", True),
     (f"{SHARD}.param_dtype", "float16"),

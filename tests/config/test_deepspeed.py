@@ -122,11 +122,6 @@ def test_mistakes(tmp_path: Path, config: dict[str, Any], key: str, rule: str) -
     assert problem.key == f"{CONFIG}.{key}" and rule in problem.rule
 
 
-def test_context_parallelism_is_still_refused_elsewhere(tmp_path: Path) -> None:
-    (problem,) = mistakes(tmp_path, changed({"actor_train.model_args.ulysses_size": 2}))
-    assert "not available yet" in problem.rule
-
-
 def test_a_wrong_variable_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERL_ENABLE_PARAM_OFFLOAD", "yes")
     (problem,) = mistakes(tmp_path, changed({NAME: "deepspeed_train", CONFIG: {}}))

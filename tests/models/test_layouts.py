@@ -19,6 +19,7 @@ from roll.models.layouts import (
     TokenLayout,
     leads_a_group,
     packed_layout,
+    padded,
     row_layout,
     shared_prompt_layout,
 )
@@ -113,6 +114,39 @@ def test_padding_is_counted(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
         assert packed.input_ids.shape == (1, needed) and packed.num_padding == 0
         assert isinstance(packed.pattern, PackedSequences)
         assert sum(packed.pattern.lengths) == needed == int(packed.pattern.offsets[-1])
+
+
+@given(
+    batch=batches(), ranks=st.integers(1, 4), lay_out=st.sampled_from([row_layout, packed_layout, shared_prompt_layout])
+)
+def test_chunks_of_a_padded_layout_are_the_whole(
+    batch: tuple[torch.Tensor, torch.Tensor], ranks: int, lay_out: Callable[..., TokenLayout]
+) -> None:
+    input_ids, mask = batch
+    whole = lay_out(input_ids, mask)
+    sequences, width = whole.input_ids.shape
+    wide = padded(whole, sequences, width + -width % ranks)
+    added = wide.input_ids.numel() - whole.input_ids.numel()
+    assert wide.num_padding - whole.num_padding == added
+    assert torch.equal(wide.input_ids.flatten()[wide.predictors], whole.input_ids.flatten()[whole.predictors])
+    if isinstance(wide.pattern, PackedSequences):
+        assert sum(wide.pattern.lengths) == wide.input_ids.numel() == int(wide.pattern.offsets[-1])
+    chunks = [wide.chunk(rank, ranks) for rank in range(ranks)]
+    assert torch.equal(torch.cat([chunk.input_ids for chunk in chunks], 1), wide.input_ids)
+    # Each prediction is some rank's, made at the same token and position as in the whole.
+    found = {}
+    for chunk in chunks:
+        assert chunk.position_ids is not None
+        tokens, positions = chunk.input_ids.flatten(), chunk.position_ids.flatten()
+        for slot, target, place in zip(
+            chunk.predictors.tolist(), chunk.targets.tolist(), chunk.destinations.tolist(), strict=True
+        ):
+            found[place] = (int(tokens[slot]), int(positions[slot]), target)
+    length = input_ids.shape[1]
+    assert found == {
+        place: (int(input_ids.flatten()[place - 1]), place % length - 1, target)
+        for place, target in zip(whole.destinations.tolist(), whole.targets.tolist(), strict=True)
+    }
 
 
 def test_rows_that_lead_a_group() -> None:
