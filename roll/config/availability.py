@@ -86,9 +86,7 @@ REFUSALS = (
     Refusal("**.model_args.lora_target", "LoRA", "~"),
     Refusal("**.model_args.adapter_name_or_path", "LoRA", "~"),
     Refusal("**.model_args.additional_target", "LoRA", "~"),
-    Refusal(
-        "**.model_args.ulysses_size", "context parallelism", 1, above(1), except_under=("deepspeed_", "fsdp")
-    ),
+    Refusal("**.model_args.ulysses_size", "context parallelism", 1, above(1), except_under=("deepspeed_", "fsdp")),
     Refusal("**.model_args.num_labels", "classification heads", 1, above(1)),
     Refusal("**.model_args.moe_aux_loss_coef", "mixture-of-experts training", "~"),
     Refusal("**.model_args.model_type", "sequence-classification models", "~", one_of("auto_sequence_classification")),
