@@ -93,6 +93,7 @@ fsdp2 = in_file("strategies/test_fsdp2_numbers.py")
 fsdp2_weights = in_file("strategies/test_fsdp2_weights.py")
 fsdp2_checkpoint = in_file("strategies/test_fsdp2_checkpoint.py")
 fsdp = in_file("strategies/fsdp/test_numbers.py")
+ulysses = in_file("strategies/test_ulysses.py")
 fsdp_weights = in_file("strategies/fsdp/test_weights.py")
 fsdp_checkpoint = in_file("strategies/fsdp/test_checkpoint.py")
 deepspeed = in_file("strategies/deepspeed/test_numbers.py")
@@ -206,8 +207,8 @@ LAYOUTS = (
     Feature("pipeline parallel, also in virtual stages", NO_CUT, NO_CUT, NO_CUT, megatron("vpp2-tied")),
     Feature(
         "context parallel",
-        Refused(f"{MODEL}.ulysses_size", 2, "context parallelism"),
-        Refused(f"{MODEL}.ulysses_size", 2, "context parallelism"),
+        ulysses("padded", "`model_args.ulysses_size`"),
+        ulysses("fsdp1-packed", "`model_args.ulysses_size`"),
         Noted(f"{MODEL}.ulysses_size", 2, "is taken as 1", "taken as 1, with a note"),
         megatron("cp2"),
     ),
