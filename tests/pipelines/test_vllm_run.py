@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 STEPS = 3
-GAP = 5e-5  # float32 sums in another order; measured 1.4e-5
+GAP = 1e-5  # float32 sums in another order; measured 9.5e-7
 
 
 @pytest.fixture(scope="module")
@@ -35,4 +35,4 @@ def test_trainer_and_engine_agree_at_every_step(run: Run, wide_heads: TinyWorld,
     assert finished.values("model_update/version") == list(range(STEPS))
     assert max(finished.values("actor/train_infer_log_diff_abs_max")) < GAP
     assert max(finished.values("actor/grad_norm")) > 0.0, "the weights move"
-    assert all(length > 1 for length in finished.values("tokens/response_length/mean"))
+    assert all(length > 1 for length in finished.values("token/response_length/mean"))
