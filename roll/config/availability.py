@@ -111,7 +111,7 @@ REFUSALS = (
         "tensor parallelism in training but by megatron_train (tensor_model_parallel_size)",
         1,
         above(1),
-        except_under="sglang",
+        except_under=("sglang",),
     ),
     Refusal("**.generating_args.num_beams", "beam search", 1, above(1)),
     Refusal("**.data_args.image_folder", "vision-language models", "~"),
