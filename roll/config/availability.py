@@ -90,12 +90,11 @@ REFUSALS = (
     Refusal("**.model_args.num_labels", "classification heads", 1, above(1)),
     Refusal("**.model_args.moe_aux_loss_coef", "mixture-of-experts training", "~"),
     Refusal("**.model_args.model_type", "sequence-classification models", "~", one_of("auto_sequence_classification")),
-    Refusal("actor_train.model_args.dtype", "training in fp16", "bf16", one_of("fp16")),
-    Refusal("critic.model_args.dtype", "training in fp16", "bf16", one_of("fp16")),
-    Refusal("sft_train.model_args.dtype", "training in fp16", "bf16", one_of("fp16")),
-    Refusal("**.training_args.fp16", "training in fp16", False),
-    Refusal("**.strategy_config.param_dtype", "fp16 compute in fsdp2", "bf16", one_of("fp16", "float16", "half")),
-    Refusal("**.strategy_config.reduce_dtype", "fp16 reduction in fsdp2", "fp32", one_of("fp16", "float16", "half")),
+    Refusal(
+        "actor_train.model_args.dtype", "fp16 training under DeepSpeed", "bf16", one_of("fp16"), under="deepspeed_"
+    ),
+    Refusal("critic.model_args.dtype", "fp16 training under DeepSpeed", "bf16", one_of("fp16"), under="deepspeed_"),
+    Refusal("sft_train.model_args.dtype", "fp16 training under DeepSpeed", "bf16", one_of("fp16"), under="deepspeed_"),
     Refusal("**.strategy_config.ep_size", "expert parallelism", 1, above(1)),
     Refusal("**.strategy_config.expert_model_parallel_size", "expert parallelism", 1, above(1)),
     Refusal("**.strategy_config.expert_tensor_parallel_size", "expert parallelism", "~", above(1)),

@@ -39,7 +39,7 @@ class ShardedStrategyConfig(StrategyConfig):
     param_dtype: Dtype | None = field(default=None, metadata=rules(parse=parse_dtype, example="bf16"))
     """Compute type of gathered parameters; null: ``model_args.dtype``. Master weights are float32 in any case."""
     reduce_dtype: Dtype = field(default="fp32", metadata=rules(parse=parse_dtype, example="fp32"))
-    """Type in which gradients are summed over ranks."""
+    """Type in which gradients are summed over ranks; fp16 with fp16 computation only."""
     offload_policy: bool = setting(False, aliases=("cpu_offload",))
     """Keep parameters (and in training gradients and optimizer states) in host memory, and bring parameters in layer
     by layer. Under FSDP1 for forward-only roles."""
@@ -107,6 +107,9 @@ def check_sharded(
         divisors = [number for number in range(2, world + 1) if world % number == 0]
         best = min(divisors, key=lambda number: abs(number - size))
         problems.add(f"{path}.fsdp_size", size, f"must divide the role's {world} ranks (or be 1: all of them)", best)
+    if trains and options.reduce_dtype == "fp16" and compute_type(role, options) != "fp16":
+        rule = f"goes with fp16 computation, which scales the loss; this role computes in {compute_type(role, options)}"
+        problems.add(f"{path}.reduce_dtype", "fp16", rule, "fp32")
     if not isinstance(options, Fsdp1StrategyConfig):
         return
     if not options.use_orig_params:

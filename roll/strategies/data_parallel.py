@@ -307,17 +307,6 @@ class DataParallelTrainStrategy(DataParallelStrategy, TrainStrategy):
             dist.all_reduce(total)
         return total.to(value.device)
 
-    def _refuse_fp16(self, keys: str) -> None:
-        """
-        Raises:
-            ValueError: the compute type is fp16.
-        """
-        if self.compute_dtype is torch.float16:
-            raise ValueError(
-                f"{self.role.name}: not available yet: training in fp16 (it needs loss scaling); set {keys} to bf16 "
-                "or fp32"
-            )
-
 
 def _zero_loss(outputs: TensorBatch) -> torch.Tensor:
     """0, with a gradient of zeros to every parameter."""

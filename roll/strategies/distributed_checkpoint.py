@@ -73,11 +73,11 @@ class Checkpointed:
 def save(
     path: Path,
     checkpointed: Checkpointed,
-    step: int,
+    state: dict[str, Any],
     model_only: bool = False,
     background: ProcessGroup | None = None,
 ) -> Future[Any] | None:
-    """Collective. Write parameters, optimizer (unless ``model_only``), step and RNG states.
+    """Collective. Write parameters, optimizer (unless ``model_only``), RNG states and ``state`` (JSON values).
 
     Args:
         background: a gloo group of all ranks that nobody else uses: copy all tensors to host memory, and write them
@@ -87,18 +87,18 @@ def save(
         With ``background``: done when this rank's part is on disk.
     """
     path.mkdir(parents=True, exist_ok=True)
-    save_trainer_state(path, {"step": step, "has_optimizer": not model_only})
-    state = checkpointed.state(with_optimizer=not model_only)
+    save_trainer_state(path, {**state, "has_optimizer": not model_only})
+    tensors = checkpointed.state(with_optimizer=not model_only)
     if background is None:
-        save_distributed(state, checkpoint_id=path / _TENSORS)
+        save_distributed(tensors, checkpoint_id=path / _TENSORS)
         return None
-    writing = async_save(state, checkpoint_id=path / _TENSORS, process_group=background)
+    writing = async_save(tensors, checkpoint_id=path / _TENSORS, process_group=background)
     assert isinstance(writing, Future), writing
     return writing
 
 
-def load(path: Path, checkpointed: Checkpointed) -> int:
-    """Collective. Put back what :func:`save` wrote, for any number of ranks; returns the step.
+def load(path: Path, checkpointed: Checkpointed) -> dict[str, Any]:
+    """Collective. Put back what :func:`save` wrote, for any number of ranks; returns its ``state``.
 
     RNG states are put back where as many ranks run as wrote them.
 
@@ -112,7 +112,7 @@ def load(path: Path, checkpointed: Checkpointed) -> int:
     if not state["has_optimizer"]:
         logger.warning("%s holds no optimizer state (save_only_model): the moments start from zero", path)
     restore_rng_states(path, state)
-    return int(state["step"])
+    return state
 
 
 @contextmanager

@@ -34,7 +34,12 @@ def global_norm(gradients: list[Tensor], shard_group: ProcessGroup | None, devic
     return squared.sqrt()
 
 
-def clip_(gradients: list[Tensor], norm: float, max_norm: float) -> None:
-    """Scale the gradients in place so that the global norm is at most ``max_norm``."""
-    if norm > max_norm and gradients:
-        torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
+def clip_factor(norm: float, max_norm: float | None) -> float:
+    """By what to multiply a gradient of global norm ``norm``, so that the norm is at most ``max_norm``."""
+    return max_norm / (norm + 1e-6) if max_norm is not None and norm > max_norm else 1.0
+
+
+def scale_(gradients: list[Tensor], factor: float) -> None:
+    """Multiply the gradients in place."""
+    if factor != 1.0 and gradients:
+        torch._foreach_mul_(gradients, factor)

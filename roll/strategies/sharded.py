@@ -24,7 +24,8 @@ from roll.strategies.base import ModelHead, StateKind
 from roll.strategies.data_parallel import DataParallelStrategy, DataParallelTrainStrategy
 from roll.strategies.distributed_checkpoint import Checkpointed
 from roll.strategies.fsdp_units import compute_dtype
-from roll.strategies.gradients import clip_, global_norm, local_gradients, local_tensor
+from roll.strategies.gradients import clip_factor, global_norm, local_gradients, local_tensor, scale_
+from roll.strategies.loss_scale import DynamicLossScale
 from roll.strategies.optimizer import adamw, decay_groups, state_tensors
 from roll.strategies.schedule import LearningRateSchedule
 
@@ -90,7 +91,7 @@ class ShardedTrainStrategy(DataParallelTrainStrategy, ShardedStrategy):
         max_grad_norm: float | None = None,
     ) -> None:
         super().__init__(role, head, seed, max_grad_norm)
-        self._refuse_fp16("model_args.dtype and strategy_config.param_dtype")
+        self.loss_scale = DynamicLossScale() if self.compute_dtype is torch.float16 else None
         self._background: ProcessGroup | None = None
         self._writing: Future[Any] | None = None
 
@@ -115,23 +116,27 @@ class ShardedTrainStrategy(DataParallelTrainStrategy, ShardedStrategy):
             self.model.eval()
 
     def _differentiate(self, loss: torch.Tensor) -> None:
-        loss.backward()
+        (loss if self.loss_scale is None else loss * self.loss_scale.value).backward()
 
     def _update(self) -> Metrics:
         """Clip, step and clear. A gradient that is not finite is dropped: the step counts, the weights stay."""
         gradients = local_gradients(self.trainable)
-        norm = float(global_norm(gradients, self._shard_group(), self.device))
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        norm = float(global_norm(gradients, self._shard_group(), self.device)) / scale
         learning_rate = self.schedule(self.step)
         metrics: Metrics = {"grad_norm": Mean(norm), "lr": Mean(learning_rate)}
-        if math.isfinite(norm):
-            if self.max_grad_norm is not None:
-                clip_(gradients, norm, self.max_grad_norm)
+        finite = math.isfinite(norm)
+        if finite:
+            scale_(gradients, clip_factor(norm, self.max_grad_norm) / scale)
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step()
         else:
             logger.warning("optimizer step %d: gradient norm is %s; the update is skipped", self.step, norm)
             metrics["skipped_updates"] = Sum(1.0 / self.rank_info.dp_size)
+        if self.loss_scale is not None:
+            metrics["loss_scale"] = Mean(scale)
+            self.loss_scale.adapt(finite)
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         return metrics
@@ -143,7 +148,7 @@ class ShardedTrainStrategy(DataParallelTrainStrategy, ShardedStrategy):
         self._writing = distributed_checkpoint.save(
             path,
             self._checkpointed(),
-            self.step,
+            self._state(),
             model_only=self.config.save_only_model,
             background=self._background,
         )
@@ -159,7 +164,14 @@ class ShardedTrainStrategy(DataParallelTrainStrategy, ShardedStrategy):
 
     def load(self, path: Path) -> None:
         self.saved()
-        self.step = distributed_checkpoint.load(path, self._checkpointed())
+        state = distributed_checkpoint.load(path, self._checkpointed())
+        self.step = int(state["step"])
+        if self.loss_scale is not None and "loss_scale" in state:
+            self.loss_scale.restore(state["loss_scale"])
+
+    def _state(self) -> dict[str, Any]:
+        scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}
+        return {"step": self.step, **scale}
 
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
         if kind is StateKind.OPTIMIZER_STATES and hasattr(self, "optimizer"):

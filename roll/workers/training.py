@@ -13,7 +13,7 @@ from roll.protocol.metrics import Metrics
 from roll.strategies.base import LossFunction, Output, TensorBatch, TrainStrategy
 from roll.workers.model import ModelWorker
 
-STEP_METRICS = ("grad_norm", "lr", "tokens_per_micro_batch", "padding_ratio")
+STEP_METRICS = ("grad_norm", "lr", "loss_scale", "tokens_per_micro_batch", "padding_ratio")
 
 
 class TrainingWorker(ModelWorker):

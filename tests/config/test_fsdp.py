@@ -90,3 +90,19 @@ def test_one_changed_name_is_the_whole_switch(tmp_path: Path) -> None:
     assert "fsdp_train" in notices(tmp_path, "fsdp2_train", both)["backward_prefetch"]
     said = notices(tmp_path, "deepspeed_train", {"cpu_offload": True})
     assert "fsdp2_train" in said["cpu_offload"] and "fsdp_train" in said["cpu_offload"]
+
+
+def test_fp16_trains_under_fsdp_and_not_elsewhere(tmp_path: Path) -> None:
+    half = {"actor_train.model_args.dtype": "fp16", "actor_infer.model_args.dtype": "fp16", f"actor_train.{CONFIG}": {}}
+    for strategy in ("fsdp2_train", "fsdp_train"):
+        assert mistakes(tmp_path, changed({**half, f"actor_train.{NAME}": strategy})) == ()
+    for strategy in ("deepspeed_train", "megatron_train"):
+        (problem,) = mistakes(tmp_path, changed({**half, f"actor_train.{NAME}": strategy}))
+        assert problem.key == "actor_train.model_args.dtype" and "not available yet" in problem.rule
+
+
+def test_gradients_are_summed_in_fp16_with_fp16_computation_only(tmp_path: Path) -> None:
+    (problem,) = mistakes(tmp_path, changed({f"actor_train.{CONFIG}": {"reduce_dtype": "fp16"}}))
+    assert problem.key == f"actor_train.{CONFIG}.reduce_dtype" and "computes in bf16" in problem.rule
+    both = {"reduce_dtype": "fp16", "param_dtype": "fp16"}
+    assert mistakes(tmp_path, changed({f"actor_train.{CONFIG}": both})) == ()

@@ -127,7 +127,13 @@ NUMBERS = (
         "test_bf16_equals_fsdp2_and_keeps_float32_weights",
         "test_bf16_computes_in_bf16_and_keeps_float32_weights",
     ),
-    everywhere("training in fp16", Refused(f"{MODEL}.dtype", "fp16", "training in fp16")),
+    Feature(
+        "training in fp16, with a loss scale",
+        in_file("strategies/test_fp16.py")("test_a_step_in_fp16_is_near_the_one_in_fp32"),
+        in_file("strategies/test_fp16.py")("test_a_step_in_fp16_is_near_the_one_in_fp32"),
+        Refused(f"{MODEL}.dtype", "fp16", "fp16 training under DeepSpeed"),
+        Refused(f"{MODEL}.dtype", "fp16", "fp16 under Megatron"),
+    ),
     by_gradient("any micro-batch size", "micro-batch-1", "micro-batch-1", "zero2-micro-batch-1", "llama-micro-batch-1"),
     by_gradient(
         "ranks without rows",

@@ -69,7 +69,6 @@ def test_a_mesh_that_does_not_divide_is_refused_with_the_numbers() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "fp16"}, "training in fp16"),
         ({"config": {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Block"]}}}, "no module of class Block"),
         ({"config": {"wrap_policy": {"wrap_lm_output": True}}}, "ties its output matrix to its embeddings"),
     ],

@@ -35,7 +35,11 @@ class DeepSpeedTrainStrategy(DataParallelTrainStrategy, DeepSpeedInferStrategy):
         max_grad_norm: float | None = None,
     ) -> None:
         super().__init__(role, head, seed, max_grad_norm)
-        self._refuse_fp16("model_args.dtype")
+        if self.compute_dtype is torch.float16:
+            raise ValueError(
+                f"{role.name}.model_args.dtype: not available yet: fp16 training under DeepSpeed; use bf16 or fp32, or "
+                "fsdp2_train, which trains in fp16"
+            )
         self.steps_each_micro_batch = switch(self.config, "step_each_micro_batch", self.environ)
 
     def initialize(self, num_training_steps: int = 0) -> None:

@@ -40,10 +40,10 @@ class FsdpTrainStrategy(ShardedTrainStrategy, FsdpInferStrategy):
     def _differentiate(self, loss: torch.Tensor) -> None:
         """FSDP1 takes the mean over ranks; the loss is this rank's share of a sum."""
         if self.root is None:
-            loss.backward()
+            super()._differentiate(loss)
             return
         with nullcontext() if self._reduces else self.root.no_sync():
-            (loss * self.world_size).backward()
+            super()._differentiate(loss * self.world_size)
 
     def _checkpointed(self) -> Checkpointed:
         self._reshard()
