@@ -14,6 +14,7 @@ from typing import Any
 from roll.config.deepspeed import check_deepspeed
 from roll.config.errors import Problems
 from roll.config.fsdp import check_sharded
+from roll.config.lora import check_lora
 from roll.config.megatron import check_megatron
 from roll.config.micro_batching import check_micro_batching
 from roll.config.planning import Written, lengths, model_path, model_roles, world_size
@@ -82,6 +83,7 @@ def check_roles(config: RLVRConfig | SFTConfig, checks: Checks) -> dict[str, Str
         check_devices(name, role, checks)
         options = check_strategy(name, role, checks)
         check_model(config, name, role, checks)
+        check_lora(name, role, TASKS[name][1] is TRAIN_STRATEGIES, isinstance(config, RLVRConfig), checks)
         if options is not None:
             strategies[name] = options
             check_strategy_fit(name, role, options, checks)

@@ -17,6 +17,7 @@ from roll.config.checks import (
 )
 from roll.config.checks_algorithm import check_algorithm
 from roll.config.fields import DOTTED_PATH
+from roll.config.lora import uses_lora
 from roll.config.names import (
     FILTER_ARGUMENTS,
     PLANNED_REWARDS,
@@ -24,7 +25,14 @@ from roll.config.names import (
     PUBLISHED_REWARDS,
     REWARDS,
 )
-from roll.config.planning import lengths, model_path, needs_critic, needs_reference, rlvr_training_plans
+from roll.config.planning import (
+    lengths,
+    model_path,
+    needs_critic,
+    needs_reference,
+    reference_is_actor,
+    rlvr_training_plans,
+)
 from roll.config.rewards import FilterConfig, RewardConfig
 from roll.config.rlvr import RLVRConfig
 from roll.config.schema import closest
@@ -52,12 +60,13 @@ def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
 
 def check_needed_roles(config: RLVRConfig, checks: Checks) -> None:
     devices = config.actor_train.device_mapping or [0]
-    if needs_reference(config) and config.reference is None:
+    if needs_reference(config) and config.reference is None and not reference_is_actor(config):
         checks.missing(
             "reference", "is needed: a KL to the reference policy is used", f"reference.device_mapping: {devices}"
         )
     if config.reference is not None and not needs_reference(config):
         checks.note("reference", "not started: no KL is used (use_kl_loss with kl_loss_coef, or add_token_level_kl)")
+    _note_needless_reference(config, checks)
     if needs_critic(config) and config.critic is None and not checks.broken("adv_estimator"):
         checks.missing("critic", "is needed by adv_estimator: gae", f"critic.device_mapping: {devices}")
     if config.critic is not None and not needs_critic(config):
@@ -75,6 +84,17 @@ def check_needed_roles(config: RLVRConfig, checks: Checks) -> None:
         checks.note(
             "actor_infer.model_args.model_name_or_path", "the engines get actor_train's weights before the first step"
         )
+
+
+def _note_needless_reference(config: RLVRConfig, checks: Checks) -> None:
+    """A second copy of what the LoRA actor has already."""
+    trainer, reference = config.actor_train, config.reference
+    if reference is None or not needs_reference(config) or not uses_lora(trainer.model_args):
+        return
+    same = model_path(config, "reference", reference) == model_path(config, "actor_train", trainer)
+    if same and not uses_lora(reference.model_args):
+        text = "actor_train without its adapters gives the same log-probs: leave the section out to save its memory"
+        checks.note("reference", text)
 
 
 def check_lengths(config: RLVRConfig, checks: Checks) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.config.errors import Problems
+from roll.config.lora import uses_lora
 from roll.config.megatron import ranks_of_a_replica
 from roll.config.micro_batching import micro_batching, with_packed_lengths
 from roll.config.names import GREEDY_BASELINE_ESTIMATORS, PUBLISHED_PREFIX, PUBLISHED_REWARDS, PUBLISHED_WORKERS
@@ -27,6 +28,11 @@ def needs_reference(config: RLVRConfig) -> bool:
     """KL in the loss or in the reward consumes it; ``init_kl_coef`` alone does not."""
     in_loss = config.use_kl_loss and config.kl_loss_coef > 0
     return in_loss or kl_in_reward(config) or config.enable_reference
+
+
+def reference_is_actor(config: RLVRConfig) -> bool:
+    """Under LoRA the actor without its adapters is the policy it started from: no model of its own is needed."""
+    return needs_reference(config) and config.reference is None and uses_lora(config.actor_train.model_args)
 
 
 def kl_in_reward(config: RLVRConfig) -> bool:

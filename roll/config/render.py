@@ -126,8 +126,9 @@ def rlvr_facts(plan: RLVRPlan) -> list[tuple[str, str]]:
             f"; validation {plan.val_prompt_length} + {plan.val_response_length} = {plan.val_sequence_length}"
             f" (at most {plan.val_max_new_tokens} new)"
         )
+    reference = "reference log-probs" + ("" if "reference" in plan.roles else " (actor_train without its adapters)")
     passes = {
-        "reference log-probs": plan.needs_reference,
+        reference: plan.needs_reference,
         "greedy baseline": plan.needs_greedy_baseline,
         "old log-probs": plan.needs_old_log_probs,
         "values": plan.needs_critic,

@@ -19,7 +19,7 @@ class ModelArguments:
     model_name_or_path: str | None = None
     """Folder or hub name; null: the pipeline's ``pretrain`` (``reward_pretrain`` for the critic, if that is set)."""
     adapter_name_or_path: str | None = None
-    """Folder of a trained LoRA adapter to start from."""
+    """Folder or hub name of a LoRA adapter in peft's format to start from; it decides target, rank and scale."""
     attn_implementation: str | None = setting(None, choices=ATTENTION, aliases=("flash_attn",))
     """``sdpa``, ``eager``, ``fa2`` (flash_attention_2), ``auto`` or null (``sdpa``)."""
     moe_aux_loss_coef: float | None = setting(None, ge=0)
@@ -46,18 +46,19 @@ class ModelArguments:
     ulysses_size: int = setting(1, ge=1)
     """Ranks that share each sequence (Ulysses context parallelism), under ``fsdp2_*`` and ``fsdp_*``. Divides the
     role's ranks and the model's attention heads; for models whose layers are all full attention."""
-    lora_target: str | None = None
-    """Modules that get a LoRA adapter (comma-separated, a regular expression, or ``all-linear``); null: no LoRA."""
+    lora_target: str | list[str] | None = None
+    """Linear layers that get a LoRA adapter: ``all-linear`` (all but the output matrix), names (a list, or with
+    commas), or a regular expression of whole module names; null: no LoRA."""
     lora_rank: int = setting(8, ge=1)
     """Rank of the adapters; used with ``lora_target``."""
     lora_alpha: int | None = setting(None, ge=1)
-    """Scale of the adapters; null: twice ``lora_rank``."""
+    """Scale of the adapters, divided by ``lora_rank``; null: twice ``lora_rank``."""
     lora_dropout: float = setting(0.0, ge=0, lt=1)
-    """Dropout on the adapters' input."""
-    additional_target: str | None = None
-    """Further modules trained in full beside the adapters (comma-separated)."""
-    autocast_adapter_dtype: bool = True
-    """Keep adapter weights in float32."""
+    """Dropout on the adapters' input; in supervised training only."""
+    additional_target: str | list[str] | None = None
+    """Further modules trained in full beside the adapters (a list, or with commas). A critic's head always is."""
+    autocast_adapter_dtype: bool = setting(True, inert="adapters are always trained in float32")
+    """Accepted for older files."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Only for sources you trust."""
 

@@ -139,6 +139,9 @@ def enable_gradient_checkpointing(model: PreTrainedModel, args: ModelArguments) 
         # Renamed within transformers 5; the old name warns where the new one exists.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": args.gradient_checkpointing_use_reentrant})
+        if args.gradient_checkpointing_use_reentrant and not model.get_input_embeddings().weight.requires_grad:
+            # The reentrant form gives a layer no gradient unless its input wants one.
+            model.enable_input_require_grads()
 
 
 def has_tied_embeddings(model: PreTrainedModel) -> bool:

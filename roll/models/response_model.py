@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from types import MethodType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -26,10 +26,18 @@ def _head_log_probs(
 
 def run_head_when_called(language_model: PreTrainedModel) -> None:
     """Compute log-probs in the output matrix's ``forward``: for a backend that acts on a module when it is called."""
-    head = language_model.get_output_embeddings()
-    if head is not None:
+    for head in output_matrices(language_model):
         head.forward = MethodType(_head_log_probs, head)
         head.log_probs = MethodType(type(head).__call__, head)
+
+
+def output_matrices(language_model: PreTrainedModel) -> list[Any]:
+    """The output matrix; with LoRA's ``additional_target`` the trained copy and the original behind it."""
+    head = language_model.get_output_embeddings()
+    if head is None:
+        return []
+    copies = getattr(head, "modules_to_save", None)
+    return [head] if copies is None else [head.original_module, *copies.values()]
 
 
 class ResponseModel(nn.Module):
@@ -46,8 +54,7 @@ class ResponseModel(nn.Module):
         super().__init__()
         self.language_model = language_model
         self.context_group = context_group
-        head = language_model.get_output_embeddings()
-        if head is not None:
+        for head in output_matrices(language_model):
             # A method of the output matrix's own module, so that one who shards that module apart can gather it first.
             head.log_probs = MethodType(_head_log_probs, head)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
@@ -89,6 +90,10 @@ class ModelStrategy(ABC):
 
         Log-probs and entropies are those of ``softmax(logits / temperature)``.
         """
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Forward passes inside the block are those of the model without its LoRA adapters, if it has some."""
+        return nullcontext()
 
     @abstractmethod
     def named_full_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:

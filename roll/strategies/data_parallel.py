@@ -7,7 +7,8 @@ that they give the same numbers.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from roll.config.lora import uses_lora
 from roll.config.micro_batching import MicroBatching, micro_batching
 from roll.config.roles import WorkerConfig
 from roll.models.attention import check_context_size, use_layout_attention
 from roll.models.build import build_model, has_tied_embeddings
 from roll.models.context_parallel import sum_of_parts
 from roll.models.layouts import TokenLayout, padded
+from roll.models.lora import Adapters, MergedWeight, add_adapters
 from roll.models.response_model import ResponseModel
 from roll.platforms import current_platform
 from roll.protocol.metrics import Metrics
@@ -42,6 +45,9 @@ if TYPE_CHECKING:
 EXPORT_BUCKET_BYTES = 2**30
 """Device memory that an export may hold gathered at once; the whole model is put together in host memory."""
 
+ADAPTER_FOLDER = "adapter"
+"""Where an export has the adapter by itself, in peft's format, beside the merged model."""
+
 
 class DataParallelStrategy(ModelStrategy):
     """Every rank computes its own rows with the whole model, of which it may hold a shard only."""
@@ -53,6 +59,7 @@ class DataParallelStrategy(ModelStrategy):
 
     def __init__(self, role: WorkerConfig, head: ModelHead = ModelHead.CAUSAL_LM, seed: int = 42) -> None:
         super().__init__(role, head, seed)
+        self.adapters: Adapters | None = None
         self.platform = current_platform()
         self.platform.set_device()
         self.device = self.platform.device()
@@ -112,7 +119,20 @@ class DataParallelStrategy(ModelStrategy):
         return group
 
     def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
-        return build_model(self.role.model_args, self.head.value, storage_dtype)
+        """With adapters where the role has them. Their base is frozen: float32 copies of weights that never change
+        would only be rounded to the compute dtype in every pass, so it is held in that."""
+        args = self.role.model_args
+        if not uses_lora(args):
+            return build_model(args, self.head.value, storage_dtype)
+        language_model = build_model(args, self.head.value, self.compute_dtype)
+        seed = self.role.training_args.seed
+        self.adapters = add_adapters(language_model, args, self.seed if seed is None else seed, storage_dtype)
+        return language_model
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        with self.adapters.disabled() if self.adapters else nullcontext():
+            yield
 
     @property
     def rank_info(self) -> RankInfo:
@@ -147,32 +167,38 @@ class DataParallelStrategy(ModelStrategy):
         return results
 
     def named_full_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Collective. Full tensors in the compute dtype (float32 master weights stay here); tied weights come once."""
-        for bucket in self._buckets(bucket_bytes):
-            full = self._gather([tensor for _, tensor in bucket])
-            yield [(name, tensor) for (name, _), tensor in zip(bucket, full, strict=True)] if self.rank == 0 else []
+        """Collective. Full tensors in the compute dtype (float32 master weights stay here); tied weights come once.
 
-    def _buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        bucket: list[tuple[str, torch.Tensor]] = []
-        size = 0
-        for name, tensor in self._named_tensors():
-            num_bytes = self._full_size(tensor) * self._wire_dtype(tensor).itemsize
-            if bucket and size + num_bytes > bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append((name, tensor))
-            size += num_bytes
-        if bucket:
-            yield bucket
+        Adapters come merged into the weights that they adapt.
+        """
+        for bucket in _buckets(self._merged_weights(), bucket_bytes, self._num_bytes):
+            whole = iter(self._gather([part for weight in bucket for part in weight.parts]))
+            parts = [[next(whole) for _ in weight.parts] for weight in bucket]
+            is_sender = self.rank == 0
+            yield [(w.name, w.merge(p)) for w, p in zip(bucket, parts, strict=True)] if is_sender else []
+
+    def _merged_weights(self) -> Iterator[MergedWeight]:
+        if self.adapters is None:
+            return (MergedWeight(name, (tensor,)) for name, tensor in self._named_tensors())
+        return self.adapters.merged(self._named_tensors())
+
+    def _num_bytes(self, weight: MergedWeight) -> int:
+        return sum(self._full_size(part) * self._wire_dtype(part).itemsize for part in weight.parts)
 
     def save_hf(self, path: Path) -> None:
-        """Collective. Weights are written in the compute dtype."""
+        """Collective. Weights are written in the compute dtype; adapters merged, and by themselves in ``adapter/``."""
         weights: dict[str, torch.Tensor] = {}
         for bucket in self.named_full_weights(EXPORT_BUCKET_BYTES):
             weights |= {name: tensor.cpu() for name, tensor in bucket}
         if self.rank == 0:
             path.mkdir(parents=True, exist_ok=True)
             self._write_hf(path, weights)
+        if self.adapters is not None:
+            names, tensors = zip(*self.adapters.own(self._named_tensors()), strict=True)
+            whole = [tensor.cpu() for tensor in self._gather(list(tensors))]
+            if self.rank == 0:
+                base = str(self.role.model_args.model_name_or_path)
+                self.adapters.save(path / ADAPTER_FOLDER, dict(zip(names, whole, strict=True)), base)
         dist.barrier()
 
     def _write_hf(self, path: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -306,6 +332,23 @@ class DataParallelTrainStrategy(DataParallelStrategy, TrainStrategy):
         if self.world_size > 1:
             dist.all_reduce(total)
         return total.to(value.device)
+
+
+def _buckets(
+    weights: Iterable[MergedWeight], bucket_bytes: int, num_bytes: Callable[[MergedWeight], int]
+) -> Iterator[list[MergedWeight]]:
+    """Runs of consecutive weights of at most ``bucket_bytes`` together; a larger one stands alone."""
+    bucket: list[MergedWeight] = []
+    size = 0
+    for weight in weights:
+        more = num_bytes(weight)
+        if bucket and size + more > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(weight)
+        size += more
+    if bucket:
+        yield bucket
 
 
 def _zero_loss(outputs: TensorBatch) -> torch.Tensor:

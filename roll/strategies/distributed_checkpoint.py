@@ -18,7 +18,9 @@ from typing import Any
 
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -45,11 +47,16 @@ class Checkpointed:
     optimizer: Optimizer
     prefix: str = ""
     """What ``module`` puts before the Hugging Face names."""
+    with_frozen: bool = False
+    """Hold frozen parameters too, such as the base under LoRA, though they are what they were loaded as."""
 
     def state(self, with_optimizer: bool) -> dict[str, Any]:
         """Sharded tensors under Hugging Face names."""
         with _quiet():
-            state: dict[str, Any] = {"model": _renamed(get_model_state_dict(self.module), self._short)}
+            left_out = set() if self.with_frozen else self._frozen()
+            weights = get_model_state_dict(self.module)
+            held = {name: tensor for name, tensor in weights.items() if name not in left_out}
+            state: dict[str, Any] = {"model": _renamed(held, self._short)}
             if with_optimizer:
                 optimizer = get_optimizer_state_dict(self.module, self.optimizer)
                 state["optimizer"] = _renamed_optimizer(optimizer, self._short)
@@ -58,10 +65,19 @@ class Checkpointed:
     def restore(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`state`."""
         with _quiet():
-            set_model_state_dict(self.module, _renamed(state["model"], self._long))
+            complete = StateDictOptions(strict=not self._frozen())
+            set_model_state_dict(self.module, _renamed(state["model"], self._long), options=complete)
             if "optimizer" in state:
                 optimizer = _renamed_optimizer(state["optimizer"], self._long)
                 set_optimizer_state_dict(self.module, self.optimizer, optimizer)
+
+    def planner(self) -> DefaultLoadPlanner:
+        """Frozen parameters that a checkpoint does not hold stay as they are."""
+        return DefaultLoadPlanner(allow_partial_load=bool(self.with_frozen and self._frozen()))
+
+    def _frozen(self) -> set[str]:
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {name for name, parameter in named if not parameter.requires_grad}
 
     def _short(self, name: str) -> str:
         return name.removeprefix(self.prefix)
@@ -107,7 +123,7 @@ def load(path: Path, checkpointed: Checkpointed) -> dict[str, Any]:
     """
     state = load_trainer_state(path)
     restored = checkpointed.state(with_optimizer=state["has_optimizer"])
-    load_distributed(restored, checkpoint_id=path / _TENSORS)
+    load_distributed(restored, checkpoint_id=path / _TENSORS, planner=checkpointed.planner())
     checkpointed.restore(restored)
     if not state["has_optimizer"]:
         logger.warning("%s holds no optimizer state (save_only_model): the moments start from zero", path)

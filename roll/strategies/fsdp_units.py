@@ -8,7 +8,7 @@ from torch import nn
 from roll.config.roles import ModelArguments
 from roll.config.strategy import ShardedStrategyConfig, WrapPolicy
 from roll.models.build import DTYPES, has_tied_embeddings
-from roll.models.response_model import ResponseModel
+from roll.models.response_model import ResponseModel, output_matrices
 
 
 def compute_dtype(args: ModelArguments, config: ShardedStrategyConfig) -> torch.dtype:
@@ -37,8 +37,8 @@ def wrapped_units(model: ResponseModel, policy: WrapPolicy) -> list[nn.Module]:
             )
         if policy.wrap_embeddings:
             units.append(language_model.get_input_embeddings())
-        if policy.wrap_lm_output and language_model.get_output_embeddings() is not None:
-            units.append(language_model.get_output_embeddings())
+        if policy.wrap_lm_output:
+            units += output_matrices(language_model)
     return units
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 from roll.distributed import Dispatch, Worker, register
@@ -40,10 +41,15 @@ class ModelWorker(Worker):
 
     @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
     def compute_log_probs(self, batch: DataProto) -> DataProto:
-        """Log-prob of every response token, float32 (B, L); with ``meta_info["entropy"]`` also ``entropy``."""
+        """Log-prob of every response token, float32 (B, L); with ``meta_info["entropy"]`` also ``entropy``.
+
+        With ``meta_info["without_adapters"]`` they are those of the base of a LoRA model.
+        """
         wanted = [Output.LOG_PROBS] + ([Output.ENTROPY] if batch.meta_info.get("entropy") else [])
         temperature = float(batch.meta_info.get("temperature", 1.0))
-        return DataProto.from_dict(self.strategy.forward(batch.batch, wanted, temperature))
+        base_only = bool(batch.meta_info.get("without_adapters"))
+        with self.strategy.without_adapters() if base_only else nullcontext():
+            return DataProto.from_dict(self.strategy.forward(batch.batch, wanted, temperature))
 
     @register(Dispatch.ONE_TO_ALL)
     def offload_states(self, include: list[StateKind]) -> None:

@@ -16,7 +16,6 @@ SHARD = "actor_train.strategy_args.strategy_config"
 REFUSED: list[tuple[str, Any]] = [
     ("async_generation_ratio", 1),
     ("async_generation_ratio", 0.5),
-    ("actor_train.model_args.lora_target", "all-linear"),
     ("actor_infer.model_args.ulysses_size", 2),
     (f"{SHARD}.ep_size", 2),
     (f"{SHARD}.tp_size", 2),

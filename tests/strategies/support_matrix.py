@@ -253,7 +253,13 @@ MEMORY = (
         HOST_ADAM,
     ),
     everywhere("states leave between phases", Yes("strategies/test_offload.py::test_moved_states_change_nothing")),
-    everywhere("LoRA", Refused(f"{MODEL}.lora_target", "all-linear", "LoRA")),
+    Feature(
+        "LoRA",
+        Yes("strategies/test_fsdp2_lora.py::test_training_equals_plain_peft"),
+        Refused(f"{MODEL}.lora_target", "all-linear", "LoRA under fsdp_train"),
+        Yes("strategies/deepspeed/test_lora.py::test_training_equals_plain_peft"),
+        Refused(f"{MODEL}.lora_target", "all-linear", "LoRA under megatron_train"),
+    ),
 )
 RESUMED = "test_resumed_equals_uninterrupted_bit_for_bit"
 STATE = (

@@ -22,7 +22,10 @@ from roll.workers import ACTOR_WORKER, CRITIC_WORKER, GENERATION_WORKER, REFEREN
 
 @dataclass(frozen=True)
 class Clusters:
-    """The roles of an RLVR run; a role that nothing consumes is not started."""
+    """The roles of an RLVR run; a role that nothing consumes is not started.
+
+    Without ``reference``, reference log-probs (if any) come from ``actor_train``, without its adapters.
+    """
 
     actor_train: Cluster
     actor_infer: Cluster
@@ -77,9 +80,10 @@ def start_clusters(loaded: LoadedConfig[RLVRConfig], resources: ResourceManager)
     actor_extra = {"loss": actor_keys(config), "max_grad_norm": config.max_grad_norm}
     critic_loss = {"value_clip": config.value_clip, "value_loss_type": config.value_loss_type}
     critic_extra = {"loss": critic_loss, "max_grad_norm": config.max_grad_norm}
+    has_reference = "reference" in plan.roles
     clusters = Clusters(
         actor_train=starter.start("actor_train", config.actor_train, ACTOR_WORKER, actor_extra),
-        reference=starter.start("reference", config.reference, REFERENCE_WORKER) if plan.needs_reference else None,
+        reference=starter.start("reference", config.reference, REFERENCE_WORKER) if has_reference else None,
         critic=starter.start("critic", config.critic, CRITIC_WORKER, critic_extra) if plan.needs_critic else None,
         # Last: an engine may size its cache by what is free on the device when it is built.
         actor_infer=starter.start("actor_infer", config.actor_infer, GENERATION_WORKER),

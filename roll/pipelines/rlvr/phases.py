@@ -15,15 +15,21 @@ from roll.protocol.metrics import Metrics
 from roll.workers.model import MODEL_COLUMNS
 
 
-def add_reference_log_probs(batch: DataProto, reference: Cluster, temperature: float) -> None:
-    """``ref_log_probs`` float32 (B, L)."""
-    batch.meta_info |= {"temperature": temperature, "entropy": False}
+def add_reference_log_probs(
+    batch: DataProto, reference: Cluster, temperature: float, without_adapters: bool = False
+) -> None:
+    """``ref_log_probs`` float32 (B, L).
+
+    Args:
+        without_adapters: ``reference`` is the LoRA actor, whose base is the reference policy.
+    """
+    batch.meta_info |= {"temperature": temperature, "entropy": False, "without_adapters": without_adapters}
     batch.batch["ref_log_probs"] = computed(batch, reference, reference.compute_log_probs)["log_probs"]
 
 
 def add_old_log_probs(batch: DataProto, actor: Cluster, temperature: float, with_entropy: bool = False) -> None:
     """``old_log_probs`` float32 (B, L): the trainer's own, before any update; and ``old_entropy`` if asked for."""
-    batch.meta_info |= {"temperature": temperature, "entropy": with_entropy}
+    batch.meta_info |= {"temperature": temperature, "entropy": with_entropy, "without_adapters": False}
     outputs = computed(batch, actor, actor.compute_log_probs)
     batch.batch["old_log_probs"] = outputs["log_probs"]
     if with_entropy:

@@ -102,10 +102,12 @@ class RLVRPipeline:
 
     def look_at(self, batch: DataProto) -> None:
         """What reference, actor and critic think of the samples, where something consumes it."""
-        if self.clusters.reference is not None:
+        if self.plan.needs_reference:
+            reference = self.clusters.reference or self.clusters.actor_train
+            without_adapters = reference is self.clusters.actor_train
             with self.frame.phase("ref_log_probs_values"):
-                self.residency.bring({"reference": WEIGHTS})
-                add_reference_log_probs(batch, self.clusters.reference, self.temperature)
+                self.residency.bring({reference.name: WEIGHTS})
+                add_reference_log_probs(batch, reference, self.temperature, without_adapters)
         if self.plan.needs_old_log_probs:
             with self.frame.phase("old_log_probs"):
                 self.residency.bring({"actor_train": WEIGHTS})

@@ -17,9 +17,9 @@ _TAG = "deepspeed"
 
 
 def save(path: Path, engine: Any, step: int) -> None:
-    """Collective. Write parameters, master weights, moments, step and RNG states."""
+    """Collective. Write trained parameters, master weights, moments, step and RNG states."""
     path.mkdir(parents=True, exist_ok=True)
-    engine.save_checkpoint(str(path), tag=_TAG, save_latest=False)
+    engine.save_checkpoint(str(path), tag=_TAG, save_latest=False, exclude_frozen_parameters=True)
     save_trainer_state(path, {"step": step, "zero_stage": engine.zero_optimization_stage()})
 
 
@@ -40,6 +40,8 @@ def load(path: Path, engine: Any) -> int:
             f"{world_size} under ZeRO-{stage}; a DeepSpeed checkpoint continues under the stage and on the number of "
             "ranks that wrote it. To go on otherwise, start from its Hugging Face export (pretrain)"
         )
-    engine.load_checkpoint(str(path), tag=_TAG, load_lr_scheduler_states=False)
+    # Frozen parameters, such as the base under LoRA, are what they were loaded as, and not in the file.
+    has_frozen = any(not parameter.requires_grad for parameter in engine.module.parameters())
+    engine.load_checkpoint(str(path), tag=_TAG, load_module_strict=not has_frozen, load_lr_scheduler_states=False)
     restore_rng_states(path, state)
     return int(state["step"])

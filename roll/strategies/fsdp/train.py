@@ -49,4 +49,5 @@ class FsdpTrainStrategy(ShardedTrainStrategy, FsdpInferStrategy):
         self._reshard()
         if self.root is None:
             return Checkpointed(self.model.language_model, self.optimizer)
-        return Checkpointed(self.root, self.optimizer, prefix="language_model.")
+        # FSDP1 takes back whole units only, frozen parameters among them.
+        return Checkpointed(self.root, self.optimizer, prefix="language_model.", with_frozen=True)

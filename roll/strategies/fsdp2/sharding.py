@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 from roll.config.roles import ModelArguments
 from roll.config.strategy import Fsdp2StrategyConfig
 from roll.models.build import DTYPES
-from roll.models.response_model import ResponseModel
+from roll.models.response_model import ResponseModel, output_matrices
 from roll.platforms import current_platform
 from roll.strategies.fsdp_units import compute_dtype, wrapped_units
 
@@ -48,7 +48,8 @@ def shard_model(
     for unit in wrapped_units(model, config.wrap_policy):
         fully_shard(unit, **options)
     if config.wrap_policy.wrap_lm_output:
-        register_fsdp_forward_method(model.language_model.get_output_embeddings(), "log_probs")
+        for head in output_matrices(model.language_model):
+            register_fsdp_forward_method(head, "log_probs")
     root = fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule) and mesh.size() > 1:

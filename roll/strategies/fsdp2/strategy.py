@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from roll.config.strategy import Fsdp2StrategyConfig
@@ -49,9 +50,11 @@ class Fsdp2InferStrategy(ShardedStrategy):
         return self.model(layout, outputs, temperature)
 
     def _reshard(self) -> None:
-        """A root stays gathered after a forward pass without a backward pass; what comes next expects shards."""
-        if self.root is not None:
-            self.root.reshard()
+        """After a forward pass without a backward pass the root stays gathered, and under ``reshard_after_forward:
+        false`` every unit does; what comes next expects shards."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return [self._gather_one(tensor) for tensor in tensors]

@@ -32,6 +32,12 @@ class RecordingStrategy(DeepSpeedTrainStrategy):
         return super()._update()
 
 
+def trainer(role: WorkerConfig) -> RecordingStrategy:
+    strategy = RecordingStrategy(role)
+    strategy.initialize(num_training_steps=10)
+    return strategy
+
+
 def train(
     role: WorkerConfig, batch: TensorBatch, steps: int = 1, max_grad_norm: float | None = None, value: bool = False
 ) -> dict[str, Any]:

@@ -1,0 +1,118 @@
+"""The LoRA keys of a role: what they mean, and their checks. Torch-free, and without peft."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from roll.config.checks import Checks
+    from roll.config.roles import ModelArguments, WorkerConfig
+
+ALL_LINEAR = "all-linear"
+"""Every linear layer but the output matrix."""
+
+_PATTERN_MARKS = frozenset("*+?|()[]{}^$\\")
+_ADAPTER_CONFIG = "adapter_config.json"
+
+
+def uses_lora(args: ModelArguments) -> bool:
+    """True where the role's model is a frozen base with adapters."""
+    return bool(args.lora_target or args.adapter_name_or_path)
+
+
+def is_pattern(target: str | Sequence[str] | None) -> bool:
+    """True for a regular expression: one string with characters that no module name has."""
+    return isinstance(target, str) and bool(_PATTERN_MARKS & set(target))
+
+
+def names_of(target: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Module names from a list, or from a string with commas."""
+    parts = target.split(",") if isinstance(target, str) else target or ()
+    return tuple(part.strip() for part in parts if part.strip())
+
+
+def check_lora(name: str, role: WorkerConfig, trains: bool, in_rl: bool, checks: Checks) -> None:
+    """Mistakes and notices of a role's LoRA keys.
+
+    Args:
+        name: of the role's section.
+        trains: the role's model learns.
+        in_rl: its log-probs or values are compared with those of an earlier pass.
+    """
+    args, path = role.model_args, f"{name}.model_args"
+    strategy = role.strategy_args.strategy_name
+    if name == "actor_infer":
+        _note_without_effect(path, args, "the engine gets the trainer's weights, with the adapters merged in", checks)
+        return
+    if not uses_lora(args):
+        _check_without_target(path, args, checks)
+        return
+    key = f"{path}.lora_target" if args.lora_target else f"{path}.adapter_name_or_path"
+    value = args.lora_target or args.adapter_name_or_path
+    if strategy.startswith(("megatron", "fsdp_")):
+        checks.problems.not_available(key, value, f"LoRA under {strategy}", "~")
+        return
+    if checks.check_files and find_spec("peft") is None:
+        checks.add(key, value, "needs peft, an optional package: pip install 'roll[peft]'")
+    if args.freeze_module_prefix:
+        rule = "goes with full training: under LoRA the whole base is frozen; leave one of them out"
+        checks.add(f"{path}.freeze_module_prefix", args.freeze_module_prefix, rule, "~")
+    if args.lora_dropout and in_rl:
+        rule = (
+            "must be 0 in reinforcement learning: with dropout the policy would not reproduce its own log-probs, and "
+            "the ratio of an on-policy update would not be 1"
+        )
+        checks.add(f"{path}.lora_dropout", args.lora_dropout, rule, 0.0)
+    if not trains and not args.adapter_name_or_path:
+        checks.note(f"{path}.lora_target", "has no effect: a new adapter changes nothing until it is trained")
+    _check_adapter(path, args, checks)
+
+
+def _check_without_target(path: str, args: ModelArguments, checks: Checks) -> None:
+    if args.additional_target:
+        rule = "goes with lora_target: it names modules trained in full beside adapters"
+        checks.add(f"{path}.additional_target", args.additional_target, rule, "~")
+    _note_without_effect(path, args, "no lora_target", checks)
+
+
+def _note_without_effect(path: str, args: ModelArguments, reason: str, checks: Checks) -> None:
+    for key in ("lora_target", "adapter_name_or_path", "lora_rank", "lora_alpha", "lora_dropout"):
+        if checks.written(f"{path}.{key}") and getattr(args, key) is not None:
+            checks.note(f"{path}.{key}", f"has no effect: {reason}")
+
+
+def _check_adapter(path: str, args: ModelArguments, checks: Checks) -> None:
+    """An adapter to start from is there, and what is written beside it agrees with its own configuration."""
+    key, adapter = f"{path}.adapter_name_or_path", args.adapter_name_or_path
+    if adapter is None:
+        return
+    if args.additional_target:
+        rule = "is decided by the adapter of adapter_name_or_path (its modules_to_save); leave it out"
+        checks.add(f"{path}.additional_target", args.additional_target, rule, "~")
+    folder = Path(adapter).expanduser()
+    if not folder.is_dir():
+        if checks.check_files and adapter.startswith(("/", "./", "../", "~")):
+            checks.add(key, adapter, "no such folder")
+        return
+    file = folder / _ADAPTER_CONFIG
+    if not file.is_file():
+        checks.add(key, adapter, f"is not a peft adapter: it has no {_ADAPTER_CONFIG}")
+        return
+    for name, held in _own_settings(file).items():
+        written = getattr(args, name)
+        if checks.written(f"{path}.{name}") and written is not None and written != held:
+            rule = f"disagrees with the adapter of adapter_name_or_path, which has {held}; leave it out"
+            checks.add(f"{path}.{name}", written, rule, held)
+
+
+def _own_settings(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return {}
+    names = {"lora_rank": "r", "lora_alpha": "lora_alpha"}
+    return {ours: config[theirs] for ours, theirs in names.items() if theirs in config}

@@ -1,0 +1,302 @@
+"""LoRA (Hu et al., 2021, arXiv:2106.09685): the base is frozen, each target W gets a trained update of low rank.
+
+    y = W x + scaling * B (A x),   A: (r, in), B: (out, r), scaling = alpha / r (alpha / sqrt(r) with rsLoRA)
+
+peft puts the adapters into a Hugging Face model in place, so the model stays what it was to everyone else; only the
+names of adapted modules change.  :class:`Adapters` knows the way back: the weights of the model without adapters that
+computes the same (``W + scaling * B A``), under the names that the base has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from roll.config.lora import ALL_LINEAR, is_pattern, names_of, uses_lora
+from roll.models.build import VALUE_HEAD, has_tied_embeddings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from roll.config.roles import ModelArguments
+
+ADAPTER = "default"
+"""peft's name for the one adapter of a model; part of its parameters' names."""
+
+_WHOLE = f".modules_to_save.{ADAPTER}."
+_ORIGINAL = ".original_module."
+_BASE, _LORA_A, _LORA_B = ".base_layer.", f".lora_A.{ADAPTER}.", f".lora_B.{ADAPTER}."
+_FILE_PREFIX = "base_model.model."
+_VALUE_HEAD = VALUE_HEAD.removesuffix(".")
+
+# What an adapter's file may ask for beyond the formula above; merging such an adapter takes other arithmetic.
+_PLAIN_CONFIG: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "use_dora": (False, None),
+    "lora_bias": (False, None),
+    "fan_in_fan_out": (False, None),
+    "init_lora_weights": (True, False, "gaussian"),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "layer_replication": (None, []),
+}
+
+
+@dataclass(frozen=True)
+class MergedWeight:
+    """A tensor of the model without adapters, and the tensors here that it is made of: itself, or W, A and B."""
+
+    name: str
+    parts: tuple[Tensor, ...]
+    scaling: float = 1.0
+
+    def merge(self, whole: Sequence[Tensor]) -> Tensor:
+        """The tensor from its parts, each whole: ``W + scaling * B A``, computed in float32, in the type of W."""
+        if len(whole) == 1:
+            return whole[0]
+        weight, down, up = whole
+        return torch.addmm(weight.float(), up.float(), down.float(), alpha=self.scaling).to(weight.dtype)
+
+
+class Adapters:
+    """The adapters of one model."""
+
+    def __init__(self, model: PreTrainedModel, config: Any) -> None:
+        self._config = config
+        named = dict(model.named_modules())
+        # Kept as objects: a sharding backend may rename modules, it does not replace them.
+        self._switches = [module for module in named.values() if hasattr(module, "disable_adapters")]
+        self._scalings = {name: m.scaling[ADAPTER] for name, m in named.items() if hasattr(m, "lora_A")}
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """The base model as it was loaded, for the length of a block without gradients."""
+        # peft's own switch also turns requires_grad off and on, which a backend that has sharded the parameters may
+        # meet at the wrong moment; without gradients the flag is all that matters.
+        self._switch(off=True)
+        try:
+            yield
+        finally:
+            self._switch(off=False)
+
+    def _switch(self, off: bool) -> None:
+        for module in self._switches:
+            module._disable_adapters = off
+
+    def merged(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[MergedWeight]:
+        """The tensors of the model without adapters, in the order of ``named``: all tensors of this one.
+
+        Adapters are merged; modules trained in full stand in for the originals.
+        """
+        tensors = dict(named)
+        for name, tensor in tensors.items():
+            if _ORIGINAL in name or _LORA_A in name or _LORA_B in name:
+                continue
+            path, is_adapted, rest = name.partition(_BASE)
+            down = tensors.get(f"{path}{_LORA_A}weight") if is_adapted and rest == "weight" else None
+            if down is None:
+                yield MergedWeight(name.replace(_BASE, ".").replace(_WHOLE, "."), (tensor,))
+            else:
+                parts = (tensor, down, tensors[f"{path}{_LORA_B}weight"])
+                yield MergedWeight(f"{path}.weight", parts, self._scalings[path])
+
+    def own(self, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """The tensors that an adapter file holds, under the names that peft gives them there."""
+        return [(_file_name(name), t) for name, t in named if any(p in name for p in (_LORA_A, _LORA_B, _WHOLE))]
+
+    def save(self, folder: Path, tensors: Mapping[str, Tensor], base: str) -> None:
+        """Write ``adapter_config.json`` and ``adapter_model.safetensors``, as ``PeftModel.from_pretrained`` reads them.
+
+        Args:
+            tensors: what :meth:`own` names, whole, on the CPU.
+            base: the model that the adapter belongs to.
+        """
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        self._config.base_model_name_or_path = base
+        trains, self._config.inference_mode = self._config.inference_mode, True
+        self._config.save_pretrained(str(folder))
+        self._config.inference_mode = trains
+
+
+def _file_name(name: str) -> str:
+    return f"{_FILE_PREFIX}{name.replace(_WHOLE, '.').replace(f'.{ADAPTER}.', '.')}"
+
+
+def add_adapters(model: PreTrainedModel, args: ModelArguments, seed: int, dtype: torch.dtype) -> Adapters:
+    """Freeze ``model`` and put adapters into it, in place: new ones, or those of ``adapter_name_or_path``.
+
+    A new adapter changes nothing (B is 0, A is random).  A value model's head is trained in full.
+
+    Args:
+        seed: of A, the same on every rank.
+        dtype: of everything that is trained.
+
+    Raises:
+        ValueError: a target that no module of this model has, or that cannot be adapted; an adapter that does not fit.
+        ImportError: peft is not installed; the message names the extra.
+    """
+    assert uses_lora(args)
+    peft = _import_peft()
+    config = _loaded_config(peft, model, args) if args.adapter_name_or_path else _new_config(peft, model, args)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(config, model, ADAPTER)
+    if args.adapter_name_or_path:
+        _load(peft, model, args.adapter_name_or_path)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    return Adapters(model, config)
+
+
+def _import_peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError("model_args.lora_target needs peft, an optional package: pip install 'roll[peft]'") from error
+    return peft
+
+
+def _new_config(peft: Any, model: PreTrainedModel, args: ModelArguments) -> Any:
+    whole = list(names_of(args.additional_target))
+    if _is_value_model(model) and _VALUE_HEAD not in whole:
+        whole.append(_VALUE_HEAD)
+    _check_whole_modules(model, whole, "model_args.additional_target")
+    return peft.LoraConfig(
+        task_type="TOKEN_CLS" if _is_value_model(model) else "CAUSAL_LM",
+        target_modules=_target_modules(model, args.lora_target, whole, "model_args.lora_target"),
+        r=args.lora_rank,
+        lora_alpha=args.lora_alpha or 2 * args.lora_rank,
+        lora_dropout=args.lora_dropout,
+        modules_to_save=whole or None,
+    )
+
+
+def _loaded_config(peft: Any, model: PreTrainedModel, args: ModelArguments) -> Any:
+    """The configuration of the adapter that training starts from; it decides target, rank and scale."""
+    where = f"model_args.adapter_name_or_path: {args.adapter_name_or_path}"
+    config = peft.PeftConfig.from_pretrained(args.adapter_name_or_path)
+    if not isinstance(config, peft.LoraConfig):
+        raise ValueError(f"{where} is a {config.peft_type} adapter; only LoRA is supported")
+    for key, allowed in _PLAIN_CONFIG.items():
+        value = getattr(config, key, None)
+        if value not in allowed:
+            raise ValueError(
+                f"{where} has {key}={value!r}, which is not supported; start from one with {key}={allowed[0]!r}"
+            )
+    whole = config.modules_to_save or []
+    if _is_value_model(model) and _VALUE_HEAD not in whole:
+        raise ValueError(f"{where} has no value head ({_VALUE_HEAD}); start from the adapter of a critic")
+    _check_whole_modules(model, whole, f"{where} (modules_to_save)")
+    target = config.target_modules if isinstance(config.target_modules, str) else sorted(config.target_modules)
+    _target_modules(model, target, whole, f"{where} (target_modules)")
+    config.inference_mode = False
+    config.lora_dropout = args.lora_dropout
+    return config
+
+
+def _is_value_model(model: PreTrainedModel) -> bool:
+    return model.get_output_embeddings() is None
+
+
+def _check_whole_modules(model: PreTrainedModel, names: Sequence[str], where: str) -> None:
+    """
+    Raises:
+        ValueError: a name that no module has, or the matrix that a model uses both as embeddings and as output.
+    """
+    modules = dict(model.named_modules())
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    for target in names:
+        found = [modules[name] for name in modules if _is_named(name, target)]
+        if not found:
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in modules} - {""}))
+            raise ValueError(f"{where}: no module of the model is named {target!r}; its modules are {known}")
+        if has_tied_embeddings(model) and any(module in ends for module in found):
+            raise ValueError(
+                f"{where}: {target!r} cannot be trained beside adapters in this model, which ties its output matrix to "
+                "its embeddings; leave it out"
+            )
+
+
+def _target_modules(
+    model: PreTrainedModel, target: str | Sequence[str] | None, whole: Sequence[str], where: str
+) -> str | list[str]:
+    """What ``lora_target`` stands for in this model, in peft's terms.
+
+    Args:
+        whole: modules that are trained in full.
+
+    Raises:
+        ValueError: something that is not there, or is no linear layer, or is the output matrix.
+    """
+    names = [name for name, _ in model.named_modules()]
+    linear = _adaptable(model, whole)
+    known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+    if target == ALL_LINEAR:
+        return linear
+    if is_pattern(target):
+        matches = {str(target): [name for name in names if re.fullmatch(str(target), name)]}
+    else:
+        matches = {wanted: [name for name in names if _is_named(name, wanted)] for wanted in names_of(target)}
+    for wanted, found in matches.items():
+        if not found:
+            raise ValueError(
+                f"{where}: no module of the model matches {wanted!r}; its linear layers are {known}, or all of them: "
+                f"{ALL_LINEAR}"
+            )
+        other = next((name for name in found if name not in linear), None)
+        if other is not None:
+            raise ValueError(
+                f"{where}: {wanted!r} matches {other}, which cannot have an adapter (linear layers can: {known}); "
+                "additional_target trains a module in full"
+            )
+    return str(target) if is_pattern(target) else list(matches)
+
+
+def _adaptable(model: PreTrainedModel, whole: Sequence[str]) -> list[str]:
+    """Linear layers, without the output matrix (whose weight is used without calling it) and what is trained whole."""
+    output = model.get_output_embeddings()
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not output and not any(_is_named(name, one) for one in whole)
+    ]
+
+
+def _is_named(name: str, target: str) -> bool:
+    """A module is meant by its full name or by the end of it, as in peft."""
+    return name == target or name.endswith(f".{target}")
+
+
+def _load(peft: Any, model: PreTrainedModel, path: str) -> None:
+    """
+    Raises:
+        ValueError: tensors that the adapted model does not have, does not get, or has in another shape.
+    """
+    from peft.utils import load_peft_weights
+
+    weights = {
+        name.removeprefix(_FILE_PREFIX): tensor for name, tensor in load_peft_weights(path, device="cpu").items()
+    }
+    try:
+        result = peft.set_peft_model_state_dict(model, weights)
+    except (RuntimeError, KeyError) as error:
+        raise ValueError(f"model_args.adapter_name_or_path: {path} does not fit the model: {error}") from error
+    marks = (_LORA_A, _LORA_B, _WHOLE)
+    wrong = [*result.unexpected_keys, *(name for name in result.missing_keys if any(mark in name for mark in marks))]
+    if wrong:
+        raise ValueError(
+            f"model_args.adapter_name_or_path: {path} does not fit the model; {len(wrong)} tensors are missing on one "
+            f"side, such as {wrong[0]}"
+        )

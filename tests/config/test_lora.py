@@ -1,0 +1,131 @@
+"""LoRA's keys: how targets are written, what is refused before a start, and what they do to the plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from roll.config import lora
+from roll.config.lora import is_pattern, names_of
+from roll.config.render import render_plan
+from tests.config.good import GONE, GOOD_SFT, changed, load, mistakes
+
+MODEL = "actor_train.model_args"
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("written", "names"),
+    [
+        ("q_proj", ("q_proj",)),
+        ("q_proj, v_proj,", ("q_proj", "v_proj")),
+        (["q_proj", "mlp.down_proj"], ("q_proj", "mlp.down_proj")),
+        (None, ()),
+    ],
+)
+def test_names(written: Any, names: tuple[str, ...]) -> None:
+    assert names_of(written) == names
+    assert not is_pattern(written)
+
+
+def test_a_pattern_may_have_commas() -> None:
+    assert is_pattern(r".*layers\.\d{1,2}\.self_attn\.(q|v)_proj")
+    assert not is_pattern("all-linear")
+
+
+@pytest.mark.parametrize("target", ["all-linear", "q_proj,v_proj", ["q_proj", "v_proj"], r".*\.(q|v)_proj"])
+@pytest.mark.parametrize("role", ["actor_train", "sft_train"])
+def test_targets_load(tmp_path: Path, role: str, target: Any) -> None:
+    base = GOOD_SFT if role == "sft_train" else None
+    changes = {f"{role}.model_args.lora_target": target}
+    assert mistakes(tmp_path, changed(changes, base) if base else changed(changes)) == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "rule"),
+    [
+        ({"additional_target": "embed_tokens"}, "additional_target", "goes with lora_target"),
+        (
+            {"lora_target": "all-linear", "freeze_module_prefix": "model.embed"},
+            "freeze_module_prefix",
+            "the whole base is frozen",
+        ),
+        ({"lora_target": "all-linear", "lora_dropout": 0.1}, "lora_dropout", "must be 0 in reinforcement learning"),
+        ({"lora_target": "all-linear", "lora_rank": 0}, "lora_rank", "must be at least 1"),
+        ({"adapter_name_or_path": "/nowhere/adapter"}, "adapter_name_or_path", "no such folder"),
+    ],
+)
+def test_mistakes(tmp_path: Path, changes: dict[str, Any], key: str, rule: str) -> None:
+    (tmp_path / "train.jsonl").touch()
+    data = {f"{MODEL}.{name}": value for name, value in changes.items()}
+    data |= {"actor_train.data_args.file_name": [str(tmp_path / "train.jsonl")], "validation": GONE}
+    (problem,) = mistakes(tmp_path, changed(data), check_files=True)
+    assert problem.key == f"{MODEL}.{key}"
+    assert rule in problem.rule
+
+
+def test_megatron_is_named(tmp_path: Path) -> None:
+    changes = {f"{MODEL}.lora_target": "all-linear", "actor_train.strategy_args.strategy_name": "megatron_train"}
+    (problem,) = mistakes(tmp_path, changed({**changes, "actor_train.strategy_args.strategy_config": {}}))
+    assert problem.rule == f"not available yet: {MODEL}.lora_target (LoRA under megatron_train)"
+
+
+def test_dropout_is_for_supervised_training(tmp_path: Path) -> None:
+    changes = {"sft_train.model_args.lora_target": "q_proj", "sft_train.model_args.lora_dropout": 0.1}
+    assert mistakes(tmp_path, changed(changes, GOOD_SFT)) == ()
+
+
+def test_without_peft_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora, "find_spec", lambda name: None)
+    (tmp_path / "train.jsonl").touch()
+    files = {"actor_train.data_args.file_name": [str(tmp_path / "train.jsonl")], "validation": GONE}
+    data = changed({f"{MODEL}.lora_target": "all-linear", **files})
+    (problem,) = mistakes(tmp_path, data, check_files=True)
+    assert problem.key == f"{MODEL}.lora_target" and "pip install 'roll[peft]'" in problem.rule
+    assert mistakes(tmp_path, data) == (), "a check on another machine does not look"
+
+
+def test_an_adapter_decides_its_own_size(tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    changes = {f"{MODEL}.adapter_name_or_path": str(adapter)}
+    (problem,) = mistakes(tmp_path, changed(changes))
+    assert "is not a peft adapter: it has no adapter_config.json" in problem.rule
+    (adapter / "adapter_config.json").write_text(json.dumps({"r": 16, "lora_alpha": 32}))
+    agreeing = {f"{MODEL}.lora_target": "q_proj", f"{MODEL}.lora_rank": 16, f"{MODEL}.lora_alpha": 32}
+    assert mistakes(tmp_path, changed(changes | agreeing)) == ()
+    (problem,) = mistakes(tmp_path, changed(changes | {f"{MODEL}.lora_rank": 8}))
+    assert problem.key == f"{MODEL}.lora_rank" and "which has 16" in problem.rule and problem.example == 16
+    (problem,) = mistakes(tmp_path, changed(changes | {f"{MODEL}.additional_target": "lm_head"}))
+    assert "decided by the adapter" in problem.rule
+
+
+def test_the_actor_is_its_own_reference(tmp_path: Path) -> None:
+    lora_keys = {f"{MODEL}.lora_target": "all-linear"}
+    (problem,) = mistakes(tmp_path, changed(KL | {"reference": GONE}))
+    assert problem.key == "reference"
+    loaded = load(tmp_path, changed(KL | lora_keys | {"reference": GONE}))
+    assert loaded.plan.needs_reference and "reference" not in loaded.plan.roles
+    console = Console(record=True, width=200)
+    render_plan(loaded, console)
+    assert "reference log-probs (actor_train without its adapters)" in console.export_text()
+
+
+def test_a_reference_of_its_own_is_started(tmp_path: Path) -> None:
+    loaded = load(tmp_path, changed(KL | {f"{MODEL}.lora_target": "all-linear"}))
+    assert "reference" in loaded.plan.roles
+    assert any("leave the section out" in notice.text for notice in loaded.warnings)
+
+
+def test_keys_without_effect_are_noted(tmp_path: Path) -> None:
+    changes = {
+        f"{MODEL}.lora_rank": 32,
+        "actor_infer.model_args.lora_target": "all-linear",
+        "actor_infer.model_args.lora_alpha": 16,
+    }
+    notices = {notice.key for notice in load(tmp_path, changed(changes)).warnings}
+    assert changes.keys() <= notices
