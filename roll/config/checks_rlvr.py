@@ -72,7 +72,7 @@ def check_needed_roles(config: RLVRConfig, checks: Checks) -> None:
     if config.critic is not None and not needs_critic(config):
         checks.note("critic", f"not started: adv_estimator {config.adv_estimator} uses none")
     engine, trainer = config.actor_infer, config.actor_train
-    if trainer.model_args.dtype not in ("fp16", engine.model_args.dtype):
+    if trainer.model_args.dtype != engine.model_args.dtype and not checks.broken("actor_train.model_args.dtype"):
         key, dtype = "actor_infer.model_args.dtype", trainer.model_args.dtype
         if engine.strategy_args.strategy_name == "hf_infer":
             rule = f"must be actor_train's, {dtype}: the engine holds exactly the weights it is sent"

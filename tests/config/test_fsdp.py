@@ -99,6 +99,8 @@ def test_fp16_trains_under_fsdp_and_not_elsewhere(tmp_path: Path) -> None:
     for strategy in ("deepspeed_train", "megatron_train"):
         (problem,) = mistakes(tmp_path, changed({**half, f"actor_train.{NAME}": strategy}))
         assert problem.key == "actor_train.model_args.dtype" and "not available yet" in problem.rule
+    (problem,) = mistakes(tmp_path, changed({"actor_train.model_args.dtype": "fp16"}))
+    assert problem.key == "actor_infer.model_args.dtype" and "must be actor_train's, fp16" in problem.rule
 
 
 def test_gradients_are_summed_in_fp16_with_fp16_computation_only(tmp_path: Path) -> None:
