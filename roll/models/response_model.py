@@ -71,7 +71,8 @@ class ResponseModel(nn.Module):
         ).last_hidden_state
         hidden = hidden.flatten(0, 1).index_select(0, layout.predictors)
         if "values" in outputs:
-            return {"values": self.language_model.get_submodule("score")(hidden)[:, 0].float()}
+            # Not a view: FSDP hooks what a module returns, and a view would pass by the hook when written to.
+            return {"values": self.language_model.get_submodule("score")(hidden)[:, 0].float().clone()}
         head = self.language_model.get_output_embeddings()
         log_probs, entropy = head.log_probs(hidden, layout.targets, temperature, "entropy" in outputs)
         computed = {"log_probs": log_probs, "entropy": entropy}
