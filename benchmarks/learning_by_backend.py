@@ -44,6 +44,7 @@ class Backend:
 
 BACKENDS = [
     Backend("fsdp2", "fsdp2"),
+    Backend("fsdp", "fsdp"),
     *(Backend(f"deepspeed ZeRO-{stage}", "deepspeed", {"zero_stage": stage}) for stage in (1, 2, 3)),
     Backend("megatron TP2", "megatron", {"tensor_model_parallel_size": 2}, replicas=1),
     Backend("megatron PP2", "megatron", {"pipeline_model_parallel_size": 2}, replicas=1),

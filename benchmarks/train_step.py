@@ -78,6 +78,7 @@ CONTENDERS = [
     Contender("fsdp2", "fsdp2_train", one_rank=True),
     Contender("fsdp2, shared prompts", "fsdp2_train", role={"use_prefix_sharing": True}, one_rank=True),
     Contender("fsdp2", "fsdp2_train"),
+    Contender("fsdp", "fsdp_train"),
     *(
         Contender(f"deepspeed ZeRO-{stage}", "deepspeed_train", {"zero_stage": stage}, package="deepspeed")
         for stage in range(4)
