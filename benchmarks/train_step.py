@@ -8,12 +8,12 @@
 
 The bare loop does what one would write by hand: padded micro-batches with an attention mask, logits of the response
 part only, log_softmax, ``clip_grad_norm_``, AdamW on weights of the compute type.  Models are random.  A step is timed
-from start to end on the slowest rank, the best of several; CPU time is summed over ranks, and says more than wall time
-on a machine with other work; the peak is that of the rank which needs most, from before the model is built (on a CPU
-the process's resident memory, imported modules included).
+from start to end on the slowest rank, the best of several; CPU time is summed over ranks.  The peak is that of the rank
+which needs most, from before the model is built (on a CPU the process's resident memory, imported modules included).
 
-``communication``: the share of the step in which ``--ranks`` ranks do other than one rank's work, 1 - t(1) / (ranks
-t(ranks)), with fsdp2's t(1); this is collectives, waiting for them, and memory bandwidth that the ranks share.
+A step's cost is its seconds on all devices; on a CPU its CPU seconds, which other work on the machine changes little.
+``beside bare``: the bare loop's cost over this one's.  ``communication``: the share of the cost that is not that of
+fsdp2's step on one rank: collectives, and on GPUs waiting for them.
 
 ``MFU``: model FLOPs over ``--peak-tflops``: 6 for each weight and token, and 6 x layers x width x length for each
 token's causal attention (arXiv 2204.02311, appendix B, halved for causality); recomputation does not count.
@@ -96,6 +96,9 @@ class Measured:
     cpu_seconds: float
     """Of the best step, over all ranks."""
     peak_bytes: int
+
+    def cost(self, ranks: int) -> float:
+        return self.cpu_seconds if current_platform().device_type == "cpu" else ranks * self.seconds
 
 
 def write_model(folder: Path, shape: dict[str, int]) -> int:
@@ -251,19 +254,20 @@ def report(args: argparse.Namespace, contenders: list[Contender], folder: Path) 
     for contender in contenders:
         result = measure(contender, folder, args)
         ranks = 1 if contender.one_rank else args.ranks
+        cost = result.cost(ranks)
         if contender.strategy is None:
-            bare = result.seconds
+            bare = cost
         if contender.one_rank and contender.name == "fsdp2":
-            alone = result.seconds
+            alone = cost
         cells = [
             contender.name,
             str(ranks),
             f"{result.seconds:.3f}",
             f"{result.cpu_seconds:.3f}",
             f"{tokens / result.seconds:,.0f}",
-            f"{bare / result.seconds:.2f}" if bare else "",
+            f"{bare / cost:.2f}" if bare else "",
             f"{result.peak_bytes / 2**30:.2f}",
-            f"{1 - alone / (ranks * result.seconds):.0%}" if alone and ranks > 1 else "",
+            f"{1 - alone / cost:.0%}" if alone and ranks > 1 else "",
         ]
         if args.peak_tflops:
             cells.append(f"{flops / result.seconds / (ranks * args.peak_tflops * 1e12):.1%}")
