@@ -281,6 +281,8 @@ def _drop_idle_keys(draft: Draft) -> dict[str, str]:
         for key in draft.keys:
             if key.startswith(prefix) and key.removeprefix(prefix).partition(".")[0] not in strategy_keys(name):
                 idle[key] = f"left out: has no effect under {name}"
+    if "validation.data_args.file_name" not in draft.keys:
+        idle |= {key: "left out: no validation data" for key in draft.keys if key.startswith("validation.")}
     return {key: reason for key, reason in idle.items() if draft.keys.pop(key, idle) is not idle}
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from roll.config.errors import ConfigError
 from roll.config.loader import LoadedConfig, load_config
-from roll.config.strategy import PLANNED
 from roll.translation.reading import read_yaml
 from roll.translation.writing import load, overrides
 from tests.translation import commands
@@ -49,14 +48,6 @@ def test_changes_run_on_the_quickstart(name: str, translated: Translate) -> None
 @pytest.mark.parametrize("name", commands.README_YAML)
 def test_yaml_files_run_on_the_quickstart(name: str, translated: Translate) -> None:
     load(translated(read_yaml(commands.README_YAML[name], "theirs.yaml")), QUICKSTART)
-
-
-@pytest.fixture(autouse=True)
-def without_fsdp1(request: pytest.FixtureRequest) -> None:
-    """FSDP1 is refused for now, and a translation to it with it."""
-    name = request.node.name
-    if "fsdp_train" in PLANNED and (name.endswith(("[switch fsdp]", "[fsdp]")) or name.startswith("test_fsdp1")):
-        pytest.skip("waits for FSDP1")
 
 
 def batch(loaded: LoadedConfig[Any]) -> list[str]:

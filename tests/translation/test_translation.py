@@ -111,10 +111,16 @@ def test_parallel_ranks_leave_fewer_replicas(translated: Translate) -> None:
 def test_options_of_one_strategy_go_with_it(translated: Translate) -> None:
     offload = "trainer.ref.fsdp_config.cpu_offload=true"
     key = "reference.strategy_args.strategy_config"
+    assert translated(f"{SKYRL} trainer.strategy=fsdp {offload}").keys[f"{key}.offload_policy"] is True
     assert translated(f"{SKYRL} trainer.strategy=fsdp2 {offload}").keys[f"{key}.offload_policy"] is True
     translation = translated(f"{SKYRL} trainer.strategy=deepspeed {offload}")
     assert not [name for name in translation.keys if name.startswith(key)]
     assert "no effect under deepspeed" in next(note.text for note in translation.notes if "cpu_offload" in note.theirs)
+
+
+def test_without_validation_data_there_is_no_validation(translated: Translate) -> None:
+    keys = translated(f"{SKYRL} data.train_data=[gsm8k.parquet]").keys
+    assert not [key for key in keys if key.startswith("validation.")]
 
 
 def test_epochs_become_steps_where_the_rows_are_known(translated: Translate) -> None:
