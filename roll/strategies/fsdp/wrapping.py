@@ -24,6 +24,7 @@ from roll.config.roles import ModelArguments
 from roll.config.strategy import Fsdp1StrategyConfig
 from roll.models.build import DTYPES
 from roll.models.response_model import ResponseModel, run_head_when_called
+from roll.platforms import current_platform
 from roll.strategies.fsdp_units import compute_dtype, wrapped_units
 
 WRAPPER = "_fsdp_wrapped_module."
@@ -47,7 +48,7 @@ def wrap_model(
     Raises:
         ValueError: a wrap policy that names no module of this model.
     """
-    device = torch.device(mesh.device_type)
+    device = current_platform().device()
     # On a CPU host everything is in host memory as it is.
     offload = config.offload_policy and device.type != "cpu"
     dtype = compute_dtype(args, config)
@@ -72,7 +73,7 @@ def wrap_model(
             mixed_precision=MixedPrecision(
                 param_dtype=dtype, reduce_dtype=DTYPES[config.reduce_dtype], cast_root_forward_inputs=False
             ),
-            device_id=device if device.type == "cpu" else torch.cuda.current_device(),
+            device_id=device,
             use_orig_params=True,
         )
     if config.wrap_policy.wrap_lm_output:
