@@ -18,6 +18,22 @@ def full_size(tensor: Any) -> int:
     return int(tensor.ds_numel) if is_partitioned(tensor) else tensor.numel()
 
 
+def set_master_weights(parameter: Any, whole: Tensor) -> None:
+    """Put float32 ``whole`` into the optimizer's own weights of ``parameter``, of which each rank has a part.
+
+    Under ZeRO-3 by parts: DeepSpeed's function for whole tensors fails where ranks' parts are not of equal size (the
+    single bias of a value head on two ranks).
+    """
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+    if not is_partitioned(parameter):
+        safe_set_full_fp32_param(parameter, whole)
+        return
+    size, rank = parameter.ds_tensor.numel(), dist.get_rank()
+    own = whole.flatten()[rank * size : (rank + 1) * size]
+    safe_set_local_fp32_param(parameter, torch.nn.functional.pad(own, (0, size - own.numel())))
+
+
 def gather_to_rank0(parameters: list[Any], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Collective. The whole parameters on rank 0, by one collective for all of them; empty tensors elsewhere.
 

@@ -15,6 +15,7 @@ from roll.protocol.metrics import Mean, Metrics, Sum
 from roll.strategies.base import ModelHead, StateKind
 from roll.strategies.data_parallel import DataParallelTrainStrategy
 from roll.strategies.deepspeed import checkpoint
+from roll.strategies.deepspeed.partitions import set_master_weights
 from roll.strategies.deepspeed.strategy import DeepSpeedInferStrategy
 from roll.strategies.optimizer import build_adamw, state_tensors
 from roll.strategies.schedule import LearningRateSchedule
@@ -68,8 +69,6 @@ class DeepSpeedTrainStrategy(DataParallelTrainStrategy, DeepSpeedInferStrategy):
 
     def _restore_master_weights(self, loaded: dict[str, torch.Tensor]) -> None:
         """DeepSpeed made its float32 weights from those it had just rounded to bf16; put the loaded ones in."""
-        from deepspeed.utils import safe_set_full_fp32_param
-
         if self.plan.stage == 0:
             optimizer = self.engine.optimizer
             names = {id(parameter): name for name, parameter in self.model.named_parameters()}
@@ -81,7 +80,7 @@ class DeepSpeedTrainStrategy(DataParallelTrainStrategy, DeepSpeedInferStrategy):
             return
         for name, parameter in self.model.named_parameters():
             if name in loaded:
-                safe_set_full_fp32_param(parameter, loaded[name].to(self.device))
+                set_master_weights(parameter, loaded[name].to(self.device))
 
     def _begin_micro_batch(self, last: bool) -> None:
         self._is_last = last

@@ -206,6 +206,22 @@ def test_value_model_learns_as_under_fsdp2(run_ranks: RunRanks, tied_model: Path
         assert one["outputs"]["values"].any()
 
 
+def test_value_model_in_bf16_is_the_same_in_parts_of_unequal_size(run_ranks: RunRanks, tied_model: Path) -> None:
+    """The value head's single bias does not divide into two ranks' parts."""
+    parts = split_rows(make_batch(), SPLIT)
+    training = {"adam_epsilon": 1e-3}
+    values, biases = [], []
+    for stage in (2, 3):
+        role = make_role(tied_model, "deepspeed_train", dtype="bf16", training=training, config=zero(stage))
+        first, second = run_ranks(2, cases.train, role, parts, 3, None, True)
+        values.append(torch.cat([first["outputs"]["values"], second["outputs"]["values"]]))
+        biases.append(first["masters"]["score.bias"])
+    # Gradients rounded to bf16 before and after they are summed over ranks: 2 ** -8 of each.
+    torch.testing.assert_close(values[1], values[0], rtol=0.02, atol=0.02 * float(values[0].abs().max()))
+    torch.testing.assert_close(biases[1], biases[0], rtol=0.02, atol=0)
+    assert biases[0].any()
+
+
 def test_frozen_modules_do_not_change(run_ranks: RunRanks, tied_model: Path) -> None:
     """Frozen embeddings, a frozen layer and a frozen matrix in a trained one; the rest steps as in PyTorch."""
     frozen = ("model.layers.0", "model.embed_tokens", "model.layers.1.mlp.up_proj")
