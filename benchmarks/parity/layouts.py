@@ -67,6 +67,7 @@ PADDED = [
     Layout("fsdp2", "4 ranks", 4),
     Layout("fsdp2", "HSDP 2x2", 4, {"fsdp_size": 2}),
     Layout("fsdp2", "offload, 2 ranks", 2, {"offload_policy": True}),
+    Layout("fsdp2", "Ulysses, 2 ranks", 2, role={"model_args": {"ulysses_size": 2}}),
     Layout("fsdp", "1 rank", 1),
     Layout("fsdp", "2 ranks", 2),
     Layout("fsdp", "HSDP 2x2", 4, {"fsdp_size": 2}),
@@ -84,5 +85,5 @@ PADDED = [
 
 LAYOUTS = [
     *PADDED,
-    *(replace(layout, batch="packed", role=PACKED) for layout in PADDED if layout.strategy != "megatron"),
+    *(replace(layout, batch="packed", role=layout.role | PACKED) for layout in PADDED),
 ]
