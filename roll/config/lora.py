@@ -53,7 +53,7 @@ def check_lora(name: str, role: WorkerConfig, trains: bool, in_rl: bool, checks:
         return
     key = f"{path}.lora_target" if args.lora_target else f"{path}.adapter_name_or_path"
     value = args.lora_target or args.adapter_name_or_path
-    if strategy.startswith(("megatron", "fsdp_")):
+    if strategy.startswith("megatron"):
         checks.problems.not_available(key, value, f"LoRA under {strategy}", "~")
         return
     if checks.check_files and find_spec("peft") is None:

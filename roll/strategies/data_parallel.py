@@ -54,6 +54,8 @@ class DataParallelStrategy(ModelStrategy):
 
     model: ResponseModel
     compute_dtype: torch.dtype
+    mixes_types = True
+    """Whether parameters of two types may stand side by side in a layer: a frozen base and what is trained."""
     context_size = 1
     """Consecutive ranks that share each sequence, and so are given the same rows."""
 
@@ -124,7 +126,8 @@ class DataParallelStrategy(ModelStrategy):
         args = self.role.model_args
         if not uses_lora(args):
             return build_model(args, self.head.value, storage_dtype)
-        language_model = build_model(args, self.head.value, self.compute_dtype)
+        base_dtype = self.compute_dtype if self.mixes_types else storage_dtype
+        language_model = build_model(args, self.head.value, base_dtype)
         seed = self.role.training_args.seed
         self.adapters = add_adapters(language_model, args, self.seed if seed is None else seed, storage_dtype)
         return language_model

@@ -256,7 +256,7 @@ MEMORY = (
     Feature(
         "LoRA",
         Yes("strategies/test_fsdp2_lora.py::test_training_equals_plain_peft"),
-        Refused(f"{MODEL}.lora_target", "all-linear", "LoRA under fsdp_train"),
+        Yes("strategies/fsdp/test_lora.py::test_training_equals_plain_peft"),
         Yes("strategies/deepspeed/test_lora.py::test_training_equals_plain_peft"),
         Refused(f"{MODEL}.lora_target", "all-linear", "LoRA under megatron_train"),
     ),

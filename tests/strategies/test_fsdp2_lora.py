@@ -45,6 +45,7 @@ def lora_role(model: Path, adapter: Path, **options: Any) -> Any:
         pytest.param(1, {}, id="1-rank"),
         pytest.param(2, {}, id="2-ranks"),
         pytest.param(2, {"use_prefix_sharing": True}, id="shared-prompts"),
+        pytest.param(2, {"use_sequence_packing": True}, id="packed"),
         pytest.param(2, {"config": {"offload_policy": True}}, id="offload"),
         pytest.param(2, {"config": {"reshard_after_forward": False}}, id="no-reshard"),
         pytest.param(2, {"config": {"wrap_policy": {"transformer_layer_cls_to_wrap": []}}}, id="one-unit"),
@@ -66,6 +67,16 @@ def test_training_equals_plain_peft(
     cases.assert_same_training(results, expected)
     elements = sum(gradient.numel() for gradient in expected["gradients"].values())
     assert results[0]["moments"] == elements, "the frozen base has no optimizer state"
+
+
+def test_ranks_that_share_each_sequence(
+    run_ranks: RunRanks, tied_model: Path, adapter: Path, expected: dict[str, Any]
+) -> None:
+    role = lora_role(tied_model, adapter, model_args={"ulysses_size": 2})
+    first, second = run_ranks(2, cases.train, trainer, role, [make_batch()] * 2, STEPS)
+    cases.assert_same_training([first], expected)
+    for name, values in first["outputs"].items():
+        assert torch.equal(second["outputs"][name], values)
 
 
 @pytest.mark.parametrize("wrap", [False, True])

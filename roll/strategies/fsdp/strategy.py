@@ -19,6 +19,7 @@ class FsdpInferStrategy(ShardedStrategy):
 
     config: Fsdp1StrategyConfig
     trainer = "fsdp_train"
+    mixes_types = False
 
     def _build(self, storage_dtype: torch.dtype) -> None:
         self._load_model(storage_dtype)

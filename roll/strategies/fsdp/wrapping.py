@@ -23,7 +23,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from roll.config.roles import ModelArguments
 from roll.config.strategy import Fsdp1StrategyConfig
 from roll.models.build import DTYPES
-from roll.models.response_model import ResponseModel, run_head_when_called
+from roll.models.response_model import ResponseModel, output_matrices, run_head_when_called
 from roll.platforms import current_platform
 from roll.strategies.fsdp_units import compute_dtype, wrapped_units
 
@@ -58,6 +58,11 @@ def wrap_model(
     units = {id(unit) for unit in wrapped_units(model, config.wrap_policy)}
     head = model.language_model.get_output_embeddings()
     if config.wrap_policy.wrap_lm_output:
+        if len(output_matrices(model.language_model)) > 1:
+            raise ValueError(
+                "strategy_config.wrap_policy.wrap_lm_output: does not go with additional_target (the output matrix "
+                "trained in full beside adapters) under FSDP1; set it to false"
+            )
         run_head_when_called(model.language_model)
     with warnings.catch_warnings():
         # On one rank there is no other strategy.
