@@ -37,7 +37,11 @@ class ShardedStrategyConfig(StrategyConfig):
     """Ranks over which parameters are sharded. 1 or less, or at least the role's world size: all ranks; between: a
     mesh of (world / fsdp_size) replicas of fsdp_size shards (HSDP)."""
     param_dtype: Dtype | None = field(default=None, metadata=rules(parse=parse_dtype, example="bf16"))
-    """Compute type of gathered parameters; null: ``model_args.dtype``. Master weights are float32 in any case."""
+    """Compute type of gathered parameters; null: ``model_args.dtype``. Master weights are float32 all the same."""
+    master_dtype: Literal["fp32", "bf16"] = field(default="fp32", metadata=rules(parse=parse_dtype, example="fp32"))
+    """Type of the weights that the optimizer updates, and of its moments. ``bf16`` (with bf16 computation) halves
+    their memory, and loses every update of less than 1/256 of a weight: at the learning rates of reinforcement
+    learning, most of them."""
     reduce_dtype: Dtype = field(default="fp32", metadata=rules(parse=parse_dtype, example="fp32"))
     """Type in which gradients are summed over ranks; fp16 with fp16 computation only."""
     offload_policy: bool = setting(False, aliases=("cpu_offload",))
@@ -110,6 +114,9 @@ def check_sharded(
     if trains and options.reduce_dtype == "fp16" and compute_type(role, options) != "fp16":
         rule = f"goes with fp16 computation, which scales the loss; this role computes in {compute_type(role, options)}"
         problems.add(f"{path}.reduce_dtype", "fp16", rule, "fp32")
+    if options.master_dtype == "bf16" and compute_type(role, options) != "bf16":
+        rule = f"goes with bf16 computation; this role computes in {compute_type(role, options)}"
+        problems.add(f"{path}.master_dtype", "bf16", rule, "fp32")
     if not isinstance(options, Fsdp1StrategyConfig):
         return
     if not options.use_orig_params:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from roll.config.roles import WorkerConfig
 from roll.config.strategy import ShardedStrategyConfig, typed_strategy_config
-from roll.models.build import enable_gradient_checkpointing
+from roll.models.build import DTYPES, enable_gradient_checkpointing
 from roll.protocol.metrics import Mean, Metrics, Sum
 from roll.strategies import distributed_checkpoint
 from roll.strategies.base import ModelHead, StateKind
@@ -81,7 +81,7 @@ class ShardedStrategy(DataParallelStrategy):
 
 
 class ShardedTrainStrategy(DataParallelTrainStrategy, ShardedStrategy):
-    """Float32 master weights and AdamW moments, sharded; forward and backward in the compute dtype."""
+    """Master weights and AdamW moments in ``master_dtype``, sharded; forward and backward in the compute dtype."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class ShardedTrainStrategy(DataParallelTrainStrategy, ShardedStrategy):
 
     def initialize(self, num_training_steps: int = 0) -> None:
         """Collective. With ``num_training_steps`` 0 the model can be computed and saved, but not trained."""
-        self._build(storage_dtype=torch.float32)
+        self._build(storage_dtype=DTYPES[self.config.master_dtype])
         self.step = 0
         if num_training_steps:
             enable_gradient_checkpointing(self.model.language_model, self.role.model_args)

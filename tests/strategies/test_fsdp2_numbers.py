@@ -159,6 +159,31 @@ def test_bf16_computes_in_bf16_and_keeps_float32_weights(
     assert results[0]["metrics"]["grad_norm"] == pytest.approx(expected["norm"], rel=0.03)
 
 
+def test_pure_bf16_is_had_by_asking_for_it(run_ranks: RunRanks, tied_model: Path) -> None:
+    """Weights, moments and updates in bf16, as those of a bf16 model under torch's AdamW."""
+    training = {"adam_epsilon": 1e-3}  # without it AdamW would turn rounding into steps of the learning rate
+    options = {"config": {"master_dtype": "bf16"}, "micro_batch": 12, "training": training}
+    result = run_ranks(1, cases.train, make_role(tied_model, dtype="bf16", **options), make_batch(), 3)[0]
+    assert result["dtypes"] == {"torch.bfloat16"}
+
+    model, batch = plain_model(tied_model).bfloat16(), make_batch()
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    initial = {name: parameter.detach().float() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, fused=True)
+    for _ in range(3):
+        optimizer.zero_grad()
+        policy_loss(plain_outputs(model, batch), batch)[0].backward()
+        optimizer.step()
+    for name, parameter in model.named_parameters():
+        update = parameter.detach().float() - initial[name]
+        error = result["weights"][name].float() - initial[name] - update
+        # Gradients have 8 bits here, and so have the weights they are added to: a norm's weights of 1 move in 128ths.
+        limit = 0.05 if parameter.ndim == 2 else 0.25
+        assert float(error.norm() / update.norm()) < limit, name
+
+
 def test_packed_bf16_is_as_close_as_padded(run_ranks: RunRanks, tied_model: Path, expected: dict[str, Any]) -> None:
     """Rounding differs with the order of sums, but stays within what bf16 leaves of float32 (see above)."""
     padded = train(run_ranks, make_role(tied_model, dtype="bf16", micro_batch=1), 1)[0]
