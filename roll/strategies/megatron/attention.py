@@ -47,4 +47,5 @@ class CausalAttention(MegatronModule):
             attention_pattern=pattern,
             context_group=self.context_group if self.context_group.size() > 1 else None,
         )
-        return output.transpose(0, 1).flatten(2)
+        # Contiguous, or the product that follows is summed in another order where weights need a gradient.
+        return output.transpose(0, 1).flatten(2).contiguous()
