@@ -122,6 +122,8 @@ def _serve(rank: int, link: Connection) -> None:
             _leave_groups()
             # ZeRO-3 puts another in its place, for good; in bf16 that one rounds before it adds a bias.
             torch.nn.functional.linear = linear
+            # A group that is still in a cycle would be freed within the next job, and with it the name of a new one.
+            gc.collect()
         link.send_bytes(pickle.dumps(answer))
     os._exit(0)
 
@@ -129,6 +131,7 @@ def _serve(rank: int, link: Connection) -> None:
 def _leave_groups() -> None:
     """Also those that Megatron and DeepSpeed keep in module variables: the next job forms others."""
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     if parallel_state := sys.modules.get("megatron.core.parallel_state"):
         parallel_state.destroy_model_parallel()
@@ -140,5 +143,7 @@ def _leave_groups() -> None:
         # It numbers modules from the start of a process, and ranks compare the numbers.
         zero.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ = ([0],)
         sys.modules["deepspeed.runtime.zero.partition_parameters"].Init.param_id = 0
+    # It remembers results with their meshes, and takes a later mesh of that shape for the same: its groups are gone.
+    _clear_sharding_prop_cache()
     if dist.is_initialized():
         dist.destroy_process_group()
