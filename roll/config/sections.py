@@ -57,7 +57,7 @@ class ModelArguments:
     """Dropout on the adapters' input; in supervised training only."""
     additional_target: str | list[str] | None = None
     """Further modules trained in full beside the adapters (a list, or with commas). A critic's head always is."""
-    autocast_adapter_dtype: bool = setting(True, inert="adapters are always trained in float32")
+    autocast_adapter_dtype: bool = setting(True, inert="adapters are trained in the type of master weights")
     """Accepted for older files."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Only for sources you trust."""

@@ -37,6 +37,13 @@ def layout(devices: list[int], micro_batch_size: int, accumulation: int) -> dict
     }
 
 
+def fsdp1() -> dict[str, Any]:
+    """Two ranks under the older wrapper, the reference with its parameters in host memory."""
+    changes = layout([0, 1], 2, 2) | {"actor_train.strategy_args": strategy_args("fsdp_train", {})}
+    changes["critic"]["strategy_args"] = strategy_args("fsdp_train", {})
+    return changes | {"reference.strategy_args": strategy_args("fsdp_infer", {"cpu_offload": True})}
+
+
 def megatron(actor: dict[str, int], critic: dict[str, int]) -> dict[str, Any]:
     """One replica of each, cut over both devices."""
     changes = layout([0, 1], 4, 2) | {"actor_train.strategy_args": strategy_args("megatron_train", actor)}
@@ -44,7 +51,7 @@ def megatron(actor: dict[str, int], critic: dict[str, int]) -> dict[str, Any]:
     return changes
 
 
-def strategy_args(strategy: str, config: dict[str, int]) -> dict[str, Any]:
+def strategy_args(strategy: str, config: dict[str, Any]) -> dict[str, Any]:
     return {"strategy_name": strategy, "strategy_config": config}
 
 
@@ -55,6 +62,7 @@ LAYOUTS = {
     "two ranks": layout([0, 1], 2, 2),
     "two ranks, packed": layout([0, 1], 2, 2)
     | {f"{name}.{key}": value for name in ("actor_train", "reference") for key, value in PACKING.items()},
+    "two ranks, fsdp1": fsdp1(),
 }
 if find_spec("megatron"):
     stages, halves = {"pipeline_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}

@@ -134,6 +134,9 @@ NUMBERS = (
         Refused(f"{MODEL}.dtype", "fp16", "fp16 training under DeepSpeed"),
         Refused(f"{MODEL}.dtype", "fp16", "fp16 under Megatron"),
     ),
+    by_gradient(
+        "a gradient that is not finite is dropped and counted", *["test_a_gradient_that_is_not_finite_is_dropped"] * 4
+    ),
     by_gradient("any micro-batch size", "micro-batch-1", "micro-batch-1", "zero2-micro-batch-1", "llama-micro-batch-1"),
     by_gradient(
         "ranks without rows",

@@ -159,6 +159,14 @@ def test_bf16_computes_in_bf16_and_keeps_float32_weights(
     assert results[0]["metrics"]["grad_norm"] == pytest.approx(expected["norm"], rel=0.03)
 
 
+def test_a_gradient_that_is_not_finite_is_dropped(run_ranks: RunRanks, tied_model: Path) -> None:
+    for result in run_ranks(2, cases.poison, make_role(tied_model), split_rows(make_batch(), SPLITS[2])):
+        # Each of two ranks counts its half; the driver's sum is 1.
+        assert result["skipped"] == 0.5 and result["unchanged"]
+        assert "skipped_updates" not in result["second"] and result["second"]["grad_norm"] > 0
+        assert result["step"] == 2
+
+
 def test_pure_bf16_is_had_by_asking_for_it(run_ranks: RunRanks, tied_model: Path) -> None:
     """Weights, moments and updates in bf16, as those of a bf16 model under torch's AdamW."""
     training = {"adam_epsilon": 1e-3}  # without it AdamW would turn rounding into steps of the learning rate
