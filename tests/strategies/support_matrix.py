@@ -35,14 +35,6 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class RefusedAtStart:
-    """The strategy refuses it when it is built or loaded, as this test shows."""
-
-    test: str
-    text: str
-
-
-@dataclass(frozen=True)
 class Noted:
     """Accepted, changes nothing, and ``roll check`` says so with these words."""
 
@@ -59,7 +51,7 @@ class Other:
     text: str
 
 
-Cell = Yes | Refused | RefusedAtStart | Noted | Other
+Cell = Yes | Refused | Noted | Other
 
 
 @dataclass(frozen=True)
@@ -284,10 +276,7 @@ STATE = (
         "checkpoints load on another number of ranks",
         fsdp2_checkpoint("test_two_ranks_then_one_then_four"),
         fsdp_checkpoint("test_two_ranks_write_and_others_go_on"),
-        RefusedAtStart(
-            "strategies/deepspeed/test_checkpoint.py::test_another_stage_or_number_of_ranks_is_refused",
-            "refused; the export does",
-        ),
+        Yes("strategies/deepspeed/test_checkpoint.py::test_another_number_of_ranks_continues", "under the same stage"),
         megatron_weights("test_another_way_of_cutting_goes_on_from_the_same_state"),
     ),
     by_weights("export as a Hugging Face folder", "test_export_is_a_hugging_face_folder"),
@@ -298,7 +287,7 @@ FEATURES = (*NUMBERS, *BATCHES, *LAYOUTS, *MEMORY, *STATE)
 
 def shown(cell: Cell) -> str:
     """The cell's text; where a test stands behind it, with a link to its file that bears the test's name."""
-    if not isinstance(cell, Yes | RefusedAtStart):
+    if not isinstance(cell, Yes):
         return cell.text
     file, _, name = cell.test.partition("::")
     return f'[{cell.text}](../tests/{file} "{name}")'

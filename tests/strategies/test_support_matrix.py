@@ -19,7 +19,6 @@ from tests.strategies.support_matrix import (
     Cell,
     Noted,
     Refused,
-    RefusedAtStart,
     Yes,
     table,
 )
@@ -45,8 +44,8 @@ def test_the_page_has_the_table() -> None:
 
 @pytest.mark.parametrize(("strategy", "cell"), CELLS)
 def test_cell(strategy: str, cell: Cell, tmp_path: Path) -> None:
-    """A yes and a refusal at start have a test that exists; other refusals and notes are those of ``roll check``."""
-    if isinstance(cell, Yes | RefusedAtStart):
+    """A yes has a test that exists; refusals and notes are those of ``roll check``."""
+    if isinstance(cell, Yes):
         file, function, case = re.fullmatch(r"([\w/]+\.py)::(\w+)(?:\[(.+)\])?", cell.test).groups()
         assert f"def {function}(" in source(file)
         assert case is None or f'"{case}"' in source(file)

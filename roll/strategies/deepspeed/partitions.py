@@ -26,12 +26,33 @@ def set_master_weights(parameter: Any, whole: Tensor) -> None:
     """
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
-    if not is_partitioned(parameter):
+    if is_partitioned(parameter):
+        safe_set_local_fp32_param(parameter, _own_part(parameter, whole))
+    else:
         safe_set_full_fp32_param(parameter, whole)
-        return
+
+
+def set_optimizer_part(parameter: Any, whole: Tensor, moment: str | None) -> None:
+    """Put float32 ``whole`` into a moment of ``parameter``, or (None) into its master weights and the parameter."""
+    from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+    if moment is None:
+        set_master_weights(parameter, whole)
+        if is_partitioned(parameter):
+            parameter.ds_tensor.copy_(_own_part(parameter, whole).view_as(parameter.ds_tensor))
+        else:
+            parameter.data.copy_(whole)
+    elif is_partitioned(parameter):
+        safe_set_local_optimizer_state(parameter, _own_part(parameter, whole), moment)
+    else:
+        safe_set_full_optimizer_state(parameter, whole, moment)
+
+
+def _own_part(parameter: Any, whole: Tensor) -> Tensor:
+    """This rank's elements of the flattened whole, the last rank's padded."""
     size, rank = parameter.ds_tensor.numel(), dist.get_rank()
     own = whole.flatten()[rank * size : (rank + 1) * size]
-    safe_set_local_fp32_param(parameter, torch.nn.functional.pad(own, (0, size - own.numel())))
+    return torch.nn.functional.pad(own, (0, size - own.numel()))
 
 
 def gather_to_rank0(parameters: list[Any], dtype: torch.dtype, device: torch.device) -> list[Tensor]:

@@ -83,6 +83,46 @@ def train_and_save(role: WorkerConfig, batch: TensorBatch, path: Path, steps: in
     return state_of(strategy, metrics)
 
 
+def whole_state(strategy: DeepSpeedTrainStrategy) -> dict[str, torch.Tensor]:
+    """Master weights and moments by parameter, whole, and AdamW's step count."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    if strategy.plan.stage < 3:
+        optimizer = strategy.engine.optimizer
+        # DeepSpeed links parameters to their moments when the first of its groups has stepped, and then never again.
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+    state: dict[str, torch.Tensor] = {}
+    for name, parameter in strategy.model.language_model.named_parameters():
+        state[name] = safe_get_full_fp32_param(parameter).clone()
+        for moment in ("exp_avg", "exp_avg_sq"):
+            state[f"{name}.{moment}"] = safe_get_full_optimizer_state(parameter, moment).clone()
+    steps = {float(state["step"]) for state in strategy.engine.basic_optimizer.state.values()}
+    return state | {"steps": torch.tensor(sorted(steps)), "step": torch.tensor(float(strategy.step))}
+
+
+def train_save_and_show(role: WorkerConfig, batch: TensorBatch, path: Path, after: TensorBatch) -> dict[str, Any]:
+    """Two steps, a checkpoint, and one more step: the state at the checkpoint, and the weights at the end."""
+    strategy = DeepSpeedTrainStrategy(role, max_grad_norm=1.0)
+    strategy.initialize(num_training_steps=10)
+    for _ in range(2):
+        strategy.train_step(batch, policy_loss, POLICY)
+    strategy.save(path)
+    saved = whole_state(strategy)
+    strategy.train_step(after, policy_loss, POLICY)
+    return {"state": saved, "weights": weights_of(strategy)}
+
+
+def load_and_show(role: WorkerConfig, batch: TensorBatch, path: Path) -> dict[str, Any]:
+    """The state that a checkpoint gives, the log-probs under it, and the weights after one more step."""
+    strategy = DeepSpeedTrainStrategy(role, max_grad_norm=1.0)
+    strategy.initialize(num_training_steps=10)
+    strategy.load(path)
+    loaded = whole_state(strategy)
+    strategy.train_step(batch, policy_loss, POLICY)
+    return {"state": loaded, "weights": weights_of(strategy)}
+
+
 def load_and_train(role: WorkerConfig, batch: TensorBatch, path: Path, steps: int) -> dict[str, Any]:
     strategy = DeepSpeedTrainStrategy(role, max_grad_norm=1.0)
     strategy.initialize(num_training_steps=10)
