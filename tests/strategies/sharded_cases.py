@@ -143,7 +143,11 @@ def _state(strategy: Any, metrics: Metrics) -> dict[str, Any]:
 
 def poison(role: WorkerConfig, batch: TensorBatch) -> dict[str, Any]:
     """A step whose gradient is infinite on one rank only, then a good one."""
-    strategy = trainer(role, max_grad_norm=1.0)
+    return poisoned(trainer(role, max_grad_norm=1.0), batch)
+
+
+def poisoned(strategy: Any, batch: TensorBatch) -> dict[str, Any]:
+    """The steps of :func:`poison` by a strategy that has been initialised."""
     before = weights_of(strategy)
     first = strategy.train_step(batch, _exploding_loss, POLICY)
     after = weights_of(strategy)

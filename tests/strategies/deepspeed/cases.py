@@ -15,7 +15,7 @@ from roll.strategies.base import ModelHead, Output
 from roll.strategies.deepspeed import DeepSpeedTrainStrategy
 from roll.strategies.factory import create_strategy
 from tests.strategies.samples import TensorBatch, policy_loss, value_loss
-from tests.strategies.sharded_cases import POLICY, weights_of
+from tests.strategies.sharded_cases import POLICY, poisoned, weights_of
 from tests.strategies.sharded_cases import forward as fsdp2_forward
 
 
@@ -163,24 +163,10 @@ def poison_each(roles: dict[str, WorkerConfig], batch: TensorBatch) -> dict[str,
 
 
 def _poison(role: WorkerConfig, batch: TensorBatch) -> dict[str, Any]:
-    """A step whose gradient is infinite, then a good one."""
+    """A step whose gradient is infinite on one rank only, then a good one."""
     strategy = DeepSpeedTrainStrategy(role, max_grad_norm=1.0)
     strategy.initialize(num_training_steps=10)
-    before = weights_of(strategy)
-    first = strategy.train_step(batch, _exploding_loss, POLICY)
-    after = weights_of(strategy)
-    second = strategy.train_step(batch, policy_loss, POLICY)
-    return {
-        "skipped": first["skipped_updates"].value(),
-        "unchanged": all(torch.equal(before[name], after[name]) for name in before),
-        "second": to_floats(second),
-        "step": strategy.step,
-    }
-
-
-def _exploding_loss(outputs: TensorBatch, batch: TensorBatch) -> tuple[torch.Tensor, Metrics]:
-    loss, metrics = policy_loss(outputs, batch)
-    return loss * float("inf"), metrics
+    return poisoned(strategy, batch)
 
 
 def forward_each(roles: dict[str, WorkerConfig], batch: TensorBatch) -> dict[str, TensorBatch]:
