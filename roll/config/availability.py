@@ -68,7 +68,6 @@ REFUSALS = (
     Refusal("is_pure_opd", "on-policy distillation", False),
     Refusal("use_opd", "on-policy distillation", False),
     Refusal("pure_opd_pipeline_type", "on-policy distillation", "~"),
-    Refusal("rewards.*.judge_model_type", "a judge model inside a reward section", "cluster", one_of("inference")),
     Refusal("rewards.*.code_url", "a service that runs code (code_sandbox runs it on this host)", "~"),
     Refusal(
         "rewards.*.use_local",
@@ -76,7 +75,7 @@ REFUSALS = (
         True,
         lambda value: value is False,
     ),
-    Refusal("rewards.*.reward_manager_config", "remote reward systems", "{}"),
+    Refusal("rewards.*.reward_manager_config", "remote reward systems; http_reward asks a service of yours", "{}"),
     Refusal("**.model_update_frequency", "weight transfers that skip steps", 1, above(1)),
     Refusal("**.router_replay.mode", "router replay", "disabled", other_than("disabled")),
     Refusal("**.mtp_training_mode", "multi-token prediction", "disabled", other_than("disabled")),

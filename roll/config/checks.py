@@ -15,11 +15,12 @@ from roll.config.data_files import name_problem
 from roll.config.deepspeed import check_deepspeed
 from roll.config.errors import Problems
 from roll.config.fsdp import check_sharded
+from roll.config.judges import section_of
 from roll.config.lora import check_lora
 from roll.config.megatron import check_megatron
 from roll.config.micro_batching import check_micro_batching
 from roll.config.names import TEMPLATE_ENDINGS
-from roll.config.planning import lengths, model_path, model_roles, world_size
+from roll.config.planning import lengths, model_path, model_roles, reward_pretrain, world_size
 from roll.config.planning_validation import Written
 from roll.config.reward_models import CLASSIFIER, REWARD_MODEL
 from roll.config.rlvr import RLVRConfig
@@ -53,8 +54,11 @@ SCORING = ("scores responses", INFER_STRATEGIES)
 
 
 def task_of(name: str, role: WorkerConfig) -> tuple[str, tuple[str, ...]]:
-    """What a role does. A ``reward_model`` with a classifier's head scores; without, it is a judge, which generates."""
-    return SCORING if name == REWARD_MODEL and role.model_args.model_type == CLASSIFIER else TASKS[name]
+    """What a role does. A ``reward_model`` with a classifier's head scores; without, it is a judge, which generates, as
+    one on the devices of its own reward section does."""
+    if name == REWARD_MODEL and role.model_args.model_type == CLASSIFIER:
+        return SCORING
+    return TASKS[REWARD_MODEL if name.startswith("rewards.") else name]
 
 
 @dataclass(frozen=True)
@@ -89,10 +93,11 @@ class Checks:
 def check_roles(config: RLVRConfig | SFTConfig, checks: Checks) -> dict[str, StrategyConfig]:
     """Devices, strategy and model of every role that holds one; the strategies' typed options."""
     strategies = {}
-    for name, role in model_roles(config).items():
+    for role_name, role in model_roles(config).items():
+        name = section_of(role_name)
         check_devices(name, role, checks)
         options = check_strategy(name, role, checks)
-        check_model(config, name, role, checks)
+        check_model(config, role_name, role, checks)
         check_lora(name, role, task_of(name, role)[1] is TRAIN_STRATEGIES, isinstance(config, RLVRConfig), checks)
         if options is not None:
             strategies[name] = options
@@ -124,7 +129,7 @@ def check_nodes(config: RLVRConfig | SFTConfig, checks: Checks) -> None:
     per_node = config.num_gpus_per_node
     for name, role in model_roles(config).items():
         devices = role.device_mapping or []
-        key = f"{name}.device_mapping"
+        key = f"{section_of(name)}.device_mapping"
         if config.num_nodes is not None and devices and max(devices) >= per_node * config.num_nodes:
             rule = (
                 f"device {max(devices)} does not exist: num_nodes {config.num_nodes} x num_gpus_per_node {per_node} "
@@ -206,8 +211,8 @@ def check_rows(config: RLVRConfig | SFTConfig, name: str, role: WorkerConfig, ch
 def check_model(config: RLVRConfig | SFTConfig, name: str, role: WorkerConfig, checks: Checks) -> None:
     path = model_path(config, name, role)
     own = role.model_args.model_name_or_path is not None
-    from_critic = name in ("critic", REWARD_MODEL) and isinstance(config, RLVRConfig) and bool(config.reward_pretrain)
-    key = f"{name}.model_args.model_name_or_path" if own else "reward_pretrain" if from_critic else "pretrain"
+    shared = "reward_pretrain" if reward_pretrain(config, name) else "pretrain"
+    key = f"{section_of(name)}.model_args.model_name_or_path" if own else shared
     if path is None:
         checks.missing("pretrain", "is needed: the folder or hub name of the model to start from", "Qwen/Qwen2.5-0.5B")
     elif checks.check_files and looks_like_folder(path):

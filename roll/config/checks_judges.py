@@ -1,16 +1,31 @@
-"""Checks of judges on the run's own role."""
+"""Checks of judges whose engines the run starts itself."""
 
 from __future__ import annotations
 
 from roll.config.checks import Checks
-from roll.config.judges import JUDGE_KEYS, JUDGE_ROLE, LLM_JUDGE, generates_otherwise, judged_domains, judges_of
+from roll.config.judges import (
+    CLUSTER,
+    INFERENCE,
+    JUDGE_KEYS,
+    JUDGE_ROLE,
+    LLM_JUDGE,
+    generates_otherwise,
+    judge_types,
+    judged_domains,
+    judges_of,
+    own_judges,
+    section_of,
+)
 from roll.config.planning import is_async, shares_devices, started_roles
 from roll.config.rlvr import RLVRConfig
 
 
 def check_judges(config: RLVRConfig, checks: Checks) -> None:
-    """The judges' role is there, where it is asked, and has the devices that it needs."""
+    """The judges' roles are there, where they are asked, and have the devices that they need."""
     note_idle_keys(config, checks)
+    check_one_judge(config, checks)
+    for name in own_judges(config):
+        check_free_devices(config, name, checks)
     domains, role = judged_domains(config), config.reward_model
     if not domains:
         if role is not None and role.model_args.model_type is None:
@@ -23,12 +38,29 @@ def check_judges(config: RLVRConfig, checks: Checks) -> None:
     key = f"{JUDGE_ROLE}.generating_args"
     if generates_otherwise(role):
         checks.note(key, f"has no effect: temperature, top_p and max_tokens are options of {LLM_JUDGE}")
-    if is_async(config) and not checks.broken(f"{JUDGE_ROLE}.device_mapping"):
-        others = {name: other for name, other in started_roles(config).items() if name != JUDGE_ROLE}
-        sharing = [name for name, other in others.items() if shares_devices(role, other)]
-        if sharing:
-            rule = f"must share no device with {', '.join(sharing)}: answers are judged at any time"
-            checks.add(f"{JUDGE_ROLE}.device_mapping", role.device_mapping, rule)
+    check_free_devices(config, JUDGE_ROLE, checks)
+
+
+def check_one_judge(config: RLVRConfig, checks: Checks) -> None:
+    """A domain's judges ask one role at most: its reward workers know one address."""
+    for name, section in config.rewards.items():
+        if {CLUSTER, INFERENCE} <= judge_types(name, section):
+            rule = (
+                f"the judges of a domain ask either the role {JUDGE_ROLE} ({CLUSTER}) or its own engines ({INFERENCE})"
+            )
+            checks.add(f"rewards.{name}.judge_model_type", section.judge_model_type, rule, CLUSTER)
+
+
+def check_free_devices(config: RLVRConfig, name: str, checks: Checks) -> None:
+    """In an asynchronous run a judge's role shares its devices with nobody."""
+    key = f"{section_of(name)}.device_mapping"
+    if not is_async(config) or checks.broken(key):
+        return
+    roles = started_roles(config)
+    sharing = [other for other in roles if other != name and shares_devices(roles[name], roles[other])]
+    if sharing:
+        rule = f"must share no device with {', '.join(sharing)}: answers are judged at any time"
+        checks.add(key, roles[name].device_mapping, rule)
 
 
 def note_idle_keys(config: RLVRConfig, checks: Checks) -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from roll.config.checks import Checks
 from roll.config.fields import DOTTED_PATH
 from roll.config.judges import judged_domains
-from roll.config.names import FILTER_ARGUMENTS, PLANNED_REWARDS, PUBLISHED_PREFIX, PUBLISHED_REWARDS, REWARDS
+from roll.config.names import (
+    FILTER_ARGUMENTS,
+    PLANNED_REWARDS,
+    PUBLISHED_PREFIX,
+    PUBLISHED_REWARDS,
+    REWARDS,
+    WHY_PLANNED,
+)
 from roll.config.reward_models import CLASSIFIER, model_inputs
 from roll.config.rewards import FilterConfig, RewardConfig
 from roll.config.rlvr import RLVRConfig
@@ -99,7 +106,7 @@ def check_reward_name(key: str, section: str, name: str | None, checks: Checks) 
     path = f"{key}.worker_cls"
     if name is None:
         if section in PLANNED_REWARDS.values():
-            checks.problems.not_available(key, section, f"the reward {section}", "math_rule")
+            checks.problems.not_available(key, section, *WHY_PLANNED[section])
         elif section not in REWARDS:
             rule = f"is needed (a section named {', '.join(REWARDS)} may leave it out): which reward scores responses"
             checks.missing(path, rule, "math_rule")
@@ -107,7 +114,7 @@ def check_reward_name(key: str, section: str, name: str | None, checks: Checks) 
     class_name = name.rpartition(".")[2]
     published = name.startswith(PUBLISHED_PREFIX) or class_name == name
     if name in PLANNED_REWARDS.values() or (published and class_name in PLANNED_REWARDS):
-        checks.problems.not_available(path, name, f"the reward {PLANNED_REWARDS.get(class_name, name)}", "math_rule")
+        checks.problems.not_available(path, name, *WHY_PLANNED[PLANNED_REWARDS.get(class_name, name)])
     elif published and name not in REWARDS and class_name not in PUBLISHED_REWARDS:
         nearest = closest(class_name, (*REWARDS, *PUBLISHED_REWARDS)) or REWARDS[0]
         rule = f"must be one of {', '.join(REWARDS)}, or the dotted path of your own function"

@@ -123,7 +123,12 @@ PLANNED_REWARDS = {
     "RemoteRewardSystemWorker": "remote",
     "VideoR1RewardWorker": "video_r1",
 }
-"""Reward classes of ROLL's published files that come later."""
+"""Reward classes of ROLL's published files that do not run here."""
+WHY_PLANNED = {
+    "remote": ("the reward remote, a client of a service that is not public: http_reward asks your own", "http_reward"),
+    "video_r1": ("the reward video_r1, for models that see videos", "math_rule"),
+}
+"""Of each of those: what it is, and a reward to take in its place."""
 
 PUBLISHED_WORKERS = (
     "ActorWorker",

@@ -19,7 +19,8 @@ class RolePlan:
     """One role's workers and where they run."""
 
     name: str
-    """Key of the section: ``actor_train``, ``rewards.math`` ..."""
+    """Key of the section: ``actor_train``, ``rewards.math`` ...; ``judge.math``: the engines of the section
+    ``rewards.math``."""
     strategy_name: str | None
     """null: the role computes no model."""
     device_mapping: tuple[int, ...]

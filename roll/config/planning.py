@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.config.errors import Problems
-from roll.config.judges import JUDGE_ROLE, judged_domains
+from roll.config.judges import JUDGE_ROLE, OWN_PREFIX, judged_domains, own_judges, reward_workers
 from roll.config.lora import uses_lora
 from roll.config.megatron import ranks_of_a_replica
 from roll.config.micro_batching import micro_batching, with_packed_lengths
@@ -66,9 +66,14 @@ def model_path(config: RLVRConfig | SFTConfig, name: str, role: WorkerConfig) ->
     own = role.model_args.model_name_or_path
     if own is not None:
         return own
-    if name in ("critic", JUDGE_ROLE) and isinstance(config, RLVRConfig) and config.reward_pretrain:
-        return config.reward_pretrain
-    return config.pretrain or None
+    return reward_pretrain(config, name) or config.pretrain or None
+
+
+def reward_pretrain(config: RLVRConfig | SFTConfig, name: str) -> str | None:
+    """What a role without a model of its own has in place of ``pretrain``: critics and judges."""
+    if isinstance(config, SFTConfig) or not (name in ("critic", JUDGE_ROLE) or name.startswith(OWN_PREFIX)):
+        return None
+    return config.reward_pretrain or None
 
 
 def world_size(role: WorkerConfig) -> int:
@@ -125,7 +130,7 @@ def model_roles(config: RLVRConfig | SFTConfig) -> dict[str, WorkerConfig]:
         roles["critic"] = config.critic
     if config.reward_model is not None and (judged_domains(config) or model_inputs(config)):
         roles[JUDGE_ROLE] = config.reward_model
-    return roles
+    return roles | own_judges(config)
 
 
 def role_plans(config: RLVRConfig | SFTConfig) -> dict[str, RolePlan]:
@@ -172,9 +177,9 @@ def shares_devices(one: WorkerConfig, other: WorkerConfig) -> bool:
 
 
 def started_roles(config: RLVRConfig | SFTConfig) -> dict[str, WorkerConfig]:
-    """Every section whose workers this run starts, by its key."""
+    """Every role whose workers this run starts."""
     rewards = config.rewards if isinstance(config, RLVRConfig) else {}
-    return {**model_roles(config), **{f"rewards.{name}": role for name, role in rewards.items()}}
+    return {**model_roles(config), **{f"rewards.{name}": reward_workers(name, role) for name, role in rewards.items()}}
 
 
 def node_shape(config: RLVRConfig | SFTConfig, written: Written) -> tuple[int, int]:

@@ -76,7 +76,8 @@ class RewardConfig(WorkerConfig):
     judge_prompt: str | None = None
     """``llm_judge``: ``correctness``, ``score_1_to_10``, ``yes_or_no``, a file with a Jinja template, or its text."""
     judge_model_type: str | None = setting(None, choices=("api", "inference", "cluster"))
-    """``llm_judge``: ``api`` (also null), a service at ``judge_api_url``; ``cluster``, the role ``reward_model``."""
+    """``llm_judge``: ``api`` (also null), a service at ``judge_api_url``; ``cluster``, the role ``reward_model``;
+    ``inference``, engines of this section alone: its model, strategy, devices and ``generating_args``."""
     judge_model_name: str | None = None
     """``llm_judge``: the model's name at the service."""
     judge_api_url: str | None = None

@@ -88,7 +88,8 @@ class RLVRConfig(PPOConfig, OlderRLVRKeys, RunConfig):
     critic: WorkerConfig | None = None
     """The value model; needed by ``adv_estimator: gae``."""
     reward_model: GenerationWorkerConfig | None = None
-    """The judge that every ``llm_judge`` with ``judge_model_type: cluster`` asks."""
+    """The judge that every ``llm_judge`` with ``judge_model_type: cluster`` asks, or the model behind the rewards
+    ``reward_model``."""
     rewards: dict[str, RewardConfig] = field(default_factory=dict)
     """Reward domains by name."""
     validation: ValidationConfig | None = None

@@ -12,8 +12,10 @@ from rich.console import Console
 
 from roll.config.checks import looks_like_folder
 from roll.config.errors import ConfigError, Problem
+from roll.config.judges import section_of
 from roll.config.loader import LoadedConfig
 from roll.config.plan import RLVRPlan
+from roll.config.planning import model_roles
 from roll.config.roles import WorkerConfig
 from roll.config.sources import shown
 from roll.config.strategy import GENERATION_STRATEGIES
@@ -57,11 +59,11 @@ def served_role(loaded: LoadedConfig[Any], name: str) -> WorkerConfig:
     role_plan = plan.roles[name]
     path = role_plan.model_path
     if path is not None and looks_like_folder(path) and not (Path(path).expanduser() / "config.json").is_file():
-        key = f"{name}.model_args.model_name_or_path"
+        key = f"{section_of(name)}.model_args.model_name_or_path"
         rule = "is not a model folder: it has no config.json"
         raise ConfigError([Problem(key, path, rule, source=shown(loaded.source))])
     return own_weights(
-        with_cache_length(role_config(getattr(loaded.config, name), role_plan), plan.max_sequence_length)
+        with_cache_length(role_config(model_roles(loaded.config)[name], role_plan), plan.max_sequence_length)
     )
 
 

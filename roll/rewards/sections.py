@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from roll.config.judges import judge_sampling
 from roll.config.rewards import RewardComponentConfig, RewardConfig
 from roll.rewards.base import RewardOptionError
 from roll.rewards.composition import Component, CompositeReward
@@ -42,7 +43,7 @@ def build_section(name: str, config: RewardConfig) -> GuardedReward | CompositeR
 
 def _component(domain: str, name: str, part: RewardComponentConfig, config: RewardConfig) -> Component:
     limits = Limits(part.timeout or config.timeout, config.concurrency)
-    shared = section_options(config) | {"timeout": limits.timeout}
+    shared = section_options(domain, config) | {"timeout": limits.timeout}
     try:
         reward = build_reward(*chosen_options(part.worker_cls or name, shared, part.reward_kwargs), limits)
     except RewardOptionError as error:
@@ -60,7 +61,7 @@ def reward_options(name: str, config: RewardConfig) -> tuple[str, dict[str, Any]
     Raises:
         RewardOptionError: the reward does not exist.
     """
-    return chosen_options(config.worker_cls or name, section_options(config), config.reward_kwargs)
+    return chosen_options(config.worker_cls or name, section_options(name, config), config.reward_kwargs)
 
 
 def concurrent_calls(name: str, config: RewardConfig) -> int:
@@ -73,10 +74,10 @@ def concurrent_calls(name: str, config: RewardConfig) -> int:
     return int(getattr(load_target(resolve_name(config.worker_cls or name)), "concurrent_calls", 1))
 
 
-def section_options(config: RewardConfig) -> dict[str, Any]:
+def section_options(name: str, config: RewardConfig) -> dict[str, Any]:
     """The section's own keys under the names of the options that they stand for; those without a value are left out."""
     values = {option: getattr(config, key) for key, option in SECTION_KEYS.items()}
-    return {option: value for option, value in values.items() if value is not None}
+    return {option: value for option, value in values.items() if value is not None} | judge_sampling(name, config)
 
 
 def chosen_options(worker_cls: str, shared: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

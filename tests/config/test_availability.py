@@ -19,7 +19,6 @@ REFUSED: list[tuple[str, Any]] = [
     (f"{SHARD}.tp_size", 2),
     (f"{SHARD}.wrap_policy.moe_experts", ["Qwen3MoeMLP"]),
     ("actor_infer.generating_args.num_beams", 4),
-    ("rewards.math.judge_model_type", "inference"),
     ("rewards.math.worker_cls", "roll.pipeline.rlvr.rewards.video_r1_reward_worker.VideoR1RewardWorker"),
     ("rewards.math.worker_cls", "RemoteRewardSystemWorker"),
     ("rewards.math.worker_cls", "video_r1"),

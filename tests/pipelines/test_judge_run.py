@@ -1,4 +1,4 @@
-"""A judge on the run's own role: its engines answer the reward workers over HTTP, on devices that they share."""
+"""Judges of the run's own: their engines answer the reward workers over HTTP, on devices that they share."""
 
 from __future__ import annotations
 
@@ -15,10 +15,18 @@ from tests.pipelines.tiny_runs import TinyWorld, role
 
 pytestmark = pytest.mark.e2e
 
+JUDGED: dict[str, Any] = {
+    "worker_cls": "llm_judge",
+    "judge_prompt": TEMPLATE,
+    "timeout": 60,
+    "reward_kwargs": {"extract": "logprob", "top_logprobs": 1000},
+}
 
-def test_a_judge_on_its_own_role(run: Run, world: TinyWorld, tmp_path: Path) -> None:
+
+def test_a_judge_on_a_role_and_one_in_a_reward_section(run: Run, world: TinyWorld, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    own = role("hf_infer", [0]) | {"model_args": {"model_name_or_path": str(world.model), "dtype": "fp32"}}
     changes = {
         "rollout_dump_dir": str(tmp_path / "rollouts"),
         "is_offload_states": True,
@@ -26,26 +34,22 @@ def test_a_judge_on_its_own_role(run: Run, world: TinyWorld, tmp_path: Path) -> 
         "reward_model.model_args.model_name_or_path": str(world.model),
         "reward_model.strategy_args.strategy_config": {"max_num_seqs": 16, "max_model_len": 256},
         "rewards": {
-            "judged": {
-                "worker_cls": "llm_judge",
-                "tag_included": ["even", "odd"],
-                "judge_model_type": "cluster",
-                "judge_prompt": TEMPLATE,
-                "timeout": 60,
-                "reward_kwargs": {"extract": "logprob", "top_logprobs": 1000},
-            }
+            "shared": JUDGED | {"tag_included": ["even"], "judge_model_type": "cluster"},
+            "own": JUDGED | {"tag_included": ["odd"], "judge_model_type": "inference"} | own,
         },
     }
     finished = run(changes, output=tmp_path)
     model: Any = AutoModelForCausalLM.from_pretrained(world.model, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(world.model)
     for row in finished.steps:
-        assert row["reward/judged/error_rate"] == 0.0
-        assert row["reward/judged/tries"] <= 1.0
+        for name in ("shared", "own"):
+            assert row[f"reward/{name}/error_rate"] == 0.0
+            assert row[f"reward/{name}/tries"] <= 1.0
         samples = [json.loads(line) for line in (tmp_path / f"rollouts/train-{row['step']:06d}.jsonl").open()]
         for sample in samples[:3]:
             expected = chance_of_yes(model, tokenizer, sample["response"].strip())
             assert sample["score"] == pytest.approx(expected, abs=1e-4)
         assert len({sample["score"] for sample in samples}) > 1
         assert row["time/reward_model/offload/total"] > 0
+        assert row["time/judge.own/offload/total"] > 0
     assert len(finished.steps) == 2

@@ -40,6 +40,9 @@ def loaded_with_judge(world: TinyWorld, folder: Path) -> LoadedConfig[Any]:
         "rewards": {
             "judged": judged | {"reward_kwargs": quick, "tag_included": ["a"]},
             "math": {"worker_cls": "math_rule", "tag_included": ["b"]},
+            "own": judged
+            | {"reward_kwargs": quick, "tag_included": ["c"], "judge_model_type": "inference"}
+            | role("hf_infer", [0, 1]),
         },
     }
     return load(folder, changed(changes))
@@ -47,7 +50,7 @@ def loaded_with_judge(world: TinyWorld, folder: Path) -> LoadedConfig[Any]:
 
 @contextmanager
 def opened(loaded: LoadedConfig[Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[JudgeService, LocalCluster]]:
-    service = JudgeService(loaded.config, loaded.plan)
+    service = JudgeService(loaded.config, loaded.plan, JUDGE_ROLE)
     section = role_config(loaded.config.reward_model, loaded.plan.roles[JUDGE_ROLE])
     cluster = LocalCluster(service.role(section), world_size=2)
     monkeypatch.setattr("roll.rollout.engines.wait_any", cluster.wait_any)
@@ -111,18 +114,23 @@ def test_the_judge_starts_with_the_run_and_only_its_domains_hear_of_it(
     monkeypatch.setattr(clusters_module, "Cluster", RecordedCluster)
     starting: StartingClusters = start_clusters(loaded_with_judge(world, tmp_path), resources=None)  # type: ignore[arg-type]
     clusters = starting.clusters
-    assert clusters.judge is not None
-    assert clusters.judge_engines in clusters.all()
+    judge, engines = clusters.judges[JUDGE_ROLE], clusters.judge_engines[JUDGE_ROLE]
+    assert engines in clusters.all()
     opened_with: list[Any] = []
-    monkeypatch.setattr(clusters.judge, "open", opened_with.append)
+    for each in clusters.judges.values():
+        monkeypatch.setattr(each, "open", opened_with.append)
     residency: Any = SimpleNamespace(moves=lambda name: False)
     starting.begin(residency)
     starting.finish(residency)
-    clusters.judge.close()
-    engines: Any = clusters.judge_engines
-    assert opened_with == [engines]
-    assert (engines.name, engines.worker) == (JUDGE_ROLE, clusters_module.GENERATION_WORKER)
-    judged, rule = (clusters.rewards[name].role for name in ("judged", "math"))
+    judge.close()
+    clusters.judges["judge.own"].close()
+    started: list[Any] = [engines, clusters.judge_engines["judge.own"]]
+    assert opened_with == started
+    assert [cluster.name for cluster in started] == [JUDGE_ROLE, "judge.own"]
+    assert {cluster.worker for cluster in started} == {clusters_module.GENERATION_WORKER}
+    judged, rule, own = (clusters.rewards[name].role for name in ("judged", "math", "own"))
+    assert (own.device_mapping, own.world_size, own.judge_model_name) == (None, 2, "judge.own")
+    assert own.judge_api_url != judged.judge_api_url
     assert judged.judge_api_url.startswith("http://127.0.0.1:")
     assert judged.judge_api_key
     assert judged.judge_model_name == JUDGE_ROLE
@@ -135,11 +143,11 @@ def test_the_judge_works_while_samples_are_made_and_leaves_shared_devices_after(
     judge = SimpleNamespace(**{name: lambda name=name: done.append(name) for name in ("resume", "check", "pause")})
     pipeline: Any = object.__new__(RLVRPipeline)
     pipeline.residency = SimpleNamespace(bring=done.append, moves=lambda name: moves)
-    pipeline.clusters = SimpleNamespace(judge=judge)
+    pipeline.clusters = SimpleNamespace(judges={JUDGE_ROLE: judge})
     with pipeline.generating():
         done.append("generate")
     needs = {"actor_infer": GENERATION, JUDGE_ROLE: GENERATION}
     assert done == [needs, "resume", "generate", "check", *(["pause"] if moves else [])]
-    pipeline.clusters = SimpleNamespace(judge=None)
+    pipeline.clusters = SimpleNamespace(judges={})
     with pipeline.generating():
         pass

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from roll.config.judges import JUDGE_ROLE, judged_domains
+from roll.config.judges import judge_role, reward_workers
 from roll.config.loader import LoadedConfig
 from roll.config.plan import RLVRPlan
-from roll.config.planning import actor_keys
+from roll.config.planning import actor_keys, model_roles
 from roll.config.reward_models import model_inputs
 from roll.config.rewards import RewardConfig
 from roll.config.rlvr import RLVRConfig
@@ -45,15 +45,15 @@ class Clusters:
     reference: Cluster | None = None
     critic: Cluster | None = None
     reward_model: Cluster | None = None
-    """A classifier that scores conversations; the same role as ``judge_engines``, of which a run has one at most."""
-    judge_engines: Cluster | None = None
-    judge: JudgeService | None = None
+    """A classifier that scores conversations; the role may be a judge instead, and is among ``judge_engines`` then."""
+    judge_engines: Mapping[str, Cluster] = field(default_factory=dict)
+    """By role: ``reward_model``, and those that belong to one domain."""
+    judges: Mapping[str, JudgeService] = field(default_factory=dict)
     """What ``judge_engines`` answer through."""
 
     def all(self) -> list[Cluster]:
-        engines = [self.actor_infer, *([self.judge_engines] if self.judge_engines is not None else [])]
         scorers = [self.reward_model] if self.reward_model is not None else []
-        return [*self.computing(), *engines, *scorers, *self.rewards.values()]
+        return [*self.computing(), self.actor_infer, *self.judge_engines.values(), *scorers, *self.rewards.values()]
 
     def computing(self) -> list[Cluster]:
         """The roles that learn or look at samples."""
@@ -79,9 +79,8 @@ class StartingClusters:
         for model in self._models(residency, True):
             model.cluster.initialize(*model.arguments)
             residency.admit(model.cluster, model.states)
-        if self.clusters.judge is not None:
-            assert self.clusters.judge_engines is not None
-            self.clusters.judge.open(self.clusters.judge_engines)
+        for name, judge in self.clusters.judges.items():
+            judge.open(self.clusters.judge_engines[name])
         return self.clusters
 
     def _models(self, residency: Residency, move: bool) -> list[StartingModel]:
@@ -101,8 +100,9 @@ def start_clusters(loaded: LoadedConfig[RLVRConfig], resources: ResourceManager)
     """Start the processes of every cluster."""
     config, plan = loaded.config, loaded.plan
     assert isinstance(plan, RLVRPlan)
-    judge = JudgeService(config, plan) if judged_domains(config) else None
-    starter = _Starter(config, plan, resources, judge)
+    asked = {judge_role(name, section) for name, section in config.rewards.items()}
+    judges = {name: JudgeService(config, plan, name) for name in model_roles(config) if name in asked}
+    starter = _Starter(config, plan, resources, judges)
     actor_extra = {
         "loss": actor_keys(config),
         "max_grad_norm": config.max_grad_norm,
@@ -119,8 +119,8 @@ def start_clusters(loaded: LoadedConfig[RLVRConfig], resources: ResourceManager)
         if model_inputs(config)
         else None,
         # Last: an engine may size its cache by what is free on the device when it is built.
-        judge_engines=starter.start(JUDGE_ROLE, config.reward_model, GENERATION_WORKER) if judge is not None else None,
-        judge=judge,
+        judge_engines={name: starter.start(name, model_roles(config)[name], GENERATION_WORKER) for name in judges},
+        judges=judges,
         actor_infer=starter.start("actor_infer", config.actor_infer, GENERATION_WORKER),
         rewards={name: starter.start_reward(name, section) for name, section in config.rewards.items()},
     )
@@ -129,10 +129,10 @@ def start_clusters(loaded: LoadedConfig[RLVRConfig], resources: ResourceManager)
 
 class _Starter:
     def __init__(
-        self, config: RLVRConfig, plan: RLVRPlan, resources: ResourceManager, judge: JudgeService | None
+        self, config: RLVRConfig, plan: RLVRPlan, resources: ResourceManager, judges: Mapping[str, JudgeService]
     ) -> None:
         self._config = config
-        self._judge = judge
+        self._judges = judges
         self._plan = plan
         self._resources = resources
         self.models: list[StartingModel] = []
@@ -143,8 +143,8 @@ class _Starter:
     ) -> Cluster:
         assert section is not None, f"the plan has {name}, the configuration has not"
         role = role_config(section, self._plan.roles[name])
-        if name == JUDGE_ROLE and self._judge is not None:
-            role = self._judge.role(role)
+        if name in self._judges:
+            role = self._judges[name].role(role)
         elif role.strategy_args.strategy_name in GENERATION_STRATEGIES:
             role = with_cache_length(role, self._plan.max_sequence_length)
         cluster = Cluster(
@@ -164,9 +164,10 @@ class _Starter:
 
     def start_reward(self, name: str, section: RewardConfig) -> Cluster:
         role_plan = self._plan.roles[f"rewards.{name}"]
-        section = section if self._judge is None else self._judge.told(name, section)
+        for judge in self._judges.values():
+            section = judge.told(name, section)
         role = replace(
-            section,
+            reward_workers(name, section),
             name=name,
             worker_cls=role_plan.worker_cls,
             world_size=role_plan.world_size,

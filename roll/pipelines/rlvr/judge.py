@@ -1,4 +1,4 @@
-"""The role ``reward_model`` as the service that LLM judges of the run ask."""
+"""A role of the run as the service that its LLM judges ask."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import ray
 
 from roll.config.checks import model_number
-from roll.config.judges import JUDGE_ROLE, asks_own_judge, judge_length
+from roll.config.judges import judge_length, judge_role
 from roll.config.plan import RLVRPlan
 from roll.config.rewards import RewardConfig
 from roll.config.rlvr import RLVRConfig
@@ -21,18 +21,22 @@ from roll.serving.front import FrontOptions, HttpFront
 
 
 class JudgeService:
-    """One address for the reward workers of all domains, with a key that only this run knows.
+    """One address for the reward workers that ask a role, with a key that only this run knows.
 
     The address is taken at once, so that reward workers can be told of it while the engines still load.
+
+    Args:
+        name: the role, ``reward_model`` or one that belongs to a single domain.
     """
 
-    def __init__(self, config: RLVRConfig, plan: RLVRPlan) -> None:
+    def __init__(self, config: RLVRConfig, plan: RLVRPlan, name: str) -> None:
         key = secrets.token_urlsafe(32)
         limit = config.router_args.max_running_requests or config.max_running_requests
-        options = FrontOptions(model=JUDGE_ROLE, api_key=key, max_running_requests=limit, max_open_requests=1 << 20)
+        options = FrontOptions(model=name, api_key=key, max_running_requests=limit, max_open_requests=1 << 20)
         # Reward workers of several nodes must reach it; else nobody outside this host needs to.
         self._front = HttpFront(options, ray.util.get_node_ip_address() if plan.num_nodes > 1 else "127.0.0.1")
         self._key = key
+        self.name = name
         self._plan = plan
         self.cluster: Cluster | None = None
 
@@ -42,12 +46,10 @@ class JudgeService:
         return own_weights(with_cache_length(role, judge_length(self._plan.max_sequence_length, positions)))
 
     def told(self, name: str, section: RewardConfig) -> RewardConfig:
-        """A domain's section, with the address where it asks this service."""
-        if not asks_own_judge(name, section):
+        """A domain's section, with the address of this service if its judges ask it."""
+        if judge_role(name, section) != self.name:
             return section
-        return replace(
-            section, judge_api_url=self._front.base_url, judge_api_key=self._key, judge_model_name=JUDGE_ROLE
-        )
+        return replace(section, judge_api_url=self._front.base_url, judge_api_key=self._key, judge_model_name=self.name)
 
     def open(self, cluster: Cluster) -> None:
         """Answer by the engines of ``cluster``, which have loaded their model."""

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 from roll.checkpoint import Checkpoint
-from roll.config.judges import JUDGE_ROLE
 from roll.config.loader import LoadedConfig
 from roll.config.plan import RLVRPlan
+from roll.config.reward_models import REWARD_MODEL
 from roll.config.rlvr import RLVRConfig
 from roll.distributed import ResourceManager
 from roll.pipelines.export import export_model
@@ -58,8 +58,8 @@ class RLVRPipeline:
         self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
         starting = start_clusters(self.loaded, resources)
         self.frame.watch(starting.clusters.all())
-        if starting.clusters.judge is not None:
-            self.frame.at_end(starting.clusters.judge.close)
+        for judge in starting.clusters.judges.values():
+            self.frame.at_end(judge.close)
         starting.begin(self.residency)
         self.data = load_data(self.config, self.plan)
         self.clusters = starting.finish(self.residency)
@@ -107,17 +107,17 @@ class RLVRPipeline:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """The engines of the policy and of a judge on their devices, for the length of the block."""
-        judge = self.clusters.judge
-        self.residency.bring({"actor_infer": GENERATION, JUDGE_ROLE: WEIGHTS if judge is None else GENERATION})
-        if judge is None:
-            yield
-            return
-        judge.resume()
+        """The engines of the policy and of judges, or a reward model, on their devices for the length of the block."""
+        judges = self.clusters.judges
+        generating = dict.fromkeys(("actor_infer", *judges), GENERATION)
+        self.residency.bring({REWARD_MODEL: WEIGHTS, **generating})
+        for judge in judges.values():
+            judge.resume()
         yield
-        judge.check()
-        if self.residency.moves(JUDGE_ROLE):
-            judge.pause()
+        for name, judge in judges.items():
+            judge.check()
+            if self.residency.moves(name):
+                judge.pause()
 
     def look_at(self, batch: DataProto) -> None:
         """What reference, actor and critic think of the samples, where something consumes it."""

@@ -32,8 +32,9 @@ class LLMJudge(RewardRule):
     numbers: ClassVar[tuple[str, ...]] = ("raw_score", "cached", "tries")
     concurrent_calls: ClassVar[int] = 16
 
-    model_type: Literal["api", "cluster"] = "api"
-    """``api``: the service at ``base_url``; ``cluster``: the run's own role ``reward_model``."""
+    model_type: Literal["api", "cluster", "inference"] = "api"
+    """``api``: the service at ``base_url``; ``cluster``: the run's own role ``reward_model``; ``inference``: engines on
+    the devices of the reward's own section."""
     base_url: str = ""
     """Address of the service up to and with ``/v1``."""
     model: str = ""
