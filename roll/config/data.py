@@ -90,8 +90,9 @@ class DataArguments:
     """Share of each domain (a name under ``rewards``) in a rollout batch; the shares sum to 1. null: by data size."""
     interleave_probs: str | float | None = setting(None, inert="domain_interleave_probs decides")
     """Accepted for older files."""
-    preprocessing_num_workers: int | None = setting(None, ge=1, inert="the tokenizer's own threads do the work")
-    """Accepted for older files."""
+    preprocessing_num_workers: int | None = setting(None, ge=1)
+    """Processes that render and tokenise rows, but no more than there are cores, and than 8 MiB of data files for each;
+    null or 1: the run's own process, with the tokenizer's threads."""
     tag: str = "tag"
     """Column that says which reward a row is routed to."""
     id: str = "id"

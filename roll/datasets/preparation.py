@@ -6,8 +6,8 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import islice
+from dataclasses import asdict
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from roll.datasets.bad_rows import BadRows
 from roll.datasets.cache import cache_key, cache_root, is_wanted, new_entry, tokenizer_fingerprint
 from roll.datasets.columns import Columns
 from roll.datasets.counts import LoadCounts
+from roll.datasets.making import Tally, make_all, num_processes
 from roll.datasets.reading import SourceRow, data_files, stream_rows
 from roll.datasets.rendering import Renderer
 from roll.datasets.selection import Keep, as_number, build_filter, filter_source
@@ -28,21 +29,14 @@ logger = logging.getLogger(__name__)
 
 CHUNK = 1024
 """Rows that are rendered and tokenised together; what is in memory at a time."""
-DATA_KEYS_WITHOUT_EFFECT_ON_ROWS = ("on_bad_row", "use_cache", "cache_dir", "shuffle", "domain_interleave_probs")
-
-
-@dataclass
-class Tally:
-    """Counts while rows are made."""
-
-    too_long: Counter[str] = field(default_factory=Counter)
-    truncated: Counter[str] = field(default_factory=Counter)
-    shortest: int | None = None
-    """Tokens of the shortest row that was left out as too long."""
-
-    def leave_out(self, domain: str, length: int) -> None:
-        self.too_long[domain] += 1
-        self.shortest = length if self.shortest is None else min(length, self.shortest)
+DATA_KEYS_WITHOUT_EFFECT_ON_ROWS = (
+    "on_bad_row",
+    "use_cache",
+    "cache_dir",
+    "shuffle",
+    "domain_interleave_probs",
+    "preprocessing_num_workers",
+)
 
 
 class RowMaker(ABC):
@@ -60,6 +54,7 @@ class RowMaker(ABC):
         self.renderer = renderer
         self.limit = limit
         self.tally = Tally()
+        """Of the chunk that is being made."""
 
     @abstractmethod
     def make(self, sources: Sequence[SourceRow], bad_rows: BadRows) -> list[StoredRow]:
@@ -145,37 +140,43 @@ def build_store(maker: RowMaker, paths: Sequence[Path], folder: Path | None) -> 
     policy = maker.data_args.on_bad_row
     unreadable, unusable = BadRows(policy), BadRows(policy)
     selection = Selection(build_filter(maker.data_args.dataset_filter), unusable)
-    writer = RowStoreWriter(folder)
+    writer, tally = RowStoreWriter(folder), Tally()
     try:
-        for chunk in chunks(selection(stream_rows(paths, unreadable))):
-            if not hasattr(maker, "columns"):
-                maker.columns = Columns.of(maker.data_args, chunk[0])
-            writer.add(maker.make(chunk, unusable))
+        read = chunks(selection(stream_rows(paths, unreadable)))
+        first = next(read, None)
+        if first is not None:
+            maker.columns = Columns.of(maker.data_args, first[0])
+            read = chain([first], read)
+        for made in make_all(maker, read, num_processes(maker.data_args, paths)):
+            for problem in made.bad:
+                unusable.report(problem)
+            tally.add(made.tally)
+            writer.add(made.rows)
         index = unique_ids(writer.index(), paths, maker.data_args.id, unusable)
         counts = LoadCounts(
             read=selection.read + unreadable.count,
             kept=dict(Counter(index["domain"].to_pylist())),
-            too_long=dict(maker.tally.too_long),
-            truncated=dict(maker.tally.truncated),
+            too_long=dict(tally.too_long),
+            truncated=dict(tally.truncated),
             filtered=selection.filtered,
             bad=unreadable.count + unusable.count,
         )
         if not len(index):
             names = ", ".join(str(path) for path in paths)
-            raise DataError(f"{names}: {nothing_left(maker, counts)}")
+            raise DataError(f"{names}: {nothing_left(maker, tally, counts)}")
         return writer.finish(index, counts)
     except BaseException:
         writer.abandon()
         raise
 
 
-def nothing_left(maker: RowMaker, counts: LoadCounts) -> str:
+def nothing_left(maker: RowMaker, tally: Tally, counts: LoadCounts) -> str:
     """Says why no row is left."""
-    if maker.tally.shortest is None:
+    if tally.shortest is None:
         return f"no row is left: {counts}"
     limit, what = maker.limit, maker.what
     none_fits = f"none of {sum(counts.too_long.values())} {what} fits into {maker.limit_key} = {limit}"
-    return f"{none_fits}; the shortest has {maker.tally.shortest} tokens"
+    return f"{none_fits}; the shortest has {tally.shortest} tokens"
 
 
 class Selection:

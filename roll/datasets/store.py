@@ -59,6 +59,31 @@ class StoredRow:
     difficulty: float | None
 
 
+@dataclass(frozen=True)
+class EncodedRows:
+    """Rows on their way into a store, as record batches."""
+
+    rows: pa.RecordBatch
+    index: pa.RecordBatch
+    """Without ``position``, which the store knows."""
+
+
+def encode_rows(rows: Sequence[StoredRow]) -> EncodedRows:
+    columns = [[row.token_ids for row in rows], [row.text for row in rows], [to_json(row.row) for row in rows]]
+    index = {
+        "id": [row.id for row in rows],
+        "file": [row.file for row in rows],
+        "number": [row.number for row in rows],
+        "tag": [row.tag for row in rows],
+        "domain": [row.domain for row in rows],
+        "length": [len(row.token_ids) for row in rows],
+        "prompt_length": [row.prompt_length for row in rows],
+        "difficulty": [row.difficulty for row in rows],
+    }
+    without_position = INDEX.remove(INDEX.get_field_index("position"))
+    return EncodedRows(pa.record_batch(columns, schema=ROWS), pa.record_batch(index, schema=without_position))
+
+
 class RowStore:
     """Reads prepared rows by their position in the index."""
 
@@ -126,24 +151,14 @@ class RowStoreWriter:
         self._index: list[pa.RecordBatch] = []
         self._count = 0
 
-    def add(self, rows: Sequence[StoredRow]) -> None:
-        if not rows:
+    def add(self, rows: EncodedRows) -> None:
+        count = rows.index.num_rows
+        if not count:
             return
-        columns = [[row.token_ids for row in rows], [row.text for row in rows], [to_json(row.row) for row in rows]]
-        self._writer.write_batch(pa.record_batch(columns, schema=ROWS))
-        index = {
-            "position": range(self._count, self._count + len(rows)),
-            "id": [row.id for row in rows],
-            "file": [row.file for row in rows],
-            "number": [row.number for row in rows],
-            "tag": [row.tag for row in rows],
-            "domain": [row.domain for row in rows],
-            "length": [len(row.token_ids) for row in rows],
-            "prompt_length": [row.prompt_length for row in rows],
-            "difficulty": [row.difficulty for row in rows],
-        }
-        self._index.append(pa.record_batch(index, schema=INDEX))
-        self._count += len(rows)
+        self._writer.write_batch(rows.rows)
+        positions = pa.array(range(self._count, self._count + count), pa.int64())
+        self._index.append(pa.record_batch([positions, *rows.index.columns], schema=INDEX))
+        self._count += count
 
     def index(self) -> pa.Table:
         """Of all rows so far, as they came."""

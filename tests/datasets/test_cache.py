@@ -6,6 +6,7 @@ import datetime
 import decimal
 import json
 import logging
+import os
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from roll.config.roles import DataArguments
 from roll.datasets import DataError, DomainSampler, PromptDataset, SftDataset
 from roll.datasets.cache import SMALLEST, is_wanted
 from roll.datasets.json_values import MARK, from_json, to_json
+from roll.datasets.making import BYTES_PER_PROCESS, num_processes
 
 Write = Callable[..., str]
 
@@ -139,6 +141,42 @@ def test_values_that_json_lacks_keep_their_type(build: Any, tmp_path: Path) -> N
     assert json.loads(to_json({"é": 1})) == {"é": 1}
     with pytest.raises(TypeError, match="holds a set"):
         to_json({1})
+
+
+def test_several_processes_make_the_same_rows(
+    build: Any, write_jsonl: Write, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Order, counts, reports of bad rows and the cache entry are those of a single process."""
+    monkeypatch.setattr("roll.datasets.making.BYTES_PER_PROCESS", 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1}, raising=False)
+    monkeypatch.setattr("roll.datasets.preparation.CHUNK", 4)
+    given: list[Any] = rows(30)
+    given[3] |= {"prompt": "long " * 40}
+    given[17] |= {"tag": "unknown"}
+    files = write_jsonl(given)
+    options: dict[str, Any] = {"on_bad_row": "skip", "use_cache": False}
+    alone, of_one = build(files, 30, **options), list(caplog.messages)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="roll.datasets.making"):
+        together = build(files, 30, **options, preprocessing_num_workers=2)
+    assert caplog.messages[0] == "rows are prepared by 2 processes"
+    assert caplog.messages[1:] == of_one
+    assert any("row 18" in message for message in of_one)
+    assert list(together) == list(alone)
+    assert together.counts == alone.counts
+    assert (together.counts.bad, sum(together.counts.too_long.values())) == (1, 1)
+
+
+def test_processes_are_as_many_as_there_are_cores_and_work_for(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    with path.open("wb") as file:
+        file.truncate(3 * BYTES_PER_PROCESS)
+    many = DataArguments(preprocessing_num_workers=1000)
+    assert num_processes(many, [path] * 1000) == len(os.sched_getaffinity(0))
+    assert num_processes(many, [path]) == min(3, len(os.sched_getaffinity(0)))
+    assert num_processes(DataArguments(), [path] * 1000) == 1
+    path.write_text("{}")
+    assert num_processes(many, [path]) == 1
 
 
 def test_memory_is_that_of_a_chunk_and_not_of_the_set(

@@ -1,0 +1,137 @@
+"""Chunks of rows as read become record batches, in this process or in several; the order stays that of the files."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roll.config.data import DataArguments
+from roll.datasets.bad_rows import BadRows
+from roll.datasets.reading import SourceRow
+from roll.datasets.types import DataError
+
+if TYPE_CHECKING:
+    from roll.datasets.preparation import RowMaker
+    from roll.datasets.store import EncodedRows
+
+logger = logging.getLogger(__name__)
+
+BYTES_PER_PROCESS = 8 * 2**20
+"""Of data files: for less a process costs more, by its imports, than it saves."""
+CHUNKS_AHEAD = 2
+"""For each process: those that it works on or finds ready, and whose results wait for their turn."""
+
+
+@dataclass
+class Tally:
+    """Counts while rows are made."""
+
+    too_long: Counter[str] = field(default_factory=Counter)
+    truncated: Counter[str] = field(default_factory=Counter)
+    shortest: int | None = None
+    """Tokens of the shortest row that was left out as too long."""
+
+    def leave_out(self, domain: str, length: int) -> None:
+        self.too_long[domain] += 1
+        self.shortest = length if self.shortest is None else min(length, self.shortest)
+
+    def add(self, other: Tally) -> None:
+        self.too_long += other.too_long
+        self.truncated += other.truncated
+        if other.shortest is not None:
+            self.shortest = other.shortest if self.shortest is None else min(other.shortest, self.shortest)
+
+
+@dataclass(frozen=True)
+class Made:
+    """What became of a chunk."""
+
+    rows: EncodedRows
+    tally: Tally
+    bad: list[DataError]
+    """Rows that cannot be used, in order."""
+
+
+def make_all(maker: RowMaker, chunks: Iterable[list[SourceRow]], processes: int) -> Iterator[Made]:
+    """What becomes of every chunk, in order, by ``processes`` processes beside this one; 1: by this one.
+
+    Few chunks are in memory at a time.
+
+    Raises:
+        DataError: a row that ends the loading, or a process that has died.
+    """
+    if processes <= 1:
+        yield from (make(maker, chunk) for chunk in chunks)
+        return
+    # Forked children would inherit the locks of threads that Ray and the tokenizer have in this process.
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin, (maker,))
+    try:
+        yield from _in_order(pool, chunks, CHUNKS_AHEAD * processes)
+    except BrokenProcessPool as error:
+        rule = "a process that prepares rows has died, perhaps for want of memory; fewer of them need less"
+        raise DataError(f"{rule}: data_args.preprocessing_num_workers = 1 prepares them in this one") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def make(maker: RowMaker, chunk: Sequence[SourceRow]) -> Made:
+    from roll.datasets.store import encode_rows
+
+    maker.tally, bad = Tally(), Collected()
+    rows = maker.make(chunk, bad)
+    return Made(encode_rows(rows), maker.tally, bad.errors)
+
+
+def num_processes(data_args: DataArguments, paths: Sequence[Path]) -> int:
+    """``preprocessing_num_workers``, but no more than there are cores and work for."""
+    wanted = data_args.preprocessing_num_workers or 1
+    work = sum(path.stat().st_size for path in paths) // BYTES_PER_PROCESS
+    processes = max(1, min(wanted, len(os.sched_getaffinity(0)), work))
+    if processes > 1:
+        logger.info("rows are prepared by %d processes", processes)
+    return processes
+
+
+class Collected(BadRows):
+    """Keeps what is reported, for the process that decides about it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors: list[DataError] = []
+
+    def report(self, error: DataError) -> None:
+        self.errors.append(error)
+
+
+def _in_order(pool: ProcessPoolExecutor, chunks: Iterable[list[SourceRow]], ahead: int) -> Iterator[Made]:
+    waiting: deque[Future[Made]] = deque()
+    for chunk in chunks:
+        waiting.append(pool.submit(_make, chunk))
+        if len(waiting) >= ahead:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+_maker: RowMaker | None = None
+"""Of this process, if it is one of several that make rows."""
+
+
+def _begin(maker: RowMaker) -> None:
+    global _maker
+    # The processes are as many as there are cores: the tokenizer needs no threads of its own in each.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _maker = maker
+
+
+def _make(chunk: list[SourceRow]) -> Made:
+    assert _maker is not None, "the pool begins its processes by _begin"
+    return make(_maker, chunk)
