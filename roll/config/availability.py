@@ -68,13 +68,6 @@ REFUSALS = (
     Refusal("is_pure_opd", "on-policy distillation", False),
     Refusal("use_opd", "on-policy distillation", False),
     Refusal("pure_opd_pipeline_type", "on-policy distillation", "~"),
-    Refusal("rewards.*.code_url", "a service that runs code (code_sandbox runs it on this host)", "~"),
-    Refusal(
-        "rewards.*.use_local",
-        "a service that runs code (code_sandbox runs it on this host)",
-        True,
-        lambda value: value is False,
-    ),
     Refusal("rewards.*.reward_manager_config", "remote reward systems; http_reward asks a service of yours", "{}"),
     Refusal("**.model_update_frequency", "weight transfers that skip steps", 1, above(1)),
     Refusal("**.router_replay.mode", "router replay", "disabled", other_than("disabled")),

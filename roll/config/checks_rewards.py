@@ -90,9 +90,18 @@ def check_components(key: str, reward: RewardConfig, checks: Checks) -> None:
 
 def check_own_keys(key: str, name: str, reward: RewardConfig, checks: Checks) -> None:
     """Keys of the section that only one reward has."""
-    used = {part.worker_cls or component for component, part in reward.components.items()}
-    used |= {reward.worker_cls or name} if not reward.components else set()
-    if any(PUBLISHED_REWARDS.get(each.rpartition(".")[2], each) == "crossthinkqa" for each in used):
+    written = {part.worker_cls or component for component, part in reward.components.items()} or {
+        reward.worker_cls or name
+    }
+    used = {PUBLISHED_REWARDS.get(each.rpartition(".")[2], each) for each in written}
+    if "code_sandbox" in used and not reward.use_local and not reward.code_url:
+        rule = "is needed with use_local: false: the service that runs programs (python -m roll.rewards.service)"
+        checks.missing(f"{key}.code_url", rule, "http://127.0.0.1:9000/score")
+    if reward.code_url and "code_sandbox" not in used:
+        checks.note(f"{key}.code_url", "has no effect: it is an option of code_sandbox")
+    elif reward.code_url and reward.use_local:
+        checks.note(f"{key}.code_url", "has no effect with use_local: true")
+    if "crossthinkqa" in used:
         return
     if reward.response_length_penalty_coef:
         text = "has no effect: it is an option of crossthinkqa; other rewards take a component length_penalty"

@@ -70,9 +70,9 @@ class RewardConfig(WorkerConfig):
     response_length_penalty_coef: float | None = setting(None, ge=0)
     """``crossthinkqa``: weight of its length term; other rewards have none, and a component ``length_penalty``."""
     use_local: bool = True
-    """Run code on this host instead of calling ``code_url``."""
+    """``code_sandbox``: run programs on this host; false: by the service at ``code_url``."""
     code_url: str | None = None
-    """Address of a code execution service."""
+    """``code_sandbox``: address of ``python -m roll.rewards.service code_sandbox`` on another host."""
     judge_prompt: str | None = None
     """``llm_judge``: ``correctness``, ``score_1_to_10``, ``yes_or_no``, a file with a Jinja template, or its text."""
     judge_model_type: str | None = setting(None, choices=("api", "inference", "cluster"))

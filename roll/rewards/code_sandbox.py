@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
 from roll.rewards.code_blocks import FENCE, PYTHON, last_code_block
 from roll.rewards.extraction import after_thought
+from roll.rewards.http_reward import HttpReward
 from roll.rewards.sandbox.cases import CaseError, read_cases
 from roll.rewards.sandbox.client import Sandbox, SandboxError, Settings
 from roll.rewards.sandbox.judging import Judging, judge
@@ -19,6 +20,10 @@ from roll.rewards.sandbox.protections import PROTECTIONS
 
 MOST_AT_A_TIME = 8
 """Samples of one reward worker: more workers (``world_size``) take more."""
+REQUESTS = 64
+"""To a service, under way at a time from one reward worker."""
+WAITS_FOR = 10
+"""Times ``timeout`` that a request to a service may take, its wait for a free sandbox included."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +66,14 @@ class CodeSandbox(RewardRule):
     ``syscalls``, ``ends``, ``scratch``, ``user``."""
     parallel: int = 2
     """Samples at a time in one reward worker."""
+    service_url: str = ""
+    """A service on another host that runs the programs in place of this one; empty: none."""
+    api_key_env: str = ""
+    """Environment variable with the service's token."""
 
     def __post_init__(self) -> None:
         self._check()
+        self._service = self._make_service() if self.service_url else None
         limits = Limits(
             wall=self.timeout,
             memory=self.memory_mb * MEBIBYTE,
@@ -95,19 +105,31 @@ class CodeSandbox(RewardRule):
         if "/" in self.file_name or not self.file_name:
             raise RewardOptionError(f"code_sandbox: file_name = {self.file_name!r}: must be a plain name")
 
+    def _make_service(self) -> HttpReward:
+        """Sends a program a request, with the options that are not the default."""
+        plain, here = CodeSandbox(), ("service_url", "api_key_env", "parallel")
+        own = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in here}
+        chosen = {name: value for name, value in own.items() if value != getattr(plain, name)}
+        wait = self.timeout * WAITS_FOR
+        return HttpReward(self.service_url, self.api_key_env, 1, options=chosen, timeout=wait, concurrency=REQUESTS)
+
     def prepare(self) -> None:
-        """Start the sandbox.
+        """Start the sandbox; a service has its own.
 
         Raises:
             MissingProtection: this host lacks a protection that ``require`` names.
             SandboxError: it does not start.
         """
+        if self._service is not None:
+            return
         report = self._sandbox.start()
         if not self._shown:
             self._shown = True
             logger.info("code sandbox: %s", report.line())
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        if self._service is not None:
+            return self._service(samples)
         try:
             self.prepare()
         except SandboxError as error:
@@ -136,6 +158,8 @@ class CodeSandbox(RewardRule):
 
     def close(self) -> None:
         self._sandbox.close()
+        if self._service is not None:
+            self._service.close()
 
 
 def find_program(sample: RewardSample, languages: Sequence[str]) -> str | None:

@@ -24,6 +24,7 @@ SECTION_KEYS = {
     "judge_api_url": "base_url",
     "judge_api_key": "api_key",
     "judge_prompt": "prompt",
+    "code_url": "service_url",
 }
 """Keys of a reward section that are options of some rewards: each is handed to a reward that has the option, unless
 ``reward_kwargs`` sets it."""
@@ -77,6 +78,8 @@ def concurrent_calls(name: str, config: RewardConfig) -> int:
 def section_options(name: str, config: RewardConfig) -> dict[str, Any]:
     """The section's own keys under the names of the options that they stand for; those without a value are left out."""
     values = {option: getattr(config, key) for key, option in SECTION_KEYS.items()}
+    if config.use_local:
+        values["service_url"] = None
     return {option: value for option, value in values.items() if value is not None} | judge_sampling(name, config)
 
 

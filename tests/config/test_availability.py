@@ -22,6 +22,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("rewards.math.worker_cls", "roll.pipeline.rlvr.rewards.video_r1_reward_worker.VideoR1RewardWorker"),
     ("rewards.math.worker_cls", "RemoteRewardSystemWorker"),
     ("rewards.math.worker_cls", "video_r1"),
+    ("rewards.math.reward_manager_config", {"plugin": "x"}),
     ("teacher", {"device_mapping": [0]}),
     ("use_opd", True),
     ("rollout_mock.enable", True),
