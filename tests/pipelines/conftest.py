@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.datasets.conftest import tiny  # noqa: F401  the modules of examples/tiny, as a fixture
+from tests.pipelines.subprocess_runs import Start, starter
 from tests.pipelines.tiny_runs import (
     FinishedRun,
     TinyWorld,
@@ -51,6 +52,13 @@ def run(shared_ray: str, world: TinyWorld, tmp_path_factory: pytest.TempPathFact
         package.removeHandler(handler)
     package.propagate = True
     os.environ.pop("RAY_ADDRESS", None)
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """``start(config, output)``: a run in a process of its own, which ends with the test."""
+    with starter() as begin:
+        yield begin
 
 
 @pytest.fixture(scope="session")

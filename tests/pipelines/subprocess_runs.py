@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -71,8 +72,30 @@ class Driver:
         return next(e.split(b"=", 1)[1].decode() for e in entries if e.startswith(MARK_ENV.encode()))
 
 
-def start(config: Path, output: Path) -> Driver:
-    """``roll run CONFIG`` with a Ray of its own, in a session of its own."""
+Start = Callable[[Path, Path], Driver]
+
+
+@contextmanager
+def starter() -> Iterator[Start]:
+    """Gives ``start(config, output)``: ``roll run CONFIG`` with a Ray of its own, in a session of its own.
+
+    What still runs at the end of the block, since something went wrong, does not burden the tests after it.
+    """
+    drivers = []
+
+    def start(config: Path, output: Path) -> Driver:
+        drivers.append(_start(config, output))
+        return drivers[-1]
+
+    try:
+        yield start
+    finally:
+        for driver in drivers:
+            with driver.process:
+                driver.process.kill()
+
+
+def _start(config: Path, output: Path) -> Driver:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "ROLL_"))}
     process = subprocess.Popen(
         [sys.executable, "-m", "roll.cli", "run", str(config)],

@@ -14,7 +14,7 @@ import yaml
 
 from roll.distributed import DeadlineExceeded, WorkerFailed
 from tests.pipelines.conftest import Run
-from tests.pipelines.subprocess_runs import Driver, left_of, start
+from tests.pipelines.subprocess_runs import Driver, Start, left_of
 from tests.pipelines.tiny_runs import HERE, TinyWorld, load_changed, rlvr_settings, training_args
 
 pytestmark = pytest.mark.e2e
@@ -27,7 +27,7 @@ StartLongRun = Callable[[list[int], list[int]], Driver]
 
 
 @pytest.fixture
-def start_long_run(world: TinyWorld, tmp_path: Path) -> StartLongRun:
+def start_long_run(start: Start, world: TinyWorld, tmp_path: Path) -> StartLongRun:
     """``start_long_run(trainer_devices, engine_devices)``: a run that has done a step and has many slow ones to go."""
 
     def begin(trainers: list[int], engines: list[int]) -> Driver:
@@ -62,7 +62,7 @@ def test_a_killed_worker_ends_the_run_with_a_diagnosis(
     assert left_of(mark) == []
 
 
-def test_an_engine_that_died_comes_back(world: TinyWorld, tmp_path: Path) -> None:
+def test_an_engine_that_died_comes_back(start: Start, world: TinyWorld, tmp_path: Path) -> None:
     changes = {
         "max_steps": 500,
         "num_gpus_per_node": 3,
@@ -91,7 +91,7 @@ def test_ctrl_c_leaves_nothing_behind(start_long_run: StartLongRun) -> None:
     assert left_of(mark) == []
 
 
-def test_a_wrong_configuration_ends_at_once(world: TinyWorld, tmp_path: Path) -> None:
+def test_a_wrong_configuration_ends_at_once(start: Start, world: TinyWorld, tmp_path: Path) -> None:
     settings = rlvr_settings(world, tmp_path) | {"rollout_batch_size": 5}
     settings["actor_trian"] = settings["actor_train"]
     config = tmp_path / "config.yaml"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.pipelines.conftest import Run
-from tests.pipelines.subprocess_runs import start
+from tests.pipelines.subprocess_runs import Start
 from tests.pipelines.tiny_runs import (
     GRPO_STEPS,
     HERE,
@@ -52,7 +52,7 @@ def weights(finished: FinishedRun) -> bytes:
 
 
 def test_grpo_after_kill_minus_nine_of_the_driver(
-    grpo_run: FinishedRun, run: Run, world: TinyWorld, tmp_path: Path
+    start: Start, grpo_run: FinishedRun, run: Run, world: TinyWorld, tmp_path: Path
 ) -> None:
     changes = grpo_changes(world, tmp_path)
     slow = {"rewards.digits.worker_cls": f"{HERE}.rewards.slow_digit_share", "resume_from_checkpoint": True}
