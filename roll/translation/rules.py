@@ -11,6 +11,7 @@ from roll.config.schema import Mismatch, closest, convert
 ACTOR, ENGINE, REFERENCE, CRITIC = "actor_train", "actor_infer", "reference", "critic"
 STRATEGY, OPTIONS = "strategy_args.strategy_name", "strategy_args.strategy_config"
 """Our sections and two keys that many rules end in."""
+REWARD_MODEL = "a reward model is a role and a reward of that name here; docs/rewards.md says how both are written"
 
 Convert = Callable[[Any], Any]
 

@@ -24,8 +24,10 @@ from roll.translation.rules import (
     truth,
     whole,
 )
-from roll.translation.skyrl_roles import generation, training
+from roll.translation.skyrl_generation import generation
+from roll.translation.skyrl_roles import training
 
+ALGORITHM = "trainer.algorithm"
 ESTIMATORS = {name: name for name in ("grpo", "gae", "rloo", "reinforce++")}
 LOSSES = {
     "regular": "ppo",
@@ -48,99 +50,113 @@ OLDER_NOTE = "`fsdp` stands beside `fsdp2` and DeepSpeed here: it is the legacy 
 NEWER_NOTE = "`fsdp` stands beside Megatron here: it is the FSDP2 API (`fsdp2_train`)"
 
 
-def _run() -> Section:
-    return Section(
-        "Run",
-        (
-            Rule(
-                "trainer.epochs",
-                ("max_steps",),
-                "rows / `train_batch_size` x epochs; needs `--train-rows`",
-                whole,
-                "epochs",
-                computed=True,
-            ),
-            Rule("trainer.max_training_steps", ("max_steps",), value=whole, fact="steps"),
-            Rule("trainer.seed", ("seed",), value=whole),
-            Rule(
-                "trainer.logger",
-                ("track_with",),
-                "`console` is `stdout`; keys such as WANDB_API_KEY stay in the environment",
-                loggers,
-                "loggers",
-            ),
-            Rule(
-                "trainer.project_name",
-                ("tracker_kwargs.project",),
-                "for wandb and swanlab; no effect for the others",
-                fact="project",
-                computed=True,
-            ),
-            Rule("trainer.run_name", ("exp_name",)),
-            Rule("trainer.ckpt_path", ("output_dir",), "checkpoints stand in `checkpoints/` below it"),
-            Rule("trainer.log_path", ("logging_dir",)),
-            Rule("trainer.export_path", note="the trained model is written to `model/` below `output_dir`"),
-            Rule("trainer.ckpt_interval", ("save_steps",), "0 and -1: never", never_below_zero),
-            Rule(
-                "trainer.hf_save_interval",
-                (f"{ACTOR}.training_args.save_hf_model",),
-                "the model at the end of the run",
-                lambda value: whole(value) > 0,
-            ),
-            Rule("trainer.max_ckpts_to_keep", ("max_ckpt_to_keep",), "-1 there is 0 here: all", never_below_zero),
-            Rule("trainer.eval_interval", ("eval_steps",), "0 and -1: never", never_below_zero),
-            Rule("trainer.eval_before_train", ("validation.before_train",), value=truth),
-            Rule("trainer.eval_batch_size", ("val_batch_size",), value=whole),
-            Rule(
-                "trainer.resume_mode",
-                ("resume_from_checkpoint",),
-                "`latest`: the newest checkpoint; null: none",
-                one_of({"latest": True, "none": False, None: False, "from_path": None}),
-                "resume",
-                computed=True,
-            ),
-            Rule(
-                "trainer.resume_path",
-                ("resume_from_checkpoint",),
-                "with `resume_mode: from_path`",
-                fact="resume_path",
-                computed=True,
-            ),
-            Rule(
-                "trainer.dump_data_batch trainer.dump_eval_results trainer.disable_fast_tokenizer "
-                "trainer.update_ref_every_epoch trainer.bf16 trainer.sequence_parallel_backend trainer.target_modules "
-                "trainer.use_orm_score",
-                note="no such choice here",
-            ),
-            Rule(
-                "trainer.placement.colocate_all",
-                (f"{ENGINE}.device_mapping",),
-                "true: engines and trainer name the same devices; false: devices of their own",
-                truth,
-                "colocate",
-                computed=True,
-            ),
-            Rule(
-                "trainer.placement.colocate_policy_ref",
-                (f"{REFERENCE}.device_mapping",),
-                "true: the same devices",
-                truth,
-                "colocate_reference",
-                computed=True,
-            ),
-            Rule(
-                "trainer.placement.colocate_critic_reward trainer.placement.reward_num_nodes "
-                "trainer.placement.reward_num_gpus_per_node",
-                note="rewards are rules: they take no devices",
-            ),
-            Rule(
-                "CUDA_VISIBLE_DEVICES",
-                note="stays in the environment: devices are counted within it, from 0",
-                fact="visible",
-                computed=True,
-            ),
+def _steps_and_logs() -> tuple[Rule, ...]:
+    """How long a run is, and where it writes what."""
+    return (
+        Rule(
+            "trainer.epochs",
+            ("max_steps",),
+            "rows / `train_batch_size` x epochs; needs `--train-rows`",
+            whole,
+            "epochs",
+            computed=True,
+        ),
+        Rule("trainer.max_training_steps", ("max_steps",), value=whole, fact="steps"),
+        Rule("trainer.seed", ("seed",), value=whole),
+        Rule(
+            "trainer.logger",
+            ("track_with",),
+            "`console` is `stdout`; keys such as WANDB_API_KEY stay in the environment",
+            loggers,
+            "loggers",
+        ),
+        Rule(
+            "trainer.project_name",
+            ("tracker_kwargs.project",),
+            "for wandb and swanlab; no effect for the others",
+            fact="project",
+            computed=True,
+        ),
+        Rule("trainer.run_name", ("exp_name",)),
+        Rule("trainer.ckpt_path", ("output_dir",), "checkpoints stand in `checkpoints/` below it"),
+        Rule("trainer.log_path", ("logging_dir",)),
+        Rule("trainer.export_path", note="the trained model is written to `model/` below `output_dir`"),
+    )
+
+
+def _checkpoints_and_validation() -> tuple[Rule, ...]:
+    """When a run saves, validates, and goes on from."""
+    return (
+        Rule("trainer.ckpt_interval", ("save_steps",), "0 and -1: never", never_below_zero),
+        Rule(
+            "trainer.hf_save_interval",
+            (f"{ACTOR}.training_args.save_hf_model",),
+            "the model at the end of the run",
+            lambda value: whole(value) > 0,
+        ),
+        Rule("trainer.max_ckpts_to_keep", ("max_ckpt_to_keep",), "-1 there is 0 here: all", never_below_zero),
+        Rule("trainer.eval_interval", ("eval_steps",), "0 and -1: never", never_below_zero),
+        Rule("trainer.eval_before_train", ("validation.before_train",), value=truth),
+        Rule("trainer.eval_batch_size", ("val_batch_size",), value=whole),
+        Rule(
+            "trainer.resume_mode",
+            ("resume_from_checkpoint",),
+            "`latest`: the newest checkpoint; null: none",
+            one_of({"latest": True, "none": False, None: False, "from_path": None}),
+            "resume",
+            computed=True,
+        ),
+        Rule(
+            "trainer.resume_path",
+            ("resume_from_checkpoint",),
+            "with `resume_mode: from_path`",
+            fact="resume_path",
+            computed=True,
+        ),
+        Rule(
+            "trainer.dump_data_batch trainer.dump_eval_results trainer.disable_fast_tokenizer "
+            "trainer.update_ref_every_epoch trainer.bf16 trainer.sequence_parallel_backend trainer.target_modules "
+            "trainer.use_orm_score",
+            note="no such choice here",
         ),
     )
+
+
+def _placement() -> tuple[Rule, ...]:
+    """Who shares devices with whom."""
+    return (
+        Rule(
+            "trainer.placement.colocate_all",
+            (f"{ENGINE}.device_mapping",),
+            "true: engines and trainer name the same devices; false: devices of their own",
+            truth,
+            "colocate",
+            computed=True,
+        ),
+        Rule(
+            "trainer.placement.colocate_policy_ref",
+            (f"{REFERENCE}.device_mapping",),
+            "true: the same devices",
+            truth,
+            "colocate_reference",
+            computed=True,
+        ),
+        Rule(
+            "trainer.placement.colocate_critic_reward trainer.placement.reward_num_nodes "
+            "trainer.placement.reward_num_gpus_per_node",
+            note="rewards are rules: they take no devices",
+        ),
+        Rule(
+            "CUDA_VISIBLE_DEVICES",
+            note="stays in the environment: devices are counted within it, from 0",
+            fact="visible",
+            computed=True,
+        ),
+    )
+
+
+def _run() -> Section:
+    return Section("Run", (*_steps_and_logs(), *_checkpoints_and_validation(), *_placement()))
 
 
 def _data() -> Section:
@@ -192,88 +208,96 @@ def _data() -> Section:
     )
 
 
-def _algorithm() -> Section:
-    theirs = "trainer.algorithm"
-    return Section(
-        "Algorithm",
-        (
-            Rule(
-                f"{theirs}.advantage_estimator",
-                ("adv_estimator",),
-                "`gae` whitens advantages there, so `whiten_advantages` too",
-                one_of(ESTIMATORS),
-                "estimator",
-                about="gae",
-            ),
-            Rule(
-                f"{theirs}.grpo_norm_by_std",
-                ("norm_std_type",),
-                "true: group; false: null (Dr. GRPO)",
-                lambda value: "group" if truth(value) else None,
-            ),
-            Rule(f"{theirs}.advantage_batch_normalize", ("whiten_advantages",), value=truth, fact="whiten"),
-            Rule(f"{theirs}.gamma", ("gamma",), value=number),
-            Rule(f"{theirs}.lambd", ("lambd",), value=number),
-            Rule(f"{theirs}.use_kl_loss", ("use_kl_loss",), value=truth, fact="kl_loss"),
-            Rule(
-                f"{theirs}.kl_loss_coef",
-                ("kl_loss_coef",),
-                "counts with `use_kl_loss`",
-                number,
-                "kl_loss_coef",
-                computed=True,
-            ),
-            Rule(f"{theirs}.use_kl_in_reward", ("add_token_level_kl",), value=truth, fact="kl_in_reward"),
-            Rule(f"{theirs}.init_kl_coef {theirs}.kl_ctrl.kl_loss_coef", ("init_kl_coef",), value=number),
-            Rule(
-                f"{theirs}.kl_estimator_type",
-                ("kl_loss_type", "kl_penalty"),
-                value=one_of({"k1": "k1", "k2": "k2", "k3": "k3", "abs": "abs"}),
-            ),
-            Rule(
-                f"{theirs}.use_kl_estimator_k3",
-                ("kl_loss_type", "kl_penalty"),
-                "true: `k3`; false: `k1`",
-                lambda value: "k3" if truth(value) else "k1",
-            ),
-            Rule(f"{theirs}.kl_target", ("target_kl",)),
-            Rule(
-                f"{theirs}.policy_loss_type {theirs}.ppo_loss_type",
-                ("pg_variant",),
-                "`dual_clip` is `ppo` with `dual_clip_loss`",
-                one_of(LOSSES),
-                "loss",
-            ),
-            Rule(f"{theirs}.loss_reduction", ("loss_agg_mode",), value=one_of(REDUCTIONS)),
-            Rule(
-                f"{theirs}.eps_clip_low",
-                ("pg_clip_low", "use_pg_clip_range"),
-                value=number,
-                fact="clip_low",
-                computed=True,
-            ),
-            Rule(
-                f"{theirs}.eps_clip_high",
-                ("pg_clip_high", "use_pg_clip_range"),
-                value=number,
-                fact="clip_high",
-                computed=True,
-            ),
-            Rule(
-                f"{theirs}.clip_ratio_c",
-                ("dual_clip_coef",),
-                "counts with `dual_clip`",
-                number,
-                "dual_clip_bound",
-                computed=True,
-            ),
-            Rule(f"{theirs}.value_clip", ("value_clip",), value=number),
-            Rule(
-                f"{theirs}.normalize_reward {theirs}.value_head_prefix {theirs}.use_abs_kl", note="no such choice here"
-            ),
-            Rule("trainer.update_epochs_per_batch", ("ppo_epochs",), value=whole),
+def _advantages() -> tuple[Rule, ...]:
+    """Advantages and KL."""
+    return (
+        Rule(
+            f"{ALGORITHM}.advantage_estimator",
+            ("adv_estimator",),
+            "`gae` whitens advantages there, so `whiten_advantages` too",
+            one_of(ESTIMATORS),
+            "estimator",
+            about="gae",
         ),
+        Rule(
+            f"{ALGORITHM}.grpo_norm_by_std",
+            ("norm_std_type",),
+            "true: group; false: null (Dr. GRPO)",
+            lambda value: "group" if truth(value) else None,
+        ),
+        Rule(f"{ALGORITHM}.advantage_batch_normalize", ("whiten_advantages",), value=truth, fact="whiten"),
+        Rule(f"{ALGORITHM}.gamma", ("gamma",), value=number),
+        Rule(f"{ALGORITHM}.lambd", ("lambd",), value=number),
+        Rule(f"{ALGORITHM}.use_kl_loss", ("use_kl_loss",), value=truth, fact="kl_loss"),
+        Rule(
+            f"{ALGORITHM}.kl_loss_coef",
+            ("kl_loss_coef",),
+            "counts with `use_kl_loss`",
+            number,
+            "kl_loss_coef",
+            computed=True,
+        ),
+        Rule(f"{ALGORITHM}.use_kl_in_reward", ("add_token_level_kl",), value=truth, fact="kl_in_reward"),
+        Rule(f"{ALGORITHM}.init_kl_coef {ALGORITHM}.kl_ctrl.kl_loss_coef", ("init_kl_coef",), value=number),
+        Rule(
+            f"{ALGORITHM}.kl_estimator_type",
+            ("kl_loss_type", "kl_penalty"),
+            value=one_of({"k1": "k1", "k2": "k2", "k3": "k3", "abs": "abs"}),
+        ),
+        Rule(
+            f"{ALGORITHM}.use_kl_estimator_k3",
+            ("kl_loss_type", "kl_penalty"),
+            "true: `k3`; false: `k1`",
+            lambda value: "k3" if truth(value) else "k1",
+        ),
+        Rule(f"{ALGORITHM}.kl_target", ("target_kl",)),
     )
+
+
+def _losses() -> tuple[Rule, ...]:
+    """Policy and value loss."""
+    return (
+        Rule(
+            f"{ALGORITHM}.policy_loss_type {ALGORITHM}.ppo_loss_type",
+            ("pg_variant",),
+            "`dual_clip` is `ppo` with `dual_clip_loss`",
+            one_of(LOSSES),
+            "loss",
+        ),
+        Rule(f"{ALGORITHM}.loss_reduction", ("loss_agg_mode",), value=one_of(REDUCTIONS)),
+        Rule(
+            f"{ALGORITHM}.eps_clip_low",
+            ("pg_clip_low", "use_pg_clip_range"),
+            value=number,
+            fact="clip_low",
+            computed=True,
+        ),
+        Rule(
+            f"{ALGORITHM}.eps_clip_high",
+            ("pg_clip_high", "use_pg_clip_range"),
+            value=number,
+            fact="clip_high",
+            computed=True,
+        ),
+        Rule(
+            f"{ALGORITHM}.clip_ratio_c",
+            ("dual_clip_coef",),
+            "counts with `dual_clip`",
+            number,
+            "dual_clip_bound",
+            computed=True,
+        ),
+        Rule(f"{ALGORITHM}.value_clip", ("value_clip",), value=number),
+        Rule(
+            f"{ALGORITHM}.normalize_reward {ALGORITHM}.value_head_prefix {ALGORITHM}.use_abs_kl",
+            note="no such choice here",
+        ),
+        Rule("trainer.update_epochs_per_batch", ("ppo_epochs",), value=whole),
+    )
+
+
+def _algorithm() -> Section:
+    return Section("Algorithm", (*_advantages(), *_losses()))
 
 
 def _dialect(name: str, title: str, strategies: dict[str, str], note: str, *own: tuple[str, Any]) -> Dialect:

@@ -1,4 +1,4 @@
-"""SkyRL's keys of the roles: training, its backends, and generation."""
+"""SkyRL's keys of the roles that compute: training and its backends."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from roll.config.deepspeed import numbers
 from roll.translation.rules import (
     ACTOR,
     CRITIC,
-    ENGINE,
     OPTIONS,
     REFERENCE,
+    REWARD_MODEL,
     STRATEGY,
     Rule,
     Section,
@@ -68,9 +68,14 @@ def _passed_through(section: str, *ours: str) -> tuple[Rule, ...]:
 
 
 def _role(name: str) -> tuple[Rule, ...]:
+    return (*_parts(name), *_megatron(name), *(_optimizer(name) if name != "ref" else ()))
+
+
+def _parts(name: str) -> tuple[Rule, ...]:
+    """How a role's model is shared out, and over how many devices."""
     ours, role = ROLES[name]
-    theirs, options, arguments = f"trainer.{name}", f"{ours}.{OPTIONS}", f"{ours}.training_args"
-    rules = [
+    theirs, options = f"trainer.{name}", f"{ours}.{OPTIONS}"
+    return (
         Rule(
             f"{theirs}.fsdp_config.cpu_offload",
             (f"{options}.offload_policy",),
@@ -116,6 +121,14 @@ def _role(name: str) -> tuple[Rule, ...]:
             f"nodes.{role}",
             computed=True,
         ),
+    )
+
+
+def _megatron(name: str) -> tuple[Rule, ...]:
+    """A role under Megatron."""
+    ours, role = ROLES[name]
+    theirs, options = f"trainer.{name}", f"{ours}.{OPTIONS}"
+    return (
         *(
             Rule(f"{theirs}.megatron_config.{size}", (f"{options}.{size}",), fact=f"{fact}.{role}")
             for size, fact in (
@@ -128,36 +141,40 @@ def _role(name: str) -> tuple[Rule, ...]:
         Rule(f"{theirs}.megatron_config.torch_profiler_config.*", note="profiles are not available yet"),
         Rule(f"{theirs}.use_torch_compile {theirs}.record_memory", note="no such choice here"),
         Rule(f"{theirs}.megatron_config.transformer_config_kwargs.*", (f"{options}.additional_configs.{{rest}}",)),
-    ]
-    if name != "ref":
-        rules += [
-            Rule(f"{theirs}.optimizer_config.lr", (f"{arguments}.learning_rate",), value=number),
-            Rule(f"{theirs}.optimizer_config.weight_decay", (f"{arguments}.weight_decay",), value=number),
-            Rule(f"{theirs}.optimizer_config.max_grad_norm", (f"{arguments}.max_grad_norm",), value=number),
-            Rule(f"{theirs}.optimizer_config.num_warmup_steps", (f"{arguments}.warmup_steps",), value=whole),
-            Rule(
-                f"{theirs}.optimizer_config.scheduler",
-                (f"{arguments}.lr_scheduler_type",),
-                value=one_of(
-                    {"constant_with_warmup": "constant", "constant": "constant", "linear": "linear", "cosine": "cosine"}
-                ),
+    )
+
+
+def _optimizer(name: str) -> tuple[Rule, ...]:
+    """A role that learns."""
+    ours, _ = ROLES[name]
+    theirs, arguments = f"trainer.{name}", f"{ours}.training_args"
+    return (
+        Rule(f"{theirs}.optimizer_config.lr", (f"{arguments}.learning_rate",), value=number),
+        Rule(f"{theirs}.optimizer_config.weight_decay", (f"{arguments}.weight_decay",), value=number),
+        Rule(f"{theirs}.optimizer_config.max_grad_norm", (f"{arguments}.max_grad_norm",), value=number),
+        Rule(f"{theirs}.optimizer_config.num_warmup_steps", (f"{arguments}.warmup_steps",), value=whole),
+        Rule(
+            f"{theirs}.optimizer_config.scheduler",
+            (f"{arguments}.lr_scheduler_type",),
+            value=one_of(
+                {"constant_with_warmup": "constant", "constant": "constant", "linear": "linear", "cosine": "cosine"}
             ),
-            Rule(
-                f"{theirs}.optimizer_config.adam_betas",
-                (f"{arguments}.adam_beta1", f"{arguments}.adam_beta2"),
-                "a list there, two keys here",
-                fact=f"betas.{ours}",
-                computed=True,
-            ),
-            Rule(f"{theirs}.optimizer_config.offload_after_step", note="happens where roles share devices"),
-            Rule(
-                f"{theirs}.gradient_checkpointing",
-                (f"{ours}.model_args.disable_gradient_checkpointing",),
-                "the other way round",
-                flipped,
-            ),
-        ]
-    return tuple(rules)
+        ),
+        Rule(
+            f"{theirs}.optimizer_config.adam_betas",
+            (f"{arguments}.adam_beta1", f"{arguments}.adam_beta2"),
+            "a list there, two keys here",
+            fact=f"betas.{ours}",
+            computed=True,
+        ),
+        Rule(f"{theirs}.optimizer_config.offload_after_step", note="happens where roles share devices"),
+        Rule(
+            f"{theirs}.gradient_checkpointing",
+            (f"{ours}.model_args.disable_gradient_checkpointing",),
+            "the other way round",
+            flipped,
+        ),
+    )
 
 
 def training(strategies: dict[str, str], note: str) -> Section:
@@ -229,105 +246,12 @@ def training(strategies: dict[str, str], note: str) -> Section:
                 "true: `fa2`",
                 lambda value: "fa2" if truth(value) else "sdpa",
             ),
-            Rule(
-                "trainer.reward.model.path", value=refused("reward models are not available yet", None), note=NO_MODEL
-            ),
+            Rule("trainer.reward.model.path", value=refused(REWARD_MODEL, None), note=NO_MODEL),
             Rule("trainer.reward.*", note=NO_MODEL),
             *_role("policy"),
             *_role("ref"),
             *_role("critic"),
             *_passed_through("train", ACTOR, CRITIC),
             *_passed_through("eval", REFERENCE),
-        ),
-    )
-
-
-def generation() -> Section:
-    engine, sampling = f"{ENGINE}.{OPTIONS}", "generator.sampling_params"
-    validation = "validation.generating_args"
-    return Section(
-        "Generation",
-        (
-            Rule(
-                "generator.backend generator.inference_engine.backend",
-                (f"{ENGINE}.{STRATEGY}",),
-                value=one_of({"vllm": "vllm", "sglang": "sglang"}),
-                fact="engine",
-            ),
-            Rule("generator.n_samples_per_prompt", ("num_return_sequences_in_group",), value=whole, fact="samples"),
-            Rule(
-                "generator.num_inference_engines generator.inference_engine.num_engines",
-                (f"{ENGINE}.device_mapping",),
-                "engines x tensor-parallel ranks: devices",
-                whole,
-                "engines",
-                computed=True,
-            ),
-            Rule(
-                "generator.inference_engine_tensor_parallel_size generator.inference_engine.tensor_parallel_size",
-                (f"{engine}.tensor_parallel_size", f"{ENGINE}.num_gpus_per_worker"),
-                value=whole,
-                fact="engine_tensor",
-                computed=True,
-            ),
-            Rule(
-                "generator.gpu_memory_utilization generator.inference_engine.gpu_memory_utilization",
-                (f"{engine}.gpu_memory_utilization",),
-                value=number,
-            ),
-            Rule(
-                "generator.max_num_seqs generator.inference_engine.max_num_seqs",
-                (f"{engine}.max_num_seqs",),
-                value=whole,
-            ),
-            Rule(
-                "generator.max_num_batched_tokens generator.inference_engine.max_num_batched_tokens",
-                (f"{engine}.max_num_batched_tokens",),
-                value=whole,
-            ),
-            Rule(
-                "generator.enforce_eager generator.inference_engine.enforce_eager",
-                (f"{engine}.enforce_eager",),
-                value=truth,
-            ),
-            Rule(
-                "generator.enable_prefix_caching generator.inference_engine.enable_prefix_caching",
-                (f"{engine}.enable_prefix_caching",),
-                value=truth,
-            ),
-            Rule(
-                "generator.enable_chunked_prefill generator.inference_engine.enable_chunked_prefill",
-                (f"{engine}.engine_args.enable_chunked_prefill",),
-                value=truth,
-            ),
-            Rule(
-                "generator.engine_init_kwargs.* generator.inference_engine.engine_init_kwargs.*",
-                (f"{engine}.engine_args.{{rest}}",),
-            ),
-            Rule(f"{sampling}.max_generate_length", ("response_length",), value=whole, fact="response_length"),
-            *(
-                Rule(f"{sampling}.{name}", (f"{ENGINE}.generating_args.{name}",), value=kind)
-                for name, kind in (("temperature", number), ("top_p", number), ("min_p", number), ("top_k", whole))
-            ),
-            *(
-                Rule(f"generator.eval_sampling_params.{name}", (f"{validation}.{name}",), value=kind)
-                for name, kind in (("temperature", number), ("top_p", number), ("min_p", number), ("top_k", whole))
-            ),
-            Rule("generator.eval_sampling_params.max_generate_length", (f"{validation}.max_new_tokens",), value=whole),
-            Rule("generator.eval_n_samples_per_prompt", (f"{validation}.num_return_sequences",), value=whole),
-            Rule(
-                "generator.run_engines_locally generator.inference_engine.run_engines_locally",
-                note="engines are this run's own",
-                value=refused("engines on other hosts are not available", True),
-            ),
-            Rule(
-                "generator.async_engine generator.batched generator.weight_sync_backend generator.model_dtype "
-                "generator.inference_engine.async_engine generator.inference_engine.weight_sync_backend "
-                "generator.inference_engine.distributed_executor_backend "
-                "generator.vllm_v1_disable_multiproc generator.override_existing_update_group "
-                "generator.remote_inference_engine_urls generator.use_conversation_multi_turn "
-                "generator.step_wise_training",
-                note="no such choice here",
-            ),
         ),
     )

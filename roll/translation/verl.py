@@ -7,6 +7,7 @@ from roll.translation.rules import (
     ACTOR,
     ENGINE,
     OPTIONS,
+    REWARD_MODEL,
     STRATEGY,
     Dialect,
     Rule,
@@ -193,8 +194,8 @@ DATA = Section(
         ),
         Rule(
             "reward_model.enable reward.reward_model.enable",
-            note="reward models are not available yet",
-            value=refused("reward models are not available yet", False, None),
+            note=REWARD_MODEL,
+            value=refused(REWARD_MODEL, False, None),
         ),
     ),
 )
