@@ -47,15 +47,22 @@ def wanted_scores(folder: Path) -> list[float]:
         return [model(input_ids=torch.tensor([sequence])).logits[0, 0].item() for sequence in SEQUENCES]
 
 
-def scores_of_rank(folder: str, strategy: str, settings: dict[str, Any], rank: int, ranks: int) -> list[float]:
-    arguments = StrategyArguments(strategy_name=strategy)
+def scores_of_rank(folder: str, strategy: str, settings: dict[str, Any]) -> tuple[int, int, list[float]]:
+    """The first of this rank's sequences, the distance to the next, and their scores."""
+    sizes = {name: size for name, size in settings.items() if name.endswith("_parallel_size")}
+    arguments = StrategyArguments(strategy_name=strategy, strategy_config=sizes)
     model_args = ModelArguments(model_name_or_path=folder, dtype="fp32", disable_gradient_checkpointing=True)
     role = WorkerConfig(
-        name="reward_model", model_args=model_args, strategy_args=arguments, infer_batch_size=2, **settings
+        name="reward_model",
+        model_args=model_args,
+        strategy_args=arguments,
+        infer_batch_size=2,
+        **{name: value for name, value in settings.items() if name not in sizes},
     )
     computed = create_strategy(role, head=ModelHead.VALUE)
     computed.initialize()
-    return last_token_scores(computed, SEQUENCES[rank::ranks])
+    info = computed.rank_info
+    return info.dp_rank, info.dp_size, last_token_scores(computed, SEQUENCES[info.dp_rank :: info.dp_size])
 
 
 CASES = [
@@ -65,28 +72,24 @@ CASES = [
     ("fsdp2_infer", 2, {}),
     ("fsdp_infer", 2, {}),
     ("deepspeed_infer", 2, {}),
+    ("megatron_infer", 4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
 ]
+PACKAGES = {"deepspeed_infer": "deepspeed", "megatron_infer": "megatron"}
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "settings"), CASES)
 def test_scores_are_those_of_transformers(
     run_ranks: Callable[..., list[Any]], reward_model: Path, strategy: str, ranks: int, settings: dict[str, Any]
 ) -> None:
-    if strategy.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("needs deepspeed")
-    shares = run_ranks(ranks, one_rank, str(reward_model), strategy, settings, ranks)
-    scores = [0.0] * len(SEQUENCES)
-    for rank, share in enumerate(shares):
-        scores[rank::ranks] = share
+    package = PACKAGES.get(strategy, "torch")
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}")
     wanted = wanted_scores(reward_model)
     assert max(wanted) - min(wanted) > 0.1, "scores that differ"
-    assert scores == pytest.approx(wanted, abs=TOLERANCE)
-
-
-def one_rank(folder: str, strategy: str, settings: dict[str, Any], ranks: int) -> list[float]:
-    import torch.distributed as dist
-
-    return scores_of_rank(folder, strategy, settings, dist.get_rank(), ranks)
+    shares = run_ranks(ranks, scores_of_rank, str(reward_model), strategy, settings)
+    assert {first for first, _, _ in shares} == set(range(shares[0][1])), "every sequence is somebody's"
+    for first, stride, scores in shares:
+        assert scores == pytest.approx(wanted[first::stride], abs=TOLERANCE)
 
 
 @pytest.mark.parametrize(
