@@ -71,11 +71,11 @@ def check_rewards(loaded: LoadedConfig[Any]) -> None:
             reward.close()
             problems += unknown_numbers(name, reward, loaded)
         except RewardOptionError as error:
-            key, value = f"rewards.{name}.reward_kwargs", section.reward_kwargs
-            if error.component is not None:
-                key = f"rewards.{name}.components.{error.component}.reward_kwargs"
-                value = section.components[error.component].reward_kwargs
-            problems.append(Problem(key, masked(value), str(error), source=shown(loaded.source), has_value=bool(value)))
+            inside = f"components.{error.component}." if error.component is not None else ""
+            part = section if error.component is None else section.components[error.component]
+            key, value = f"rewards.{name}.{inside}{error.key}", getattr(part, error.key)
+            rule = str(error).removeprefix(f"worker_cls {value!r}: ")
+            problems.append(Problem(key, masked(value), rule, source=shown(loaded.source), has_value=bool(value)))
     if problems:
         raise ConfigError(problems)
 

@@ -82,3 +82,11 @@ class RewardOptionError(ValueError):
 
     component: str | None = None
     """The component of the domain that it is about; None: the domain has none."""
+    key = "reward_kwargs"
+    """What it is about, of the domain or the component."""
+
+
+class RewardNameError(RewardOptionError):
+    """A reward that does not exist."""
+
+    key = "worker_cls"

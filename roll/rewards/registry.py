@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from roll.config.names import PLANNED_REWARDS, PUBLISHED_REWARDS
-from roll.rewards.base import RewardFunction, RewardOptionError, RewardRule
+from roll.rewards.base import RewardFunction, RewardNameError, RewardOptionError, RewardRule
 from roll.rewards.deadline import Limits
 
 _RULES: dict[str, tuple[str, str]] = {
@@ -67,7 +67,7 @@ def resolve_name(worker_cls: str) -> str:
     """A short name or a dotted path for what ``worker_cls`` says; published class paths become short names.
 
     Raises:
-        RewardOptionError: a published reward that this version does not have, or an unknown name without a dot.
+        RewardNameError: a published reward that this version does not have, or an unknown name without a dot.
     """
     if worker_cls in _RULES or worker_cls in _REGISTERED:
         return worker_cls
@@ -77,10 +77,10 @@ def resolve_name(worker_cls: str) -> str:
         if class_name in _PUBLISHED:
             return _PUBLISHED[class_name]
         if class_name in _NOT_YET or worker_cls in _NOT_YET.values():
-            raise RewardOptionError(f"worker_cls {worker_cls!r}: not available yet; available: {known}")
+            raise RewardNameError(f"worker_cls {worker_cls!r}: not available yet; available: {known}")
         near = difflib.get_close_matches(class_name, [*reward_names(), *_PUBLISHED], n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise RewardOptionError(
+        raise RewardNameError(
             f"worker_cls {worker_cls!r}: no such reward; {hint}known: {known}, or the dotted path of your own function"
         )
     return worker_cls
@@ -129,9 +129,7 @@ def load_target(name: str) -> Any:
         return getattr(importlib.import_module(module), class_name)
     target = load_dotted(name)
     if isinstance(target, type) and not (issubclass(target, RewardRule) and dataclasses.is_dataclass(target)):
-        raise RewardOptionError(
-            f"worker_cls {name!r}: a class must be a dataclass derived from roll.rewards.RewardRule"
-        )
+        raise RewardNameError(f"worker_cls {name!r}: a class must be a dataclass derived from roll.rewards.RewardRule")
     return target
 
 
@@ -140,10 +138,10 @@ def load_dotted(path: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise RewardOptionError(f"worker_cls {path!r}: cannot import {module_name!r}: {error}") from error
+        raise RewardNameError(f"worker_cls {path!r}: cannot import {module_name!r}: {error}") from error
     target = getattr(module, attribute, None)
     if not callable(target):
-        raise RewardOptionError(f"worker_cls {path!r}: {module_name!r} has no function or class {attribute!r}")
+        raise RewardNameError(f"worker_cls {path!r}: {module_name!r} has no function or class {attribute!r}")
     return target
 
 

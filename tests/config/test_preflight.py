@@ -71,6 +71,15 @@ def test_numbers_that_a_rule_does_not_return_are_named(tmp_path: Path) -> None:
         check_rewards(load(tmp_path, changed(gdpo | {"reward_weights": {"f1": 1.0}})))
 
 
+def test_a_reward_that_cannot_be_found_is_named_where_it_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rewards\.math\.worker_cls = 'no_such\.reward': cannot import 'no_such'"):
+        check_rewards(load(tmp_path, changed({"rewards.math.worker_cls": "no_such.reward"})))
+    parts = {"own": {"worker_cls": "json.no_such"}}
+    data = changed({"rewards.math": {"tag_included": ["math"], "components": parts}})
+    with pytest.raises(ConfigError, match=r"components\.own\.worker_cls = 'json\.no_such': 'json' has no function"):
+        check_rewards(load(tmp_path, data))
+
+
 def test_components_are_built_before_anything_starts(tmp_path: Path) -> None:
     parts = {"math_rule": {}, "format": {"gate": True, "reward_kwargs": {"patern": "x"}}}
     data = changed({"rewards.math": {"tag_included": ["math"], "components": parts}})
