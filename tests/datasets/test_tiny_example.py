@@ -62,9 +62,9 @@ def test_one_demonstration_in_three_is_right(artifacts: Any) -> None:
     truths = {row["messages"][0]["content"]: row["ground_truth"] for row in read(artifacts.train_file)}
     demonstrations = read(artifacts.demonstrations_file)
     assert len(demonstrations) == 32000
-    samples = [RewardSample("", d["response"], truths[d["messages"][0]["content"]]) for d in demonstrations]
+    samples = [RewardSample("", d["response"], truths[d["messages"][0]["content"]]) for d in demonstrations[::4]]
     share = sum(result.score or 0.0 for result in build_reward("gsm8k_rule")(samples)) / len(samples)
-    # 0.7^3 = 0.343 without a slip, and a few whose slips cancel out.
+    # 0.7^3 = 0.343 without a slip, and a few whose slips cancel out; a standard error of 0.005.
     assert 0.33 < share < 0.38
 
 
@@ -118,14 +118,15 @@ def test_making_a_model_leaves_the_random_state_alone(tiny: Modules, tokenizer: 
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_the_files_are_what_the_pipelines_read(artifacts: Any) -> None:
+def test_the_files_are_what_the_pipelines_read(artifacts: Any, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(artifacts.model_folder(0))
     prompts = PromptDataset.build(
         DataArguments(file_name=str(artifacts.train_file)), tokenizer, 48, {"gsm8k_rule": ["tiny_word_problems"]}
     )
-    data_args = DataArguments(file_name=str(artifacts.demonstrations_file), response="response")
-    demonstrations = SftDataset.build(data_args, tokenizer, 80)
-    assert (len(prompts), len(demonstrations)) == (8000, 32000)
+    head = tmp_path / "sft.jsonl"  # one row in eight, from all over the file: they are alike
+    head.write_text("".join(artifacts.demonstrations_file.read_text().splitlines(keepends=True)[::8]))
+    demonstrations = SftDataset.build(DataArguments(file_name=str(head), response="response"), tokenizer, 80)
+    assert (len(prompts), len(demonstrations)) == (8000, 4000)
 
 
 def test_what_is_there_is_kept_and_what_is_not_is_made(artifacts: Any, tiny: Modules) -> None:

@@ -10,7 +10,7 @@ import pytest
 from roll.distributed import DeadlineExceeded, WorkerDied, WorkerFailed
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_all_reduce(make_cluster, ranks):
     cluster = make_cluster("CollectiveWorker", devices=list(range(ranks)))
     cluster.initialize()
@@ -21,9 +21,9 @@ def test_all_reduce(make_cluster, ranks):
     _assert_gone(pids)
 
 
-@pytest.mark.parametrize("how", ["die", "exit"])
-def test_death_while_others_wait_in_a_collective(make_cluster, how):
-    cluster = make_cluster("CollectiveWorker", name="actor_train", devices=[0, 1, 2])
+@pytest.mark.parametrize(("how", "ranks"), [("die", 3), ("exit", 2)])
+def test_death_while_others_wait_in_a_collective(make_cluster, how, ranks):
+    cluster = make_cluster("CollectiveWorker", name="actor_train", devices=list(range(ranks)))
     cluster.initialize()
     began = time.monotonic()
     with pytest.raises(WorkerDied) as caught:

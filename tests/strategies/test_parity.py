@@ -15,21 +15,24 @@ from benchmarks.parity.measure import Errors
 from benchmarks.parity.table import BEGIN, BOUNDS, END, Row, compare, insert, markdown
 
 CHECKED = {"fsdp2": "HSDP 2x2", "deepspeed": "ZeRO-3 offload, 2 ranks", "megatron": "TP2 x PP2"}
-"""One layout of each, padded and packed where it can be."""
+"""One layout of each: padded in float32; packed, the harder of the two, in both types."""
 RunRanks = Callable[..., list[Any]]
 
 
 @pytest.mark.parametrize("strategy", CHECKED)
 def test_rows_are_within_bounds(run_ranks: RunRanks, tmp_path: Path, strategy: str) -> None:
     layouts = [layout for layout in LAYOUTS if (layout.strategy, layout.name) == (strategy, CHECKED[strategy])]
-    assert layouts
+    padded, packed = ([layout for layout in layouts if layout.batch == batch] for batch in ("padded", "packed"))
+    assert padded and packed
     package = layouts[0].package
     if package and importlib.util.find_spec(package.partition(".")[0]) is None:
         pytest.skip(f"needs {package}")
-    rows = compare(run_ranks, layouts, list(BOUNDS), tmp_path)
+    rows = compare(run_ranks, packed, list(BOUNDS), tmp_path) + compare(
+        run_ranks, padded, ["fp32"], tmp_path / "padded"
+    )
     assert len(rows) == 1 + len(layouts)
     assert [line for row in rows for line in row.violations()] == []
-    for row in rows[1:]:
+    for row in rows[1 : 1 + len(packed)]:
         assert row.errors["bf16"][0].log_probs > 1e-4, "bf16 rounds; equality would mean float32"
 
 
