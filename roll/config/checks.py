@@ -26,11 +26,11 @@ from roll.config.reward_models import CLASSIFIER, REWARD_MODEL
 from roll.config.rlvr import RLVRConfig
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.sft import SFTConfig
+from roll.config.sglang import SglangStrategyConfig, check_sglang
 from roll.config.strategy import (
     AVAILABLE,
     GENERATION_STRATEGIES,
     INFER_STRATEGIES,
-    PLANNED,
     TRAIN_STRATEGIES,
     DeepSpeedStrategyConfig,
     HfInferStrategyConfig,
@@ -156,9 +156,6 @@ def check_strategy(name: str, role: WorkerConfig, checks: Checks) -> StrategyCon
         else:
             checks.add(f"{path}.strategy_name", strategy, f"{name} {task}; that needs {' or '.join(able)}", able[0])
         return None
-    if strategy in PLANNED:
-        checks.problems.not_available(f"{path}.strategy_name", strategy, f"the {strategy} backend", able[0])
-        return None
     return read_strategy_config(role.strategy_args, path, checks.problems)
 
 
@@ -175,6 +172,8 @@ def check_strategy_fit(name: str, role: WorkerConfig, options: StrategyConfig, c
         check_megatron(name, role, options, world_size(role), checks.problems)
     if isinstance(options, VllmStrategyConfig):
         check_vllm(name, role, options, checks.problems)
+    if isinstance(options, SglangStrategyConfig):
+        check_sglang(name, role, options, checks.problems)
 
 
 def check_ulysses(name: str, role: WorkerConfig, checks: Checks) -> None:
@@ -299,7 +298,8 @@ def check_schedule(name: str, role: WorkerConfig, total_steps: int | None, check
 def note_engine_length(options: dict[str, StrategyConfig], prompt: int, sequence: int, checks: Checks) -> None:
     """An engine shorter than the longest sequence cuts responses; one without room for a prompt cannot work."""
     engine = options.get("actor_infer")
-    if not isinstance(engine, HfInferStrategyConfig | VllmStrategyConfig) or engine.max_model_len is None:
+    engines = HfInferStrategyConfig | VllmStrategyConfig | SglangStrategyConfig
+    if not isinstance(engine, engines) or engine.max_model_len is None:
         return
     key = "actor_infer.strategy_args.strategy_config.max_model_len"
     if engine.max_model_len <= prompt:

@@ -27,6 +27,7 @@ from roll.config.run import CheckpointConfig, RolloutMockConfig, RunConfig, Tran
 from roll.config.schema import mapped_section, nested_section, rules_of, type_hints
 from roll.config.sections import GeneratingArguments, ModelArguments, TrainingArguments
 from roll.config.sft import SFTConfig
+from roll.config.sglang import SglangStrategyConfig
 from roll.config.strategy import (
     DeepSpeedStrategyConfig,
     Fsdp1StrategyConfig,
@@ -69,6 +70,7 @@ PAGES: tuple[tuple[str, type, tuple[type, ...]], ...] = (
     ("`strategy_config` of `megatron_train` and `megatron_infer`", MegatronStrategyConfig, ()),
     ("`strategy_config` of `hf_infer`", HfInferStrategyConfig, ()),
     ("`strategy_config` of `vllm`", VllmStrategyConfig, ()),
+    ("`strategy_config` of `sglang`", SglangStrategyConfig, ()),
     ("`<role>.sequence_packing_args`", SequencePackingArguments, ()),
     ("`<role>.router_replay`", RouterReplayArguments, ()),
     ("`rewards.<name>` (beside the keys of a role)", RewardConfig, (WorkerConfig,)),

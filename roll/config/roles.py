@@ -32,8 +32,8 @@ class StrategyArguments:
     """``<role>.strategy_args``: how the role's model is computed."""
 
     strategy_name: str = "fsdp2_train"
-    """``fsdp2_train`` (training), ``fsdp2_infer`` (log-probs without training), ``hf_infer`` or ``vllm`` (generation),
-    and the other backends' names."""
+    """``fsdp2_train`` (training), ``fsdp2_infer`` (log-probs without training), ``hf_infer``, ``vllm`` or ``sglang``
+    (generation), and the other backends' names."""
     strategy_config: dict[str, Any] = field(default_factory=dict)
     """Options of the strategy; each strategy has its own checked set of keys (see the strategies' own tables)."""
 

@@ -18,6 +18,7 @@ from roll.config.fsdp import ShardedStrategyConfig as ShardedStrategyConfig
 from roll.config.fsdp import WrapPolicy as WrapPolicy
 from roll.config.roles import StrategyArguments
 from roll.config.schema import SchemaReader, build, closest, known_keys
+from roll.config.sglang import SglangStrategyConfig
 from roll.config.strategy_base import StrategyConfig as StrategyConfig
 from roll.config.vllm import VllmStrategyConfig
 
@@ -206,26 +207,9 @@ AVAILABLE: dict[str, type[StrategyConfig]] = {
     "megatron_infer": MegatronStrategyConfig,
     "hf_infer": HfInferStrategyConfig,
     "vllm": VllmStrategyConfig,
+    "sglang": SglangStrategyConfig,
 }
 """Strategies that run today, and the dataclass of their options."""
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-PLANNED_KEYS: dict[str, frozenset[str]] = {
-    "sglang": _names(
-        """mem_fraction_static tp_size dp_size pp_size load_format enable_memory_saver grpc_mode
-        max_running_requests context_length attention_backend disable_cuda_graph"""
-    ),
-}
-"""Keys of the backends that are not available yet, as published configurations write them."""
-
-PLANNED: dict[str, str] = {
-    "sglang": "sglang",
-}
-"""Strategies whose backend comes later, and the set of keys (in :data:`PLANNED_KEYS`) that they use."""
 
 TRAIN_STRATEGIES = ("fsdp2_train", "fsdp_train", "deepspeed_train", "megatron_train")
 INFER_STRATEGIES = (
@@ -239,27 +223,26 @@ INFER_STRATEGIES = (
     "megatron_train",
     "hf_infer",
 )
-GENERATION_STRATEGIES = ("hf_infer", "vllm")
+GENERATION_STRATEGIES = ("hf_infer", "vllm", "sglang")
 
 
 def strategy_keys(strategy_name: str) -> frozenset[str]:
-    """The option names of a strategy, available or planned; empty for an unknown strategy."""
-    if strategy_name in AVAILABLE:
-        options: type = AVAILABLE[strategy_name]
-        return frozenset(known_keys(options))
-    return PLANNED_KEYS[PLANNED[strategy_name]] if strategy_name in PLANNED else frozenset()
+    """The option names of a strategy; empty for an unknown one."""
+    options: type | None = AVAILABLE.get(strategy_name)
+    return frozenset() if options is None else frozenset(known_keys(options))
 
 
 def owners_of(key: str) -> list[str]:
     """Every strategy that has an option of this name."""
-    return [name for name in (*AVAILABLE, *PLANNED) if key in strategy_keys(name)]
+    return [name for name in AVAILABLE if key in strategy_keys(name)]
 
 
 def read_strategy_config(arguments: StrategyArguments, path: str, problems: Problems) -> StrategyConfig | None:
     """The typed options, with every mistake added to ``problems`` under ``path``; None for a strategy without any."""
     name = arguments.strategy_name
     if name not in AVAILABLE:
-        _refuse_strategy(name, path, problems)
+        rule = f"must be one of {', '.join(AVAILABLE)}"
+        problems.add(f"{path}.strategy_name", name, rule, closest(name, tuple(AVAILABLE)))
         return None
     own = strategy_keys(name)
     foreign = [key for key in arguments.strategy_config if key not in own and owners_of(key)]
@@ -270,26 +253,11 @@ def read_strategy_config(arguments: StrategyArguments, path: str, problems: Prob
     return build(AVAILABLE[name], SchemaReader(problems).read(AVAILABLE[name], data, section))
 
 
-def _refuse_strategy(name: str, path: str, problems: Problems) -> None:
-    key = f"{path}.strategy_name"
-    if name in PLANNED:
-        problems.not_available(key, name, f"the {name} backend", substitute_for(name))
-        return
-    problems.add(key, name, f"must be one of {', '.join(AVAILABLE)}", closest(name, (*AVAILABLE, *PLANNED)))
-
-
-def substitute_for(name: str) -> str:
-    """An available strategy that does the work of a planned one."""
-    if name.endswith("_train"):
-        return "fsdp2_train"
-    return "fsdp2_infer" if name.endswith("_infer") else "hf_infer"
-
-
 def typed_strategy_config(arguments: StrategyArguments) -> StrategyConfig:
     """The checked options of ``arguments.strategy_name``.
 
     Raises:
-        ConfigError: an unknown or not yet available strategy, an unknown option, a value of a wrong type.
+        ConfigError: an unknown strategy, an unknown option, a value of a wrong type.
     """
     problems = Problems()
     config = read_strategy_config(arguments, "strategy_args", problems)

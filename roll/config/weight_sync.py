@@ -29,7 +29,7 @@ class WeightSyncConfig:
     mode: Literal["auto", "full", "trained", "delta"] = "auto"
     """What is sent once the engines hold everything: ``full``: everything again; ``trained``: without the parameters
     that training never changes; ``delta``: of those that it changes, the elements that are not what they were.
-    ``auto``: ``trained``, and ``full`` to engines that take whole models only (``vllm``)."""
+    ``auto``: ``trained``, and ``full`` to engines that take whole models only (``vllm``, ``sglang``)."""
     lora: Literal["merged", "adapter"] = "merged"
     """A LoRA model's updates: ``merged``: the whole weights that the adapters are merged into; ``adapter``: A and B,
     which the engine merges itself, into a copy of the base that it keeps."""

@@ -6,7 +6,6 @@ from importlib import import_module
 from typing import Any
 
 from roll.config.roles import WorkerConfig
-from roll.config.strategy import PLANNED
 from roll.strategies.base import ModelHead, ModelStrategy
 from roll.strategies.generation import GenerationStrategy
 
@@ -26,6 +25,7 @@ MODEL_STRATEGIES = {
 GENERATION_STRATEGIES = {
     "hf_infer": "roll.strategies.hf_infer.HfInferStrategy",
     "vllm": "roll.strategies.vllm.VllmStrategy",
+    "sglang": "roll.strategies.sglang.SglangStrategy",
 }
 """Strategies that generate."""
 
@@ -42,7 +42,7 @@ def create_strategy(
         max_grad_norm: the pipeline's; a training strategy uses it unless the role sets its own.
 
     Raises:
-        ValueError: an unknown name, one that cannot compute batches, or a backend that is not available yet.
+        ValueError: an unknown name or one that cannot compute batches.
     """
     strategy = _import(role, MODEL_STRATEGIES, "compute batches")
     if role.strategy_args.strategy_name.endswith("_train"):
@@ -54,7 +54,7 @@ def create_generation_strategy(role: WorkerConfig, seed: int = 42) -> Generation
     """The generation engine that ``role.strategy_args.strategy_name`` names, not yet initialised.
 
     Raises:
-        ValueError: an unknown name, one that cannot generate, or a backend that is not available yet.
+        ValueError: an unknown name or one that cannot generate.
     """
     return _import(role, GENERATION_STRATEGIES, "generate")(role, seed=seed)
 
@@ -62,9 +62,7 @@ def create_generation_strategy(role: WorkerConfig, seed: int = 42) -> Generation
 def _import(role: WorkerConfig, registry: dict[str, str], purpose: str) -> Any:
     name = role.strategy_args.strategy_name
     if name not in registry:
-        reason = "not available yet" if name in PLANNED else f"not a strategy that can {purpose}"
-        raise ValueError(
-            f"{role.name}.strategy_args.strategy_name: {name!r} is {reason}; use one of {', '.join(registry)}"
-        )
+        rule = f"is not a strategy that can {purpose}; use one of {', '.join(registry)}"
+        raise ValueError(f"{role.name}.strategy_args.strategy_name: {name!r} {rule}")
     module, _, attribute = registry[name].rpartition(".")
     return getattr(import_module(module), attribute)

@@ -330,6 +330,7 @@ GENERATION = Section(
             value=truth,
         ),
         Rule(f"{ROLLOUT}.engine_kwargs.vllm.*", (f"{ENGINE}.{OPTIONS}.engine_args.{{rest}}",)),
+        Rule(f"{ROLLOUT}.engine_kwargs.sglang.*", (f"{ENGINE}.{OPTIONS}.engine_args.{{rest}}",)),
         Rule(f"{ROLLOUT}.temperature", (f"{ENGINE}.generating_args.temperature",), value=number),
         Rule(f"{ROLLOUT}.top_p", (f"{ENGINE}.generating_args.top_p",), value=number),
         Rule(f"{ROLLOUT}.top_k", (f"{ENGINE}.generating_args.top_k",), value=whole),

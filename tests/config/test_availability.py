@@ -9,7 +9,6 @@ import pytest
 
 from roll.config.availability import REFUSALS
 from roll.config.names import PLANNED_ADV_ESTIMATORS, PLANNED_REWARDS
-from roll.config.strategy import PLANNED
 from tests.config.good import GOOD, changed, mistakes
 
 SHARD = "actor_train.strategy_args.strategy_config"
@@ -34,8 +33,6 @@ REFUSED: list[tuple[str, Any]] = [
     ("track_with", ["stdout", "trackio"]),
     ("adv_estimator", "gigpo"),
     ("actor_train.data_args.image_folder", "images"),
-    *(("actor_train.strategy_args.strategy_name", name) for name in PLANNED if name.endswith("_train")),
-    ("actor_infer.strategy_args.strategy_name", "sglang"),
     ("router_args.router_name", "EnvAffinityRouter"),
 ]
 NEUTRAL = {

@@ -47,10 +47,8 @@ def test_other_names_are_refused(name: str, reason: str) -> None:
 
 
 def test_generation_names_are_apart() -> None:
-    with pytest.raises(ValueError, match="not a strategy that can generate; use one of hf_infer, vllm"):
+    with pytest.raises(ValueError, match="not a strategy that can generate; use one of hf_infer, vllm, sglang"):
         create_generation_strategy(role("fsdp2_train"))
-    with pytest.raises(ValueError, match="'sglang' is not available yet"):
-        create_generation_strategy(role("sglang"))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from roll.strategies.generation import FinishReason, GenerationOutput, GenerationRequest, PartialSample
-from roll.strategies.hf_infer.stop_strings import StopStringMatcher
+from roll.strategies.stop_strings import StopStringMatcher
 
 _NO_TOKEN = -1
 

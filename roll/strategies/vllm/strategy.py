@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 import vllm
+from transformers import AutoTokenizer
 from vllm import TokensPrompt
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from roll.config.roles import ModelArguments, WorkerConfig
+from roll.config.roles import WorkerConfig
 from roll.config.strategy import typed_strategy_config
 from roll.config.vllm import VllmStrategyConfig
 from roll.models.build import load_config
 from roll.platforms import current_platform
-from roll.strategies.end_tokens import end_token_ids
+from roll.strategies.end_tokens import model_end_token_ids
 from roll.strategies.generation import GenerationOutput, GenerationRequest, GenerationStrategy, PartialSample
 from roll.strategies.request_checks import check_request
 from roll.strategies.sequence_length import longest_sequence
@@ -72,7 +73,10 @@ class VllmStrategy(GenerationStrategy):
         args, platform = self.role.model_args, current_platform()
         model_config = load_config(args)
         self._max_model_len = longest_sequence(self._config.max_model_len, model_config, args.model_name_or_path)
-        self._end_token_ids = _end_token_ids(args, model_config)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            args.model_name_or_path, trust_remote_code=args.trust_remote_code
+        )
+        self._end_token_ids = model_end_token_ids(args, model_config, tokenizer)
         arguments = engine_arguments(self.role, self._config, model_config, self._max_model_len, self.seed, platform)
         if platform.device_type == "cpu" and arguments["enforce_eager"]:
             # The sampler compiles one helper of its own even so, which needs a C++ compiler and takes seconds.
@@ -220,15 +224,3 @@ class VllmStrategy(GenerationStrategy):
     def _running_engine(self) -> LLMEngine:
         assert self._engine is not None, "initialize() comes first"
         return self._engine
-
-
-def _end_token_ids(args: ModelArguments, model_config: Any) -> tuple[int, ...]:
-    from transformers import AutoTokenizer, GenerationConfig
-
-    assert args.model_name_or_path
-    tokenizer: Any = AutoTokenizer.from_pretrained(args.model_name_or_path, trust_remote_code=args.trust_remote_code)
-    try:
-        generation_config = GenerationConfig.from_pretrained(args.model_name_or_path)
-    except OSError:  # a folder without one
-        generation_config = None
-    return end_token_ids(generation_config, model_config, tokenizer)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.strategies.generation import GenerationRequest, SamplingParams
-from roll.strategies.hf_infer.sampler import filter_threshold, invert_cumulative
 from roll.strategies.random_streams import stream_key, uniforms
+from roll.strategies.token_distribution import filter_threshold, invert_cumulative
 from tests.strategies.hf_infer.helpers import (
     EOS,
     VOCAB_SIZE,

@@ -1,0 +1,318 @@
+"""The ``sglang`` strategy: SGLang's tokenizer manager on this worker's event loop, its schedulers in processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import tempfile
+import zlib
+from collections.abc import Awaitable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import sglang
+import torch
+from sglang.srt.managers import io_struct
+from sglang.srt.utils import MultiprocessingSerializer
+from transformers import AutoTokenizer
+
+from roll.config.roles import WorkerConfig
+from roll.config.sglang import SglangStrategyConfig
+from roll.config.strategy import typed_strategy_config
+from roll.models.build import load_config
+from roll.platforms import current_platform
+from roll.strategies.end_tokens import model_end_token_ids
+from roll.strategies.generation import GenerationOutput, GenerationRequest, GenerationStrategy, PartialSample
+from roll.strategies.random_streams import stream_key
+from roll.strategies.request_checks import check_request
+from roll.strategies.sequence_length import longest_sequence
+from roll.strategies.sglang.engine import TokenEngine
+from roll.strategies.sglang.engine_args import check_version, engine_arguments
+from roll.strategies.sglang.held_weights import LOADER, REPORTER
+from roll.strategies.sglang.requests import Sample, sampling_settings
+from roll.strategies.stop_strings import StopStringMatcher
+from roll.weight_sync.buckets import WeightBucket
+
+logger = logging.getLogger(__name__)
+
+_STEP_SECONDS = 1.0
+"""How long a step waits for a token before it returns without one."""
+_TURNS = 5
+"""Turns of the event loop after which what has arrived has reached the samples."""
+
+
+class SglangStrategy(GenerationStrategy):
+    """Generation by SGLang, on CPU or GPU. All waiting is done in this class's methods, on one event loop."""
+
+    def __init__(self, role: WorkerConfig, seed: int = 42) -> None:
+        super().__init__(role, seed)
+        config = typed_strategy_config(role.strategy_args)
+        assert isinstance(config, SglangStrategyConfig)
+        self._config = config
+        self._engine: TokenEngine | None = None
+        self._following: dict[Sample, asyncio.Task[None]] = {}
+        """Unfinished samples, also those whose end no step has reported, in the order of their arrival."""
+        self._progress = asyncio.Event()
+        self._num_started = 0
+        self._version = 0
+        self._new_version: int | None = None
+        self._asleep: list[str] = []
+
+    def initialize(self) -> None:
+        """See the base class.
+
+        Raises:
+            ValueError: an SGLang outside the tested versions, or a model shorter than ``max_model_len``.
+        """
+        check_version(sglang.__version__, self._config.allow_untested_version)
+        # It warns of every token that comes after its sample was stopped.
+        logging.getLogger("sglang.srt.managers.tokenizer_manager").setLevel(logging.ERROR)
+        args, platform = self.role.model_args, current_platform()
+        model_config = load_config(args)
+        self._max_model_len = longest_sequence(self._config.max_model_len, model_config, args.model_name_or_path)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(
+            args.model_name_or_path, trust_remote_code=args.trust_remote_code
+        )
+        self._end_token_ids = model_end_token_ids(args, model_config, self._tokenizer)
+        self._vocab_size = model_config.get_text_config().vocab_size
+        arguments = engine_arguments(self.role, self._config, model_config, self._max_model_len, self.seed, platform)
+        self._engine = TokenEngine(**arguments)
+        self._manager: Any = self._engine.tokenizer_manager
+        self._loop = self._engine.loop
+        self._run(self._listen())
+        logger.info(
+            "sglang %s: up to %d samples of %d tokens; %d rank(s)",
+            sglang.__version__,
+            self._config.max_num_seqs,
+            self._max_model_len,
+            self._config.tp_size,
+        )
+
+    async def _listen(self) -> None:
+        """Start SGLang's own tasks, without its handler of SIGTERM: this worker's stays."""
+        before = signal.getsignal(signal.SIGTERM)
+        self._manager.auto_create_handle_loop()
+        self._loop.remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, before)
+
+    def _run(self, awaitable: Awaitable[Any]) -> Any:
+        return self._loop.run_until_complete(awaitable)
+
+    def add_requests(self, requests: Iterable[GenerationRequest]) -> None:
+        requests = list(requests)
+        taken = {sample.request.request_id for sample in self._following}
+        for request in requests:
+            check_request(request, taken, self._max_model_len, self._vocab_size)
+            taken.add(request.request_id)
+        for request in requests:
+            for index in request.unfinished_samples:
+                self._start(request, index, request.partial.get(index))
+
+    def _start(self, request: GenerationRequest, index: int, begun: PartialSample | None) -> None:
+        """Every sample is a request of its own to SGLang; what a sample has already is a part of its prompt there."""
+        params, prompt = request.params, list(request.prompt_token_ids)
+        tokens = [] if begun is None else list(begun.token_ids)
+        matcher = None
+        if params.stop_strings:
+            matcher = StopStringMatcher(self._decode, params.stop_strings, prompt)
+            for token in tokens:
+                matcher.push(token)
+        # A stream of its own where the request names none: another one for each request, the same after an abort.
+        seed = zlib.crc32(request.request_id.encode(), self.seed) if params.seed is None else params.seed
+        most = min(params.max_new_tokens, self._max_model_len - len(prompt))
+        settings = sampling_settings(
+            params, self._end_token_ids, most, len(prompt), len(tokens), stream_key(seed, index)
+        )
+        sample = Sample(request, index, begun, self._version, matcher)
+        self._following[sample] = self._loop.create_task(self._follow(sample, prompt + tokens, settings))
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    async def _follow(self, sample: Sample, token_ids: list[int], settings: dict[str, Any]) -> None:
+        """Take over a sample's tokens as they come, until it ends."""
+        assert self._engine is not None
+        self._num_started += 1
+        keep = self._config.in_flight_update == "keep"
+        stream = await self._engine.async_generate(
+            input_ids=token_ids,
+            sampling_params=settings,
+            return_logprob=True,
+            top_logprobs_num=sample.request.params.top_log_probs,
+            stream=True,
+            # SGLang aborts every request whose name begins so: the point keeps 1 from being the beginning of 10.
+            rid=f"{self._num_started}.",
+            # Nothing is dropped from the cache at an update then, but prefixes are found under the same salt only.
+            cache_salt=str(self._version) if keep else None,
+        )
+        try:
+            async for chunk in stream:
+                sample.take(chunk)
+                self._progress.set()
+                if sample.finish_reason is not None:
+                    break
+        finally:
+            await stream.aclose()  # ends it in the scheduler, too, where it has not ended there
+            self._progress.set()
+
+    def step(self) -> list[GenerationOutput]:
+        """Wait for new tokens; return the samples that ended.
+
+        Raises:
+            RuntimeError: SGLang gave a sample up.
+        """
+        if self._new_version is not None:
+            raise RuntimeError("sglang: step() between start_weight_update and finish_weight_update")
+        self._run(self._wait_for_tokens())
+        done = [sample for sample, task in self._following.items() if task.done()]
+        for sample in done:
+            self._following.pop(sample).result()
+        return [sample.output() for sample in done]
+
+    async def _wait_for_tokens(self) -> None:
+        if not self._progress.is_set():
+            try:
+                await asyncio.wait_for(self._progress.wait(), _STEP_SECONDS)
+            except TimeoutError:
+                return
+        await self._settle()
+        self._progress.clear()
+
+    async def _settle(self) -> None:
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._following)
+
+    def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
+        """See the base class; unknown or finished requests are passed over."""
+        wanted = None if request_ids is None else set(request_ids)
+        samples = [s for s in self._following if wanted is None or s.request.request_id in wanted]
+        tasks = [self._following.pop(sample) for sample in samples]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._run(asyncio.wait(tasks))
+        for sample in samples:
+            if sample.finish_reason is not None:
+                sample.step_back()
+        return [sample.output() for sample in samples]
+
+    def start_weight_update(self, version: int) -> None:
+        if self._new_version is not None:
+            raise RuntimeError(f"sglang: the update to version {self._new_version} is not finished")
+        self._run(self._open_update())
+        self._new_version = version
+
+    async def _open_update(self) -> None:
+        mode = "in_place" if self._config.in_flight_update == "keep" else "retract"
+        await self._manager.pause_generation(io_struct.PauseGenerationReqInput(mode=mode))
+        done = await self._manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None)
+        _check("begin_weight_update", done)
+        # The answer came behind the last tokens of the old weights.
+        await self._settle()
+
+    def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """See the base class; a tensor of another dtype is converted to the engine's.
+
+        Raises:
+            RuntimeError: no update has been started, or SGLang refuses it.
+        """
+        if self._new_version is None:
+            raise RuntimeError("sglang: update_weights outside of start_weight_update and finish_weight_update")
+        if tensors:
+            device = next(iter(tensors.values())).device
+            # A copy in one piece: this may be read-only shared memory, and each piece costs a file handle.
+            bucket = WeightBucket.pack(tensors.items(), device)
+            self._run(self._send(LOADER, list(bucket.tensors().items())))
+
+    async def _send(self, load_format: str, tensors: list[tuple[str, torch.Tensor]], **options: Any) -> None:
+        # Each rank takes its own handles: they are gone once they have been read.
+        payloads = [MultiprocessingSerializer.serialize(tensors) for _ in range(self._config.tp_size)]
+        message = io_struct.UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=payloads, load_format=load_format, **{"flush_cache": False, **options}
+        )
+        _check("update_weights_from_tensor", await self._manager.update_weights_from_tensor(message, None))
+
+    def finish_weight_update(self) -> dict[str, int]:
+        """See the base class. The checksum of a tensor is there only if every rank holds exactly its part of it.
+
+        Raises:
+            RuntimeError: no update has been started, SGLang refuses it, or its model could not load a tensor.
+        """
+        if self._new_version is None:
+            raise RuntimeError("sglang: finish_weight_update without start_weight_update")
+        with tempfile.TemporaryDirectory(prefix="roll-sglang-") as folder:
+            self._run(self._close_update(folder))
+            reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).iterdir())]
+        errors = [error for report in reports for error in report["errors"]]
+        if errors or len(reports) != self._config.tp_size:
+            raise RuntimeError(f"sglang: the model did not load the weights: {'; '.join(errors) or 'a rank is silent'}")
+        self._version, self._new_version = self._new_version, None
+        for sample, task in self._following.items():
+            if not task.done():
+                sample.new_version(self._version)
+        return _agreed([report["held"] for report in reports])
+
+    async def _close_update(self, folder: str) -> None:
+        flush = self._config.in_flight_update == "recompute"
+        await self._send(REPORTER, [(folder, torch.zeros(1))], flush_cache=flush, weight_version=str(self._new_version))
+        _check("end_weight_update", await self._manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None))
+        await self._manager.continue_generation(io_struct.ContinueGenerationReqInput())
+
+    def sleep(self) -> None:
+        """Free the KV cache, and move or drop the weights (``sleep_level``), on a GPU. Only between requests."""
+        if self.num_unfinished:
+            raise RuntimeError(f"sglang: sleep with {self.num_unfinished} unfinished samples; abort them first")
+        if self._config.enable_memory_saver and current_platform().device_type != "cpu" and not self._asleep:
+            self._run(self._release())
+            self._asleep = ["weights", "kv_cache"]
+
+    async def _release(self) -> None:
+        # A scheduler that still works at something would end its process, and this one with it.
+        answer = await self._manager.flush_cache(timeout_s=_STEP_SECONDS * 10)
+        _check("flush_cache", (answer.success, "requests are still running"))
+        request = io_struct.ReleaseMemoryOccupationReqInput(tags=["weights", "kv_cache"])
+        await self._manager.release_memory_occupation(request, None)
+
+    def wake(self, weights_only: bool = False) -> None:
+        wanted = [part for part in self._asleep if part == "weights" or not weights_only]
+        if wanted:
+            request = io_struct.ResumeMemoryOccupationReqInput(tags=wanted)
+            self._run(self._manager.resume_memory_occupation(request, None))
+            self._asleep = [part for part in self._asleep if part not in wanted]
+
+    def shutdown(self) -> None:
+        """End SGLang's processes and tasks."""
+        if self._engine is None:
+            return
+        self._engine.shutdown()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._run(asyncio.wait(tasks))
+        self._following.clear()
+        self._engine = None
+
+
+def _check(method: str, answer: tuple[bool, str]) -> None:
+    success, message = answer
+    if not success:
+        raise RuntimeError(f"sglang: {method} failed: {message}")
+
+
+def _agreed(held_by_rank: list[dict[str, int]]) -> dict[str, int]:
+    """One checksum a tensor: the one that differs, where the ranks do not agree."""
+    first, *others = held_by_rank
+    agreed = dict(first)
+    for held in others:
+        agreed = {name: checksum for name, checksum in agreed.items() if name in held}
+        for name in agreed:
+            if held[name] != first[name]:
+                agreed[name] = 0
+    return agreed

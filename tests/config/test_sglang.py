@@ -1,0 +1,75 @@
+"""Options of the sglang strategy, which is checked and planned without SGLang."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.config.roles import StrategyArguments
+from roll.config.sglang import SglangStrategyConfig
+from roll.config.strategy import typed_strategy_config
+from tests.config.good import changed, load, mistakes
+
+NAME = "actor_infer.strategy_args.strategy_name"
+OPTIONS = "actor_infer.strategy_args.strategy_config"
+PUBLISHED = {
+    "mem_fraction_static": 0.7,
+    "load_format": "dummy",
+    "tp_size": 1,
+    "dp_size": 1,
+    "max_running_requests": 128,
+    "context_length": 256,
+    "attention_backend": "triton",
+    "disable_cuda_graph": True,
+    "enable_memory_saver": True,
+    "grpc_mode": False,
+}
+
+
+def with_options(options: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return changed({NAME: "sglang", OPTIONS: options, **changes})
+
+
+def test_options_of_published_files_are_read() -> None:
+    options = typed_strategy_config(StrategyArguments("sglang", PUBLISHED))
+    assert isinstance(options, SglangStrategyConfig)
+    assert (options.max_num_seqs, options.max_model_len, options.mem_fraction_static) == (128, 256, 0.7)
+
+
+def test_a_whole_configuration_loads(tmp_path: Path) -> None:
+    loaded = load(tmp_path, with_options(PUBLISHED))
+    assert loaded.plan.roles["actor_infer"].strategy_name == "sglang"
+
+
+def test_an_engine_takes_the_devices_of_its_ranks(tmp_path: Path) -> None:
+    (problem,) = mistakes(tmp_path, with_options({"tp_size": 2}))
+    assert problem.key == "actor_infer.num_gpus_per_worker" and problem.example == 2
+    devices = {"actor_infer.num_gpus_per_worker": 2, "actor_infer.device_mapping": [0, 1]}
+    loaded = load(tmp_path, with_options({"tensor_parallel_size": 2}, **devices))
+    assert loaded.plan.roles["actor_infer"].world_size == 1
+
+
+@pytest.mark.parametrize("key", ["pp_size", "dp_size"])
+def test_stages_and_copies_come_later(tmp_path: Path, key: str) -> None:
+    (problem,) = mistakes(tmp_path, with_options({key: 2}))
+    assert problem.key == f"{OPTIONS}.{key}" and problem.rule.startswith("not available yet") and problem.example == 1
+
+
+@pytest.mark.parametrize(
+    ("argument", "rule"),
+    [
+        ({"max_num_seqs": 4}, f"has a key of its own: write {OPTIONS}.max_num_seqs"),
+        ({"skip_tokenizer_init": False}, "is not yours to set: the strategy"),
+    ],
+)
+def test_engine_args_do_not_bypass_the_keys(tmp_path: Path, argument: dict[str, Any], rule: str) -> None:
+    assert mistakes(tmp_path, with_options({"engine_args": {"schedule_policy": "fcfs"}})) == ()
+    (problem,) = mistakes(tmp_path, with_options({"engine_args": argument}))
+    assert problem.key.startswith(f"{OPTIONS}.engine_args.") and rule in problem.rule
+
+
+def test_an_engine_shorter_than_the_sequences_ends_responses(tmp_path: Path) -> None:
+    loaded = load(tmp_path, with_options({"max_model_len": 200}))
+    assert any("200 is less than prompt plus response (256): responses end there" in str(n) for n in loaded.warnings)

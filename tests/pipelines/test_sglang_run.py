@@ -1,0 +1,34 @@
+"""RLVR with SGLang as the engine: the trainer and the engine agree after every weight update."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.pipelines.conftest import Run
+from tests.pipelines.tiny_runs import GENERATING, role
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        find_spec("sglang") is None or find_spec("sgl_kernel") is None,
+        reason="SGLang is not installed, or its kernels are not: make test-sglang",
+    ),
+]
+
+STEPS = 3
+GAP = 1e-5  # float32 sums in another order
+
+
+@pytest.mark.parametrize("devices", [[1], [0]], ids=["apart", "colocated"])
+def test_trainer_and_engine_agree_at_every_step(run: Run, tmp_path: Path, devices: list[int]) -> None:
+    engine = role("sglang", devices, generating_args=GENERATING)
+    engine["strategy_args"]["strategy_config"] = {"load_format": "dummy", "max_num_seqs": 8}
+    finished = run({"max_steps": STEPS, "actor_infer": engine}, output=tmp_path)
+    assert finished.values("model_update/version") == list(range(STEPS))
+    assert max(finished.values("actor/train_infer_log_diff_abs_max")) < GAP
+    assert max(finished.values("actor/grad_norm")) > 0.0, "the weights move"
+    assert all(length > 1 for length in finished.values("token/response_length/mean"))
