@@ -1,4 +1,4 @@
-"""The two lists of versions belong to one environment."""
+"""The lists of versions: two belong to one environment, the third to one over it."""
 
 from __future__ import annotations
 
@@ -27,3 +27,10 @@ def test_vllm_accepts_what_the_others_have() -> None:
     # vLLM 0.32 wants transformers below 5.20, and the very torch it was built for.
     assert versions("cpu.txt")["transformers"].startswith("5.19.")
     assert versions("cpu.txt")["torch"] == "2.13.0"
+
+
+def test_sglang_stands_on_the_other_two() -> None:
+    """Its environment finds their packages: what it brings itself takes nobody's place."""
+    base, vllm, sglang = versions("cpu.txt"), versions("vllm-cpu.txt"), versions("sglang-cpu.txt")
+    assert not sglang.keys() & (base.keys() | vllm.keys())
+    assert f'"sglang=={sglang["sglang"]}"' in (ROOT / "setup.py").read_text()

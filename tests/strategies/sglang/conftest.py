@@ -1,4 +1,4 @@
-"""Engines live in a process of their own. ``make test-sglang`` puts stand-ins for what SGLang has for GPUs only on the path."""
+"""Engines live in a process of their own. ``make test-sglang`` puts stand-ins for SGLang's GPU kernels on the path."""
 
 from __future__ import annotations
 
