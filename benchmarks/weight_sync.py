@@ -5,31 +5,33 @@
     python -m benchmarks.weight_sync --model 100M --only strategies         # gathered from two ranks of each
     python -m benchmarks.weight_sync --model 10M --dtype bf16 --delta       # bytes of changed elements
 
-An update is timed from the first message until every tensor is verified, checksums on both sides included; the median
-of several, the first one left out (it forms connections and touches memory for the first time).  ``memcpy`` is one copy
-of the same tensors between buffers that exist, ``gloo`` a broadcast of as many bytes between two processes in messages
-of a bucket each.  Memory is what the sender's resident set grows by at its peak, shared memory included.
+An update is timed from the first message until every tensor is verified, checksums on both sides included.  ``memcpy``
+is one copy between buffers that exist, ``gloo`` a broadcast of as many bytes between two processes; they run in turn
+with what they are beside, and a ratio is the median of those within a round.  The first round is left out (it forms
+connections and touches memory for the first time).  CPU time is that of the whole process tree: sender, engine and
+Ray.  Memory is what the sender's resident set grows by at its peak, shared memory included.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore
 
+from benchmarks.raw_transfers import raw_transfers
+from benchmarks.rlvr_step import tree_cpu_seconds
 from roll.config.roles import ModelArguments, StrategyArguments, TrainingArguments, WorkerConfig
+from roll.config.weight_sync import TransportName
 from roll.distributed import Cluster, ResourceManager, ray_runtime
 from roll.platforms import current_platform
 from roll.protocol.metrics import to_floats
@@ -39,7 +41,6 @@ from roll.weight_sync.delta import DeltaEncoder
 from roll.weight_sync.engines import RayEngines
 from roll.weight_sync.options import SyncOptions, build_transport
 from roll.weight_sync.sender import Update, WeightSender
-from roll.weight_sync.transports.broadcast import process_group
 from roll.workers import ACTOR_WORKER, GENERATION_WORKER
 
 MIB = 2**20
@@ -90,54 +91,26 @@ def random_weights(folder: Path, dtype: str) -> dict[str, torch.Tensor]:
     return {name: torch.empty(p.shape, dtype=p.dtype).normal_(0, 0.02) for name, p in shapes.named_parameters()}
 
 
-def seconds_of(action: Any, repeats: int) -> float:
-    """Median, after one that does not count."""
-    times = []
+@dataclass
+class Cost:
+    """Of one repetition."""
+
+    seconds: float
+    cpu_seconds: float
+    """Of this process and all below it, Ray's and the engine's included."""
+
+
+def interleaved(contestants: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[Cost]]:
+    """Run all in turn, ``repeats`` times after one round that does not count, so that other work on the machine meets
+    them alike."""
+    costs: dict[str, list[Cost]] = {name: [] for name in contestants}
     for _ in range(repeats + 1):
-        begin = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[1:])
-
-
-def raw_copy(weights: dict[str, torch.Tensor], repeats: int) -> float:
-    targets = [torch.zeros_like(tensor) for tensor in weights.values()]
-
-    def copy() -> None:
-        for target, tensor in zip(targets, weights.values(), strict=True):
-            target.copy_(tensor)
-
-    return seconds_of(copy, repeats)
-
-
-def raw_gloo(num_bytes: int, bucket_bytes: int, repeats: int) -> float:
-    """The other rank is a process of its own."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    sizes = [min(bucket_bytes, num_bytes - start) for start in range(0, num_bytes, bucket_bytes)]
-    context = multiprocessing.get_context("spawn")
-    receiver = context.Process(target=_receive, args=(store.port, sizes, repeats + 1))
-    receiver.start()
-    group = process_group("gloo", store, 0, 2, DEADLINE)
-    buffer = torch.ones(max(sizes), dtype=torch.uint8)
-    seconds = seconds_of(lambda: _broadcast(group, buffer, sizes), repeats)
-    receiver.join()
-    return seconds
-
-
-def _receive(port: int, sizes: list[int], repeats: int) -> None:
-    torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=DEADLINE))
-    group = process_group("gloo", store, 1, 2, DEADLINE)
-    buffer = torch.zeros(max(sizes), dtype=torch.uint8)
-    for _ in range(repeats):
-        _broadcast(group, buffer, sizes)
-
-
-def _broadcast(group: Any, buffer: torch.Tensor, sizes: list[int]) -> None:
-    for size in sizes:
-        group.broadcast([buffer[:size]], dist.BroadcastOptions()).wait()
-    # The sender of a message is done before it has arrived: the last word is the receiver's.
-    group.barrier().wait()
+        for name, run in contestants.items():
+            cpu, begin = tree_cpu_seconds(os.getpid()), time.perf_counter()
+            run()
+            seconds = time.perf_counter() - begin
+            costs[name].append(Cost(seconds, tree_cpu_seconds(os.getpid()) - cpu))
+    return {name: of_one[1:] for name, of_one in costs.items()}
 
 
 def engine_role(folder: Path, dtype: Any) -> WorkerConfig:
@@ -163,47 +136,84 @@ def engine(folder: Path, options: argparse.Namespace) -> Iterator[tuple[Resource
         resources.close()
 
 
-@dataclass
-class Row:
-    name: str
-    seconds: float
-    num_bytes: int
-    memory: int | None = None
+def print_rows(costs: Mapping[str, list[Cost]], num_bytes: int, memory: Mapping[str, int]) -> None:
+    """Medians, and medians of the ratios to the raw transfers of the same round."""
 
-    def print(self, copy: float, gloo: float) -> None:
-        memory = "" if self.memory is None else f"{self.memory / MIB:,.0f}"
-        rate = self.num_bytes / self.seconds / 1e9
-        beside = f"{copy / self.seconds:.2f} | {gloo / self.seconds:.2f}"
-        print(f"| {self.name} | {self.seconds:.3f} | {rate:.2f} | {beside} | {memory} |", flush=True)
+    def beside(raw: str, name: str, attribute: str) -> float:
+        pairs = zip(costs[raw], costs[name], strict=True)
+        return statistics.median(getattr(r, attribute) / max(1e-3, getattr(c, attribute)) for r, c in pairs)
+
+    for name, of_one in costs.items():
+        seconds = statistics.median(cost.seconds for cost in of_one)
+        cpu = statistics.median(cost.cpu_seconds for cost in of_one)
+        ratios = " | ".join(f"{beside(r, name, a):.2f}" for a in ("seconds", "cpu_seconds") for r in ("memcpy", "gloo"))
+        peak = f"{memory[name] / MIB:,.0f}" if name in memory else ""
+        print(
+            f"| {name} | {seconds:.3f} | {cpu:.3f} | {num_bytes / seconds / 1e9:.2f} | {ratios} | {peak} |", flush=True
+        )
+
+
+class Transfer:
+    """One update after another of an engine, from this process."""
+
+    def __init__(
+        self,
+        transport: TransportName,
+        weights: dict[str, torch.Tensor],
+        engines: Cluster,
+        folder: str,
+        options: argparse.Namespace,
+    ) -> None:
+        self._sender = WeightSender(build_transport(transport, folder, "gloo", "127.0.0.1"))
+        self._bucket_bytes = SyncOptions(options.bucket_mb * MIB, DEADLINE, transport).bucket_bytes
+        self._weights = weights
+        self._engines = RayEngines({0: engines.workers[0]})
+        self.memory = 0
+
+    def __call__(self) -> None:
+        platform = current_platform()
+        platform.reset_peak_memory()
+        before = platform.memory_stats()["used"]
+        self._sender.send(iter_buckets(self._weights.items(), self._bucket_bytes), self._engines, Update(1, DEADLINE))
+        self.memory = max(self.memory, platform.memory_stats()["peak"] - before)
 
 
 def by_transport(
-    weights: dict[str, torch.Tensor], engines: Cluster, options: argparse.Namespace, show: Callable[[Row], None]
+    weights: dict[str, torch.Tensor],
+    engines: Cluster,
+    raw: Mapping[str, Callable[[], Any]],
+    options: argparse.Namespace,
 ) -> None:
-    num_bytes = sum(tensor.nbytes for tensor in weights.values())
-    platform = current_platform()
     with tempfile.TemporaryDirectory() as files:
-        for name in options.transports:
-            sender = WeightSender(build_transport(name, files, "gloo", "127.0.0.1"))
+        transfers = {name: Transfer(name, weights, engines, files, options) for name in options.transports}
+        costs = interleaved({**raw, **transfers}, options.repeats)
+        memory = {name: transfer.memory for name, transfer in transfers.items()}
+        print_rows(costs, sum(tensor.nbytes for tensor in weights.values()), memory)
 
-            def send(sender: WeightSender = sender) -> None:
-                buckets = iter_buckets(weights.items(), options.bucket_mb * MIB)
-                sender.send(buckets, RayEngines({0: engines.workers[0]}), Update(1, DEADLINE))
 
-            platform.reset_peak_memory()
-            before = platform.memory_stats()["used"]
-            seconds = seconds_of(send, options.repeats)
-            show(Row(name, seconds, num_bytes, platform.memory_stats()["peak"] - before))
+class StrategyUpdate:
+    """One update after another from a trainer's ranks."""
+
+    def __init__(self, sync: WeightSync) -> None:
+        self._sync = sync
+        self._version = 0
+        self.num_bytes = 0
+
+    def __call__(self) -> None:
+        metrics = to_floats(self._sync.sync(self._version))
+        self._version += 1
+        self.num_bytes = int(metrics["model_update/bytes"])
 
 
 def by_strategy(
     folder: Path,
     resources: ResourceManager,
     engines: Cluster,
+    raw: Mapping[str, Callable[[], Any]],
     options: argparse.Namespace,
-    show: Callable[[Row], None],
 ) -> None:
-    for name, (strategy, config, ranks) in STRATEGIES.items():
+    for name in options.strategies:
+        strategy, config, ranks = STRATEGIES[name]
         role = WorkerConfig(
             name="actor_train",
             model_args=ModelArguments(model_name_or_path=str(folder), dtype=options.dtype),
@@ -212,11 +222,11 @@ def by_strategy(
             device_mapping=list(range(ranks)),
         )
         trainer = Cluster("actor_train", ACTOR_WORKER, resources, role, extra={"loss": {}}, rpc_timeout=DEADLINE)
-        trainer.initialize(1)
-        sync = WeightSync(trainer, engines, SyncOptions(options.bucket_mb * MIB, DEADLINE))
-        measured = [to_floats(sync.sync(version)) for version in range(options.repeats + 1)][1:]
-        seconds = statistics.median(metrics["time/actor_train/model_update/total"] for metrics in measured)
-        show(Row(name, seconds, int(measured[0]["model_update/bytes"])))
+        trainer.initialize(0 if options.no_optimizer else 1)
+        sync_options = SyncOptions(options.bucket_mb * MIB, DEADLINE, options.transports[0])
+        update = StrategyUpdate(WeightSync(trainer, engines, sync_options))
+        costs = interleaved({**raw, name: update}, options.repeats)
+        print_rows(costs, update.num_bytes, {})
         trainer.shutdown()
 
 
@@ -264,7 +274,10 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--bucket-mb", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--transports", nargs="+", default=["object_store", "broadcast", "safetensors"])
+    transports = ["shared_memory", "object_store", "broadcast", "safetensors"]
+    parser.add_argument("--transports", nargs="+", default=transports, help="strategies are measured with the first")
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
+    parser.add_argument("--no-optimizer", action="store_true", help="trainers that hold weights alone")
     parser.add_argument("--only", nargs="+", choices=["transports", "strategies"], default=["transports", "strategies"])
     parser.add_argument("--delta", action="store_true", help="count the elements that training changes, instead")
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-6, 3e-6, 1e-5, 1e-4])
@@ -283,16 +296,14 @@ def main() -> None:
 def compare(folder: Path, options: argparse.Namespace) -> None:
     weights = random_weights(folder, options.dtype)
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
-    copy, gloo = raw_copy(weights, options.repeats), raw_gloo(num_bytes, options.bucket_mb * MIB, options.repeats)
-    print("| | s | GB/s | of memcpy | of gloo | peak MiB |\n|---|---|---|---|---|---|")
-    Row("raw memcpy", copy, num_bytes).print(copy, gloo)
-    Row("raw gloo", gloo, num_bytes).print(copy, gloo)
-    with engine(folder, options) as (resources, cluster):
+    with raw_transfers(num_bytes, options.bucket_mb * MIB) as raw, engine(folder, options) as (resources, cluster):
+        print("| | s | CPU-s | GB/s | s: of memcpy | of gloo | CPU-s: of memcpy | of gloo | peak MiB |")
+        print("|---|---|---|---|---|---|---|---|---|")
         if "transports" in options.only:
-            by_transport(weights, cluster, options, lambda row: row.print(copy, gloo))
+            by_transport(weights, cluster, raw, options)
         del weights
         if "strategies" in options.only:
-            by_strategy(folder, resources, cluster, options, lambda row: row.print(copy, gloo))
+            by_strategy(folder, resources, cluster, raw, options)
 
 
 if __name__ == "__main__":

@@ -14,18 +14,19 @@ if TYPE_CHECKING:
     from roll.config.rlvr import RLVRConfig
 
 UpdateMode = Literal["full", "trained", "delta"]
-TransportName = Literal["object_store", "broadcast", "safetensors", "cuda_ipc"]
+TransportName = Literal["shared_memory", "object_store", "broadcast", "safetensors", "cuda_ipc"]
 
 
 @dataclass(frozen=True)
 class WeightSyncConfig:
     """``weight_sync``: how the trainer's weights get to the engines."""
 
-    transport: Literal["auto", "object_store", "broadcast", "safetensors", "cuda_ipc"] = "auto"
-    """``object_store``: Ray's, shared memory on each host. ``broadcast``: a process group of the sending rank and the
-    engines (NCCL on GPUs that they do not share, gloo on CPU). ``safetensors``: files in ``directory``. ``cuda_ipc``:
-    the trainer's GPU memory, read by an engine on that GPU. ``auto``: ``broadcast`` between GPUs that the roles do not
-    share, ``object_store`` everywhere else."""
+    transport: Literal["auto", "shared_memory", "object_store", "broadcast", "safetensors", "cuda_ipc"] = "auto"
+    """``shared_memory``: memory that the processes of a host share; to engines on other hosts than the sender
+    ``object_store`` takes its place. ``object_store``: Ray's, which carries weights to other hosts. ``broadcast``: a
+    process group of the sending rank and the engines (NCCL on GPUs that they do not share, gloo on CPU).
+    ``safetensors``: files in ``directory``. ``cuda_ipc``: the trainer's GPU memory, read by an engine on that GPU.
+    ``auto``: ``broadcast`` between GPUs that the roles do not share, ``shared_memory`` everywhere else."""
     mode: Literal["auto", "full", "trained", "delta"] = "auto"
     """What is sent once the engines hold everything: ``full``: everything again; ``trained``: without the parameters
     that training never changes; ``delta``: of those that it changes, the elements that are not what they were.
@@ -60,7 +61,7 @@ def transport_name(
     if options.transport != "auto":
         return options.transport
     apart = set(train_devices).isdisjoint(infer_devices)
-    return "broadcast" if apart and device_type != "cpu" else "object_store"
+    return "broadcast" if apart and device_type != "cpu" else "shared_memory"
 
 
 def check_weight_sync(config: RLVRConfig, checks: Checks) -> None:

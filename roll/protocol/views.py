@@ -27,6 +27,17 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
 
 
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """``target.copy_(source)``; by ``memcpy`` where nothing has to be converted, which moves large tensors in host
+    memory half as fast again as torch's own loop: it writes past the cache."""
+    alike = target.dtype == source.dtype and target.shape == source.shape
+    in_host_memory = target.device.type == source.device.type == "cpu"
+    if alike and in_host_memory and target.is_contiguous() and source.is_contiguous():
+        np.copyto(flat_view(target).view(torch.uint8).numpy(), flat_view(source).view(torch.uint8).numpy())
+    else:
+        target.copy_(source)
+
+
 class _Exposed:
     """An array's memory under the array interface, without its read-only flag: ``torch.from_numpy`` warns of that."""
 

@@ -27,6 +27,7 @@ from roll.strategies.fsdp_units import compute_dtype
 from roll.strategies.gradients import clip_factor, global_norm, local_gradients, local_tensor, scale_
 from roll.strategies.loss_scale import DynamicLossScale
 from roll.strategies.optimizer import adamw, decay_groups, state_tensors
+from roll.strategies.pieces import Pieces, gather_to_rank0
 from roll.strategies.schedule import LearningRateSchedule
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,16 @@ class ShardedStrategy(DataParallelStrategy):
     def _shard_group(self) -> ProcessGroup | None:
         """The ranks that hold the other shards of this rank's parameters; None when there are none."""
         return self.mesh.get_group("fsdp") if self.mesh["fsdp"].size() > 1 else None
+
+    def _gather_parts(self, parts: list[tuple[torch.Tensor, Pieces]], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Collective. This rank's elements of tensors, whole on rank 0."""
+        if not parts or (self.mesh.ndim == 2 and self.mesh.get_local_rank("ddp")):
+            return [torch.empty(0, dtype=dtype, device=self.device) for _ in parts]
+        held, pieces = [part for part, _ in parts], [piece for _, piece in parts]
+        return gather_to_rank0(held, pieces, self.mesh.get_group("fsdp"), dtype, self.device)
+
+    def _on_wire(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(self.device, self._wire_dtype(tensor))
 
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
         """Shards; none where ``offload_policy`` keeps them in host memory."""

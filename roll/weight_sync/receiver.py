@@ -51,6 +51,9 @@ class WeightReceiver:
                 f"weight update {start.version} changes version {start.base_version}; this engine holds "
                 f"{'none' if self._held_version is None else self._held_version}"
             )
+        if self._update is not None:
+            # It was cut short, by another engine's death; what it has brought is overwritten.
+            self._engine.finish_weight_update()
         self._receiver = self._connected(start.link)
         self._engine.start_weight_update(start.version)
         self._update, self._held_version = start, None

@@ -6,9 +6,11 @@ While the engines take over one bucket, the trainer gathers the next: at most tw
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -62,7 +64,8 @@ class WeightSender:
 
         Raises:
             WeightSyncError: an engine's checksum of a tensor differs from the trainer's, a tensor is missing there, or
-                an engine died, failed, or did not answer within the deadline.
+                an engine died, failed, or did not answer within the deadline. What is left of ``buckets`` can still be
+                taken.
         """
         if update.base_version is None:
             self._checksums.clear()
@@ -103,11 +106,11 @@ class _Exchange:
         """
         (kind,) = set(self._start())
         unsent = dict.fromkeys(self._checksums)
-        in_flight: Question | None = None
+        in_flight: deque[Question] = deque()
         hashing: Future[None] | None = None
         parts: dict[str, torch.Tensor] = {}
         with ThreadPoolExecutor(1) as pool:
-            for named in _with_end(buckets):
+            for named in chain(buckets, [None]):
                 if hashing is not None:
                     hashing.result()
                 # Beside the packing and sending of the same tensors: neither holds the interpreter.
@@ -119,11 +122,12 @@ class _Exchange:
                     else:
                         unsent[name] = None
                 if parts and (named is None or _num_bytes(parts) >= collect_bytes):
-                    if in_flight is not None:
-                        self._wait(in_flight)
-                    in_flight, parts = self._hand_over(parts), {}
-            if in_flight is not None:
-                self._wait(in_flight)
+                    if len(in_flight) == self._transport.slots:
+                        self._wait(in_flight.popleft())
+                    in_flight.append(self._hand_over(parts))
+                    parts = {}
+            while in_flight:
+                self._wait(in_flight.popleft())
         self._verify(list(unsent))
         self._transport.finish()
         seconds = time.monotonic() - self._begin
@@ -177,11 +181,6 @@ class _Exchange:
     @property
     def _seconds_left(self) -> float:
         return max(1e-3, self._end - time.monotonic())
-
-
-def _with_end(buckets: NamedBuckets) -> Iterator[list[tuple[str, torch.Tensor]] | None]:
-    yield from buckets
-    yield None
 
 
 def _num_bytes(tensors: Tensors) -> int:

@@ -17,7 +17,7 @@ from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, merge_metrics
 from roll.strategies.base import Output, TensorBatch, WeightSelection
 from roll.weight_sync.engines import RayEngines
-from roll.weight_sync.messages import SyncReport
+from roll.weight_sync.messages import SyncReport, WeightSyncError
 from roll.weight_sync.options import SyncOptions, build_transport
 from roll.weight_sync.sender import Update, WeightSender
 from roll.workers.model import MODEL_COLUMNS
@@ -74,7 +74,13 @@ class ActorWorker(TrainingWorker):
         if self.rank_info.rank == 0:
             scalings = self.strategy.adapter_scalings() if options.adapters_apart else {}
             update = Update(version, options.deadline, base_version, scalings)
-            return self._weight_sender(options).send(buckets, RayEngines(engines), update)
+            try:
+                return self._weight_sender(options).send(buckets, RayEngines(engines), update)
+            except WeightSyncError:
+                # The other ranks take part in the rest of the gathering, so this one must: the update may be repeated.
+                for _ in buckets:
+                    pass
+                raise
         for _ in buckets:
             pass
         return None

@@ -18,7 +18,7 @@ LORA = {"actor_train.model_args.lora_target": "all-linear", "actor_train.model_a
 
 @pytest.mark.parametrize(
     ("infer", "device_type", "expected"),
-    [([0, 1], "cpu", "object_store"), ([0, 1], "cuda", "object_store"), ([2, 3], "cuda", "broadcast")],
+    [([0, 1], "cpu", "shared_memory"), ([0, 1], "cuda", "shared_memory"), ([2, 3], "cuda", "broadcast")],
 )
 def test_transport_by_placement(infer: list[int], device_type: str, expected: str) -> None:
     assert transport_name(WeightSyncConfig(), [0, 1], infer, device_type) == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics
 from roll.rollout.messages import EngineCommand, EngineReport
 from roll.weight_sync.checksum import ChecksumKind
-from roll.weight_sync.messages import UpdateStart
+from roll.weight_sync.messages import BucketHeader, UpdateStart
 from roll.workers.actor import LOSS_COLUMNS, ActorWorker
 from roll.workers.generation import GenerationWorker
 from roll.workers.model import MODEL_COLUMNS
@@ -69,6 +70,21 @@ class CorruptingEngine(FaultyEngine):
     """Changes one element of one tensor at every update."""
 
     fault = "corrupt"
+
+
+class EngineDyingInUpdate(GenerationWorker):
+    """Rank 0 is killed by the first bucket of its second update."""
+
+    num_updates = 0
+
+    def start_weight_update(self, start: UpdateStart) -> ChecksumKind:
+        self.num_updates += 1
+        return super().start_weight_update(start)
+
+    def update_weights(self, header: BucketHeader, parcel: Any) -> None:
+        if self.context.rank == 0 and self.num_updates == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().update_weights(header, parcel)
 
 
 class DyingEngine(GenerationWorker):

@@ -62,14 +62,16 @@ def test_a_killed_worker_ends_the_run_with_a_diagnosis(
     assert left_of(mark) == []
 
 
-def test_an_engine_that_died_comes_back(start: Start, world: TinyWorld, tmp_path: Path) -> None:
+def test_an_engine_that_died_in_a_weight_update_comes_back(start: Start, world: TinyWorld, tmp_path: Path) -> None:
+    """The other one is sent everything again, for which the trainer's ranks gather anew."""
     changes = {
         "max_steps": 500,
-        "num_gpus_per_node": 3,
-        "actor_train.device_mapping": [0],
-        "actor_train.training_args": training_args(16, 1),
-        "actor_infer.device_mapping": [1, 2],
-        "actor_infer.worker_cls": f"{HERE}.faulty_workers.DyingEngine",
+        "num_gpus_per_node": 4,
+        "model_update_buffer_size_mb": 1,
+        "actor_train.device_mapping": [0, 1],
+        "actor_train.training_args": training_args(8, 1),
+        "actor_infer.device_mapping": [2, 3],
+        "actor_infer.worker_cls": f"{HERE}.faulty_workers.EngineDyingInUpdate",
         "rewards.digits.worker_cls": f"{HERE}.rewards.slow_digit_share",
     }
     load_changed(rlvr_settings(world, tmp_path), changes)
@@ -77,6 +79,7 @@ def test_an_engine_that_died_comes_back(start: Start, world: TinyWorld, tmp_path
     driver.wait_for(lambda: driver.last("scheduler/engines") == 1)
     driver.wait_for(lambda: driver.last("scheduler/engines") == 2)
     assert driver.last("scheduler/engine_deaths") == 1
+    assert driver.last("model_update/buckets") > 1, "ranks must be found in the middle of the gathering"
     os.killpg(driver.process.pid, signal.SIGINT)
     driver.finish(SECONDS_TO_NOTICE)
 

@@ -27,7 +27,7 @@ STRATEGIES = {
 }
 UPDATES = {
     "fsdp2": [(transport, mode) for transport in TRANSPORTS for mode in ("trained", "delta")],
-    "others": [("object_store", "trained"), ("broadcast", "delta"), ("safetensors", "trained")],
+    "others": [("shared_memory", "trained"), ("broadcast", "delta"), ("safetensors", "trained")],
 }
 
 

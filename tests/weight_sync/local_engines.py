@@ -19,9 +19,10 @@ from roll.weight_sync.transports.base import Sender
 from roll.weight_sync.transports.broadcast import BroadcastSender
 from roll.weight_sync.transports.files import FileSender
 from roll.weight_sync.transports.object_store import ObjectStoreSender, TensorBundle
+from roll.weight_sync.transports.shared_memory import SharedMemorySender
 
 METHODS = {"start_weight_update": "start", "update_weights": "update", "finish_weight_update": "finish"}
-TRANSPORTS = ("object_store", "broadcast", "safetensors")
+TRANSPORTS = ("shared_memory", "object_store", "broadcast", "safetensors")
 
 
 class PlainEngine:
@@ -30,10 +31,12 @@ class PlainEngine:
     def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
         self.weights = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
         self.version: int | None = None
+        self.updating = False
         self._updated: list[str] = []
 
     def start_weight_update(self, version: int) -> None:
-        self.version = version
+        assert not self.updating, "as real engines say"
+        self.version, self.updating = version, True
         self._updated.clear()
 
     def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -45,6 +48,7 @@ class PlainEngine:
         return self.weights
 
     def finish_weight_update(self) -> dict[str, int]:
+        self.updating = False
         return {name: tensor_checksum(self.weights[name]) for name in self._updated}
 
 
@@ -104,6 +108,8 @@ def local_sender(transport: str, folder: Path) -> Sender:
         return bundle
 
     match transport:
+        case "shared_memory":
+            return SharedMemorySender()
         case "object_store":
             return ObjectStoreSender(put=keep)
         case "broadcast":

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roll.strategies.pieces import Pieces, gather_to_rank0
+
 
 def is_partitioned(tensor: Tensor) -> bool:
     return hasattr(tensor, "ds_tensor")
@@ -55,25 +57,17 @@ def _own_part(parameter: Any, whole: Tensor) -> Tensor:
     return torch.nn.functional.pad(own, (0, size - own.numel()))
 
 
-def gather_to_rank0(parameters: list[Any], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Collective. The whole parameters on rank 0, by one collective for all of them; empty tensors elsewhere.
+def gather_partitions(parameters: list[Any], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Collective. The whole parameters on rank 0; empty tensors elsewhere.
 
     Args:
         parameters: partitioned parameters. Rank r holds the r-th part of a flattened parameter in ``ds_tensor``,
             the last part padded.
         dtype: of the result.
     """
-    local = torch.cat([parameter.ds_tensor.detach().flatten().to(device, dtype) for parameter in parameters])
-    world_size = dist.get_world_size()
-    if dist.get_rank() != 0:
-        dist.gather(local, dst=0)
-        return [local.new_empty(0) for _ in parameters]
-    by_rank = local.new_empty(world_size, local.numel())
-    dist.gather(local, list(by_rank.unbind()), dst=0)
-    whole, start = [], 0
-    for parameter in parameters:
-        size = parameter.ds_tensor.numel()
-        flat = by_rank[:, start : start + size].reshape(-1)
-        whole.append(flat[: parameter.ds_numel].view(parameter.ds_shape))
-        start += size
-    return whole
+    parts = [parameter.ds_tensor for parameter in parameters]
+    num_ranks = dist.get_world_size()
+    pieces = [Pieces.even(p.ds_shape, p.ds_tensor.numel(), num_ranks) for p in parameters]
+    group = dist.group.WORLD
+    assert group is not None
+    return gather_to_rank0(parts, pieces, group, dtype, device)

@@ -18,7 +18,7 @@ from roll.models.response_model import run_head_when_called
 from roll.strategies.base import ModelHead, StateKind
 from roll.strategies.data_parallel import DataParallelStrategy
 from roll.strategies.deepspeed.options import engine_options
-from roll.strategies.deepspeed.partitions import full_size, gather_to_rank0, is_partitioned
+from roll.strategies.deepspeed.partitions import full_size, gather_partitions, is_partitioned
 from roll.strategies.deepspeed.runtime import import_deepspeed, join_process_group
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class DeepSpeedInferStrategy(DataParallelStrategy):
 
     def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         partitioned = [tensor for tensor in tensors if is_partitioned(tensor)]
-        gathered = iter(gather_to_rank0(partitioned, self.compute_dtype, self.device) if partitioned else [])
+        gathered = iter(gather_partitions(partitioned, self.compute_dtype, self.device) if partitioned else [])
         return [next(gathered) if is_partitioned(tensor) else self._whole(tensor) for tensor in tensors]
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -8,9 +8,9 @@ import torch
 
 from roll.config.strategy import Fsdp1StrategyConfig
 from roll.models.layouts import TokenLayout
-from roll.strategies.fsdp.pieces import Pieces, exchange_sizes, gather_to_rank0
 from roll.strategies.fsdp.wrapping import clean_name, free_gathered, wrap_model
 from roll.strategies.fsdp2.mesh import build_mesh
+from roll.strategies.pieces import Pieces, exchange_sizes
 from roll.strategies.sharded import ShardedStrategy
 
 
@@ -59,13 +59,3 @@ class FsdpInferStrategy(ShardedStrategy):
         parts = [tensor for tensor in tensors if tensor in self._pieces]
         whole = iter(self._gather_parts([(part, self._pieces[part]) for part in parts], self.compute_dtype))
         return [next(whole) if tensor in self._pieces else self._on_wire(tensor) for tensor in tensors]
-
-    def _gather_parts(self, parts: list[tuple[torch.Tensor, Pieces]], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Collective. This rank's elements of tensors, whole on rank 0; one collective for all of them."""
-        if not parts or (self.mesh.ndim == 2 and self.mesh.get_local_rank("ddp")):
-            return [torch.empty(0, dtype=dtype, device=self.device) for _ in parts]
-        held, pieces = [part for part, _ in parts], [piece for _, piece in parts]
-        return gather_to_rank0(held, pieces, self.mesh.get_group("fsdp"), dtype, self.device)
-
-    def _on_wire(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(self.device, self._wire_dtype(tensor))

@@ -15,6 +15,7 @@ from roll.models.tiled_mlp import tile_mlp_layers
 from roll.models.unread import UnreadModel, build_unread
 from roll.strategies.fsdp2.mesh import build_mesh
 from roll.strategies.fsdp2.sharding import shard_model
+from roll.strategies.pieces import Pieces
 from roll.strategies.sharded import ShardedStrategy
 
 if TYPE_CHECKING:
@@ -57,10 +58,22 @@ class Fsdp2InferStrategy(ShardedStrategy):
                 module.reshard()
 
     def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [self._gather_one(tensor) for tensor in tensors]
+        by_dtype: dict[torch.dtype, list[tuple[int, torch.Tensor, Pieces]]] = {}
+        whole: dict[int, torch.Tensor] = {}
+        for index, tensor in enumerate(tensors):
+            if isinstance(tensor, DTensor):
+                shard = (index, tensor.to_local(), row_pieces(tensor))
+                by_dtype.setdefault(self._wire_dtype(tensor), []).append(shard)
+            else:
+                whole[index] = self._on_wire(tensor)
+        for dtype, shards in by_dtype.items():
+            gathered = self._gather_parts([(part, pieces) for _, part, pieces in shards], dtype)
+            whole |= {index: tensor for (index, _, _), tensor in zip(shards, gathered, strict=True)}
+        return [whole[index] for index in range(len(tensors))]
 
-    def _gather_one(self, tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.detach().to(self.device, self._wire_dtype(tensor))
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
-        return tensor if self.rank == 0 else tensor.new_empty(0)
+
+def row_pieces(tensor: DTensor) -> Pieces:
+    """How the rows of a parameter lie on the ranks of its shard group: as ``torch.chunk`` divides them."""
+    num_ranks = tensor.device_mesh.size(tensor.device_mesh.ndim - 1)
+    rows = -(-tensor.shape[0] // num_ranks)
+    return Pieces.even(tensor.shape, rows * tensor.shape[1:].numel(), num_ranks)

@@ -14,6 +14,7 @@ from roll.config.roles import WorkerConfig
 from roll.config.strategy import HfInferStrategyConfig, typed_strategy_config
 from roll.models.build import DTYPES, attention_implementation, build_model, load_config
 from roll.platforms import current_platform
+from roll.protocol.views import copy_into
 from roll.strategies.end_tokens import end_token_ids
 from roll.strategies.generation import GenerationOutput, GenerationRequest, GenerationStrategy
 from roll.strategies.hf_infer.decoder import Decoder, create_decoder
@@ -106,7 +107,7 @@ class HfInferStrategy(GenerationStrategy):
                 raise ValueError(
                     f"hf_infer: {name} has shape {tuple(tensor.shape)}, the engine's is {tuple(weights[name].shape)}"
                 )
-            weights[name].copy_(tensor)
+            copy_into(weights[name], tensor)
             # Of what the engine holds, while the trainer gathers the next bucket: at the end all would wait for it.
             self._updated[name] = tensor_checksum(weights[name])
 

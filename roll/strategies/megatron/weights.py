@@ -140,9 +140,11 @@ class FullWeights:
         shard = self._own[entry.name].detach()
         if self._info.tp_size == 1:
             return [tensor.clone() for tensor in entry.layout.join([shard])]
-        shards = [torch.empty_like(shard) for _ in range(self._info.tp_size)]
-        dist.all_gather(shards, shard.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
-        return entry.layout.join(shards)
+        group = parallel_state.get_tensor_model_parallel_group()
+        joins = not self._info.tp_rank
+        shards = [torch.empty_like(shard) for _ in range(self._info.tp_size)] if joins else None
+        dist.gather(shard.contiguous(), shards, dst=dist.get_global_rank(group, 0), group=group)
+        return [] if shards is None else entry.layout.join(shards)
 
 
 @dataclass

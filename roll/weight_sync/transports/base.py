@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -45,6 +45,9 @@ class Receiver(ABC):
 class Sender(ABC):
     """Lives in the sending rank's process, for as long as that."""
 
+    slots: ClassVar[int] = 1
+    """Buckets that may be packed and not yet released: with two, one is packed while the engines take the other."""
+
     @abstractmethod
     def start(self, engines: Sequence[Any], version: int, seconds: float) -> Sequence[Link]:
         """An update begins; one link for each of ``engines``, of which only the identity counts.
@@ -64,7 +67,7 @@ class Sender(ABC):
         """Called when the engines are being handed what :meth:`pack` gave last: send it, where it does not go along."""
 
     def release(self) -> None:
-        """The engines have taken the tensors of the last :meth:`pack`."""
+        """The engines have taken the tensors of the first :meth:`pack` that was not released."""
 
     def finish(self) -> None:
         """The update is over and went well."""

@@ -8,6 +8,7 @@ short when the next one starts.
 from __future__ import annotations
 
 import shutil
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,11 +42,13 @@ class FileSender(Sender):
     directory: on shared storage, of this run alone.
     """
 
+    slots = 2
+
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._update = directory
         self._index = 0
-        self._file: Path | None = None
+        self._files: deque[Path] = deque()
 
     def start(self, engines: Sequence[object], version: int, seconds: float) -> Sequence[FileLink]:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -62,17 +65,15 @@ class FileSender(Sender):
         partial = file.with_suffix(".partial")
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
         partial.rename(file)
-        self._file = file
+        self._files.append(file)
         return str(file)
 
     def release(self) -> None:
-        if self._file is not None:
-            self._file.unlink()
-            self._file = None
+        self._files.popleft().unlink()
 
     def finish(self) -> None:
         self._update.rmdir()
 
     def abandon(self) -> None:
-        self._file = None
+        self._files.clear()
         shutil.rmtree(self._update, ignore_errors=True)

@@ -6,6 +6,7 @@ of them travels out of band, so the sender copies once, into shared memory, and 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,20 +60,22 @@ class ObjectStoreSender(Sender):
     put: puts a bundle where the engines can get at it, and returns what they are handed.
     """
 
+    slots = 2
+
     def __init__(self, put: Callable[[TensorBundle], Any] = ray.put) -> None:
         self._put = put
-        self._shared: Any = None
+        self._shared: deque[Any] = deque()
 
     def start(self, engines: Sequence[Any], version: int, seconds: float) -> Sequence[ObjectStoreLink]:
         return [ObjectStoreLink()] * len(engines)
 
     def pack(self, tensors: Tensors) -> Any:
-        self._shared = self._put(TensorBundle(dict(tensors)))
-        return self._shared
+        self._shared.append(self._put(TensorBundle(dict(tensors))))
+        return self._shared[-1]
 
     def release(self) -> None:
-        # The last reference here: the store frees the bucket before the next one comes.
-        self._shared = None
+        # The last reference here: the store frees the bucket.
+        self._shared.popleft()
 
     def abandon(self) -> None:
-        self._shared = None
+        self._shared.clear()

@@ -193,7 +193,7 @@ def buckets_each(
     for name, role in roles.items():
         strategy = create_strategy(role)
         strategy.initialize(num_training_steps=2 if name.startswith("deepspeed_train") else 0)
-        with _counted(torch.distributed, "gather") as calls:
+        with _counted(torch.distributed, "batch_isend_irecv") as calls:
             buckets = [
                 {key: tensor.clone() for key, tensor in bucket} for bucket in strategy.named_full_weights(bucket_bytes)
             ]
