@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import random
 import resource
 import tempfile
@@ -77,21 +78,25 @@ def nothing(folder: Path, file: Path) -> int:
 
 def with_roll(folder: Path, file: Path) -> int:
     """Up to the first batch of prompts."""
-    from roll.config.roles import DataArguments
-    from roll.datasets import DomainSampler, PromptDataset
+    return first_batch(folder, file, use_cache=True, cache_dir=str(folder / "cache"))
 
-    data_args = DataArguments(file_name=str(file), use_cache=True, cache_dir=str(folder / "cache"))
-    dataset = PromptDataset.build(data_args, load_tokenizer(folder), LENGTH, {"math": ["math"]})
-    DomainSampler(dataset.by_domain()).next_batch(128)
-    return len(dataset)
+
+def with_processes(folder: Path, file: Path) -> int:
+    """The same, shared out among as many processes as there are cores."""
+    cores = len(os.sched_getaffinity(0))
+    return first_batch(folder, file, use_cache=True, cache_dir=str(folder / "shared"), preprocessing_num_workers=cores)
 
 
 def uncached(folder: Path, file: Path) -> int:
     """The same, kept in memory."""
+    return first_batch(folder, file, use_cache=False)
+
+
+def first_batch(folder: Path, file: Path, **options: Any) -> int:
     from roll.config.roles import DataArguments
     from roll.datasets import DomainSampler, PromptDataset
 
-    data_args = DataArguments(file_name=str(file), use_cache=False)
+    data_args = DataArguments(file_name=str(file), **options)
     dataset = PromptDataset.build(data_args, load_tokenizer(folder), LENGTH, {"math": ["math"]})
     DomainSampler(dataset.by_domain()).next_batch(128)
     return len(dataset)
@@ -116,7 +121,7 @@ def with_datasets(folder: Path, file: Path) -> int:
 
 
 def measured(work: Callable[[Path, Path], int], folder: Path, file: Path) -> tuple[float, float, float, int]:
-    """Seconds and CPU-seconds (imports excluded), peak memory in MiB, rows."""
+    """Seconds and CPU-seconds (imports excluded; of all processes), peak memory of the first one in MiB, rows."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     process = context.Process(target=_measure, args=(work, folder, file, queue))
@@ -130,10 +135,16 @@ def _measure(work: Callable[[Path, Path], int], folder: Path, file: Path, queue:
     nothing(folder, file)
     if work is with_datasets:
         import datasets  # noqa: F401
-    begin, cpu_begin = time.perf_counter(), time.process_time()
+    begin, cpu_begin = time.perf_counter(), cpu_time()
     rows = work(folder, file)
-    seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
+    seconds, cpu_seconds = time.perf_counter() - begin, cpu_time() - cpu_begin
     queue.put((seconds, cpu_seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, rows))
+
+
+def cpu_time() -> float:
+    """Seconds of this process and of its children that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def main() -> None:
@@ -147,11 +158,12 @@ def main() -> None:
         write_tokenizer(folder, options.text)
         write_rows(file, options.text, options.rows)
         print(f"{options.rows:,} rows, {file.stat().st_size / 2**20:.0f} MiB")
-        print(f"{'':<34}{'seconds':>9}{'CPU-s':>9}{'peak MiB':>10}{'above imports':>15}{'rows':>10}")
+        print(f"{'':<36}{'seconds':>9}{'CPU-s':>9}{'peak MiB':>10}{'above imports':>15}{'rows':>10}")
         _, _, base, _ = measured(nothing, folder, file)
         cases: list[tuple[str, Callable[[Path, Path], int]]] = [
             ("roll, cold", with_roll),
             ("roll, prepared rows found", with_roll),
+            ("roll, cold, a process for each core", with_processes),
             ("roll, in memory", uncached),
             ("datasets.map, one process, cold", with_datasets),
             ("datasets.map, found", with_datasets),
@@ -159,7 +171,7 @@ def main() -> None:
         for title, work in (case for case in cases if options.only in case[0]):
             seconds, cpu_seconds, peak, rows = measured(work, folder, file)
             print(
-                f"{title:<34}{seconds:>9.1f}{cpu_seconds:>9.1f}{peak:>10.0f}{peak - base:>15.0f}{rows:>10,}", flush=True
+                f"{title:<36}{seconds:>9.1f}{cpu_seconds:>9.1f}{peak:>10.0f}{peak - base:>15.0f}{rows:>10,}", flush=True
             )
 
 
