@@ -1,7 +1,7 @@
 """Time and memory of the log-prob head beside the naive form (all logits, log_softmax, gather).
 
-    python benchmarks/logprob_head.py                      # the tiny model's shape, then a large vocabulary
-    python benchmarks/logprob_head.py --tokens 16384 --vocabulary 151936 --hidden 1536 --dtype bf16
+    python -m benchmarks.logprob_head                      # the tiny model's shape, then a large vocabulary
+    python -m benchmarks.logprob_head --tokens 16384 --vocabulary 151936 --hidden 1536 --dtype bf16
 
 Each row: CPU milliseconds (or device milliseconds on CUDA) of forward and backward, best of several, and the memory
 that they take beyond inputs and gradients of the weights.
@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
+from benchmarks.measuring import clock, peak_bytes
 from roll.models.log_probs import HeadMemory, token_log_probs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -67,27 +66,14 @@ def measure(method: str, args: argparse.Namespace) -> None:
     weight = torch.randn(args.vocabulary, args.hidden, device=device, dtype=DTYPES[args.dtype], requires_grad=True)
     targets = torch.randint(0, args.vocabulary, (args.tokens,), device=device)
     hidden.grad, weight.grad = torch.zeros_like(hidden), torch.zeros_like(weight)
-    before = _peak_bytes(device)
+    before = peak_bytes(device)
     best = float("inf")
     for _ in range(args.repeats):
-        begin = _clock(device)
+        begin = clock(device)
         METHODS[method](hidden, weight, targets, args.entropy).backward()
-        best = min(best, _clock(device) - begin)
+        best = min(best, clock(device) - begin)
         gc.collect()
-    print(f"{method:20s} {best * 1e3:10.1f} ms {(_peak_bytes(device) - before) / 2**20:10.0f} MiB", flush=True)
-
-
-def _clock(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.process_time()
-
-
-def _peak_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(f"{method:20s} {best * 1e3:10.1f} ms {(peak_bytes(device) - before) / 2**20:10.0f} MiB", flush=True)
 
 
 def main() -> None:
@@ -113,7 +99,9 @@ def main() -> None:
             rest += ["--repeats", str(args.repeats if vocabulary < 10_000 else 2)] + ["--entropy"] * entropy
             for method in METHODS:
                 if not (entropy and method == "cross_entropy"):
-                    subprocess.run([sys.executable, __file__, *shape, *rest, "--method", method], check=True)
+                    subprocess.run(
+                        [sys.executable, "-m", "benchmarks.logprob_head", *shape, *rest, "--method", method], check=True
+                    )
 
 
 if __name__ == "__main__":

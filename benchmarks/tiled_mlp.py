@@ -1,7 +1,7 @@
 """Peak memory and time of one MLP layer, forward and backward: whole, in tiles, and whole with gradient checkpointing.
 
-    python benchmarks/tiled_mlp.py
-    python benchmarks/tiled_mlp.py --tokens 32768 --hidden 2048 --intermediate 11008 --dtype bf16
+    python -m benchmarks.tiled_mlp
+    python -m benchmarks.tiled_mlp --tokens 32768 --hidden 2048 --intermediate 11008 --dtype bf16
 
 Each row is measured in a process of its own: what the layer takes beyond its weights, their gradients, its input and
 that one's gradient.  On CUDA the device's peak, else the process's, with an allocator that gives back what is freed.
@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import subprocess
 import sys
-import time
 
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.measuring import clock, peak_bytes
 from roll.models.tiled_mlp import tile_mlp_layers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -52,25 +51,12 @@ def measure(args: argparse.Namespace, tiles: int) -> None:
     hidden = torch.randn(1, args.tokens, args.hidden, device=device, dtype=DTYPES[args.dtype], requires_grad=True)
     hidden.grad = torch.zeros_like(hidden)
     upstream = torch.randn_like(hidden)
-    before, begin = _peak_bytes(device), _clock(device)
+    before, begin = peak_bytes(device), clock(device)
     output = checkpoint(layer, hidden, use_reentrant=False) if tiles == CHECKPOINTED else layer(hidden)
     output.backward(upstream)
-    seconds, peak = _clock(device) - begin, _peak_bytes(device)
+    seconds, peak = clock(device) - begin, peak_bytes(device)
     name = {WHOLE: "whole", CHECKPOINTED: "whole, gradient checkpointing"}.get(tiles, f"{tiles} tiles")
     print(f"{name:32s} {(peak - before) / 2**20:10.0f} MiB {seconds * 1e3:10.0f} ms", flush=True)
-
-
-def _clock(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.process_time()
-
-
-def _peak_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def main() -> None:
@@ -87,7 +73,9 @@ def main() -> None:
         return
     environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     for tiles in (WHOLE, CHECKPOINTED, 4, 16):
-        subprocess.run([sys.executable, __file__, *sys.argv[1:], f"--tiles={tiles}"], check=True, env=environ)
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.tiled_mlp", *sys.argv[1:], f"--tiles={tiles}"], check=True, env=environ
+        )
 
 
 if __name__ == "__main__":

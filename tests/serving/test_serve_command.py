@@ -31,6 +31,10 @@ def test_which_role_is_served_and_with_which_weights(tmp_path: Path, served_mode
     assert role.strategy_args.strategy_config == {"load_format": "auto", "max_model_len": length}
     with pytest.raises(ConfigError, match="a role that generates; in this configuration: actor_infer"):
         served_role(loaded, "actor_train")
+    judge: dict[str, Any] = {"worker_cls": "llm_judge", "tag_included": ["essay"], "judge_model_type": "inference"}
+    judge |= {"device_mapping": [0], "strategy_args": {"strategy_name": "hf_infer"}}
+    with_judge = load(tmp_path, changed(changes | {"rewards.essays": judge}))
+    assert served_role(with_judge, "judge.essays").model_args.model_name_or_path == str(served_model)
     loaded = load(tmp_path, changed(changes | {"pretrain": str(tmp_path / "nothing")}))
     with pytest.raises(ConfigError, match=r"no config\.json"):
         served_role(loaded, "actor_infer")
