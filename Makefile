@@ -27,7 +27,7 @@ PYTEST := $(BIN)/python -m pytest -q -n $(PYTEST_JOBS) --dist loadfile --no-load
 EXTRA := $(if $(filter test lint lock,$(MAKECMDGOALS)),[test])
 REQUIREMENTS := setup.py constraints/cpu.txt
 
-.PHONY: run test test-sglang lint docs install-vllm install-sglang docker-test lock clean
+.PHONY: run test test-sglang lint docs install-vllm install-sglang test-vllm-parallel docker-test lock clean
 
 run: $(VENV)/.installed
 	$(BIN)/python $(RUN)
@@ -53,6 +53,10 @@ docs: $(VENV)/.installed
 install-vllm: $(VENV)/.installed-vllm
 
 install-sglang: $(SGLANG)/.installed
+
+# Engines of several ranks: four processes that each import vLLM, so not a part of `make test`.
+test-vllm-parallel: $(VENV)/.installed-test $(VLLM)
+	TEST_VLLM_PARALLEL=1 $(BIN)/python -m pytest -q tests/strategies/vllm/test_parallel.py tests/strategies/vllm/test_adapters.py $(PYTEST_ARGS)
 
 docker-test:
 	tests/docker/build_and_run.sh

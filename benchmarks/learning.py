@@ -63,8 +63,19 @@ def recipes() -> list[str]:
     return sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem not in NO_RECIPES)
 
 
-def train(recipe: str, file: Path, seed: int, steps: int, folder: Path, overrides: Sequence[str] = ()) -> Result:
+def train(
+    recipe: str,
+    file: Path,
+    seed: int,
+    steps: int,
+    folder: Path,
+    overrides: Sequence[str] = (),
+    from_example: bool = True,
+) -> Result:
     """Run a configuration of the tiny task to its end, or read the result of the run that was made in ``folder``.
+
+    Args:
+        from_example: it starts from the example's own warm start, which is made if it is not there.
 
     Raises:
         CalledProcessError: it failed; its log is in ``folder``.
@@ -73,7 +84,8 @@ def train(recipe: str, file: Path, seed: int, steps: int, folder: Path, override
     if done.exists():
         return Result(**json.loads(done.read_text(encoding="utf-8")))
     with _warm_start:
-        subprocess.run([sys.executable, "examples/tiny/warm_start.py", "--seed", str(seed)], cwd=ROOT, check=True)
+        if from_example:
+            subprocess.run([sys.executable, "examples/tiny/warm_start.py", "--seed", str(seed)], cwd=ROOT, check=True)
     own = [f"seed={seed}", f"max_steps={steps}", f"eval_steps={steps}", "track_with=[jsonl]"]
     own += [f"output_dir={folder}", f"logging_dir={folder}/logs"]
     folder.mkdir(parents=True, exist_ok=True)

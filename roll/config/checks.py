@@ -20,7 +20,14 @@ from roll.config.lora import check_lora
 from roll.config.megatron import check_megatron
 from roll.config.micro_batching import check_micro_batching
 from roll.config.names import TEMPLATE_ENDINGS
-from roll.config.planning import lengths, model_path, model_roles, reward_pretrain, world_size
+from roll.config.planning import (
+    devices_per_worker,
+    lengths,
+    model_path,
+    model_roles,
+    reward_pretrain,
+    world_size,
+)
 from roll.config.planning_validation import Written
 from roll.config.reward_models import CLASSIFIER, REWARD_MODEL
 from roll.config.rlvr import RLVRConfig
@@ -119,6 +126,10 @@ def check_devices(name: str, role: WorkerConfig, checks: Checks) -> None:
     if len(devices) % per_worker:
         rule = f"must divide the {len(devices)} devices of device_mapping"
         checks.add(f"{name}.num_gpus_per_worker", per_worker, rule, 1)
+    elif len(devices) % devices_per_worker(role):
+        size = devices_per_worker(role)
+        rule = f"must be a multiple of {size} devices: strategy_config makes engines of {size} ranks"
+        checks.add(key, devices, rule, f"list(range(0, {size * max(1, len(devices) // size)}))")
     if role.world_size is not None and role.world_size != world_size(role):
         rule = f"device_mapping gives {world_size(role)} workers; leave world_size out, or make them agree"
         checks.add(f"{name}.world_size", role.world_size, rule, world_size(role))
@@ -136,7 +147,7 @@ def check_nodes(config: RLVRConfig | SFTConfig, checks: Checks) -> None:
                 f"gives ids 0 to {per_node * config.num_nodes - 1}"
             )
             checks.add(key, devices, rule, f"list(range(0, {per_node * config.num_nodes}))")
-        size = role.num_gpus_per_worker
+        size = devices_per_worker(role)
         for start in range(0, len(devices) - size + 1, size):
             group = devices[start : start + size]
             if len({device // per_node for device in group}) > 1:

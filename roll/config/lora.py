@@ -24,6 +24,14 @@ def uses_lora(args: ModelArguments) -> bool:
     return bool(args.lora_target or args.adapter_name_or_path)
 
 
+def adapter_rank(args: ModelArguments) -> int:
+    """The rank of a role's adapter: what the adapter that it goes on from says, where that is a folder."""
+    file = Path(args.adapter_name_or_path or "").expanduser() / _ADAPTER_CONFIG
+    if args.adapter_name_or_path is None or not file.is_file():
+        return args.lora_rank
+    return int(_own_settings(file).get("lora_rank", args.lora_rank))
+
+
 def is_pattern(target: str | Sequence[str] | None) -> bool:
     """True for a regular expression: one string with characters that no module name has."""
     return isinstance(target, str) and bool(_PATTERN_MARKS & set(target))

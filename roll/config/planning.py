@@ -77,10 +77,16 @@ def reward_pretrain(config: RLVRConfig | SFTConfig, name: str) -> str | None:
 
 
 def world_size(role: WorkerConfig) -> int:
-    """One worker per ``num_gpus_per_worker`` devices; without devices, ``world_size`` workers."""
+    """One worker per :func:`devices_per_worker` devices; without devices, ``world_size`` workers."""
     if role.device_mapping is not None:
-        return max(1, len(role.device_mapping) // role.num_gpus_per_worker)
+        return max(1, len(role.device_mapping) // devices_per_worker(role))
     return role.world_size or 1
+
+
+def devices_per_worker(role: WorkerConfig) -> int:
+    """``num_gpus_per_worker``, or more where the strategy's own sizes ask for more."""
+    options = read_strategy_config(role.strategy_args, role.name, Problems())
+    return max(role.num_gpus_per_worker, 1 if options is None else options.devices_per_worker)
 
 
 def data_parallel_size(role: WorkerConfig) -> int:
@@ -144,7 +150,7 @@ def role_plans(config: RLVRConfig | SFTConfig) -> dict[str, RolePlan]:
             name=name,
             strategy_name=role.strategy_args.strategy_name if is_model else None,
             device_mapping=tuple(role.device_mapping or ()),
-            num_gpus_per_worker=role.num_gpus_per_worker,
+            num_gpus_per_worker=devices_per_worker(role),
             world_size=world_size(role),
             dp_size=data_parallel_size(role),
             colocated_with=tuple(others),

@@ -23,6 +23,14 @@ OWN_ENGINE_ARGS = {
 }
 """Engine arguments that the strategy fills in, and what decides about them."""
 
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of adapters that an engine can make room for."""
+
+
+def adapter_engine_args(rank: int) -> dict[str, Any]:
+    """Engine arguments with which vLLM computes with one adapter of this rank or a lower one."""
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(r for r in VLLM_LORA_RANKS if r >= rank)}
+
 
 @dataclass(frozen=True)
 class VllmStrategyConfig(StrategyConfig):
@@ -35,7 +43,7 @@ class VllmStrategyConfig(StrategyConfig):
     max_num_batched_tokens: int | None = setting(None, ge=1)
     """Tokens computed in one step, prompts in chunks; null: vLLM's choice."""
     tensor_parallel_size: int = setting(1, ge=1)
-    """Ranks over which every matrix is cut; a worker takes so many devices."""
+    """Ranks over which every matrix is cut. An engine takes so many devices, times ``pipeline_parallel_size``."""
     pipeline_parallel_size: int = setting(1, ge=1)
     """Stages into which the layers are cut."""
     data_parallel_size: int = setting(1, ge=1)
@@ -78,9 +86,14 @@ class VllmStrategyConfig(StrategyConfig):
     VLLM_USE_V1: int | str | bool | None = setting(None, inert="there is no other engine than V1")
     """Accepted for older files."""
 
+    @property
+    def devices_per_worker(self) -> int:
+        """Ranks of an engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
 
 def check_vllm(name: str, role: WorkerConfig, options: VllmStrategyConfig, problems: Problems) -> None:
-    """Report engine arguments that have a key of their own, and engines of several ranks.
+    """Report engine arguments that have a key of their own, and sizes that do not agree.
 
     Args:
         name: of the role's section.
@@ -92,15 +105,16 @@ def check_vllm(name: str, role: WorkerConfig, options: VllmStrategyConfig, probl
             problems.add(f"{path}.engine_args.{key}", value, f"has a key of its own: write {path}.{key}")
         elif key in OWN_ENGINE_ARGS:
             problems.add(f"{path}.engine_args.{key}", value, f"is not yours to set: {OWN_ENGINE_ARGS[key]} decides")
-    several = {
-        "tensor_parallel_size": "tensor parallelism of an engine",
-        "pipeline_parallel_size": "pipeline parallelism of an engine",
-        "data_parallel_size": "copies inside an engine; every worker of the role is an engine of its own",
-    }
-    for key, feature in several.items():
-        if getattr(options, key) > 1:
-            problems.not_available(f"{path}.{key}", getattr(options, key), feature, 1)
-    if role.num_gpus_per_worker > 1:
-        problems.not_available(
-            f"{name}.num_gpus_per_worker", role.num_gpus_per_worker, several["tensor_parallel_size"], 1
+    if options.data_parallel_size > 1:
+        feature = "copies inside an engine; every worker of the role is an engine of its own"
+        problems.not_available(f"{path}.data_parallel_size", options.data_parallel_size, feature, 1)
+    ranks = options.devices_per_worker
+    if role.num_gpus_per_worker not in (1, ranks):
+        rule = (
+            f"must be tensor_parallel_size {options.tensor_parallel_size} x pipeline_parallel_size "
+            f"{options.pipeline_parallel_size} of its strategy_config, or left out"
         )
+        problems.add(f"{name}.num_gpus_per_worker", role.num_gpus_per_worker, rule, ranks)
+    if options.pipeline_parallel_size > 1 and options.in_flight_update == "keep":
+        rule = "needs an engine without stages: some tokens of a batch are under way between them when weights arrive"
+        problems.add(f"{path}.in_flight_update", "keep", rule, "recompute")

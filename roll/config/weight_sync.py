@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from roll.config.fields import setting
-from roll.config.lora import uses_lora
+from roll.config.lora import adapter_rank, uses_lora
+from roll.config.vllm import VLLM_LORA_RANKS
 
 if TYPE_CHECKING:
     from roll.config.checks import Checks
@@ -42,12 +44,15 @@ class WeightSyncConfig:
 UPDATED_IN_PARTS = ("hf_infer",)
 """Engines that take some of a model's tensors, or elements, by themselves."""
 
+TAKES_ADAPTERS = (*UPDATED_IN_PARTS, "vllm")
+"""Engines that take A and B by themselves: to merge them, or to compute with them."""
+
 
 def update_mode(options: WeightSyncConfig, engine: str) -> UpdateMode:
     """The mode of updates to an engine of this strategy."""
     if options.mode != "auto":
         return options.mode
-    return "trained" if engine in UPDATED_IN_PARTS else "full"
+    return "trained" if engine in UPDATED_IN_PARTS or options.lora == "adapter" else "full"
 
 
 def transport_name(
@@ -72,14 +77,13 @@ def check_weight_sync(config: RLVRConfig, checks: Checks) -> None:
     if options.transport == "cuda_ipc":
         _check_cuda_ipc(config, checks)
     engine = config.actor_infer.strategy_args.strategy_name
-    if engine not in UPDATED_IN_PARTS:
-        whole_layers = f"{engine} takes whole layers only; engines that take parts: {', '.join(UPDATED_IN_PARTS)}"
-        if options.mode not in ("auto", "full"):
-            checks.add("weight_sync.mode", options.mode, whole_layers, "full")
-        if options.lora == "adapter":
-            checks.add("weight_sync.lora", options.lora, whole_layers, "merged")
+    whole_layers = f"{engine} takes whole layers only; engines that take parts: {', '.join(UPDATED_IN_PARTS)}"
+    if options.lora == "adapter" and engine not in TAKES_ADAPTERS:
+        checks.add("weight_sync.lora", options.lora, whole_layers, "merged")
     elif options.lora == "adapter":
         _check_adapter(config, checks)
+    elif engine not in UPDATED_IN_PARTS and options.mode not in ("auto", "full"):
+        checks.add("weight_sync.mode", options.mode, whole_layers, "full")
 
 
 def _check_adapter(config: RLVRConfig, checks: Checks) -> None:
@@ -90,6 +94,23 @@ def _check_adapter(config: RLVRConfig, checks: Checks) -> None:
     elif options.mode in ("full", "delta"):
         rule = "with lora: adapter, A and B are sent whole and nothing else changes"
         checks.add("weight_sync.mode", options.mode, rule, "trained")
+    elif config.actor_infer.strategy_args.strategy_name == "vllm":
+        _check_vllm_adapter(config, checks)
+
+
+def _check_vllm_adapter(config: RLVRConfig, checks: Checks) -> None:
+    """vLLM computes with the adapter itself, and must be told its rank when it starts."""
+    args = config.actor_train.model_args
+    if args.additional_target:
+        rule = "goes with weight_sync.lora: merged: of a policy in vLLM only the adapter is exchanged"
+        checks.add("actor_train.model_args.additional_target", args.additional_target, rule, "~")
+    key, rank = "actor_train.model_args.lora_rank", adapter_rank(args)
+    on_hub = args.adapter_name_or_path is not None and not Path(args.adapter_name_or_path).expanduser().is_dir()
+    if on_hub and not checks.written(key):
+        checks.missing(key, "is needed: the rank of adapter_name_or_path, for which vLLM makes room when it starts", 32)
+    elif rank > VLLM_LORA_RANKS[-1]:
+        rule = f"must be at most {VLLM_LORA_RANKS[-1]} for vLLM; with weight_sync.lora: merged it may be more"
+        checks.add(key, rank, rule, VLLM_LORA_RANKS[-1])
 
 
 def _check_cuda_ipc(config: RLVRConfig, checks: Checks) -> None:

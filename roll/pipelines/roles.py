@@ -10,10 +10,15 @@ from roll.config.roles import WorkerConfig
 
 
 def role_config(section: WorkerConfig, plan: RolePlan) -> WorkerConfig:
-    """The section with what the plan derived filled in: model path, number of workers, the role's own worker class,
-    the length of packed rows."""
+    """The section with what the plan derived filled in: model path, number of workers and their devices, the role's own
+    worker class, the length of packed rows."""
     model_args = replace(section.model_args, model_name_or_path=plan.model_path)
     section = with_packed_lengths(section, plan.sequence_length)
     return replace(
-        section, name=plan.name, model_args=model_args, world_size=plan.world_size, worker_cls=plan.worker_cls
+        section,
+        name=plan.name,
+        model_args=model_args,
+        world_size=plan.world_size,
+        num_gpus_per_worker=plan.num_gpus_per_worker,
+        worker_cls=plan.worker_cls,
     )

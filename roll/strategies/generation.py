@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 
 from roll.config.roles import WorkerConfig
+from roll.weight_sync.checksum import tensor_checksum
+from roll.weight_sync.messages import Checksum
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -154,9 +156,9 @@ class GenerationStrategy(ABC):
         """Take over full tensors by Hugging Face name. The tensors may be read-only shared memory: copy, never keep."""
 
     @abstractmethod
-    def finish_weight_update(self) -> dict[str, int]:
+    def finish_weight_update(self) -> Mapping[str, Checksum]:
         """Make the new weights current; return a checksum per tensor of what the engine now holds
-        (:func:`roll.weight_sync.checksum.tensor_checksum`).
+        (:func:`roll.weight_sync.checksum.tensor_checksum`), by rank where ranks of it disagree.
 
         Samples that are running go on; their next tokens are the new weights'. What the engine has computed of their
         earlier tokens is computed again with the new weights, or kept, as its ``in_flight_update`` says.
@@ -166,6 +168,26 @@ class GenerationStrategy(ABC):
         """What the engine computes with, by Hugging Face name, where single elements of it may be changed in place in
         the course of an update; None: every update must bring whole layers."""
         return None
+
+    def held_checksums(self, names: Sequence[str]) -> Mapping[str, Checksum]:
+        """Checksums of tensors that earlier updates have brought, as the engine computes with them now."""
+        held = self.held_weights()
+        assert held is not None, "an engine that takes whole models only is sent all tensors"
+        return {name: tensor_checksum(held[name]) for name in names if name in held}
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether the engine computes with LoRA adapters of its own (:meth:`update_adapter`)."""
+        return False
+
+    def update_adapter(self, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> None:
+        """In the course of an update: compute ``W x + scaling * B (A x)`` from now on, in place of the last adapter.
+
+        Args:
+            tensors: A (r, in) and B (out, r) by the name of W with ``#lora_A`` or ``#lora_B`` behind.
+            scalings: by the name of W.
+        """
+        raise RuntimeError(f"{type(self).__name__} takes no adapters")
 
     def sleep(self) -> None:
         """Release device memory (KV cache, weights) where the platform can, while idle; undone by :meth:`wake`."""

@@ -1,13 +1,55 @@
-"""Weights of a LoRA model whose base and adapters come apart, on the engine's side: it merges them itself."""
+"""Weights of a LoRA model whose base and adapters come apart, on the engine's side: it merges them itself, or computes
+with them as they are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 import torch
 
 from roll.models.lora import DOWN_PART, UP_PART, merged_weight
 from roll.weight_sync.checksum import tensor_checksum
+
+
+class AdapterEngine(Protocol):
+    """What this needs of an engine that computes with adapters."""
+
+    def update_adapter(self, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> None: ...
+
+
+class AdapterParts:
+    """For an engine that computes with adapters: keeps A and B until all of an update's are there."""
+
+    def __init__(self) -> None:
+        self._scalings: Mapping[str, float] = {}
+        self._parts: dict[str, torch.Tensor] = {}
+
+    def start(self, scalings: Mapping[str, float], keep: bool) -> None:
+        """See :class:`AdaptedWeights`."""
+        self._scalings = scalings
+        self._parts.clear()
+
+    def takes(self, key: str) -> bool:
+        """Whether a tensor of an update belongs here: A or B of an adapted weight."""
+        name, separator, _ = key.partition("#")
+        return bool(separator) and name in self._scalings
+
+    def take(self, key: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Keep a copy of a part; nothing goes to the engine yet."""
+        self._parts[key] = tensor.clone()
+        yield from ()
+
+    def hand_over(self, engine: AdapterEngine) -> None:
+        """Give the engine the adapter, if it is whole; what is missing will be missed in its checksums."""
+        wanted = [weight + part for weight in self._scalings for part in (DOWN_PART, UP_PART)]
+        if wanted and self._parts.keys() >= set(wanted):
+            engine.update_adapter(self._parts, self._scalings)
+        self._parts = {}
+
+    def checksums(self) -> dict[str, int]:
+        """None: the engine has them."""
+        return {}
 
 
 class AdaptedWeights:
@@ -43,6 +85,9 @@ class AdaptedWeights:
         if separator + part == UP_PART and {name, name + DOWN_PART} <= self._parts.keys():
             base, down, up = (self._parts[name + suffix] for suffix in ("", DOWN_PART, UP_PART))
             yield name, merged_weight(base, down, up, self._scalings[name])
+
+    def hand_over(self, engine: AdapterEngine) -> None:
+        """The engine has the merged weights already."""
 
     def checksums(self) -> dict[str, int]:
         """Of every part."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 
 class WeightSyncError(RuntimeError):
     """An engine does not hold what the trainer sent, or did not take it."""
+
+
+Checksum = int | dict[int, int]
+"""Of a tensor that an engine holds; by rank where the ranks of an engine hold different values."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +49,21 @@ class SyncReport:
     seconds: float
 
 
-def verify_checksums(sent: dict[str, int], held: dict[str, int], engine: int, version: int) -> None:
+def verify_checksums(sent: Mapping[str, int], held: Mapping[str, Checksum], engine: int, version: int) -> None:
     """Compare the trainer's checksums with an engine's.
 
     Raises:
-        WeightSyncError: naming the first few tensors that differ or are missing.
+        WeightSyncError: naming the first few tensors that differ or are missing, and the ranks where they do.
     """
     wrong = [name for name, checksum in sent.items() if held.get(name) != checksum]
     if wrong:
         missing = [name for name in wrong if name not in held]
+        by_rank = {name: each for name in wrong if isinstance(each := held.get(name), dict)}
+        ranks = sorted({rank for name, each in by_rank.items() for rank in each if each[rank] != sent[name]})
         raise WeightSyncError(
             f"weight update {version}: engine {engine} holds other values than the trainer sent in {len(wrong)} of "
             f"{len(sent)} tensors ({', '.join(wrong[:5])}{', ...' if len(wrong) > 5 else ''})"
+            + (f", on rank {', '.join(map(str, ranks))} of it" if ranks else "")
             + (f"; {len(missing)} of them never arrived ({missing[0]}, ...)" if missing else "")
         )
 

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import torch
 
 from roll.platforms import current_platform
-from roll.weight_sync.adapted import AdaptedWeights
-from roll.weight_sync.checksum import ChecksumKind, checksum_kind, tensor_checksum
+from roll.weight_sync.adapted import AdaptedWeights, AdapterParts
+from roll.weight_sync.checksum import ChecksumKind, checksum_kind
 from roll.weight_sync.delta import INDICES_PART, VALUES_PART, apply_delta
-from roll.weight_sync.messages import BucketHeader, UpdateStart
+from roll.weight_sync.messages import BucketHeader, Checksum, UpdateStart
 from roll.weight_sync.transports.base import Link, Receiver
 
 
@@ -22,7 +22,14 @@ class UpdatableEngine(Protocol):
 
     def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
 
-    def finish_weight_update(self) -> dict[str, int]: ...
+    def finish_weight_update(self) -> Mapping[str, Checksum]: ...
+
+    def held_checksums(self, names: Sequence[str]) -> Mapping[str, Checksum]: ...
+
+    @property
+    def takes_adapters(self) -> bool: ...
+
+    def update_adapter(self, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> None: ...
 
     def held_weights(self) -> Mapping[str, torch.Tensor] | None: ...
 
@@ -38,7 +45,7 @@ class WeightReceiver:
         self._update: UpdateStart | None = None
         self._held_version: int | None = None
         """The last update that was finished."""
-        self._adapted = AdaptedWeights()
+        self._adapted = AdapterParts() if engine.takes_adapters else AdaptedWeights()
 
     def start(self, start: UpdateStart) -> ChecksumKind:
         """An update begins; the kind of checksum that the engine will report.
@@ -84,7 +91,8 @@ class WeightReceiver:
                 f"bucket {header.index} with {next(iter(tensors))} belongs to weight update {header.version}, "
                 f"not to {self._update.version}"
             )
-        self._engine.update_weights(dict(self._whole_tensors(tensors)))
+        if whole := dict(self._whole_tensors(tensors)):
+            self._engine.update_weights(whole)
         del tensors
         self._receiver.settle()
 
@@ -111,18 +119,18 @@ class WeightReceiver:
         assert held is not None, "this engine takes whole models only"
         return held
 
-    def finish(self, unsent: Sequence[str] = ()) -> dict[str, int]:
+    def finish(self, unsent: Sequence[str] = ()) -> dict[str, Checksum]:
         """Make the new weights current; a checksum per tensor of what the engine now holds.
 
         Args:
             unsent: tensors that the update did not bring and that are checked all the same.
         """
         assert self._update is not None, "no update has been started"
-        checksums = self._engine.finish_weight_update()
+        self._adapted.hand_over(self._engine)
+        checksums = dict(self._engine.finish_weight_update())
         others = [name for name in unsent if not self._adapted.takes(name)]
         if others:
-            held = self._own_weights()
-            checksums |= {name: tensor_checksum(held[name]) for name in others if name in held}
+            checksums |= self._engine.held_checksums(others)
         checksums |= self._adapted.checksums()
         self._held_version, self._update = self._update.version, None
         return checksums

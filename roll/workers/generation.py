@@ -19,7 +19,7 @@ from roll.strategies.generation import (
     interrupted,
 )
 from roll.weight_sync.checksum import ChecksumKind
-from roll.weight_sync.messages import BucketHeader, UpdateStart
+from roll.weight_sync.messages import BucketHeader, Checksum, UpdateStart
 from roll.weight_sync.receiver import WeightReceiver
 
 _Complete = tuple[GenerationRequest, list[GenerationOutput]]
@@ -124,7 +124,7 @@ class GenerationWorker(Worker):
         """Take over one bucket. Its tensors may be views of read-only shared memory; the engine copies them."""
         self.receiver.update(header, parcel)
 
-    def finish_weight_update(self, unsent: Sequence[str] = ()) -> dict[str, int]:
+    def finish_weight_update(self, unsent: Sequence[str] = ()) -> dict[str, Checksum]:
         """Make the new weights current; a checksum per tensor of what the engine now holds, ``unsent`` included."""
         return self.receiver.finish(unsent)
 

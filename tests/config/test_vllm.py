@@ -10,6 +10,7 @@ import pytest
 from roll.config.roles import StrategyArguments
 from roll.config.strategy import typed_strategy_config
 from roll.config.vllm import VllmStrategyConfig
+from roll.pipelines.roles import role_config
 from tests.config.good import changed, load, mistakes
 
 NAME = "actor_infer.strategy_args.strategy_name"
@@ -53,10 +54,38 @@ def test_an_engine_shorter_than_the_sequences_ends_responses(tmp_path: Path) -> 
     assert "leaves no room for a response" in problem.rule
 
 
-@pytest.mark.parametrize("key", ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"])
-def test_engines_of_several_ranks_come_later(tmp_path: Path, key: str) -> None:
-    (problem,) = mistakes(tmp_path, with_options({key: 2}))
-    assert problem.key == f"{OPTIONS}.{key}" and problem.rule.startswith("not available yet") and problem.example == 1
+DEVICES, PER_WORKER = "actor_infer.device_mapping", "actor_infer.num_gpus_per_worker"
+
+
+@pytest.mark.parametrize("written", [{}, {PER_WORKER: 4}])
+def test_engines_of_several_ranks(tmp_path: Path, written: dict[str, Any]) -> None:
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    loaded = load(tmp_path, with_options(sizes, **{DEVICES: "list(range(0,8))", **written}))
+    role = loaded.plan.roles["actor_infer"]
+    assert (role.world_size, role.num_gpus_per_worker, role.dp_size) == (2, 4, 2)
+    assert role_config(loaded.config.actor_infer, role).num_gpus_per_worker == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "key", "rule"),
+    [
+        ({"tensor_parallel_size": 2}, {PER_WORKER: 4}, PER_WORKER, "must be tensor_parallel_size 2 x"),
+        ({"tensor_parallel_size": 2}, {DEVICES: [0, 1, 2]}, DEVICES, "must be a multiple of 2 devices"),
+        ({"tensor_parallel_size": 2}, {DEVICES: [0, 7, 8, 9], "num_gpus_per_node": 9}, DEVICES, "would span two nodes"),
+        ({"data_parallel_size": 2}, {}, f"{OPTIONS}.data_parallel_size", "every worker of the role is an engine"),
+        (
+            {"pipeline_parallel_size": 2, "in_flight_update": "keep"},
+            {DEVICES: [0, 1]},
+            f"{OPTIONS}.in_flight_update",
+            "needs an engine without stages",
+        ),
+    ],
+)
+def test_sizes_that_do_not_agree(
+    tmp_path: Path, options: dict[str, Any], changes: dict[str, Any], key: str, rule: str
+) -> None:
+    found = mistakes(tmp_path, with_options(options, **changes))
+    assert any(problem.key == key and rule in problem.rule for problem in found), found
 
 
 @pytest.mark.parametrize(

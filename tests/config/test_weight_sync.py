@@ -9,6 +9,7 @@ import pytest
 
 from roll.config.errors import ConfigError
 from roll.config.weight_sync import WeightSyncConfig, transport_name, update_mode
+from roll.pipelines.rlvr.adapters import with_adapter
 from roll.preflight import check_parts
 from tests.config.good import changed, load, mistakes
 
@@ -29,13 +30,39 @@ def test_mode_by_engine() -> None:
     assert update_mode(WeightSyncConfig(), "hf_infer") == "trained"
     assert update_mode(WeightSyncConfig(), "vllm") == "full"
     assert update_mode(WeightSyncConfig(mode="delta"), "hf_infer") == "delta"
+    assert update_mode(WeightSyncConfig(lora="adapter"), "vllm") == "trained"
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, 1), (6, 8), (64, 64), (65, 128)])
+def test_vllm_makes_room_for_the_adapter_that_it_is_sent(tmp_path: Path, rank: int, room: int) -> None:
+    lora = LORA | {"actor_train.model_args.lora_rank": rank, "weight_sync.lora": "adapter"}
+    options = {"actor_infer.strategy_args.strategy_config": {"engine_args": {"fully_sharded_loras": False}}}
+    config = load(tmp_path, changed(VLLM | lora | options)).config
+    engine_args = with_adapter(config.actor_infer, config).strategy_args.strategy_config["engine_args"]
+    expected = {"enable_lora": True, "max_loras": 1, "max_lora_rank": room, "fully_sharded_loras": False}
+    assert engine_args == expected
+    config = load(tmp_path, changed(LORA | {"weight_sync.lora": "adapter"})).config
+    assert with_adapter(config.actor_infer, config) is config.actor_infer
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "rule"),
+    [
+        ({"lora_rank": 1024}, "lora_rank", "must be at most 512"),
+        ({"additional_target": "lm_head"}, "additional_target", "goes with weight_sync.lora: merged"),
+        ({"adapter_name_or_path": "somebody/adapter", "lora_target": None}, "lora_rank", "is needed"),
+    ],
+)
+def test_adapters_that_vllm_cannot_be_sent(tmp_path: Path, changes: dict[str, Any], key: str, rule: str) -> None:
+    actor = {"actor_train.model_args": {"dtype": "bf16", "lora_target": "all-linear", **changes}}
+    found = mistakes(tmp_path, changed(VLLM | {"weight_sync.lora": "adapter"} | actor))
+    assert any(problem.key == f"actor_train.model_args.{key}" and rule in problem.rule for problem in found), found
 
 
 @pytest.mark.parametrize(
     ("changes", "key", "rule", "works"),
     [
         (VLLM | {"weight_sync.mode": "delta"}, "mode", "vllm takes whole layers only", "full"),
-        (VLLM | LORA | {"weight_sync.lora": "adapter"}, "lora", "vllm takes whole layers only", "merged"),
         ({"weight_sync.lora": "adapter"}, "lora", "actor_train has no adapters", "merged"),
         (LORA | {"weight_sync": {"lora": "adapter", "mode": "delta"}}, "mode", "A and B are sent whole", "trained"),
         ({"weight_sync.transport": "carrier_pigeon"}, "transport", "object_store", None),

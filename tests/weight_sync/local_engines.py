@@ -47,6 +47,11 @@ class PlainEngine:
     def held_weights(self) -> dict[str, torch.Tensor]:
         return self.weights
 
+    takes_adapters = False
+
+    def held_checksums(self, names: Sequence[str]) -> dict[str, int]:
+        return {name: tensor_checksum(self.weights[name]) for name in names if name in self.weights}
+
     def finish_weight_update(self) -> dict[str, int]:
         self.updating = False
         return {name: tensor_checksum(self.weights[name]) for name in self._updated}

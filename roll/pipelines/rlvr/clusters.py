@@ -17,6 +17,7 @@ from roll.config.roles import WorkerConfig
 from roll.config.strategy import GENERATION_STRATEGIES
 from roll.distributed import Cluster, PendingCall, ResourceManager
 from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency
+from roll.pipelines.rlvr.adapters import with_adapter
 from roll.pipelines.rlvr.judge import JudgeService
 from roll.pipelines.rlvr.lengths import with_cache_length
 from roll.pipelines.roles import role_config
@@ -147,6 +148,8 @@ class _Starter:
             role = self._judges[name].role(role)
         elif role.strategy_args.strategy_name in GENERATION_STRATEGIES:
             role = with_cache_length(role, self._plan.max_sequence_length)
+        if name == "actor_infer":
+            role = with_adapter(role, self._config)
         cluster = Cluster(
             name,
             role.worker_cls or worker,

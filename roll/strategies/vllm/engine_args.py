@@ -74,7 +74,7 @@ def engine_arguments(
         # What the token was sampled from, temperature and filters included; vLLM's default is the bare model's.
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": WORKER_EXTENSION,
-        "distributed_executor_backend": "uni",
+        **_ranks(options),
         # The model's own sampling defaults would mix with the request's.
         "generation_config": "vllm",
         "hf_overrides": dict(role.model_args.model_config_kwargs),
@@ -97,6 +97,19 @@ def engine_arguments(
     return arguments | options.engine_args
 
 
+def _ranks(options: VllmStrategyConfig) -> dict[str, Any]:
+    """One rank computes in the engine's own process; several are processes of their own."""
+    if options.devices_per_worker == 1:
+        return {"distributed_executor_backend": "uni"}
+    return {
+        "distributed_executor_backend": "mp",
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "pipeline_parallel_size": options.pipeline_parallel_size,
+        # Else the ranks would be at work on the next tokens when weights arrive, and these were of the old ones.
+        "async_scheduling": False,
+    }
+
+
 def _on_cpu(options: VllmStrategyConfig, model_config: Any, max_model_len: int, dtype: torch.dtype) -> dict[str, Any]:
     """A cache that is as large as it can be used; vLLM's own choice is nearly all memory of the host."""
     block = _up_to_multiple(options.block_size, _CPU_BLOCK) if options.block_size is not None else 128
@@ -104,7 +117,12 @@ def _on_cpu(options: VllmStrategyConfig, model_config: Any, max_model_len: int, 
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     _check_head_size(head_dim, text)
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    token_bytes = 2 * text.num_hidden_layers * kv_heads * head_dim * dtype.itemsize
+    # Of one rank: the cache is cut like the model.
+    layers, heads = (
+        _cut(text.num_hidden_layers, options.pipeline_parallel_size),
+        _cut(kv_heads, options.tensor_parallel_size),
+    )
+    token_bytes = 2 * layers * heads * head_dim * dtype.itemsize
     sequence_bytes = _up_to_multiple(max_model_len, block) * token_bytes
     # One block more: vLLM keeps one for itself.
     wanted = options.max_num_seqs * sequence_bytes + block * token_bytes
@@ -132,4 +150,9 @@ def _check_head_size(head_dim: int, text_config: Any) -> None:
 
 
 def _up_to_multiple(number: int, of: int) -> int:
-    return -(-number // of) * of
+    return _cut(number, of) * of
+
+
+def _cut(number: int, parts: int) -> int:
+    """The largest part."""
+    return -(-number // parts)

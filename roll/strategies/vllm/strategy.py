@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +26,13 @@ from roll.strategies.end_tokens import model_end_token_ids
 from roll.strategies.generation import GenerationOutput, GenerationRequest, GenerationStrategy, PartialSample
 from roll.strategies.request_checks import check_request
 from roll.strategies.sequence_length import longest_sequence
+from roll.strategies.vllm.adapters import POLICY
 from roll.strategies.vllm.engine_args import check_version, engine_arguments
+from roll.strategies.vllm.ranks import check_answers, joined_checksums
 from roll.strategies.vllm.requests import behind, generation_output, sampling_params, show_begun_text
+from roll.strategies.vllm.shared_bucket import SharedBucket
+from roll.strategies.vllm.verification import quieten
+from roll.weight_sync.messages import Checksum
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +50,8 @@ class _Sample:
 
 
 class VllmStrategy(GenerationStrategy):
-    """Generation by vLLM, on CPU or GPU. The engine, its scheduler and its model are in this process."""
+    """Generation by vLLM, on CPU or GPU. The engine and its scheduler are in this process, and so is its model, unless
+    the engine has several ranks: these are processes that this one starts and ends."""
 
     def __init__(self, role: WorkerConfig, seed: int = 42) -> None:
         super().__init__(role, seed)
@@ -57,6 +64,11 @@ class VllmStrategy(GenerationStrategy):
         """Keys of ``_samples`` by request."""
         self._version = 0
         self._new_version: int | None = None
+        self._is_reloading = False
+        self._checksums: dict[str, Checksum] = {}
+        """Of what the update has brought so far."""
+        self._num_ranks = config.devices_per_worker
+        self._shared = SharedBucket()
         self._asleep: list[str] = []
         """What has left the device, by vLLM's names."""
 
@@ -67,9 +79,7 @@ class VllmStrategy(GenerationStrategy):
             ValueError: a vLLM outside the tested versions, or a model shorter than ``max_model_len``.
         """
         check_version(vllm.__version__, self._config.allow_untested_version)
-        logging.getLogger("vllm").setLevel(logging.WARNING)
-        # It warns of every layer without tensors of its own, at each update; what arrived is compared by name.
-        logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
+        quieten()
         args, platform = self.role.model_args, current_platform()
         model_config = load_config(args)
         self._max_model_len = longest_sequence(self._config.max_model_len, model_config, args.model_name_or_path)
@@ -83,6 +93,10 @@ class VllmStrategy(GenerationStrategy):
             torch.compiler.set_stance("force_eager")
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._engine.set_weight_version(str(self._version))
+        if self._num_ranks > 1:
+            self._ask_ranks("roll_begin", os.getpid())
+        if self.takes_adapters:
+            self._ask_ranks("roll_add_adapter")
         self._vocab_size = self._engine.model_config.get_vocab_size()
         cache = self._engine.vllm_config.cache_config
         logger.info(
@@ -128,7 +142,7 @@ class VllmStrategy(GenerationStrategy):
         room = self._max_model_len - len(request.prompt_token_ids)
         num_begun = 0 if begun is None else len(begun.token_ids)
         params = sampling_params(request.params, self._end_token_ids, room, index, num_begun)
-        internal_id = engine.add_request(key, prompt, params)
+        internal_id = engine.add_request(key, prompt, params, lora_request=POLICY if self.takes_adapters else None)
         if begun is not None and request.params.stop_strings:
             show_begun_text(engine.output_processor.request_states[internal_id].detokenizer, begun.token_ids)
         self._samples[key] = _Sample(request.request_id, index, internal_id, begun)
@@ -171,32 +185,63 @@ class VllmStrategy(GenerationStrategy):
     def start_weight_update(self, version: int) -> None:
         if self._new_version is not None:
             raise RuntimeError(f"vllm: the update to version {self._new_version} is not finished")
-        self._running_engine().collective_rpc("roll_start_weight_update")
-        self._new_version = version
+        self._new_version, self._checksums = version, {}
 
     def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """See the base class; a tensor of another dtype is converted to the engine's.
 
         Raises:
             ValueError: a name that the model does not have.
-            RuntimeError: no update has been started.
+            RuntimeError: no update has been started, or a rank did not take the tensors; it is named.
         """
         if self._new_version is None:
             raise RuntimeError("vllm: update_weights outside of start_weight_update and finish_weight_update")
-        self._running_engine().collective_rpc("roll_update_weights", args=(dict(tensors),))
+        if not self._is_reloading:
+            # Not before: an update of the adapter alone leaves the model as it is.
+            self._ask_ranks("roll_start_reload")
+            self._is_reloading = True
+        self._ask_ranks("roll_load", self._for_ranks(tensors))
 
-    def finish_weight_update(self) -> dict[str, int]:
+    @property
+    def takes_adapters(self) -> bool:
+        """Where ``engine_args`` has ``enable_lora``."""
+        return bool(self._config.engine_args.get("enable_lora"))
+
+    def update_adapter(self, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> None:
+        if self._new_version is None:
+            raise RuntimeError("vllm: update_adapter outside of start_weight_update and finish_weight_update")
+        answers = self._ask_ranks("roll_replace_adapter", self._for_ranks(tensors), dict(scalings))
+        self._checksums |= joined_checksums(answers)
+
+    def held_checksums(self, names: Sequence[str]) -> dict[str, Checksum]:
+        return joined_checksums(self._ask_ranks("roll_held_checksums", list(names)))
+
+    def finish_weight_update(self) -> dict[str, Checksum]:
         """See the base class. The checksum of a tensor is there only if the engine holds exactly that tensor."""
         if self._new_version is None:
             raise RuntimeError("vllm: finish_weight_update without start_weight_update")
         engine = self._running_engine()
-        (checksums,) = engine.collective_rpc("roll_finish_weight_update")
+        if self._is_reloading:
+            self._checksums |= joined_checksums(self._ask_ranks("roll_finish_reload"))
+            self._is_reloading = False
+        self._shared.close()
         if self._config.in_flight_update == "recompute":
             engine.reset_prefix_cache(reset_running_requests=True)
         self._version = self._new_version
         engine.set_weight_version(str(self._version))
         self._new_version = None
-        return checksums
+        return self._checksums
+
+    def _for_ranks(self, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """As every rank can be handed them: ranks in processes of their own would get a copy each through vLLM's
+        queue."""
+        return self._shared.write(tensors) if self._num_ranks > 1 else dict(tensors)
+
+    def _ask_ranks(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of the worker extension; one answer a rank."""
+        answers = self._running_engine().collective_rpc(method, args=arguments)
+        check_answers(answers)
+        return answers
 
     def sleep(self) -> None:
         """Free the KV cache, and move or drop the weights (``sleep_level``), on a GPU. Only between requests."""
@@ -216,6 +261,7 @@ class VllmStrategy(GenerationStrategy):
         if self._engine is None:
             return
         self._engine.engine_core.shutdown()
+        self._shared.close()
         self._engine = None
         self._samples.clear()
         self._unfinished.clear()

@@ -3,37 +3,71 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.models.utils import is_pp_missing_parameter
 
+from roll.strategies.vllm.parts import held_part, meant_part
 from roll.weight_sync.checksum import tensor_checksum
 
 logger = logging.getLogger(__name__)
 
 _ROWS = 8192  # rows of a matrix that are taken to float32 at a time
 _PROBE_SEED = 1
+_MASK = (1 << 64) - 1
+
+
+def quieten() -> None:
+    """vLLM warns of every layer without tensors of its own, at each update; what arrived is compared by name."""
+    logging.getLogger("vllm").setLevel(logging.WARNING)
+    logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Where a rank has its part of a tensor of the checkpoint."""
+
+    layer: Any
+    parameter_name: str
+    checksum: int
+    """Of the tensor as sent, if the part was right."""
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return id(self.layer), self.parameter_name
 
 
 class ReloadVerifier:
-    """Watches one layer-by-layer reload of ``model`` and compares what arrives in the layers with what was sent.
+    """Watches layer-by-layer reloads of ``model`` and compares what arrives in the layers with what was sent.
 
-    The checksum of a tensor is that of the model's own parameter (its part of it, where the model fuses several). An
-    engine of another dtype holds converted values: where these are what the tensor sent converts to, bit for bit, the
-    checksum is that of the tensor sent.
+    The checksum of a tensor is that of the model's own parameter (its part of it, where the model fuses several). A
+    rank of several holds a part of the tensor, and an engine of another dtype converted values: where these are, bit
+    for bit, that part of the tensor sent, or what it converts to, the checksum is that of the tensor sent.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
+        self._held: dict[str, _Held] = {}
+        self._as_loaded: dict[tuple[int, str], int] = {}
+        """Checksums of parameters as they are computed with."""
+        self._received: dict[str, int] = {}
+        """Checksums of tensors that cannot be found again."""
+        self._probes: dict[int, Probe] = {}
+        """Of the packed layers, by identity."""
         self._sent: dict[str, torch.Tensor] = {}
         self._names: dict[int, str] = {}
         self._checksums: dict[str, int] = {}
         self._processed: set[int] = set()
         self._watched: list[Any] = []
-        for layer in model.modules():
+
+    def start(self) -> None:
+        """A reload begins."""
+        self._checksums, self._processed = {}, set()
+        for layer in self._model.modules():
             method = getattr(layer, "quant_method", None)
             if hasattr(method, "process_weights_after_loading") and method not in self._watched:
                 self._watch(method)
@@ -54,36 +88,46 @@ class ReloadVerifier:
             self._processed.add(id(layer))
             if probe is not None:
                 check_packing(layer, probe)
+                self._probes[id(layer)] = probe
 
         method.process_weights_after_loading = process_watched
         self._watched.append(method)
 
     def _compare_loaded(self, layer: Any) -> None:
         for parameter_name, bound in get_layerwise_info(layer).loaded_weights:
-            sent = bound.arguments.get("loaded_weight")
-            name = self._names.get(id(sent))
+            name = self._names.get(id(bound.arguments.get("loaded_weight")))
             if name is not None:
-                shard = bound.arguments.get("loaded_shard_id")
-                rows = len(self._sent[name])
-                self._compare(name, held_part(layer, getattr(layer, parameter_name), shard, rows))
+                self._compare(name, layer, parameter_name, bound.arguments.get("loaded_shard_id"))
 
-    def _compare(self, name: str, held: torch.Tensor) -> None:
+    def _compare(self, name: str, layer: Any, parameter_name: str, shard: Any = None) -> None:
         sent = self._sent.pop(name)
         del self._names[id(sent)]
+        held = held_part(layer, getattr(layer, parameter_name), shard, len(sent))
         checksum = tensor_checksum(held)
-        if held.dtype != sent.dtype and checksum == tensor_checksum(sent.to(held.dtype)):
+        meant = meant_part(layer, sent, held).to(held.dtype)
+        if meant is not sent and checksum == tensor_checksum(meant):
             checksum = tensor_checksum(sent)
+        self._held[name] = _Held(layer, parameter_name, checksum)
         self._checksums[name] = checksum
 
-    def finish(self) -> dict[str, int]:
-        """The checksums of the tensors that the model holds; to be called when the reload is over."""
+    def finish(self, remember: bool = False) -> dict[str, int]:
+        """The checksums of the tensors that the model holds; to be called when the reload is over. A stage of several
+        leaves out those of the others.
+
+        Args:
+            remember: :meth:`held` will be asked.
+        """
         for method in self._watched:
             del method.process_weights_after_loading
+        self._watched.clear()
         self._pack_shared()
         parameters = dict(self._model.named_parameters())
         for name in list(self._sent):
-            if name in parameters and parameters[name].shape == self._sent[name].shape:
-                self._compare(name, parameters[name])
+            if is_pp_missing_parameter(name, self._model):
+                del self._names[id(self._sent.pop(name))]
+            elif name in parameters and parameters[name].shape == self._sent[name].shape:
+                path, _, parameter_name = name.rpartition(".")
+                self._compare(name, self._model.get_submodule(path), parameter_name)
         if self._sent:
             # Renamed or rearranged by the model's own loader, so there is nothing to lay them beside.
             logger.warning(
@@ -91,8 +135,29 @@ class ReloadVerifier:
                 len(self._sent),
                 next(iter(self._sent)),
             )
-        self._checksums |= {name: tensor_checksum(tensor) for name, tensor in self._sent.items()}
-        return self._checksums
+        received = {name: tensor_checksum(tensor) for name, tensor in self._sent.items()}
+        self._sent.clear()
+        self._names.clear()
+        self._received |= received
+        if remember:
+            self._as_loaded = {held.key: self._now(held) for held in self._held.values()}
+        return self._checksums | received
+
+    def _now(self, held: _Held) -> int:
+        """Says what is computed with: 1 if a packed layer is right, else a checksum of the parameter."""
+        if held.parameter_name == "weight" and id(held.layer) in self._probes:
+            return int(computes_with(held.layer, self._probes[id(held.layer)]))
+        return tensor_checksum(getattr(held.layer, held.parameter_name))
+
+    def held(self, names: Iterable[str]) -> dict[str, int]:
+        """The checksums of tensors of earlier reloads, as sent, where the rank computes with what it did then."""
+        known = {name: self._held[name] for name in names if name in self._held}
+        now = {held.key: self._now(held) for held in known.values()}
+        found = {
+            name: held.checksum if now[held.key] == self._as_loaded[held.key] else ~held.checksum & _MASK
+            for name, held in known.items()
+        }
+        return found | {name: self._received[name] for name in names if name in self._received}
 
     def _pack_shared(self) -> None:
         """Pack again what got new values through another layer: an output matrix tied to the embeddings has no tensor
@@ -102,22 +167,6 @@ class ReloadVerifier:
             if is_packed(layer) and layer.weight.numel() and id(layer) not in self._processed:
                 layer.quant_method.process_weights_after_loading(layer)
                 check_packing(layer, Probe.of(layer.weight))
-
-
-def held_part(layer: Any, parameter: torch.Tensor, shard: Any, num_rows: int) -> torch.Tensor:
-    """The part of a layer's parameter that one tensor of the checkpoint went to.
-
-    Args:
-        shard: which of a fused parameter's tensors: ``q``, ``k``, ``v`` or an index; None: the parameter is not fused.
-        num_rows: of the tensor; a vocabulary matrix is padded to more.
-    """
-    if shard is None:
-        return parameter.data[:num_rows]
-    if isinstance(shard, str):
-        begin, size = layer._get_shard_offset_mapping(shard), layer._get_shard_size_mapping(shard)
-    else:
-        begin, size = sum(layer.output_sizes[:shard]), layer.output_sizes[shard]
-    return parameter.data[begin : begin + size]
 
 
 def is_packed(layer: Any) -> bool:
@@ -154,11 +203,16 @@ def check_packing(layer: Any, probe: Probe) -> None:
     Raises:
         RuntimeError: they differ by more than rounding.
     """
+    if not computes_with(layer, probe):
+        raise RuntimeError(f"vLLM's {type(layer).__name__} does not compute with the weights it was loaded with")
+
+
+def computes_with(layer: Any, probe: Probe) -> bool:
+    """Whether a packed layer computes the product that its plain matrix had, but for rounding."""
     dtype = layer.weight.dtype
     computed = layer.cpu_linear(probe.vector.to(dtype)[None], layer.weight, None)[0].float()
     # Sums are float32 in any order, and the result is rounded once to its dtype.
     allowed = probe.product.abs() * torch.finfo(dtype).eps + probe.magnitude * 1e-5
     # Rows that are not finite say nothing: weights may be so, and rows that nothing was sent for are as memory was.
     agrees = ((computed - probe.product).abs() <= allowed) | ~probe.product.isfinite()
-    if not bool(agrees.all()):
-        raise RuntimeError(f"vLLM's {type(layer).__name__} does not compute with the weights it was loaded with")
+    return bool(agrees.all())

@@ -1,0 +1,171 @@
+"""The tiny task with every generation engine, beside the trainer and apart from it, with adapters and without.
+
+    python -m benchmarks.learning_by_engine [--only "vllm apart"] [--steps 60] [--into docs/engines.md]
+
+The recipe is that of ``examples/tiny`` on a model with two heads of size 32, which all engines can compute on a CPU.
+Colocated, two engines share two devices with two training ranks; apart, one engine generates on a device of its own,
+synchronously or one step ahead with samples that outlive a weight update.  As in ``learning.py``, runs that are done
+are not repeated, and the table shows all of that number of steps; ``--into`` writes it between the page's marks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from benchmarks.learning import ROOT, Result, console, train
+
+TINY = ROOT / "examples/tiny"
+MODULES = {"hf_infer": "roll", "vllm": "vllm", "sglang": "sglang"}
+"""Engines, and what must be installed for each."""
+LAYOUTS = {
+    "colocated": [],
+    "apart": [
+        "actor_train.device_mapping=[0]",
+        "actor_train.training_args.per_device_train_batch_size=256",
+        "actor_infer.device_mapping=[1]",
+    ],
+}
+LAYOUTS["apart, async"] = [
+    *LAYOUTS["apart"],
+    "async_generation_ratio=1",
+    "partial_rollout=true",
+    "train_infer_correction=decoupled",
+]
+WEIGHTS = {
+    "all": ("rlvr_config.yaml", []),
+    "LoRA, merged": ("rlvr_lora.yaml", []),
+    "LoRA, adapter": ("rlvr_lora.yaml", ["weight_sync.lora=adapter"]),
+}
+DIFFERENCE, BYTES = "actor/train_infer_log_diff_abs_mean", "model_update/bytes"
+BEGIN, END = "<!-- learning by engine -->", "<!-- end of learning by engine -->"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One row of the table."""
+
+    engine: str
+    layout: str
+    weights: str
+    """What is trained, and how it is sent."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.engine} {self.layout} {self.weights}"
+
+    @property
+    def config(self) -> Path:
+        return TINY / WEIGHTS[self.weights][0]
+
+    def overrides(self, artifacts: Path, seed: int) -> list[str]:
+        words = [f"pretrain={model_folder(artifacts, seed)}"]
+        words += [f"actor_infer.strategy_args.strategy_name={self.engine}"]
+        words += [f"actor_train.data_args.file_name=[{artifacts}/data/train.jsonl]"]
+        words += [f"validation.data_args.file_name=[{artifacts}/data/val.jsonl]"]
+        words += [*LAYOUTS[self.layout], *WEIGHTS[self.weights][1]]
+        if self.weights == "all" and self.layout != "colocated":
+            words += ["reference.device_mapping=[0]", "reference.infer_batch_size=256"]
+        return words
+
+    def folder(self, arguments: argparse.Namespace, seed: int) -> Path:
+        words = f"{self.title} seed{seed} steps{arguments.steps}"
+        return arguments.output / words.replace(",", "").replace(" ", "_")
+
+
+def runs() -> list[Run]:
+    engines = [engine for engine, module in MODULES.items() if find_spec(module) is not None]
+    return [Run(engine, layout, weights) for engine in engines for weights in WEIGHTS for layout in LAYOUTS]
+
+
+def model_folder(artifacts: Path, seed: int) -> Path:
+    return artifacts / f"seed{seed}/warm_start/model"
+
+
+def warm_start(artifacts: Path, seed: int) -> None:
+    """The example's data, and its warm start for a model with heads of size 32, where they are not there."""
+    model = model_folder(artifacts, seed)
+    if not model.is_dir():
+        script = (
+            "import sys, prepare, tiny_model; tiny_model.HEADS = 2; "
+            "prepare.prepare(prepare.Path(sys.argv[1]), [int(sys.argv[2])])"
+        )
+        subprocess.run([sys.executable, "-c", script, str(artifacts), str(seed)], cwd=TINY, check=True)
+        words = [f"seed={seed}", f"pretrain={artifacts}/seed{seed}/init", f"output_dir={model.parent}"]
+        words.append(f"sft_train.data_args.file_name={artifacts}/data/sft.jsonl")
+        command = [sys.executable, "-m", "roll.cli", "run", str(TINY / "sft_config.yaml"), *words]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def train_missing(arguments: argparse.Namespace) -> None:
+    began = time.monotonic()
+    for seed in arguments.seeds:
+        for run in runs():
+            if arguments.only in run.title and time.monotonic() - began <= arguments.seconds:
+                artifacts, folder = arguments.output / "artifacts", run.folder(arguments, seed)
+                warm_start(artifacts, seed)
+                overrides = run.overrides(artifacts, seed)
+                train(run.title, run.config, seed, arguments.steps, folder, overrides, from_example=False)
+
+
+def mean_of(metric: str, folder: Path) -> float:
+    """Of the steps of a run; the first update of the weights, which brings all of them, is left out."""
+    lines = (folder / "logs/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    values = [row[metric] for row in map(json.loads, lines) if metric in row]
+    return statistics.mean(values[1:])
+
+
+def table(arguments: argparse.Namespace) -> Iterator[str]:
+    """Lines of Markdown, the first seed alone."""
+    names = ["engine", "devices", "trained, sent", "sampled accuracy before", "after", "greedy after"]
+    names += ["mean log-prob difference", "kB an update", "s / step"]
+    yield f"| {' | '.join(names)} |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for run in runs():
+        folder = run.folder(arguments, arguments.seeds[0])
+        if (folder / "result.json").exists():
+            result = Result(**json.loads((folder / "result.json").read_text(encoding="utf-8")))
+            numbers = asdict(result)
+            accuracies = [f"{numbers[name]:.3f}" for name in ("before", "after", "greedy")]
+            difference, size = mean_of(DIFFERENCE, folder), mean_of(BYTES, folder)
+            cells = [f"`{run.engine}`", run.layout, run.weights, *accuracies, f"{difference:.1e}", f"{size / 1e3:.0f}"]
+            yield f"| {' | '.join([*cells, f'{result.seconds_per_step:.2f}'])} |"
+
+
+def put_into(page: Path, lines: list[str]) -> None:
+    """Replace what stands between the marks of ``page``."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise SystemExit(f"{page} has no marks {BEGIN} and {END}")
+    page.write_text(f"{before}{begin}\n{chr(10).join(lines)}\n{end}{after}", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="runs whose title contains this")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further run after this time")
+    parser.add_argument("--output", type=Path, default=ROOT / "output/learning_by_engine")
+    parser.add_argument("--into", type=Path, help="a page with marks that gets the table")
+    arguments = parser.parse_args()
+    arguments.output = arguments.output.resolve()
+    train_missing(arguments)
+    lines = list(table(arguments))
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    if arguments.into is not None:
+        put_into(arguments.into, lines)
+
+
+if __name__ == "__main__":
+    main()

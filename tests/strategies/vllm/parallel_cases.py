@@ -1,0 +1,159 @@
+"""What the tests of engines of several ranks run in the engine process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from roll.strategies.generation import GenerationRequest
+from roll.weight_sync.checksum import tensor_checksum
+from roll.weight_sync.messages import WeightSyncError, verify_checksums
+from tests.strategies.hf_infer import helpers
+from tests.strategies.vllm import cases
+
+KEY = "model.layers.0.self_attn.k_proj.weight"
+
+
+def two_ranks(folder: Path, kind: str) -> dict[str, Any]:
+    """An engine of two ranks, its matrices or its layers cut: greedy samples after 0, 1 and 10 updates beside those of
+    ``hf_infer`` and of the model, then updates that go wrong on one rank."""
+    model, prompts = cases.load(folder, "fp32"), helpers.random_prompts([5, 9, 33, 60], seed=4)
+    requests = [GenerationRequest(str(i), prompt, helpers.greedy(20)) for i, prompt in enumerate(prompts)]
+    found: dict[str, Any] = {"same": [], "gaps": [], "wrong": [], "versions": []}
+    with cases.engine(folder, **{kind: 2}) as started, cases.engine(folder, strategy="hf_infer") as embedded:
+        for version in range(11):
+            if version:
+                cases.jolt(model, version)
+                found["wrong"] += cases.update(started, model, version) + cases.update(embedded, model, version)
+            if version in (0, 1, 10):
+                ours, theirs = helpers.run(started, requests), helpers.run(embedded, requests)
+                for i, prompt in enumerate(prompts):
+                    sample = ours[str(i), 0]
+                    tokens = helpers.generate_greedy(model, prompt, 20)
+                    found["same"].append(sample.token_ids == theirs[str(i), 0].token_ids == tokens)
+                    found["gaps"].append(cases.log_prob_gap(model, prompt, sample.token_ids, sample.log_probs))
+                    found["versions"].append(sample.weight_versions == [(version, 0, len(sample.token_ids))])
+        found |= in_flight(started, model, prompts[2])
+        cases.jolt(model, 12)
+        found["spoilt on the way"] = spoilt_on_the_way(started, model)
+        started._engine.collective_rpc(mix_up_on_the_last_rank)
+        found["spoilt by a rank"] = complaint(started, model, 14)
+        started.start_weight_update(15)
+        found["unknown"] = refusal(started)
+    return found
+
+
+def in_flight(started: Any, model: Any, prompt: list[int]) -> dict[str, Any]:
+    """A sample that is half done when weights arrive goes on as the new model does."""
+    started.add_requests([GenerationRequest("r", prompt, helpers.greedy(40, min_new_tokens=40))])
+    for _ in range(12):
+        assert not started.step()
+    cases.jolt(model, 11)
+    wrong, outputs = cases.update(started, model, 11), []
+    while started.num_unfinished:
+        outputs += started.step()
+    split = outputs[0].weight_versions[0][2]
+    token_ids = outputs[0].token_ids
+    rest = helpers.generate_greedy(model, prompt + token_ids[:split], 40 - split, min_new_tokens=40 - split)
+    return {"in flight": (wrong, 0 < split < 40, token_ids[split:] == rest)}
+
+
+def spoilt_on_the_way(started: Any, model: Any) -> str:
+    """One element changes before it gets to the engine: all ranks that hold it, hold another value."""
+    sent = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    sent[KEY][3, 5] += 1e-3
+    started.start_weight_update(13)
+    started.update_weights(sent)
+    return verdict(started, model, 13)
+
+
+def complaint(started: Any, model: Any, version: int) -> str:
+    started.start_weight_update(version)
+    started.update_weights({name: tensor.detach() for name, tensor in model.named_parameters()})
+    return verdict(started, model, version)
+
+
+def verdict(started: Any, model: Any, version: int) -> str:
+    held = started.finish_weight_update()
+    meant = {name: tensor_checksum(tensor) for name, tensor in model.named_parameters()}
+    try:
+        verify_checksums(meant, held, engine=3, version=version)
+    except WeightSyncError as error:
+        return str(error)
+    return ""
+
+
+def mix_up_on_the_last_rank(worker: Any) -> None:
+    """From now on that rank puts keys where values belong."""
+    from vllm.model_executor.layers.linear import QKVParallelLinear
+
+    load_shard, other = QKVParallelLinear.weight_loader_v2, {"k": "v", "v": "k"}
+
+    def mixed_up(self: Any, param: Any, loaded_weight: torch.Tensor, loaded_shard_id: Any = None) -> None:
+        load_shard(self, param, loaded_weight, other.get(loaded_shard_id, loaded_shard_id))
+
+    if worker.rank == 1:
+        QKVParallelLinear.weight_loader_v2 = mixed_up
+
+
+def refusal(started: Any) -> str:
+    try:
+        started.update_weights({"model.no_such.weight": torch.zeros(2)})
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def parts_of_ranks() -> dict[str, Any]:
+    """The rows and columns that ranks hold, by the sizes of layers like vLLM's."""
+    from roll.strategies.vllm.parts import held_part, meant_part
+
+    whole = torch.arange(24.0).reshape(6, 4)
+    of_two = [SimpleNamespace(tp_rank=rank, tp_size=2) for rank in range(2)]
+    of_four = SimpleNamespace(tp_rank=3, tp_size=4)  # two ranks share each of two heads
+    own = SimpleNamespace(org_vocab_start_index=4, org_vocab_end_index=6)
+    padded = torch.zeros(4, 4)
+    fused = SimpleNamespace(output_partition_sizes=[2, 3])
+    return {
+        "rows": [meant_part(layer, whole, torch.empty(3, 4)).tolist() for layer in of_two],
+        "columns": [meant_part(layer, whole, torch.empty(6, 2)).tolist() for layer in of_two],
+        "shared": meant_part(of_four, whole, torch.empty(3, 4)).tolist(),
+        "whole": meant_part(of_two[1], whole, torch.empty(6, 4)) is whole,
+        "vocabulary": meant_part(SimpleNamespace(shard_indices=own), whole, padded).tolist(),
+        "vocabulary held": len(held_part(SimpleNamespace(shard_indices=own), padded, None, 6)),
+        "fused": held_part(fused, whole, 1, 99).tolist(),
+    }
+
+
+def answers_of_ranks() -> dict[str, Any]:
+    """What ranks say, together."""
+    from roll.strategies.vllm.ranks import RankFailure, check_answers, joined_checksums
+    from roll.strategies.vllm.shared_bucket import SharedBucket
+
+    messages = []
+    for failures in (
+        [RankFailure(0, True, "no such name")],
+        [None, RankFailure(1, False, "broken")],
+        [RankFailure(0, True, "odd"), RankFailure(1, True, "odd")],
+    ):
+        try:
+            check_answers(failures)
+        except (ValueError, RuntimeError) as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    check_answers([None, {}])
+    bucket, seen = SharedBucket(), []
+    for size in (3, 100_000, 7):
+        tensors = {"a": torch.arange(size), "b": torch.ones(size, dtype=torch.bfloat16)}
+        shared = bucket.write(tensors)
+        seen.append(all(torch.equal(tensor, tensors[name]) for name, tensor in shared.open().items()))
+    seen.append(Path(shared.path).exists())
+    bucket.close()
+    seen.append(Path(shared.path).exists())
+    return {
+        "messages": messages,
+        "joined": joined_checksums([{"a": 1, "b": 2}, {"b": 3, "c": 4}, {"a": 1}]),
+        "shared": seen,
+    }

@@ -1,0 +1,45 @@
+"""LoRA adapters that vLLM computes with itself: A and B alone, beside the merged model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.strategies.vllm import adapter_cases
+from tests.strategies.vllm.test_parallel import FP32_GAP, whole_engines
+
+pytestmark = pytest.mark.e2e
+
+KEY = "model.layers.0.self_attn.q_proj.weight#lora_A"
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_adapters(in_engine_process: Callable[..., Any], folders: dict[str, Path], name: str) -> None:
+    found = in_engine_process(adapter_cases.adapters, folders[name])
+    check(found)
+    on_the_way, not_set, plain, packed, right = found["faults"]
+    assert on_the_way.endswith(f"({KEY})")
+    assert "#lora_A, " in not_set and "down_proj" in not_set and "q_proj" not in not_set
+    assert plain.endswith("(model.norm.weight)")
+    assert packed.endswith(f"({DOWN})")
+    assert right == ""
+
+
+@whole_engines
+@pytest.mark.timeout(900)
+def test_adapters_on_two_ranks(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> None:
+    found = in_engine_process(adapter_cases.adapters, folders["qwen2"], tensor_parallel_size=2)
+    check(found)
+    assert found["faults"][0].endswith(f"({KEY})")
+
+
+def check(found: dict[str, Any]) -> None:
+    assert len(found["same"]) == 12 and all(found["same"])
+    assert max(found["gaps"]) < FP32_GAP
+    (tensors, _), *later = found["sent"]
+    assert later == [(tensors, found["adapter bytes"])] * 2, "adapters alone, and everything is verified"
+    assert found["in flight"] == (10, True)

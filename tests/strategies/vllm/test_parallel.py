@@ -1,0 +1,59 @@
+"""Engines of several ranks. The small parts always; whole engines by ``make test-vllm-parallel``: four processes that
+import vLLM take about a minute to start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.strategies.vllm import parallel_cases
+
+whole_engines = pytest.mark.skipif(
+    not os.environ.get("TEST_VLLM_PARALLEL"), reason="two ranks take a minute to start: make test-vllm-parallel"
+)
+FP32_GAP = 5e-5
+
+
+@whole_engines
+@pytest.mark.e2e
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_two_ranks(in_engine_process: Callable[..., Any], folders: dict[str, Path], name: str, kind: str) -> None:
+    found = in_engine_process(parallel_cases.two_ranks, folders[name], kind)
+    assert len(found["same"]) == 12 and all(found["same"]) and all(found["versions"])
+    assert max(found["gaps"]) < FP32_GAP and found["wrong"] == []
+    assert found["in flight"] == ([], True, True)
+    rank = "" if kind.startswith("pipeline") else ", on rank 1 of it"
+    wrong = "weight update 13: engine 3 holds other values than the trainer sent in 1 of"
+    assert found["spoilt on the way"].startswith(wrong) and found["spoilt on the way"].endswith("k_proj.weight)")
+    assert found["spoilt by a rank"].startswith("weight update 14: engine 3 holds other values than the trainer sent")
+    assert "k_proj.weight" in found["spoilt by a rank"] and found["spoilt by a rank"].endswith(f"){rank}")
+    assert "rank 0: " in found["unknown"] and "no_such" in found["unknown"]
+
+
+@pytest.mark.e2e
+def test_the_part_of_a_rank(in_engine_process: Callable[..., Any]) -> None:
+    found = in_engine_process(parallel_cases.parts_of_ranks)
+    rows = [[4.0 * row + column for column in range(4)] for row in range(6)]
+    assert found["rows"] == [rows[:3], rows[3:]]
+    assert found["columns"] == [[row[:2] for row in rows], [row[2:] for row in rows]]
+    assert found["shared"] == rows[3:] and found["whole"]
+    assert found["vocabulary"] == rows[4:] and found["vocabulary held"] == 2
+    assert found["fused"] == rows[2:5]
+
+
+@pytest.mark.e2e
+def test_the_answers_of_ranks(in_engine_process: Callable[..., Any]) -> None:
+    found = in_engine_process(parallel_cases.answers_of_ranks)
+    assert found["messages"] == [
+        "ValueError: no such name",
+        "RuntimeError: rank 1: broken",
+        "ValueError: rank 0: odd; rank 1: odd",
+    ]
+    assert found["joined"] == {"a": 1, "b": {1: 3, 0: 2}, "c": 4}
+    assert found["shared"] == [True, True, True, True, False]
