@@ -86,10 +86,6 @@ class PolicyAdapter:
             for index, module in enumerate(self._manager.packed_modules.get(name, [name])):
                 yield module, (layer, index)
 
-    def loader_names(self) -> dict[str, str]:
-        """What the loader must call the modules that vLLM has wrapped, by their path in the checkpoint."""
-        return {module: f"{module}.base_layer" for module, _ in self._places()}
-
 
 def _module_of(weight: str) -> str:
     return weight.removesuffix(".weight")

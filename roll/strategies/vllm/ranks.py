@@ -6,13 +6,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from vllm.distributed.parallel_state import get_world_group
 
 from roll.weight_sync.messages import Checksum
 
-_P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
 
@@ -25,15 +24,13 @@ class RankFailure:
     text: str
 
 
-def answering(
-    method: Callable[Concatenate[Any, _P], _Result],
-) -> Callable[Concatenate[Any, _P], _Result | RankFailure]:
+def answering(method: Callable[..., _Result]) -> Callable[..., _Result | RankFailure]:
     """A method for ``collective_rpc`` that always answers."""
 
     @wraps(method)
-    def answer(self: Any, *args: _P.args, **kwargs: _P.kwargs) -> _Result | RankFailure:
+    def answer(*args: Any, **kwargs: Any) -> _Result | RankFailure:
         try:
-            return method(self, *args, **kwargs)
+            return method(*args, **kwargs)
         except Exception as error:  # raised again in the engine's process
             return RankFailure(get_world_group().rank, isinstance(error, ValueError), str(error))
 

@@ -151,7 +151,14 @@ class VllmStrategy(GenerationStrategy):
     def step(self) -> list[GenerationOutput]:
         if self._new_version is not None:
             raise RuntimeError("vllm: step() between start_weight_update and finish_weight_update")
-        return [self._take(result) for result in self._running_engine().step()]
+        engine = self._running_engine()
+        try:
+            results = engine.step()
+        except RuntimeError as error:
+            if getattr(engine.model_executor, "is_failed", False):
+                raise RuntimeError(f"vllm: one of the engine's {self._num_ranks} ranks has died") from error
+            raise
+        return [self._take(result) for result in results]
 
     @property
     def num_unfinished(self) -> int:

@@ -171,7 +171,8 @@ class ReloadVerifier:
 
 def is_packed(layer: Any) -> bool:
     """True for a matrix that is multiplied in a packed form on a CPU."""
-    return hasattr(layer, "cpu_linear") and getattr(layer, "weight", None) is not None and layer.weight.ndim == 2
+    # Its own attribute: what vLLM wraps around a layer for LoRA passes on all of the layer's.
+    return "cpu_linear" in vars(layer) and getattr(layer, "weight", None) is not None and layer.weight.ndim == 2
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ class WeightReceiver:
     model_runner: Any
     _roll_verifier: ReloadVerifier | None = None
     _roll_adapter: PolicyAdapter | None = None
-    _roll_loader_names: Mapping[str, str] = {}
 
     @answering
     def roll_begin(self, engine_pid: int) -> None:
@@ -46,7 +45,6 @@ class WeightReceiver:
         """Before the first request of an engine with LoRA: the policy's adapter, which changes nothing yet."""
         self._roll_adapter = PolicyAdapter(self.model_runner.lora_manager)
         self._roll_adapter.clear()
-        self._roll_loader_names = self._roll_adapter.loader_names()
 
     @answering
     def roll_start_reload(self) -> None:
@@ -73,8 +71,7 @@ class WeightReceiver:
                 # A copy: its layer may wait for a tensor of the next bucket, and this may be shared memory.
                 received = tensor.to(device, copy=True)
                 verifier.expect(name, received)
-                path, _, leaf = name.rpartition(".")
-                yield f"{self._roll_loader_names.get(path, path)}.{leaf}" if path else name, received
+                yield name, received
 
         self.model_runner.model.load_weights(arriving())
 

@@ -135,6 +135,7 @@ def faults(world: World) -> list[str]:
     rank = world.engine._engine.model_executor.driver_worker.model_runner
     layer = next(layer for name, layer in rank.lora_manager._adapter_manager.modules.items() if "down_proj" in name)
     set_lora, layer.set_lora = layer.set_lora, lambda *arguments: None
+    world.policy.train(5)
     found.append(world.complaint(2))
     layer.set_lora = set_lora
     world.send(1)
