@@ -17,7 +17,7 @@ KEY = "model.layers.0.self_attn.q_proj.weight#lora_A"
 DOWN = "model.layers.0.mlp.down_proj.weight"
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen2", pytest.param("qwen3", marks=whole_engines)])
 def test_adapters(in_engine_process: Callable[..., Any], folders: dict[str, Path], name: str) -> None:
     found = in_engine_process(adapter_cases.adapters, folders[name])
     check(found)
