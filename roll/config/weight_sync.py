@@ -34,8 +34,8 @@ class WeightSyncConfig:
     that training never changes; ``delta``: of those that it changes, the elements that are not what they were.
     ``auto``: ``trained``, and ``full`` to engines that take whole models only (``vllm``, ``sglang``)."""
     lora: Literal["merged", "adapter"] = "merged"
-    """A LoRA model's updates: ``merged``: the whole weights that the adapters are merged into; ``adapter``: A and B,
-    which the engine merges itself, into a copy of the base that it keeps."""
+    """A LoRA model's updates: ``merged``: the whole weights that the adapters are merged into; ``adapter``: A and B:
+    ``hf_infer`` merges them itself, into a copy of the base that it keeps; ``vllm`` computes with both."""
     directory: str | None = setting(None, example="/shared/weights")
     """Folder that trainer and engines see, for ``safetensors``; null: ``weight_sync`` under ``output_dir``. What an
     update writes there is deleted when the engines have it."""
