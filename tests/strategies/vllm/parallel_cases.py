@@ -41,7 +41,7 @@ def two_ranks(folder: Path, kind: str) -> dict[str, Any]:
         found |= in_flight(started, model, prompts[2])
         cases.jolt(model, 12)
         found["spoilt on the way"] = spoilt_on_the_way(started, model)
-        started._engine.collective_rpc(mix_up_on_the_last_rank)
+        started._engine.collective_rpc(spoil_on_the_last_rank)
         found["spoilt by a rank"] = complaint(started, model, 14)
         started.start_weight_update(15)
         found["unknown"] = refusal(started)
@@ -102,17 +102,21 @@ def verdict(started: Any, model: Any, version: int) -> str:
     return ""
 
 
-def mix_up_on_the_last_rank(worker: Any) -> None:
-    """From now on that rank puts keys where values belong."""
+def spoil_on_the_last_rank(worker: Any) -> None:
+    """From now on one element of that rank's part of every fused query, key and value changes while it is loaded."""
     from vllm.model_executor.layers.linear import QKVParallelLinear
 
-    load_shard, other = QKVParallelLinear.weight_loader_v2, {"k": "v", "v": "k"}
+    from roll.strategies.vllm.verification import ReloadVerifier
 
-    def mixed_up(self: Any, param: Any, loaded_weight: torch.Tensor, loaded_shard_id: Any = None) -> None:
-        load_shard(self, param, loaded_weight, other.get(loaded_shard_id, loaded_shard_id))
+    compare = ReloadVerifier._compare_loaded
+
+    def spoilt(self: ReloadVerifier, layer: Any) -> None:
+        if isinstance(layer, QKVParallelLinear):
+            layer.weight.data[-1, 0] += 1
+        compare(self, layer)
 
     if worker.rank == 1:
-        QKVParallelLinear.weight_loader_v2 = mixed_up
+        ReloadVerifier._compare_loaded = spoilt  # type: ignore[method-assign]
 
 
 def refusal(started: Any) -> str:

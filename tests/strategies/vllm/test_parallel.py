@@ -32,7 +32,7 @@ def test_two_ranks(in_engine_process: Callable[..., Any], folders: dict[str, Pat
     wrong = "weight update 13: engine 3 holds other values than the trainer sent in 1 of"
     assert found["spoilt on the way"].startswith(wrong) and found["spoilt on the way"].endswith("k_proj.weight)")
     assert found["spoilt by a rank"].startswith("weight update 14: engine 3 holds other values than the trainer sent")
-    assert "k_proj.weight" in found["spoilt by a rank"] and found["spoilt by a rank"].endswith(f"){rank}")
+    assert "v_proj.weight)" in found["spoilt by a rank"] and found["spoilt by a rank"].endswith(f"v_proj.weight){rank}")
     assert "rank 0: " in found["unknown"] and "no_such" in found["unknown"]
     assert found["death"] == "vllm: one of the engine's 2 ranks has died"
 
