@@ -37,9 +37,9 @@ def check_async(config: RLVRConfig, checks: Checks) -> None:
 
 
 def check_engine_devices(config: RLVRConfig, checks: Checks) -> None:
-    """Engines that generate while others compute have their devices to themselves."""
+    """Engines that finish all they begin have their devices to themselves; only partial rollout takes turns."""
     key, engines = "actor_infer.device_mapping", config.actor_infer
-    if checks.broken(key):
+    if checks.broken(key) or config.partial_rollout:
         return
     others = {name: role for name, role in started_roles(config).items() if name != "actor_infer"}
     sharing = [name for name, role in others.items() if shares_devices(engines, role)]
@@ -47,7 +47,7 @@ def check_engine_devices(config: RLVRConfig, checks: Checks) -> None:
         taken = {device for role in others.values() for device in role.device_mapping or ()}
         free = [device for device in range(len(taken) + len(engines.device_mapping or ())) if device not in taken]
         rule = (
-            f"must share no device with {', '.join(sharing)}: with {KEY} {config.async_generation_ratio:g} engines "
-            f"generate while they compute ({KEY}: 0 lets them take turns)"
+            f"must share no device with {', '.join(sharing)}: with {KEY} {config.async_generation_ratio:g} and "
+            "partial_rollout: false engines generate while they compute (partial_rollout: true lets them take turns)"
         )
         checks.add(key, engines.device_mapping, rule, free[: len(engines.device_mapping or ())])

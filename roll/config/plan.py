@@ -214,6 +214,11 @@ class RLVRPlan(Plan):
         return self.async_generation_ratio > 0
 
     @property
+    def engines_take_turns(self) -> bool:
+        """Whether other roles compute on the engines' devices, so that generation stops in the meantime."""
+        return bool(self.roles["actor_infer"].colocated_with)
+
+    @property
     def max_sequence_length(self) -> int:
         """Longest sequence that an engine meets, validation included."""
         return max(self.sequence_length, *(one.sequence_length for one in self.validation_sets), 0)

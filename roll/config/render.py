@@ -147,7 +147,8 @@ def run_ahead_sentence(plan: RLVRPlan) -> str:
     age = count(ahead.max_lag, "version")
     old = "; ratios against the engine's log-probs" if plan.engine_log_probs_as_old else ""
     prompts = f"{count(ahead.capacity, 'prompt')} under way or waiting at a time"
-    return f"generation up to {steps}: {prompts}; samples at most {age} of the weights old{old}"
+    turns = "; stopped while others have its devices" if plan.engines_take_turns else ""
+    return f"generation up to {steps}: {prompts}; samples at most {age} of the weights old{turns}{old}"
 
 
 def steps_sentence(plan: Plan) -> str:

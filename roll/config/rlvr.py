@@ -117,7 +117,8 @@ class RLVRConfig(PPOConfig, OlderRLVRKeys, RunConfig):
     """How the trainer's weights get to the engines."""
     async_generation_ratio: float = setting(0.0, ge=0)
     """Steps that generation may run ahead of training, fractions meant exactly; 0: synchronous. Above 0 ``actor_infer``
-    needs devices of its own."""
+    generates while others compute if it has devices of its own; on shared ones (``partial_rollout`` only) a step stops
+    generation when it has its samples, and what is half-way goes on in the next."""
     partial_rollout: bool = True
     """Asynchronous rollout: weights are exchanged while samples are half-way, which go on with the new ones. false:
     every exchange waits until the samples under way are finished."""

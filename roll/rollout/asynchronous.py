@@ -28,6 +28,8 @@ class AsyncScheduler:
         deadline: seconds after which a step without any progress is given up.
         in_flight: weights are exchanged while samples are half-way, which then go on with the new ones; False: the
             samples under way are finished first.
+        takes_turns: the engines' devices are others' between two :meth:`collect`: what is half-way when a step has its
+            groups is taken back from the engines, and goes on with the next step's weights.
     """
 
     def __init__(
@@ -38,12 +40,14 @@ class AsyncScheduler:
         num_steps: int,
         deadline: float,
         in_flight: bool = True,
+        takes_turns: bool = False,
     ) -> None:
         self._engines = engines
         self._flow = flow
         self._num_steps = num_steps
         self._deadline = deadline
         self._in_flight = in_flight
+        self._takes_turns = takes_turns
         self._aside: list[GenerationRequest] = []
         self._version = 0
         self._taken_at_version = 0
@@ -67,7 +71,10 @@ class AsyncScheduler:
         groups = self.buffer.take(step)
         self._taken_at_version += len(groups)
         self._rejections = Rejections()
-        self._fill()
+        if self._takes_turns:
+            self._set_aside()
+        else:
+            self._fill()
         return groups
 
     def work_until(self, call: PendingCall) -> None:
@@ -95,7 +102,7 @@ class AsyncScheduler:
         self._absorb([])
         while self._flow.num_scoring:
             self._pump(self._deadline)
-        self._aside += self._engines.recall(deadline=self._deadline)
+        self._set_aside()
         self._engines.resume()
         yield
 
@@ -109,6 +116,12 @@ class AsyncScheduler:
     def load_state_dict(self, state: Mapping[str, Any], find: FindPrompt) -> None:
         """Go on where ``state`` was taken; before the first :meth:`exchange`. ``find`` gives a prompt by its id."""
         self._aside += self._flow.take_up(*self.buffer.load_state_dict(state, find))
+
+    def _set_aside(self) -> None:
+        """Leave the engines without work."""
+        self._may_begin = False
+        self._aside += self._engines.recall(deadline=self._deadline)
+        self._absorb([])  # what was finished meanwhile
 
     def _go_on(self) -> None:
         """Let the engines go on with what they had been at work on."""

@@ -17,12 +17,15 @@ APART = {"async_generation_ratio": 1.5, "actor_infer.device_mapping": [2, 3], "n
 ON_POLICY = {"actor_train.training_args.gradient_accumulation_steps": 16}
 
 
-def test_engines_need_devices_of_their_own(tmp_path: Path) -> None:
-    (error,) = mistakes(tmp_path, changed({"async_generation_ratio": 0.5}))
+def test_engines_that_finish_what_they_begin_need_devices_of_their_own(tmp_path: Path) -> None:
+    (error,) = mistakes(tmp_path, changed({"async_generation_ratio": 0.5, "partial_rollout": False}))
     assert error.key == "actor_infer.device_mapping"
     assert "share no device with actor_train" in error.rule
     assert "[2, 3]" in str(error)
-    assert load(tmp_path, changed(APART)).plan.is_async
+    apart, shared = load(tmp_path, changed(APART)).plan, load(tmp_path, changed({"async_generation_ratio": 0.5})).plan
+    assert isinstance(apart, RLVRPlan) and isinstance(shared, RLVRPlan)
+    assert apart.is_async and not apart.engines_take_turns
+    assert shared.is_async and shared.engines_take_turns
 
 
 def test_greedy_baselines_need_engines_between_steps(tmp_path: Path) -> None:

@@ -83,3 +83,23 @@ def test_without_room_ahead_the_numbers_are_those_of_a_synchronous_run(run: Run)
     assert {name: value for name, value in ours.items() if name in expected} == {
         name: value for name, value in untimed(expected).items() if name != "scheduler/aborted_query_count"
     }
+
+
+def test_roles_on_one_device_take_turns(run: Run, tmp_path: Path) -> None:
+    """What the engine has not finished when a step has its samples is carried past the training."""
+    turns = {
+        "async_generation_ratio": 1.0,
+        "max_steps": 3,
+        "num_gpus_per_node": 1,
+        "is_offload_states": True,
+        "actor_infer.device_mapping": [0],
+        "actor_infer.strategy_args.strategy_config": {"max_num_seqs": 4},
+        "rollout_dump_dir": str(tmp_path / "rollouts"),
+    }
+    finished = run(turns, output=tmp_path)
+    trained = prompts(finished)
+    assert [len(step) for step in trained] == [PROMPTS] * 3
+    assert len(set.union(*trained)) == 3 * PROMPTS
+    assert finished.values("scheduler/collect_query_count") == [2 * PROMPTS, PROMPTS, 0]
+    assert max(finished.values("scheduler/version_lag/max")) <= 1
+    assert all(finished.values("time/actor_infer/offload/total")), "it leaves the device in every step"

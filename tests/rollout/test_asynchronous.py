@@ -52,6 +52,7 @@ class Bench:
     world_size: int = 3
     seed: int = 0
     in_flight: bool = True
+    takes_turns: bool = False
     filtered: bool = False
     loop: RolloutLoop | None = None
     training: list[FakeCall] = field(default_factory=list)
@@ -73,7 +74,9 @@ class Bench:
             self.pool, self.router, lambda n: [row(next(numbers)) for _ in range(n)], settings, first_draw, self.loop
         )
         buffer = ReplayBuffer(self.ahead)
-        self.scheduler = AsyncScheduler(self.pool, self.flow, buffer, self.steps, 1.0, in_flight=self.in_flight)
+        self.scheduler = AsyncScheduler(
+            self.pool, self.flow, buffer, self.steps, 1.0, in_flight=self.in_flight, takes_turns=self.takes_turns
+        )
 
     @property
     def counts(self) -> dict[str, int]:
@@ -82,12 +85,15 @@ class Bench:
     def step(self, step: int) -> list[SampleGroup]:
         assert self.scheduler.exchange(step, lambda: self.engines.exchange(step)) == step
         groups = self.scheduler.collect(step)
+        assert not self.takes_turns or self.pool.num_outstanding == 0
         self.check(step, groups)
         return groups
 
     def train(self) -> None:
         """Something else that takes its time: it is answered when the rollout has had some turns."""
+        sampled = self.engines.tokens
         self.scheduler.work_until(FakeCall(0, "update", None, lambda: None))
+        assert not self.takes_turns or self.engines.tokens == sampled, "the engines' devices are others'"
 
     def check(self, step: int, groups: list[SampleGroup]) -> None:
         """The step's samples are whole, of its number, and not too old; the books balance."""
@@ -131,7 +137,13 @@ def orders(groups: list[SampleGroup]) -> list[int]:
 
 @pytest.mark.parametrize(
     ("ratio", "options"),
-    [(0.5, {"filtered": True}), (1, {"additional": 3}), (3, {}), (1.5, {"additional": 1, "filtered": True})],
+    [
+        (0.5, {"filtered": True}),
+        (1, {"additional": 3}),
+        (3, {}),
+        (1.5, {"additional": 1, "filtered": True}),
+        (1, {"takes_turns": True, "filtered": True}),
+    ],
 )
 def test_no_sample_is_lost_or_doubled(bench: Any, tmp_path: Path, ratio: float, options: dict[str, Any]) -> None:
     """200 steps with deaths, updates in flight, groups given up, validations in between and resumed runs."""
@@ -174,6 +186,7 @@ def test_tokens_are_sampled_once(bench: Any) -> None:
 def test_samples_of_one_version_where_updates_wait_for_them(bench: Any) -> None:
     assert num_mixed(bench(in_flight=False, steps=20)) == 0
     assert num_mixed(bench(steps=20)) > 0
+    assert num_mixed(bench(steps=20, takes_turns=True)) > 0, "what was set aside goes on with the next weights"
 
 
 def num_mixed(one: Bench) -> int:

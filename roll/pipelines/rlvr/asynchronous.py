@@ -37,6 +37,7 @@ class AsyncRolloutPhase(RolloutPhase):
             config.max_steps,
             config.rpc_timeout,
             in_flight=config.partial_rollout,
+            takes_turns=plan.engines_take_turns,
         )
         self._counts_before = self._ahead.buffer.counts()
 
