@@ -90,6 +90,12 @@ class Mode:
     partial: bool = True
     additional: float = 0.0
     """Prompts beyond the capacity, as a share of a step's."""
+    shared: bool = False
+    """All devices generate and then train, as in the synchronous run."""
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.shared or self.ratio is None
 
 
 MODES = (
@@ -99,6 +105,9 @@ MODES = (
     Mode("partial rollout, ratio 2", 2.0),
     Mode("partial rollout, ratio 4", 4.0),
     Mode("ratio 2, a quarter more prompts", 2.0, additional=0.25),
+    Mode("shared devices, ratio 1", 1.0, shared=True),
+    Mode("shared devices, ratio 2", 2.0, shared=True),
+    Mode("shared devices, ratio 4", 4.0, shared=True),
 )
 
 
@@ -135,8 +144,8 @@ class Simulation:
         self.mode = mode
         self.devices = devices
         self.prompts = max(1, samples // GROUP_SIZE)
-        self.training = devices if mode.ratio is None else max(1, round(devices * training_share))
-        generating = devices if mode.ratio is None else devices - self.training
+        self.training = devices if mode.takes_turns else max(1, round(devices * training_share))
+        generating = devices if mode.takes_turns else devices - self.training
         self.num_engines = min(generating, MOST_ENGINES)
         self.per_engine = generating / self.num_engines
         self.clock = Clock()
@@ -182,7 +191,15 @@ class Simulation:
         flow = GroupFlow(pool, router, lambda n: [_row(next(numbers)) for _ in range(n)], settings, first_draw=0)
         additional = int(self.prompts * self.mode.additional)
         buffer = ReplayBuffer(RunAhead.of(self.mode.ratio, self.prompts, additional))
-        scheduler = AsyncScheduler(pool, flow, buffer, 10**6, float("inf"), in_flight=self.mode.partial)
+        scheduler = AsyncScheduler(
+            pool,
+            flow,
+            buffer,
+            10**6,
+            float("inf"),
+            in_flight=self.mode.partial,
+            takes_turns=self.mode.takes_turns,
+        )
         lag = tokens = 0.0
         for step in range(steps):
             if step == warm_up:
@@ -247,7 +264,7 @@ def main() -> None:
     for devices in map(int, arguments.devices.split(",")):
         samples = min(arguments.most_samples, devices * arguments.samples)
         for mode in MODES:
-            shares = (1.0,) if mode.ratio is None else SHARES if devices <= TRIED_UP_TO else (chosen[mode.name],)
+            shares = (1.0,) if mode.takes_turns else SHARES if devices <= TRIED_UP_TO else (chosen[mode.name],)
             figures = best(mode, task, devices, samples, arguments.steps, shares)
             chosen[mode.name] = figures.training_share
             if mode.ratio is None:

@@ -42,6 +42,10 @@ class _Sample:
     request_id: str
     index: int
     tokens: int
+    done: float = 0.0
+    """Tokens sampled before it was last taken back from an engine."""
+    back_at: float | None = None
+    """When its environment will have answered, where it was taken back before that."""
     begun_at: float = 0.0
     """On the engine's count of decode steps."""
     spans: list[tuple[int, int]] = field(default_factory=list)
@@ -82,14 +86,16 @@ class SimulatedEngines:
         self._draw = draw
         self._prompt_tokens = prompt_tokens
         self._engines = [_Engine(costs) for _ in range(world_size)]
+        self._aside: dict[str, tuple[list[_Sample], list[_Sample]]] = {}
+        """Of requests that were taken back: finished samples, and the others."""
 
     def submit(self, rank: int, method: str, command: EngineCommand) -> SimulatedCall:
         assert method == "advance"
         engine = self._engines[rank]
-        self._accept(engine, command)
+        recalled = self._accept(engine, command)
         seconds, groups = self._work(engine, command.slice_seconds) if command.work else (0.0, [])
         unfinished = len(engine.queue) + len(engine.running) + len(engine.away)
-        report = EngineReport(groups=groups, num_unfinished=unfinished, busy_seconds=seconds)
+        report = EngineReport(groups=groups, recalled=recalled, num_unfinished=unfinished, busy_seconds=seconds)
         return SimulatedCall(self._clock.now + seconds, report)
 
     def exchange(self, version: int, seconds: float) -> None:
@@ -104,8 +110,7 @@ class SimulatedEngines:
                 tokens += self._prompt_tokens + done
             engine.delay += tokens / engine.costs.prefill_rate
 
-    def _accept(self, engine: _Engine, command: EngineCommand) -> None:
-        assert not command.recall, "nothing in the simulation calls requests back"
+    def _accept(self, engine: _Engine, command: EngineCommand) -> list[GenerationRequest]:
         if command.abort:
             gone = set(command.abort)
             for request_id in gone:
@@ -113,15 +118,38 @@ class SimulatedEngines:
             engine.queue = deque(sample for sample in engine.queue if sample.request_id not in gone)
             for name in ("running", "away"):
                 setattr(engine, name, sorted(e for e in getattr(engine, name) if e[2].request_id not in gone))
+        recalled = [name for name in command.recall if name in engine.open]
+        requests = [self._take_back(engine, name) for name in recalled]
         for request in command.add:
-            engine.open[request.request_id] = (request, [])
-            for index in range(request.num_samples):
-                tokens, away = self._draw(request.request_id, index)
-                sample = _Sample(request.request_id, index, tokens)
-                if away:
-                    engine.push(engine.away, self._clock.now + away, sample)
+            finished, samples = self._aside.pop(request.request_id, None) or ([], self._samples_of(request))
+            engine.open[request.request_id] = (request, finished)
+            for sample in samples:
+                if sample.back_at is not None:
+                    engine.push(engine.away, sample.back_at, sample)
                 else:
                     engine.queue.append(sample)
+        return requests
+
+    def _samples_of(self, request: GenerationRequest) -> list[_Sample]:
+        samples = []
+        for index in range(request.num_samples):
+            tokens, away = self._draw(request.request_id, index)
+            back_at = self._clock.now + away if away else None
+            samples.append(_Sample(request.request_id, index, tokens, back_at=back_at))
+        return samples
+
+    def _take_back(self, engine: _Engine, name: str) -> GenerationRequest:
+        request, finished = engine.open.pop(name)
+        running = [sample for _, _, sample in engine.running if sample.request_id == name]
+        for sample in running:
+            sample.done = engine.steps - sample.begun_at
+        waiting = [sample for _, _, sample in engine.away if sample.request_id == name]
+        queued = [sample for sample in engine.queue if sample.request_id == name]
+        self._aside[name] = finished, [*running, *queued, *waiting]
+        engine.running = sorted(entry for entry in engine.running if entry[2].request_id != name)
+        engine.away = sorted(entry for entry in engine.away if entry[2].request_id != name)
+        engine.queue = deque(sample for sample in engine.queue if sample.request_id != name)
+        return request
 
     def _work(self, engine: _Engine, slice_seconds: float) -> tuple[float, list[FinishedGroup]]:
         """One turn as :meth:`roll.workers.generation.GenerationWorker.advance` takes it."""
@@ -149,12 +177,16 @@ class SimulatedEngines:
     def _admit(self, engine: _Engine, now: float) -> float:
         """Let samples that are back, and queued ones, take free slots."""
         while engine.away and engine.away[0][0] <= now:
-            engine.queue.append(heappop(engine.away)[2])
+            back = heappop(engine.away)[2]
+            back.back_at = None
+            engine.queue.append(back)
         while engine.queue and len(engine.running) < engine.costs.slots:
             sample = engine.queue.popleft()
-            sample.begun_at = engine.steps
-            sample.spans = [(self.version, 0)]
-            engine.push(engine.running, engine.steps + sample.tokens, sample)
+            sample.begun_at = engine.steps - sample.done
+            sample.spans.append((self.version, int(sample.done)))
+            engine.push(engine.running, sample.begun_at + sample.tokens, sample)
+            if sample.done:
+                now += (self._prompt_tokens + sample.done) / engine.costs.prefill_rate
         return now
 
     def _finish(self, engine: _Engine, sample: _Sample) -> list[FinishedGroup]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from roll.distributed import PendingCall
@@ -47,7 +48,9 @@ class EngineAccount:
             self.release(request.request_id)
         return unheard
 
-    def command(self, slice_seconds: float, work: bool, report_refusals: bool) -> EngineCommand:
+    def command(
+        self, slice_seconds: float, work: bool, report_refusals: bool, watched: Collection[str] = ()
+    ) -> EngineCommand:
         """What the next turn is to do."""
         command = EngineCommand(
             tuple(self.to_add),
@@ -55,6 +58,7 @@ class EngineAccount:
             tuple(self.to_recall),
             slice_seconds,
             work and not self.to_recall,
+            tuple(request_id for request_id in watched if request_id in self.outstanding),
             report_refusals,
         )
         self.to_add, self.to_abort, self.to_recall = [], [], []

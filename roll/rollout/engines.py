@@ -10,7 +10,7 @@ from roll.distributed import Cluster, PendingCall, RemoteError, WorkerDied, wait
 from roll.rollout.engine_account import EngineAccount, num_unfinished
 from roll.rollout.messages import EngineReport, FinishedGroup
 from roll.rollout.routing import PromptAffinityRouter, Router
-from roll.strategies.generation import GenerationRequest
+from roll.strategies.generation import GenerationOutput, GenerationRequest
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,9 @@ class EnginePool:
         self._ready: list[FinishedGroup] = []
         self._recalled: list[GenerationRequest] = []
         self._paused = False
+        self._progress: dict[str, list[GenerationOutput]] = {}
+        self.watched: dict[str, None] = {}
+        """Requests whose samples are reported as they grow (:meth:`take_progress`)."""
         self.busy_seconds = 0.0
         """Seconds of generation, summed over engines, since the pool was made."""
         self.num_deaths = 0
@@ -176,6 +179,12 @@ class EnginePool:
         ready, self._ready = self._ready, []
         return ready
 
+    def take_progress(self) -> dict[str, list[GenerationOutput]]:
+        """What the samples of :attr:`watched` requests have, of those of which turns have said more since the last
+        call; samples that are over are among them, requests that are not."""
+        progress, self._progress = self._progress, {}
+        return progress
+
     def readmit(self) -> None:
         """Take back the engines that have been started again and are ready. They have the weights of the run's start:
         to be called right before an exchange of weights, with no turn in flight."""
@@ -211,6 +220,7 @@ class EnginePool:
         engine.turn = None
         report: EngineReport = call.result()
         self.busy_seconds += report.busy_seconds
+        self._progress |= report.progress
         self._ready += [group for group in report.groups if engine.release(group.request_id) is not None]
         self._recalled += [request for request in report.recalled if engine.release(request.request_id) is not None]
 
@@ -263,6 +273,6 @@ class EnginePool:
         for engine in self._engines:
             has_work = engine.to_recall or (not self._paused and (engine.outstanding or engine.to_abort))
             if engine.turn is None and has_work:
-                command = engine.command(self._slice_seconds, not self._paused, self._report_refusals)
+                command = engine.command(self._slice_seconds, not self._paused, self._report_refusals, self.watched)
                 engine.turn = self._cluster.submit(engine.rank, "advance", command)
                 self._engine_of_turn[engine.turn] = engine

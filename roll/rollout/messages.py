@@ -23,6 +23,8 @@ class EngineCommand:
     """Report finished groups after about this long; an engine that has finished everything reports at once."""
     work: bool = True
     """False: generate nothing, only do what is said here."""
+    watch: Sequence[str] = ()
+    """Requests whose samples are reported as they grow, about every ``slice_seconds``."""
     report_refusals: bool = False
     """A request that the engine refuses comes back as a group with an ``error``; else the turn fails."""
 
@@ -80,6 +82,8 @@ class EngineReport:
     groups: list[FinishedGroup] = field(default_factory=list)
     recalled: list[GenerationRequest] = field(default_factory=list)
     """With everything that their samples have so far."""
+    progress: dict[str, list[GenerationOutput]] = field(default_factory=dict)
+    """By request that is watched and not finished: its samples so far, in any order."""
     num_unfinished: int = 0
     """Samples still queued or running."""
     busy_seconds: float = 0.0

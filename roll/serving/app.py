@@ -19,6 +19,7 @@ from roll.rollout.messages import FinishedGroup
 from roll.serving.requests import BadRequest, ChatQuestion, CompletionQuestion, Question, read_chat, read_completion
 from roll.serving.responses import Answer, Writer, error_body
 from roll.serving.service import EngineService, Overloaded, Refused, Unavailable
+from roll.serving.streaming import LiveAnswer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 Handler = Callable[[Request], Awaitable[Response]]
 RETRY_AFTER = "1"
 DISCONNECT_POLL_SECONDS = 0.2
+CLIENT_HAS_GONE = 499
+"""Status that nobody reads."""
 
 
 class Endpoint:
@@ -108,13 +111,27 @@ class Endpoint:
     async def _answer(
         self, request: Request, question: Question, prompts: Sequence[Sequence[int]], writer: Writer
     ) -> Response:
+        if question.stream:
+            return await self._stream(request, question, prompts, writer)
         groups = await self._while_connected(request, question, prompts)
         if groups is None:
-            return Response(status_code=499)
-        answer = Answer(question, prompts, groups)
-        if question.stream:
-            return StreamingResponse(writer.events(answer), media_type="text/event-stream")
-        return JSONResponse(writer.body(answer))
+            return Response(status_code=CLIENT_HAS_GONE)
+        return JSONResponse(writer.body(Answer(question, prompts, groups)))
+
+    async def _stream(
+        self, request: Request, question: Question, prompts: Sequence[Sequence[int]], writer: Writer
+    ) -> Response:
+        """Begins with the first tokens, so that what an engine refuses has its status."""
+        live = LiveAnswer(self._service, question, prompts)
+        try:
+            while not await live.wait(DISCONNECT_POLL_SECONDS):
+                if await request.is_disconnected():
+                    live.close()
+                    return Response(status_code=CLIENT_HAS_GONE)
+        except BaseException:
+            live.close()
+            raise
+        return StreamingResponse(live.events(writer, self._tokenizer), media_type="text/event-stream")
 
     async def _while_connected(
         self, request: Request, question: Question, prompts: Sequence[Sequence[int]]

@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from roll.rollout.messages import FinishedGroup
@@ -49,7 +49,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Choice:
-    """One sample."""
+    """One sample, or what is new of it."""
 
     index: int
     text: str
@@ -58,6 +58,8 @@ class Choice:
     log_probs: list[float]
     likeliest: list[list[tuple[int, float]]]
     prompt_token_ids: list[int]
+    text_offset: int = 0
+    """Of the first token, where the choice is a later piece of a sample."""
 
 
 class Writer:
@@ -79,23 +81,38 @@ class Writer:
         ids = {"prompt_token_ids": list(answer.prompts[0])} if self._chat and answer.question.return_token_ids else {}
         return self._head(kind) | {"choices": choices, "usage": answer.usage()} | ids
 
-    def events(self, answer: Answer) -> Iterator[bytes]:
-        """The answer as server-sent events; the text of a sample comes in one piece."""
-        head = self._head("chat.completion.chunk" if self._chat else "text_completion")
-        for choice in answer.choices():
-            whole = self._choice(choice, answer.question)
-            if self._chat:
-                message = whole.pop("message")
-                start = {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-                yield _event(head | {"choices": [start]})
-                last = {"index": choice.index, "delta": {}, "finish_reason": whole["finish_reason"]}
-                piece = whole | {"delta": {"content": message["content"]}, "finish_reason": None}
-                yield _event(head | {"choices": [piece]})
-                yield _event(head | {"choices": [last]})
-            else:
-                yield _event(head | {"choices": [whole]})
+    def stream_head(self) -> dict[str, Any]:
+        """What all pieces of a stream have in common."""
+        return self._head("chat.completion.chunk" if self._chat else "text_completion")
+
+    def opening(self, head: dict[str, Any], index: int) -> Iterator[bytes]:
+        """Before the first piece of a sample."""
+        if self._chat:
+            start = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            yield event(head | {"choices": [start]})
+
+    def piece(self, head: dict[str, Any], choice: Choice, question: Question) -> bytes:
+        """What is new of a sample."""
+        said = self._choice(choice, question)
+        said["finish_reason"] = said["finish_reason"] or None
+        if self._chat:
+            said["delta"] = {"content": said.pop("message")["content"]}
+        return event(head | {"choices": [said]})
+
+    def last_pieces(self, head: dict[str, Any], choice: Choice, question: Question) -> Iterator[bytes]:
+        """The rest of a sample, and why it ended."""
+        if not self._chat:
+            yield self.piece(head, choice, question)
+            return
+        if choice.token_ids or choice.text:
+            yield self.piece(head, replace(choice, finish_reason=""), question)
+        last = {"index": choice.index, "delta": {}, "finish_reason": choice.finish_reason}
+        yield event(head | {"choices": [last]})
+
+    def closing(self, head: dict[str, Any], answer: Answer) -> Iterator[bytes]:
+        """Behind the last sample."""
         if answer.question.include_usage:
-            yield _event(head | {"choices": [], "usage": answer.usage()})
+            yield event(head | {"choices": [], "usage": answer.usage()})
         yield b"data: [DONE]\n\n"
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -132,7 +149,7 @@ class Writer:
 
     def _completion_log_probs(self, choice: Choice) -> dict[str, Any]:
         texts = [self._text(token) for token in choice.token_ids]
-        offsets = [sum(map(len, texts[:position])) for position in range(len(texts))]
+        offsets = [choice.text_offset + sum(map(len, texts[:position])) for position in range(len(texts))]
         tops = [{self._text(token): _finite(value) for token, value in others} for others in choice.likeliest]
         return {
             "tokens": texts,
@@ -147,7 +164,7 @@ def _finite(log_prob: float) -> float:
     return max(log_prob, -9999.0)
 
 
-def _event(body: dict[str, Any]) -> bytes:
+def event(body: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n".encode()
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from roll.distributed import PendingCall
 from roll.distributed.failures import RemoteError
 from roll.rollout.engines import EnginePool
 from roll.rollout.messages import FinishedGroup
-from roll.strategies.generation import GenerationRequest, SamplingParams
+from roll.strategies.generation import GenerationOutput, GenerationRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
+
+
+Listener = Callable[[Sequence[GenerationOutput]], None]
 
 
 class Overloaded(RuntimeError):
@@ -56,6 +59,7 @@ class EngineService:
         self._pool = pool
         self._max_open_requests = max_open_requests
         self._answers: dict[str, asyncio.Future[FinishedGroup]] = {}
+        self._listeners: dict[str, Listener] = {}
         self._num_held = 0
         self._turns: dict[PendingCall, asyncio.Task[None]] = {}
         self._numbers = itertools.count()
@@ -75,9 +79,16 @@ class EngineService:
         return 0 if self.failure is not None else self._pool.num_engines
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, num_samples: int = 1
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        num_samples: int = 1,
+        listener: Listener | None = None,
     ) -> FinishedGroup:
         """All samples of one prompt. Whoever stops waiting (cancellation) has the request dropped.
+
+        Args:
+            listener: is told what the samples have so far, about every turn of an engine that can tell.
 
         Raises:
             Overloaded, Unavailable, Refused: see there.
@@ -92,7 +103,11 @@ class EngineService:
             self._num_held -= 1
         if self.failure is not None:
             raise Unavailable(f"the engines have failed: {self.failure}")
-        group = await self._ask(GenerationRequest(f"http-{next(self._numbers)}", prompt_token_ids, params, num_samples))
+        request = GenerationRequest(f"http-{next(self._numbers)}", prompt_token_ids, params, num_samples)
+        if listener is not None:
+            self._listeners[request.request_id] = listener
+            self._pool.watched[request.request_id] = None
+        group = await self._ask(request)
         if group.error is not None:
             self.counts.refused += 1
             raise Refused(group.error)
@@ -113,6 +128,8 @@ class EngineService:
             raise
         finally:
             del self._answers[request.request_id]
+            self._listeners.pop(request.request_id, None)
+            self._pool.watched.pop(request.request_id, None)
 
     async def pause(self) -> None:
         """Drop what is under way and return when no engine works; later requests wait for :meth:`resume`."""
@@ -143,6 +160,7 @@ class EngineService:
             # A turn that ended together with another one has been taken with it.
             for done in self._pool.wait() if turn in self._pool.pending else []:
                 self._deliver(self._pool.take(done))
+                self._report(self._pool.take_progress())
         except RemoteError as error:
             logger.error("the engines behind the HTTP endpoint have failed: %s", error)
             self.failure = error
@@ -155,6 +173,11 @@ class EngineService:
             answer = self._answers.get(group.request_id)
             if answer is not None and not answer.done():
                 answer.set_result(group)
+
+    def _report(self, progress: Mapping[str, Sequence[GenerationOutput]]) -> None:
+        for request_id, samples in progress.items():
+            if request_id in self._listeners:
+                self._listeners[request_id](samples)
 
     def _fail(self, message: str) -> None:
         for answer in self._answers.values():

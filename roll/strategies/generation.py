@@ -114,6 +114,16 @@ def interrupted(
     return replace(request, partial=begun, finished=tuple(sorted(finished, key=lambda output: output.sample_index)))
 
 
+def visible_text(text: str, params: SamplingParams) -> str:
+    """The response as rewards and people see it: it ends before the stop string that ended it, or with it where
+    ``include_stop_str_in_output`` asks for that. The token ids keep the whole stop string either way."""
+    found = [(text.find(stop), stop) for stop in params.stop_strings if stop in text]
+    if not found:
+        return text
+    position, stop = min(found, key=lambda place: (place[0], -len(place[1])))
+    return text[: position + len(stop) * params.include_stop_str_in_output]
+
+
 class GenerationStrategy(ABC):
     """An engine driven by repeated :meth:`step` calls from one thread."""
 
@@ -147,6 +157,10 @@ class GenerationStrategy(ABC):
     def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
         """Stop the given requests (None: all); return their unfinished samples with what they have so far, the tokens
         that they came with included."""
+
+    def running(self, request_ids: Iterable[str]) -> list[GenerationOutput]:
+        """What :meth:`abort` would return of these requests, which go on; nothing from an engine that cannot tell."""
+        return []
 
     @abstractmethod
     def start_weight_update(self, version: int) -> None: ...

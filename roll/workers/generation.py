@@ -15,8 +15,8 @@ from roll.strategies.generation import (
     GenerationOutput,
     GenerationRequest,
     GenerationStrategy,
-    SamplingParams,
     interrupted,
+    visible_text,
 )
 from roll.weight_sync.checksum import ChecksumKind
 from roll.weight_sync.messages import BucketHeader, Checksum, UpdateStart
@@ -55,16 +55,24 @@ class GenerationWorker(Worker):
         complete: list[_Complete] = []
         while command.work and self.engine.num_unfinished:
             complete += self._collect(self.engine.step())
-            if complete and time.perf_counter() - begin >= command.slice_seconds:
+            if (complete or command.watch) and time.perf_counter() - begin >= command.slice_seconds:
                 break
             if time.perf_counter() - begin >= 10 * command.slice_seconds:
                 break
         return EngineReport(
             groups=refused + self._pack(complete),
             recalled=recalled,
+            progress=self._progress([request_id for request_id in command.watch if request_id in self._open]),
             num_unfinished=self.engine.num_unfinished,
             busy_seconds=time.perf_counter() - begin,
         )
+
+    def _progress(self, request_ids: Sequence[str]) -> dict[str, list[GenerationOutput]]:
+        """What the samples of open requests have so far."""
+        progress = {request_id: list(self._finished[request_id]) for request_id in request_ids}
+        for output in self.engine.running(request_ids) if request_ids else []:
+            progress[output.request_id].append(output)
+        return progress
 
     def _accept(self, command: EngineCommand) -> tuple[list[GenerationRequest], list[FinishedGroup]]:
         """Do what the command says; the requests that it recalls, and those that the engine refuses."""
@@ -141,13 +149,3 @@ class GenerationWorker(Worker):
         if hasattr(self, "engine"):
             self.receiver.close()
             self.engine.shutdown()
-
-
-def visible_text(text: str, params: SamplingParams) -> str:
-    """The response as rewards and people see it: it ends before the stop string that ended it, or with it where
-    ``include_stop_str_in_output`` asks for that. The token ids keep the whole stop string either way."""
-    found = [(text.find(stop), stop) for stop in params.stop_strings if stop in text]
-    if not found:
-        return text
-    position, stop = min(found, key=lambda place: (place[0], -len(place[1])))
-    return text[: position + len(stop) * params.include_stop_str_in_output]

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.async_simulation import MODES, TASKS, TRAIN_RATE, Figures, Simulation, Task
 
 LONG_TAIL = TASKS["rlvr"]
-SYNCHRONOUS, ONE_OFF, PARTIAL, _, FAR_AHEAD, MORE_PROMPTS = MODES
+SYNCHRONOUS, ONE_OFF, PARTIAL, _, FAR_AHEAD, MORE_PROMPTS, IN_TURNS, *_ = MODES
 
 
 def figures(mode, task: Task = LONG_TAIL, share: float = 0.5) -> Figures:
@@ -31,6 +31,14 @@ def test_asynchrony_helps_where_lengths_differ() -> None:
     assert far.step_seconds < partial.step_seconds < one_off.step_seconds
     assert far.step_seconds < 0.5 * synchronous.step_seconds
     assert max(one_off.stale, partial.stale, far.stale) == 0
+
+
+def test_on_shared_devices_nobody_waits_for_the_longest() -> None:
+    synchronous, turns = figures(SYNCHRONOUS), figures(IN_TURNS)
+    assert turns.step_seconds < 0.8 * synchronous.step_seconds
+    assert turns.idle < synchronous.idle
+    assert 0 < turns.version_lag < 1
+    assert turns.stale == 0
 
 
 def test_additional_prompts_are_given_up_for_speed() -> None:

@@ -13,6 +13,7 @@ import torch
 
 from roll.rollout.engines import EnginePool
 from roll.rollout.messages import FinishedGroup
+from roll.serving.streaming import settled_text
 from roll.strategies.generation import GenerationRequest, SamplingParams
 from tests.serving.local_cluster import LocalCluster
 
@@ -132,8 +133,49 @@ def test_streams_say_the_same(make_serving: Any) -> None:
         assert [piece["finish_reason"] for piece in mine][-1] == choice["finish_reason"]
     assert pieces[-1]["usage"] == whole["usage"]
     assert len({piece["id"] for piece in pieces}) == 1
-    texts = events(serving.post("completions", **SAME, stream=True))
-    assert texts[0]["choices"][0]["text"] == serving.complete(**SAME)["choices"][0]["text"]
+
+
+LONG = SAME | {"max_tokens": 200, "logprobs": 2}
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_streams_grow_token_by_token(make_serving: Any, stops: bool) -> None:
+    serving = make_serving()
+    whole = serving.complete(**LONG)["choices"][0]
+    question = LONG | ({"stop": [whole["text"][100:103]]} if stops else {})
+    whole = serving.complete(**question)["choices"][0]
+    pieces = [event["choices"][0] for event in events(serving.post("completions", **question, stream=True))]
+    assert len(pieces) > 3, "they come while the engine is at work"
+    assert "".join(piece["text"] for piece in pieces) == whole["text"]
+    assert [token for piece in pieces for token in piece["token_ids"]] == whole["token_ids"]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [value for piece in pieces for value in piece["logprobs"][name] or ()] == whole["logprobs"][name]
+    assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + [whole["finish_reason"]]
+
+
+def test_whoever_leaves_a_stream_has_the_request_dropped(make_serving: Any) -> None:
+    serving = make_serving()
+    body = {"model": "tiny", "stream": True} | LONG
+    with serving.client.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+        serving.cluster.free.clear()
+    serving.cluster.free.set()
+    deadline = time.monotonic() + 20
+    while serving.service.num_open and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert serving.service.num_open == 0
+    assert serving.service.counts.cancelled == 1
+
+
+def test_text_that_may_change_waits(make_serving: Any) -> None:
+    tokenizer = make_serving().tokenizer
+    ids = tokenizer("12 + 5").input_ids
+    text = tokenizer.decode(ids)
+    assert settled_text(tokenizer, PARAMS, ids) == text
+    ending = SamplingParams(max_new_tokens=8, stop_strings=(text[-2:] + "!", "?"))
+    assert settled_text(tokenizer, ending, ids) == text[:-2]
+    ended = SamplingParams(max_new_tokens=8, stop_strings=(text[-2:],))
+    assert settled_text(tokenizer, ended, ids) == text[:-2]
 
 
 def test_models_health_and_key(make_serving: Any) -> None:

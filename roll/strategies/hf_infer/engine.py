@@ -160,6 +160,12 @@ class GenerationEngine:
         self._queue = deque(group for group in self._queue if group.request.request_id not in unwanted)
         return outputs
 
+    def running(self, request_ids: Iterable[str]) -> list[GenerationOutput]:
+        """The running samples of these requests as they are."""
+        wanted = set(request_ids)
+        rows = [row for row, sample in enumerate(self._rows.samples) if sample.request.request_id in wanted]
+        return [self._rows.output(row, "abort") for row in rows]
+
     def set_version(self, version: int) -> None:
         """Tokens sampled from now on come from weights ``version``; prompts that wait half admitted are recomputed."""
         self._version = version

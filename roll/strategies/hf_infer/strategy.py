@@ -83,6 +83,9 @@ class HfInferStrategy(GenerationStrategy):
     def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
         return self._running_engine().abort(request_ids)
 
+    def running(self, request_ids: Iterable[str]) -> list[GenerationOutput]:
+        return self._running_engine().running(request_ids)
+
     def start_weight_update(self, version: int) -> None:
         if self._new_version is not None:
             raise RuntimeError(f"hf_infer: the update to version {self._new_version} is not finished")
