@@ -130,10 +130,11 @@ def test_a_bucket_of_an_older_update_is_refused(world: World, monkeypatch: pytes
 
 
 def test_an_engine_that_does_not_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.send(make_weights(), version=0)  # forms the connections, which takes a while on a busy machine
     done = threading.Event()
     monkeypatch.setattr(world.engines[1], "update_weights", lambda tensors: done.wait(30))
-    with pytest.raises(WeightSyncError, match="weight update 0: engine 1 was not done with 'update_weights' in time"):
-        world.send(make_weights(), version=0, deadline=0.5)
+    with pytest.raises(WeightSyncError, match="weight update 1: engine 1 was not done with 'update_weights' in time"):
+        world.send(make_weights(), version=1, deadline=0.75)
     done.set()
 
 
