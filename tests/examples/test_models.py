@@ -36,6 +36,12 @@ PLANS = {
         [1],
         "2 optimizer steps of 128; 1 rank x 8 micro-batches of 16",
     ),
+    "qwen2.5-0.5B-rlvr_fsdp2/rlvr_config_sglang": (
+        "fsdp2",
+        NODE,
+        NODE,
+        "2 optimizer steps of 512; 8 ranks x 4 micro-batches of 16",
+    ),
     "qwen2.5-0.5B-rlvr_deepspeed/rlvr_config": (
         "deepspeed",
         NODE,
@@ -119,7 +125,7 @@ def test_recipe_plans_as_written(name: str) -> None:
     assert plan.training["actor_train"].sentence() == batch
     assert plan.roles["actor_train"].strategy_name == f"{backend}_train"
     assert plan.roles["reference"].strategy_name == f"{backend}_infer"
-    assert plan.roles["actor_infer"].strategy_name == "vllm"
+    assert plan.roles["actor_infer"].strategy_name == ("sglang" if name.endswith("_sglang") else "vllm")
     assert plan.roles["actor_train"].device_mapping == plan.roles["reference"].device_mapping == tuple(learning)
     assert plan.roles["actor_infer"].device_mapping == tuple(generating)
     together = "actor_infer" in plan.roles["actor_train"].colocated_with

@@ -281,3 +281,13 @@ def test_an_older_script(translated: Translate) -> None:
     assert keys["rewards.math_rule.worker_cls"] == "math_rule"
     assert "assumed for every row" in next(note.text for note in translation.notes if note.theirs == "data.train_files")
     assert keys["track_with"] == ["stdout", "wandb"]
+
+
+def test_engines_of_sglang(translated: Translate) -> None:
+    rollout = "actor_rollout_ref.rollout."
+    options = f"{rollout}tensor_model_parallel_size=2 {rollout}engine_kwargs.sglang.schedule_policy=fcfs"
+    keys = translated(f"{commands.VERL_GRPO} {rollout}name=sglang {options}").keys
+    engine = "actor_infer.strategy_args"
+    assert keys[f"{engine}.strategy_name"] == "sglang" and keys["actor_infer.num_gpus_per_worker"] == 2
+    assert keys[f"{engine}.strategy_config.tp_size"] == 2
+    assert keys[f"{engine}.strategy_config.engine_args.schedule_policy"] == "fcfs"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from packaging.version import Version
@@ -22,6 +24,7 @@ TESTED_VERSIONS = (Version("0.5.23"), Version("0.5.24"))
 """From the first up to, not including, the second."""
 
 _MOST_CPU_CACHE_BYTES = 4 << 30
+_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 _SPARE_TOKENS = 2
 """SGLang ends a sample so many tokens before its longest sequence."""
 
@@ -88,7 +91,6 @@ def engine_arguments(
     }
     if on_cpu:
         wanted["max_total_tokens"] = options.max_total_tokens or _cpu_tokens(options, model_config, max_model_len)
-        _bind_threads(options.tp_size)
     elif options.enable_memory_saver:
         wanted |= {"enable_memory_saver": True, "enable_weights_cpu_backup": options.sleep_level == 1}
     arguments |= {key: value for key, value in wanted.items() if value is not None}
@@ -105,8 +107,17 @@ def _cpu_tokens(options: SglangStrategyConfig, model_config: Any, max_model_len:
     return max(min(options.max_num_seqs * longest, _MOST_CPU_CACHE_BYTES // token_bytes), longest)
 
 
-def _bind_threads(num_ranks: int) -> None:
-    """Give each rank cores of its own; SGLang would give each a NUMA node, and refuse more ranks than nodes."""
+@contextmanager
+def bound_threads(num_ranks: int) -> Iterator[None]:
+    """Give each rank that is started within cores of its own, on a CPU; SGLang would give each a NUMA node, and refuse
+    more ranks than nodes. What the environment says comes first."""
+    if _BINDING in os.environ:
+        yield
+        return
     cores = sorted(os.sched_getaffinity(0))
     shares = [cores[rank::num_ranks] or cores for rank in range(num_ranks)]
-    os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, share)) for share in shares))
+    os.environ[_BINDING] = "|".join(",".join(map(str, share)) for share in shares)
+    try:
+        yield
+    finally:
+        del os.environ[_BINDING]

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import signal
-import tempfile
 import zlib
 from collections.abc import Awaitable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import sglang
 import torch
 from sglang.srt.managers import io_struct
-from sglang.srt.utils import MultiprocessingSerializer
 from transformers import AutoTokenizer
 
 from roll.config.roles import WorkerConfig
@@ -29,11 +25,10 @@ from roll.strategies.random_streams import stream_key
 from roll.strategies.request_checks import check_request
 from roll.strategies.sequence_length import longest_sequence
 from roll.strategies.sglang.engine import TokenEngine
-from roll.strategies.sglang.engine_args import check_version, engine_arguments
-from roll.strategies.sglang.held_weights import LOADER, REPORTER
+from roll.strategies.sglang.engine_args import bound_threads, check_version, engine_arguments
 from roll.strategies.sglang.requests import Sample, sampling_settings
+from roll.strategies.sglang.updates import WeightUpdates, check
 from roll.strategies.stop_strings import StopStringMatcher
-from roll.weight_sync.buckets import WeightBucket
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +73,11 @@ class SglangStrategy(GenerationStrategy):
         self._end_token_ids = model_end_token_ids(args, model_config, self._tokenizer)
         self._vocab_size = model_config.get_text_config().vocab_size
         arguments = engine_arguments(self.role, self._config, model_config, self._max_model_len, self.seed, platform)
-        self._engine = TokenEngine(**arguments)
+        with bound_threads(self._config.tp_size):
+            self._engine = TokenEngine(**arguments)
         self._manager: Any = self._engine.tokenizer_manager
         self._loop = self._engine.loop
+        self._updates = WeightUpdates(self._manager, self._config.tp_size, self._config.in_flight_update == "keep")
         self._run(self._listen())
         logger.info(
             "sglang %s: up to %d samples of %d tokens; %d rank(s)",
@@ -95,7 +92,8 @@ class SglangStrategy(GenerationStrategy):
         before = signal.getsignal(signal.SIGTERM)
         self._manager.auto_create_handle_loop()
         self._loop.remove_signal_handler(signal.SIGTERM)
-        signal.signal(signal.SIGTERM, before)
+        if before is not None:  # one that Python knows
+            signal.signal(signal.SIGTERM, before)
 
     def _run(self, awaitable: Awaitable[Any]) -> Any:
         return self._loop.run_until_complete(awaitable)
@@ -205,16 +203,10 @@ class SglangStrategy(GenerationStrategy):
     def start_weight_update(self, version: int) -> None:
         if self._new_version is not None:
             raise RuntimeError(f"sglang: the update to version {self._new_version} is not finished")
-        self._run(self._open_update())
-        self._new_version = version
-
-    async def _open_update(self) -> None:
-        mode = "in_place" if self._config.in_flight_update == "keep" else "retract"
-        await self._manager.pause_generation(io_struct.PauseGenerationReqInput(mode=mode))
-        done = await self._manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None)
-        _check("begin_weight_update", done)
+        self._run(self._updates.open())
         # The answer came behind the last tokens of the old weights.
-        await self._settle()
+        self._run(self._settle())
+        self._new_version = version
 
     def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """See the base class; a tensor of another dtype is converted to the engine's.
@@ -225,18 +217,7 @@ class SglangStrategy(GenerationStrategy):
         if self._new_version is None:
             raise RuntimeError("sglang: update_weights outside of start_weight_update and finish_weight_update")
         if tensors:
-            device = next(iter(tensors.values())).device
-            # A copy in one piece: this may be read-only shared memory, and each piece costs a file handle.
-            bucket = WeightBucket.pack(tensors.items(), device)
-            self._run(self._send(LOADER, list(bucket.tensors().items())))
-
-    async def _send(self, load_format: str, tensors: list[tuple[str, torch.Tensor]], **options: Any) -> None:
-        # Each rank takes its own handles: they are gone once they have been read.
-        payloads = [MultiprocessingSerializer.serialize(tensors) for _ in range(self._config.tp_size)]
-        message = io_struct.UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=payloads, load_format=load_format, **{"flush_cache": False, **options}
-        )
-        _check("update_weights_from_tensor", await self._manager.update_weights_from_tensor(message, None))
+            self._run(self._updates.load(tensors))
 
     def finish_weight_update(self) -> dict[str, int]:
         """See the base class. The checksum of a tensor is there only if every rank holds exactly its part of it.
@@ -246,23 +227,12 @@ class SglangStrategy(GenerationStrategy):
         """
         if self._new_version is None:
             raise RuntimeError("sglang: finish_weight_update without start_weight_update")
-        with tempfile.TemporaryDirectory(prefix="roll-sglang-") as folder:
-            self._run(self._close_update(folder))
-            reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).iterdir())]
-        errors = [error for report in reports for error in report["errors"]]
-        if errors or len(reports) != self._config.tp_size:
-            raise RuntimeError(f"sglang: the model did not load the weights: {'; '.join(errors) or 'a rank is silent'}")
+        checksums: dict[str, int] = self._run(self._updates.close(self._new_version))
         self._version, self._new_version = self._new_version, None
         for sample, task in self._following.items():
             if not task.done():
                 sample.new_version(self._version)
-        return _agreed([report["held"] for report in reports])
-
-    async def _close_update(self, folder: str) -> None:
-        flush = self._config.in_flight_update == "recompute"
-        await self._send(REPORTER, [(folder, torch.zeros(1))], flush_cache=flush, weight_version=str(self._new_version))
-        _check("end_weight_update", await self._manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None))
-        await self._manager.continue_generation(io_struct.ContinueGenerationReqInput())
+        return checksums
 
     def sleep(self) -> None:
         """Free the KV cache, and move or drop the weights (``sleep_level``), on a GPU. Only between requests."""
@@ -275,7 +245,7 @@ class SglangStrategy(GenerationStrategy):
     async def _release(self) -> None:
         # A scheduler that still works at something would end its process, and this one with it.
         answer = await self._manager.flush_cache(timeout_s=_STEP_SECONDS * 10)
-        _check("flush_cache", (answer.success, "requests are still running"))
+        check("flush_cache", (answer.success, "requests are still running"))
         request = io_struct.ReleaseMemoryOccupationReqInput(tags=["weights", "kv_cache"])
         await self._manager.release_memory_occupation(request, None)
 
@@ -298,21 +268,3 @@ class SglangStrategy(GenerationStrategy):
             self._run(asyncio.wait(tasks))
         self._following.clear()
         self._engine = None
-
-
-def _check(method: str, answer: tuple[bool, str]) -> None:
-    success, message = answer
-    if not success:
-        raise RuntimeError(f"sglang: {method} failed: {message}")
-
-
-def _agreed(held_by_rank: list[dict[str, int]]) -> dict[str, int]:
-    """One checksum a tensor: the one that differs, where the ranks do not agree."""
-    first, *others = held_by_rank
-    agreed = dict(first)
-    for held in others:
-        agreed = {name: checksum for name, checksum in agreed.items() if name in held}
-        for name in agreed:
-            if held[name] != first[name]:
-                agreed[name] = 0
-    return agreed

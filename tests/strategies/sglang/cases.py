@@ -90,6 +90,7 @@ def everything(folder: Path) -> dict[str, Any]:
             "sampled": sampled(started, embedded, folder),
             "interrupted": interrupted_samples(started, folder),
             "aborted": aborted(started, folder),
+            "unnoticed": ended_unnoticed(started),
             "lengths": cut_to_fit(started),
             "refusals": refusals(started),
             "in flight": update_in_flight(started, folder),
@@ -185,6 +186,19 @@ def aborted(started: GenerationStrategy, folder: Path) -> dict[str, Any]:
     }
 
 
+def ended_unnoticed(started: Any) -> tuple[int, str, bool]:
+    """A sample that ends before a step could say so, taken back and given again."""
+    (prompt,) = helpers.random_prompts([12])
+    request = GenerationRequest("u", prompt, SamplingParams(6, min_new_tokens=6, seed=5))
+    whole = helpers.run(started, [request])["u", 0]
+    started.add_requests([request])
+    while not all(task.done() for task in started._following.values()):
+        started._run(started._wait_for_tokens())
+    (back,) = started.abort()
+    again = helpers.run(started, [interrupted(request, [back], [])])["u", 0]
+    return len(back.token_ids), back.finish_reason, again.token_ids == whole.token_ids
+
+
 def cut_to_fit(started: GenerationStrategy) -> tuple[int, str]:
     """A response that is longer than the engine's sequences."""
     (prompt,) = helpers.random_prompts([90])
@@ -193,12 +207,18 @@ def cut_to_fit(started: GenerationStrategy) -> tuple[int, str]:
 
 
 def refusals(started: GenerationStrategy) -> list[str]:
-    """Messages of what an engine refuses."""
+    """Messages of what an engine refuses, and of versions that were not tried."""
+    from roll.strategies.sglang.engine_args import check_version
+
     attempts = [
         lambda: started.add_requests([GenerationRequest("r", [5] * MAX_MODEL_LEN, helpers.greedy(4))]),
         lambda: started.add_requests([GenerationRequest("r", [5, 320], helpers.greedy(4))]),
         lambda: started.update_weights({}),
         lambda: started.finish_weight_update(),
+        lambda: check_version("0.5.22", False),
+        lambda: check_version("0.5.24", False),
+        lambda: check_version("0.5.24", True),
+        lambda: check_version("0.5.23.post1", False),
     ]
     messages = []
     for attempt in attempts:
