@@ -130,25 +130,31 @@ def place_of(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> Place |
         return Place(parameter, 0, 0, 0, rows) if parameter.shape == tensor.shape else None
     rank, size = get_group_rank_size(layer.tp_group)
     if isinstance(layer, QKVParallelLinear):
-        return _place_in_qkv(layer, parameter, str(shard), rank)
+        return _place_in_qkv(layer, parameter, str(shard), rank, rows)
     if isinstance(layer, RowParallelLinear):
         if tensor.ndim == 1:  # a bias, which every rank has whole
             return Place(parameter, 0, 0, 0, rows)
-        columns = tensor.shape[1] // size
-        return Place(parameter, 1, 0, rank * columns, columns)
+        return _share(parameter, 1, 0, rank, layer.input_size_per_partition, tensor.shape[1])
     if isinstance(shard, int):
         sizes = [width // size for width in layer.output_sizes]
-        return Place(parameter, 0, sum(sizes[:shard]), rank * sizes[shard], sizes[shard])
-    return Place(parameter, 0, 0, rank * (rows // size), rows // size)
+        return _share(parameter, 0, sum(sizes[:shard]), rank, sizes[shard], rows)
+    return _share(parameter, 0, 0, rank, layer.output_size_per_partition, rows)
 
 
-def _place_in_qkv(layer: Any, parameter: torch.Tensor, shard: str, rank: int) -> Place:
+def _place_in_qkv(layer: Any, parameter: torch.Tensor, shard: str, rank: int, rows: int) -> Place:
     """Heads are cut over the ranks; where there are fewer key heads than ranks, several ranks hold the same ones."""
     query, key = layer.num_heads * layer.head_size, layer.num_kv_heads * layer.head_size
     if shard == "q":
-        return Place(parameter, 0, 0, rank * query, query)
-    start = rank // layer.num_kv_head_replicas * key
-    return Place(parameter, 0, query if shard == "k" else query + key, start, key)
+        return _share(parameter, 0, 0, rank, query, rows)
+    offset = query if shard == "k" else query + key
+    return _share(parameter, 0, offset, rank // layer.num_kv_head_replicas, key, rows)
+
+
+def _share(parameter: torch.Tensor, dim: int, offset: int, index: int, size: int, total: int) -> Place:
+    """Share ``index`` of a dimension of ``total`` elements. On a CPU the last ones may be short: SGLang fills layers up
+    with zeros to shares that its kernels like."""
+    start = min(index * size, total)
+    return Place(parameter, dim, offset, start, min(size, total - start))
 
 
 def _is_all_of(place: Place, tensor: torch.Tensor) -> bool:
