@@ -95,6 +95,12 @@ PLANS = {
         NODE,
         "2 optimizer steps of 256; 8 ranks x 32 rows in " + PACKED,
     ),
+    "qwen3-8B-rlvr_fsdp2/rlvr_config_lora": (
+        "fsdp2",
+        NODE,
+        NODE,
+        "2 optimizer steps of 256; 8 ranks x 32 rows in " + PACKED,
+    ),
     "qwen3-8B-rlvr_fsdp2/rlvr_config_4nodes": (
         "fsdp2",
         *FOUR,
@@ -124,9 +130,11 @@ def test_recipe_plans_as_written(name: str) -> None:
     assert [str(warning) for warning in loaded.warnings] == []
     assert plan.training["actor_train"].sentence() == batch
     assert plan.roles["actor_train"].strategy_name == f"{backend}_train"
-    assert plan.roles["reference"].strategy_name == f"{backend}_infer"
+    # The actor without its adapters is the reference of a LoRA run.
+    reference = plan.roles["actor_train"] if name.endswith("_lora") else plan.roles["reference"]
+    assert reference.strategy_name == f"{backend}_{'train' if name.endswith('_lora') else 'infer'}"
     assert plan.roles["actor_infer"].strategy_name == ("sglang" if name.endswith("_sglang") else "vllm")
-    assert plan.roles["actor_train"].device_mapping == plan.roles["reference"].device_mapping == tuple(learning)
+    assert plan.roles["actor_train"].device_mapping == reference.device_mapping == tuple(learning)
     assert plan.roles["actor_infer"].device_mapping == tuple(generating)
     together = "actor_infer" in plan.roles["actor_train"].colocated_with
     assert together == (list(learning) == list(generating))
