@@ -120,6 +120,8 @@ def _serve(rank: int, link: Connection) -> None:
         store, world_size, function, args = job
         try:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+            # A rank whose job ends at once would leave while another is still connecting to it.
+            dist.barrier()
             answer = None, function(*args)
         except Exception:
             answer = traceback.format_exc(), None
