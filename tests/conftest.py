@@ -4,6 +4,7 @@ Ray that runs of whole pipelines share."""
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -31,6 +32,11 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
+
+# A shell starts its background jobs with interrupts ignored, and what they start inherits that: tests that interrupt a
+# run would wait for its end in vain.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parents[1]
 _LONG = [ROOT / "tests" / folder for folder in ("strategies", "distributed", "pipelines")]
