@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from roll.config.engine_args import check_engine_args
 from roll.config.fields import rules, setting
 from roll.config.strategy_base import StrategyConfig
 
@@ -80,12 +81,7 @@ def check_sglang(name: str, role: WorkerConfig, options: SglangStrategyConfig, p
         name: of the role's section.
     """
     path = f"{name}.strategy_args.strategy_config"
-    own = {item.name for item in fields(options)}
-    for key, value in options.engine_args.items():
-        if key in own:
-            problems.add(f"{path}.engine_args.{key}", value, f"has a key of its own: write {path}.{key}")
-        elif key in OWN_ENGINE_ARGS:
-            problems.add(f"{path}.engine_args.{key}", value, f"is not yours to set: {OWN_ENGINE_ARGS[key]} decides")
+    check_engine_args(path, options, OWN_ENGINE_ARGS, problems)
     several = {
         "tp_size": "tensor parallelism of an engine",
         "pp_size": "pipeline parallelism of an engine",

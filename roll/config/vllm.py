@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from roll.config.engine_args import check_engine_args
 from roll.config.fields import rules, setting
 from roll.config.strategy_base import StrategyConfig
 
@@ -99,12 +100,7 @@ def check_vllm(name: str, role: WorkerConfig, options: VllmStrategyConfig, probl
         name: of the role's section.
     """
     path = f"{name}.strategy_args.strategy_config"
-    own = {item.name for item in fields(options)}
-    for key, value in options.engine_args.items():
-        if key in own:
-            problems.add(f"{path}.engine_args.{key}", value, f"has a key of its own: write {path}.{key}")
-        elif key in OWN_ENGINE_ARGS:
-            problems.add(f"{path}.engine_args.{key}", value, f"is not yours to set: {OWN_ENGINE_ARGS[key]} decides")
+    check_engine_args(path, options, OWN_ENGINE_ARGS, problems)
     if options.data_parallel_size > 1:
         feature = "copies inside an engine; every worker of the role is an engine of its own"
         problems.not_available(f"{path}.data_parallel_size", options.data_parallel_size, feature, 1)

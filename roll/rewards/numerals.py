@@ -33,11 +33,12 @@ def parse_number(text: str) -> Fraction | None:
     if outer and inner:
         return None
     value = _decimal(numerator)
-    divisor = _decimal(denominator) if denominator else Fraction(1)
-    if value is None or not divisor:
+    if value is not None and denominator:
+        divisor = _decimal(denominator)
+        value = value / divisor if divisor else None
+    if value is None:
         return None
-    negative = (outer or inner) in ("-", "−", "–")
-    return -value / divisor if negative else value / divisor
+    return -value if (outer or inner) in ("-", "−", "–") else value
 
 
 def _decimal(digits: str) -> Fraction | None:
@@ -46,5 +47,7 @@ def _decimal(digits: str) -> Fraction | None:
         if _GROUPED.fullmatch(whole) is None:
             return None
         whole = whole.replace(",", "")
+    if not decimals:
+        return Fraction(int(whole or "0"))
     scale = 10 ** len(decimals)
-    return Fraction(int(whole or "0") * scale + int(decimals or "0"), scale)
+    return Fraction(int(whole or "0") * scale + int(decimals), scale)

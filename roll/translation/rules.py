@@ -49,6 +49,22 @@ class Rule:
         return tuple(self.theirs.split())
 
 
+PROJECT = Rule(
+    "trainer.project_name",
+    ("tracker_kwargs.project",),
+    "for wandb and swanlab; no effect for the others",
+    fact="project",
+    computed=True,
+)
+"""Both projects have it."""
+
+
+def epochs(theirs: str) -> Rule:
+    """Passes over the data, under the name that a project has for them."""
+    note = "rows / `train_batch_size` x epochs; needs `--train-rows`"
+    return Rule(theirs, ("max_steps",), note, whole, "epochs", computed=True)
+
+
 @dataclass(frozen=True)
 class Section:
     """Rules of one subject, as the documentation shows them."""

@@ -11,10 +11,12 @@ from typing import Any
 from roll.translation.rules import (
     ACTOR,
     ENGINE,
+    PROJECT,
     REFERENCE,
     Dialect,
     Rule,
     Section,
+    epochs,
     listed,
     loggers,
     never_below_zero,
@@ -53,14 +55,7 @@ NEWER_NOTE = "`fsdp` stands beside Megatron here: it is the FSDP2 API (`fsdp2_tr
 def _steps_and_logs() -> tuple[Rule, ...]:
     """How long a run is, and where it writes what."""
     return (
-        Rule(
-            "trainer.epochs",
-            ("max_steps",),
-            "rows / `train_batch_size` x epochs; needs `--train-rows`",
-            whole,
-            "epochs",
-            computed=True,
-        ),
+        epochs("trainer.epochs"),
         Rule("trainer.max_training_steps", ("max_steps",), value=whole, fact="steps"),
         Rule("trainer.seed", ("seed",), value=whole),
         Rule(
@@ -70,13 +65,7 @@ def _steps_and_logs() -> tuple[Rule, ...]:
             loggers,
             "loggers",
         ),
-        Rule(
-            "trainer.project_name",
-            ("tracker_kwargs.project",),
-            "for wandb and swanlab; no effect for the others",
-            fact="project",
-            computed=True,
-        ),
+        PROJECT,
         Rule("trainer.run_name", ("exp_name",)),
         Rule("trainer.ckpt_path", ("output_dir",), "checkpoints stand in `checkpoints/` below it"),
         Rule("trainer.log_path", ("logging_dir",)),

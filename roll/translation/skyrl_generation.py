@@ -31,35 +31,16 @@ def _engines() -> tuple[Rule, ...]:
             fact="engine_tensor",
             computed=True,
         ),
-        Rule(
-            "generator.gpu_memory_utilization generator.inference_engine.gpu_memory_utilization",
-            (f"{engine}.gpu_memory_utilization",),
-            value=number,
-        ),
-        Rule(
-            "generator.max_num_seqs generator.inference_engine.max_num_seqs",
-            (f"{engine}.max_num_seqs",),
-            value=whole,
-        ),
-        Rule(
-            "generator.max_num_batched_tokens generator.inference_engine.max_num_batched_tokens",
-            (f"{engine}.max_num_batched_tokens",),
-            value=whole,
-        ),
-        Rule(
-            "generator.enforce_eager generator.inference_engine.enforce_eager",
-            (f"{engine}.enforce_eager",),
-            value=truth,
-        ),
-        Rule(
-            "generator.enable_prefix_caching generator.inference_engine.enable_prefix_caching",
-            (f"{engine}.enable_prefix_caching",),
-            value=truth,
-        ),
-        Rule(
-            "generator.enable_chunked_prefill generator.inference_engine.enable_chunked_prefill",
-            (f"{engine}.engine_args.enable_chunked_prefill",),
-            value=truth,
+        *(
+            Rule(f"generator.{name} generator.inference_engine.{name}", (f"{engine}.{ours}",), value=kind)
+            for name, ours, kind in (
+                ("gpu_memory_utilization", "gpu_memory_utilization", number),
+                ("max_num_seqs", "max_num_seqs", whole),
+                ("max_num_batched_tokens", "max_num_batched_tokens", whole),
+                ("enforce_eager", "enforce_eager", truth),
+                ("enable_prefix_caching", "enable_prefix_caching", truth),
+                ("enable_chunked_prefill", "engine_args.enable_chunked_prefill", truth),
+            )
         ),
         Rule(
             "generator.engine_init_kwargs.* generator.inference_engine.engine_init_kwargs.*",
@@ -70,18 +51,16 @@ def _engines() -> tuple[Rule, ...]:
 
 def _sampling() -> tuple[Rule, ...]:
     """How training and validation sample."""
-    sampling, validation = "generator.sampling_params", "validation.generating_args"
+    sampling, evaluation = "generator.sampling_params", "generator.eval_sampling_params"
+    validation = "validation.generating_args"
     return (
         Rule(f"{sampling}.max_generate_length", ("response_length",), value=whole, fact="response_length"),
         *(
-            Rule(f"{sampling}.{name}", (f"{ENGINE}.generating_args.{name}",), value=kind)
+            Rule(f"{theirs}.{name}", (f"{ours}.{name}",), value=kind)
+            for theirs, ours in ((sampling, f"{ENGINE}.generating_args"), (evaluation, validation))
             for name, kind in (("temperature", number), ("top_p", number), ("min_p", number), ("top_k", whole))
         ),
-        *(
-            Rule(f"generator.eval_sampling_params.{name}", (f"{validation}.{name}",), value=kind)
-            for name, kind in (("temperature", number), ("top_p", number), ("min_p", number), ("top_k", whole))
-        ),
-        Rule("generator.eval_sampling_params.max_generate_length", (f"{validation}.max_new_tokens",), value=whole),
+        Rule(f"{evaluation}.max_generate_length", (f"{validation}.max_new_tokens",), value=whole),
         Rule("generator.eval_n_samples_per_prompt", (f"{validation}.num_return_sequences",), value=whole),
         Rule(
             "generator.run_engines_locally generator.inference_engine.run_engines_locally",

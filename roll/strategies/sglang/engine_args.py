@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-
-from packaging.version import Version
 
 from roll.config.roles import WorkerConfig
 from roll.config.sglang import SglangStrategyConfig
@@ -18,32 +15,10 @@ from roll.platforms import Platform
 from roll.strategies.sglang.held_weights import LOADER, REPORTER
 from roll.strategies.sglang.sampler import BACKEND
 
-logger = logging.getLogger(__name__)
-
-TESTED_VERSIONS = (Version("0.5.23"), Version("0.5.24"))
-"""From the first up to, not including, the second."""
-
 _MOST_CPU_CACHE_BYTES = 4 << 30
 _BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 _SPARE_TOKENS = 2
 """SGLang ends a sample so many tokens before its longest sequence."""
-
-
-def check_version(version: str, allow_untested: bool) -> None:
-    """Refuse an SGLang that this code was not tried with.
-
-    Raises:
-        ValueError: a version outside :data:`TESTED_VERSIONS`, unless ``allow_untested``.
-    """
-    low, high = TESTED_VERSIONS
-    if low <= Version(Version(version).base_version) < high:
-        return
-    text = f"SGLang {version} is outside the tested versions (at least {low}, below {high})"
-    if not allow_untested:
-        raise ValueError(
-            f"{text}; install one of them, or set strategy_config.allow_untested_version: true to try this one"
-        )
-    logger.warning("%s", text)
 
 
 def engine_arguments(

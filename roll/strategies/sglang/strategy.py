@@ -20,12 +20,13 @@ from roll.config.strategy import typed_strategy_config
 from roll.models.build import load_config
 from roll.platforms import current_platform
 from roll.strategies.end_tokens import model_end_token_ids
+from roll.strategies.engine_versions import check_version
 from roll.strategies.generation import GenerationOutput, GenerationRequest, GenerationStrategy, PartialSample
 from roll.strategies.random_streams import stream_key
 from roll.strategies.request_checks import check_request
 from roll.strategies.sequence_length import longest_sequence
 from roll.strategies.sglang.engine import TokenEngine
-from roll.strategies.sglang.engine_args import bound_threads, check_version, engine_arguments
+from roll.strategies.sglang.engine_args import bound_threads, engine_arguments
 from roll.strategies.sglang.requests import Sample, sampling_settings
 from roll.strategies.sglang.updates import WeightUpdates, check
 from roll.strategies.stop_strings import StopStringMatcher
@@ -61,7 +62,7 @@ class SglangStrategy(GenerationStrategy):
         Raises:
             ValueError: an SGLang outside the tested versions, or a model shorter than ``max_model_len``.
         """
-        check_version(sglang.__version__, self._config.allow_untested_version)
+        check_version("SGLang", sglang.__version__, self._config.allow_untested_version)
         # It warns of every token that comes after its sample was stopped.
         logging.getLogger("sglang.srt.managers.tokenizer_manager").setLevel(logging.ERROR)
         args, platform = self.role.model_args, current_platform()

@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
-from packaging.version import Version
 
 from roll.config.roles import WorkerConfig
 from roll.config.vllm import VllmStrategyConfig
 from roll.models.build import DTYPES
 from roll.platforms import Platform
 
-logger = logging.getLogger(__name__)
-
-TESTED_VERSIONS = (Version("0.32"), Version("0.34"))
-"""From the first up to, not including, the second."""
-
 WORKER_EXTENSION = "roll.strategies.vllm.worker_extension.WeightReceiver"
 
 _MOST_CPU_CACHE_BYTES = 4 << 30
 _CPU_BATCHED_TOKENS = 8192
 _CPU_BLOCK = 32  # the CPU attention kernels want blocks of a multiple of this
-
-
-def check_version(version: str, allow_untested: bool) -> None:
-    """Refuse a vLLM that this code was not tried with.
-
-    Raises:
-        ValueError: a version outside :data:`TESTED_VERSIONS`, unless ``allow_untested``.
-    """
-    low, high = TESTED_VERSIONS
-    if low <= Version(Version(version).base_version) < high:
-        return
-    text = f"vLLM {version} is outside the tested versions (at least {low}, below {high})"
-    if not allow_untested:
-        raise ValueError(
-            f"{text}; install one of them, or set strategy_config.allow_untested_version: true to try this one"
-        )
-    logger.warning("%s", text)
 
 
 def engine_arguments(

@@ -23,11 +23,12 @@ from roll.config.vllm import VllmStrategyConfig
 from roll.models.build import load_config
 from roll.platforms import current_platform
 from roll.strategies.end_tokens import model_end_token_ids
+from roll.strategies.engine_versions import check_version
 from roll.strategies.generation import GenerationOutput, GenerationRequest, GenerationStrategy, PartialSample
 from roll.strategies.request_checks import check_request
 from roll.strategies.sequence_length import longest_sequence
 from roll.strategies.vllm.adapters import POLICY
-from roll.strategies.vllm.engine_args import check_version, engine_arguments
+from roll.strategies.vllm.engine_args import engine_arguments
 from roll.strategies.vllm.ranks import check_answers, joined_checksums
 from roll.strategies.vllm.requests import behind, generation_output, sampling_params, show_begun_text
 from roll.strategies.vllm.shared_bucket import SharedBucket
@@ -78,7 +79,7 @@ class VllmStrategy(GenerationStrategy):
         Raises:
             ValueError: a vLLM outside the tested versions, or a model shorter than ``max_model_len``.
         """
-        check_version(vllm.__version__, self._config.allow_untested_version)
+        check_version("vLLM", vllm.__version__, self._config.allow_untested_version)
         quieten()
         args, platform = self.role.model_args, current_platform()
         model_config = load_config(args)
