@@ -41,7 +41,7 @@ class SglangStrategyConfig(StrategyConfig):
     chunked_prefill_size: int | None = setting(None, ge=1)
     """Longest piece of a prompt that is computed in one step; null: SGLang's choice."""
     tp_size: int = field(default=1, metadata=rules(ge=1, aliases=("tensor_parallel_size",)))
-    """Ranks over which every matrix is cut."""
+    """Ranks over which every matrix is cut; a worker takes so many devices (``num_gpus_per_worker``)."""
     pp_size: int = setting(1, ge=1)
     """Stages into which the layers are cut."""
     dp_size: int = setting(1, ge=1)
@@ -83,12 +83,16 @@ def check_sglang(name: str, role: WorkerConfig, options: SglangStrategyConfig, p
     path = f"{name}.strategy_args.strategy_config"
     check_engine_args(path, options, OWN_ENGINE_ARGS, problems)
     several = {
-        "tp_size": "tensor parallelism of an engine",
         "pp_size": "pipeline parallelism of an engine",
         "dp_size": "copies inside an engine; every worker of the role is an engine of its own",
     }
     for key, feature in several.items():
         if getattr(options, key) > 1:
             problems.not_available(f"{path}.{key}", getattr(options, key), feature, 1)
-    if role.num_gpus_per_worker > 1:
-        problems.not_available(f"{name}.num_gpus_per_worker", role.num_gpus_per_worker, several["tp_size"], 1)
+    if role.num_gpus_per_worker != options.tp_size:
+        problems.add(
+            f"{name}.num_gpus_per_worker",
+            role.num_gpus_per_worker,
+            f"must be the devices of one engine, {path}.tp_size ({options.tp_size})",
+            options.tp_size,
+        )

@@ -43,8 +43,16 @@ def test_a_whole_configuration_loads(tmp_path: Path) -> None:
     assert loaded.plan.roles["actor_infer"].strategy_name == "sglang"
 
 
-@pytest.mark.parametrize("key", ["tp_size", "pp_size", "dp_size"])
-def test_engines_of_several_ranks_come_later(tmp_path: Path, key: str) -> None:
+def test_an_engine_takes_the_devices_of_its_ranks(tmp_path: Path) -> None:
+    (problem,) = mistakes(tmp_path, with_options({"tp_size": 2}))
+    assert problem.key == "actor_infer.num_gpus_per_worker" and problem.example == 2
+    devices = {"actor_infer.num_gpus_per_worker": 2, "actor_infer.device_mapping": [0, 1]}
+    loaded = load(tmp_path, with_options({"tensor_parallel_size": 2}, **devices))
+    assert loaded.plan.roles["actor_infer"].world_size == 1
+
+
+@pytest.mark.parametrize("key", ["pp_size", "dp_size"])
+def test_stages_and_copies_come_later(tmp_path: Path, key: str) -> None:
     (problem,) = mistakes(tmp_path, with_options({key: 2}))
     assert problem.key == f"{OPTIONS}.{key}" and problem.rule.startswith("not available yet") and problem.example == 1
 

@@ -16,11 +16,11 @@ from tests.strategies.vllm import cases as shared_cases
 
 @pytest.fixture(scope="session")
 def in_engine_process() -> Iterator[Callable[..., Any]]:
-    """``in_engine_process(function, *args)``: what the function returns there."""
+    """``in_engine_process(function, ...)``: what the function returns there."""
     if find_spec("sglang") is None or find_spec("sgl_kernel") is None:
         pytest.skip("SGLang is not installed, or its kernels are not: make test-sglang")
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield lambda function, *args: pool.submit(function, *args).result()
+        yield lambda function, *args, **options: pool.submit(function, *args, **options).result()
 
 
 @pytest.fixture(scope="session")

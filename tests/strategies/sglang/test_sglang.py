@@ -30,6 +30,10 @@ def test_greedy_tokens_and_log_probs_after_updates(
     _check_greedy(in_engine_process(cases.greedy_after_updates, folders[name], dtype), dtype)
 
 
+def test_two_ranks(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> None:
+    _check_greedy(in_engine_process(cases.greedy_after_updates, folders["qwen2"], "fp32", tp_size=2), "fp32")
+
+
 def _check_greedy(greedy: list[dict[str, Any]], dtype: str) -> None:
     assert len(greedy) == 12 and all(case["versions"] and case["wrong"] == [] for case in greedy)
     assert max(case["gap"] for case in greedy) < (FP32_GAP if dtype == "fp32" else BF16_GAP)
