@@ -84,8 +84,8 @@ class AdvantageInputs:
 
     def spread(self, per_row: Tensor) -> Tensor:
         """Give every masked token its row's number, which must be finite: (B,) -> float32 (B, L)."""
-        # A product in place takes half the time of torch.where.
-        return self.mask.float().mul_(per_row.float().unsqueeze(-1))
+        # A product in place takes half the time of torch.where, and bytes become floats in half the time of booleans.
+        return self.mask.view(torch.uint8).float().mul_(per_row.float().unsqueeze(-1))
 
     def require(self, name: str, estimator: str) -> Tensor:
         """The optional input ``name``; raises ``ValueError`` when it is missing."""

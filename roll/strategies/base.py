@@ -154,7 +154,22 @@ class ModelStrategy(ABC):
 
 
 class TrainStrategy(ModelStrategy):
-    """A :class:`ModelStrategy` that also learns."""
+    """A :class:`ModelStrategy` that also learns.
+
+    A class that is built on a forward-only strategy names this one first among its bases: the constructor is here.
+    """
+
+    def __init__(
+        self,
+        role: WorkerConfig,
+        head: ModelHead = ModelHead.CAUSAL_LM,
+        seed: int = 42,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        """``max_grad_norm`` is the pipeline's, used unless the role sets its own."""
+        super().__init__(role, head, seed)
+        own = role.training_args.max_grad_norm
+        self.max_grad_norm = max_grad_norm if own is None else own
 
     @abstractmethod
     def train_step(

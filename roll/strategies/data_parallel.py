@@ -276,19 +276,8 @@ class DataParallelStrategy(ModelStrategy):
         return int(largest)
 
 
-class DataParallelTrainStrategy(DataParallelStrategy, TrainStrategy):
+class DataParallelTrainStrategy(TrainStrategy, DataParallelStrategy):
     """One optimizer step is a plain sum of gradients over micro-batches and ranks, then the backend's update."""
-
-    def __init__(
-        self,
-        role: WorkerConfig,
-        head: ModelHead = ModelHead.CAUSAL_LM,
-        seed: int = 42,
-        max_grad_norm: float | None = None,
-    ) -> None:
-        super().__init__(role, head, seed)
-        own = role.training_args.max_grad_norm
-        self.max_grad_norm = max_grad_norm if own is None else own
 
     @abstractmethod
     def _begin_micro_batch(self, last: bool) -> None:

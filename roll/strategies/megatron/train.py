@@ -18,9 +18,8 @@ from megatron.core.distributed import (
 from torch import nn
 
 from roll.config.micro_batching import micro_batching
-from roll.config.roles import WorkerConfig
 from roll.protocol.metrics import Mean, Metrics, Sum
-from roll.strategies.base import LossFunction, ModelHead, Output, StateKind, TensorBatch, TrainStrategy
+from roll.strategies.base import LossFunction, Output, StateKind, TensorBatch, TrainStrategy
 from roll.strategies.megatron import checkpoint, cpu_compat
 from roll.strategies.megatron.optimizer import MasterStates, build_optimizer
 from roll.strategies.megatron.schedule import run_training
@@ -32,21 +31,10 @@ from roll.strategies.schedule import LearningRateSchedule
 logger = logging.getLogger(__name__)
 
 
-class MegatronTrainStrategy(MegatronInferStrategy, TrainStrategy):
+class MegatronTrainStrategy(TrainStrategy, MegatronInferStrategy):
     """Float32 master weights and AdamW moments; forward and backward in the compute dtype, gradients in float32."""
 
     masters: MasterStates | None = None
-
-    def __init__(
-        self,
-        role: WorkerConfig,
-        head: ModelHead = ModelHead.CAUSAL_LM,
-        seed: int = 42,
-        max_grad_norm: float | None = None,
-    ) -> None:
-        super().__init__(role, head, seed)
-        own = role.training_args.max_grad_norm
-        self.max_grad_norm = max_grad_norm if own is None else own
 
     def initialize(self, num_training_steps: int = 0) -> None:
         """Collective. With ``num_training_steps`` 0 the model can be computed and saved, but not trained."""
