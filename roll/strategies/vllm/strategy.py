@@ -167,18 +167,28 @@ class VllmStrategy(GenerationStrategy):
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
         """See the base class; unknown or finished requests are passed over."""
-        engine = self._running_engine()
-        wanted = list(self._unfinished) if request_ids is None else list(request_ids)
-        keys = [key for request_id in wanted for key in sorted(self._unfinished.get(request_id, ()), key=self._order)]
-        internal_ids = [self._samples[key].internal_id for key in keys]
-        # Taken before the abort: the engine forgets what an aborted request had.
-        states = [engine.output_processor.request_states[internal_id] for internal_id in internal_ids]
-        results = [state.make_request_output([], None, FinishReason.ABORT, None) for state in states]
-        engine.abort_request(internal_ids, internal=True)
+        keys = self._keys(self._unfinished if request_ids is None else request_ids)
+        results = self._so_far(keys)  # before the abort: the engine forgets what an aborted request had
+        self._running_engine().abort_request([self._samples[key].internal_id for key in keys], internal=True)
         return [self._take(result) for result in results]
 
-    def _order(self, key: str) -> int:
-        return self._samples[key].index
+    def running(self, request_ids: Iterable[str]) -> list[GenerationOutput]:
+        results = self._so_far(self._keys(request_ids))
+        return [self._output(self._samples[result.request_id], result) for result in results]
+
+    def _keys(self, request_ids: Iterable[str]) -> list[str]:
+        """Of the unfinished samples of these requests, in order."""
+        return [
+            key
+            for request_id in request_ids
+            for key in sorted(self._unfinished.get(request_id, ()), key=lambda key: self._samples[key].index)
+        ]
+
+    def _so_far(self, keys: Sequence[str]) -> list[Any]:
+        """vLLM's own account of samples as if they ended here; it only reads what vLLM keeps of them."""
+        states = self._running_engine().output_processor.request_states
+        mine = [states[self._samples[key].internal_id] for key in keys]
+        return [state.make_request_output([], None, FinishReason.ABORT, None) for state in mine]
 
     def _take(self, result: Any) -> GenerationOutput:
         """The output of a sample that is over; it is unfinished no more."""
@@ -187,6 +197,9 @@ class VllmStrategy(GenerationStrategy):
         keys.remove(result.request_id)
         if not keys:
             del self._unfinished[sample.request_id]
+        return self._output(sample, result)
+
+    def _output(self, sample: _Sample, result: Any) -> GenerationOutput:
         output = generation_output(sample.request_id, sample.index, result.outputs[0], self._version)
         return output if sample.begun is None else behind(sample.begun, output)
 

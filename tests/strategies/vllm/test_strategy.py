@@ -1,4 +1,4 @@
-"""Weight updates that go wrong are found; aborts, refusals, lengths."""
+"""Weight updates that go wrong are found; aborts, growing samples, refusals, lengths."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.strategies.vllm import cases
+from tests.strategies.vllm import cases, stream_cases
 
 pytestmark = pytest.mark.e2e
 
@@ -22,6 +22,20 @@ def test_aborted_samples_keep_what_they_have(in_engine_process: Callable[..., An
     assert found["gap"] < 5e-5
     assert found["left"] == 2 and found["finished"] == [("0", 0, 30), ("0", 1, 30)]
     assert found["rest"] == [("1", [], "abort")]
+
+
+def test_what_is_said_of_growing_samples_is_how_they_begin(
+    in_engine_process: Callable[..., Any], folders: dict[str, Path]
+) -> None:
+    found = in_engine_process(stream_cases.growing_samples, folders["qwen2"])
+    assert len(found["same"]) == 5 and all(found["same"].values()), "asking disturbs nothing"
+    assert all(found["grows"].values()), found["grows"]
+    lengths, begun = found["lengths"], found["begun"]
+    assert lengths["seeded", 0] == lengths["seeded", 1] == list(range(30)), "every step is told of"
+    assert lengths["begun", 0] == list(range(begun, 30)) and found["versions"] == [(-1, 0, begun), (0, begun, 29)]
+    assert lengths["stop", 0] == list(range(len(lengths["stop", 0]))) and len(lengths["stop", 0]) < 30
+    assert lengths["late", 0][:3] == [0, 0, 0] and lengths["late", 0][-1] == 11, "it waited for room"
+    assert found["reasons"] == {"abort"}
 
 
 def test_a_response_ends_with_the_engine_s_sequence(
