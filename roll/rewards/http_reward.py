@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
-from roll.rewards.http import HttpSettings, JsonClient, Reply
+from roll.rewards.http import JsonClient, Reply, settings_of
 
 
 @dataclass
@@ -49,15 +48,14 @@ class HttpReward(RewardRule):
             raise RewardOptionError(f"batch_size = {self.batch_size}: must be at least 1")
         if self.api_key_env and self.api_key_env not in os.environ:
             raise RewardOptionError(f"api_key_env = {self.api_key_env!r}: no such variable in the environment")
-        self._client: JsonClient | None = None
-        self._lock = threading.Lock()
+        self._client = JsonClient(self.url, settings_of(self), os.environ.get(self.api_key_env, ""))
 
     def judge(self, sample: RewardSample) -> RewardResult:
         return self([sample])[0]
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         batches = [samples[begin : begin + self.batch_size] for begin in range(0, len(samples), self.batch_size)]
-        replies = self._service().post([self._body(batch) for batch in batches])
+        replies = self._client.post([self._body(batch) for batch in batches])
         return [result for batch, reply in zip(batches, replies, strict=True) for result in read(reply, len(batch))]
 
     def _body(self, batch: Sequence[RewardSample]) -> dict[str, Any]:
@@ -75,25 +73,8 @@ class HttpReward(RewardRule):
         plain: dict[str, Any] = json.loads(json.dumps(content, default=_as_json))
         return plain
 
-    def _service(self) -> JsonClient:
-        """Made with the first samples, so that a check of the configuration opens nothing."""
-        with self._lock:
-            if self._client is None:
-                settings = HttpSettings(
-                    request_timeout=self.request_timeout or self.timeout,
-                    total_timeout=self.timeout,
-                    max_retries=self.max_retries,
-                    backoff=self.backoff,
-                    max_backoff=self.max_backoff,
-                    concurrency=self.concurrency,
-                )
-                self._client = JsonClient(self.url, settings, os.environ.get(self.api_key_env, ""))
-            return self._client
-
     def close(self) -> None:
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        self._client.close()
 
 
 def read(reply: Reply, count: int) -> list[RewardResult]:

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import httpx2
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_random_exponential
@@ -42,6 +42,31 @@ class HttpSettings:
     """Requests under way at a time."""
 
 
+class HttpOptions(Protocol):
+    """The options of a reward that asks a service, in a file's words."""
+
+    timeout: float
+    """Seconds that one request may take, with all tries."""
+    request_timeout: float | None
+    """Seconds of one try; None: ``timeout``."""
+    max_retries: int
+    backoff: float
+    max_backoff: float
+    concurrency: int
+
+
+def settings_of(options: HttpOptions) -> HttpSettings:
+    """How patiently a reward with these options asks."""
+    return HttpSettings(
+        request_timeout=options.request_timeout or options.timeout,
+        total_timeout=options.timeout,
+        max_retries=options.max_retries,
+        backoff=options.backoff,
+        max_backoff=options.max_backoff,
+        concurrency=options.concurrency,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
     """What came of one request: exactly one of ``body`` and ``error`` is there."""
@@ -66,7 +91,7 @@ class ServiceError(Exception):
 
 
 class JsonClient:
-    """One service. Safe to use from several threads; they share its slots and connections.
+    """One service. Safe to use from several threads; they share its slots and connections, made with the first request.
 
     Args:
         url: where requests are posted to.
@@ -79,7 +104,6 @@ class JsonClient:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._thread = LoopThread(f"http client of {url}")
         self._client: httpx2.AsyncClient | None = None
-        self._slots = asyncio.Semaphore(settings.concurrency)
 
     def post(self, bodies: Sequence[Any]) -> list[Reply]:
         """Post every body; one reply each, in order. Never raises for what the service does."""
@@ -94,7 +118,7 @@ class JsonClient:
 
     async def _post_all(self, bodies: Sequence[Any]) -> list[Reply]:
         if self._client is None:
-            self._client = self._connect()
+            self._client, self._slots = self._connect(), asyncio.Semaphore(self._settings.concurrency)
         return await asyncio.gather(*(self._post(body) for body in bodies))
 
     def _connect(self) -> httpx2.AsyncClient:

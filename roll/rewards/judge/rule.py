@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from jinja2 import Template, TemplateError
 
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
-from roll.rewards.http import AnswerCache, HttpSettings, JsonClient, Reply
+from roll.rewards.http import AnswerCache, JsonClient, Reply, settings_of
 from roll.rewards.http.cache import MISSING
 from roll.rewards.judge.reading import NoScore, ScoreReader
 from roll.rewards.judge.templates import BUILT_IN, load_template, shown_response, variables
@@ -99,8 +98,8 @@ class LLMJudge(RewardRule):
         self._template: Template = load_template(self.prompt)
         self._reader = self._make_reader()
         self._cache = AnswerCache(Path(self.cache_dir).expanduser() if self.cache_dir else None) if self.cache else None
-        self._client: JsonClient | None = None
-        self._lock = threading.Lock()
+        key = self.api_key or os.environ.get(self.api_key_env, "")
+        self._client = JsonClient(f"{self.base_url.rstrip('/')}/chat/completions", settings_of(self), key)
 
     def _make_reader(self) -> ScoreReader:
         built_in = BUILT_IN.get(self.prompt)
@@ -157,7 +156,7 @@ class LLMJudge(RewardRule):
         # Without a cache equal requests are asked one by one: at a temperature their answers differ.
         wanted = {(key if self._cache is not None else index): index for index, key in keys.items()}
         asked = [index for index in wanted.values() if known[keys[index]] is MISSING]
-        replies = dict(zip(asked, self._service().post([bodies[index] for index in asked]), strict=True))
+        replies = dict(zip(asked, self._client.post([bodies[index] for index in asked]), strict=True))
         by_key = {keys[index]: reply for index, reply in replies.items()}
         results = {}
         for index, key in keys.items():
@@ -182,23 +181,5 @@ class LLMJudge(RewardRule):
         numbers = {"raw_score": raw, "cached": float(reply.tries == 0), "tries": float(reply.tries)}
         return RewardResult(score, numbers)
 
-    def _service(self) -> JsonClient:
-        """Made with the first question, so that a check of the configuration opens nothing."""
-        with self._lock:
-            if self._client is None:
-                settings = HttpSettings(
-                    request_timeout=self.request_timeout or self.timeout,
-                    total_timeout=self.timeout,
-                    max_retries=self.max_retries,
-                    backoff=self.backoff,
-                    max_backoff=self.max_backoff,
-                    concurrency=self.concurrency,
-                )
-                key = self.api_key or os.environ.get(self.api_key_env, "")
-                self._client = JsonClient(f"{self.base_url.rstrip('/')}/chat/completions", settings, key)
-            return self._client
-
     def close(self) -> None:
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        self._client.close()
