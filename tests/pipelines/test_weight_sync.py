@@ -127,4 +127,4 @@ def test_an_engine_that_hangs_is_named_after_the_deadline(
     began = time.monotonic()
     with pytest.raises(WeightSyncError, match="engine 0 was not done with 'update_weights' in time"):
         send(senders["object_store"], engines, weights, ["hang"], deadline=3)
-    assert 3 <= time.monotonic() - began < 6
+    assert 3 <= time.monotonic() - began < 30

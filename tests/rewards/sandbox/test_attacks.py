@@ -182,7 +182,7 @@ def test_an_endless_loop_is_killed_in_time(verdict: Verdict) -> None:
         case_timeout=0.5,
     )
     assert outcome.timed_out
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 8, "before the limit of all cases together"
 
 
 ASSERT = ["assert f(2) == 4", "assert abs(f(2) - 4) < 1e-9", "assert f(3) in [9]", "assert not f(2) != 4"]
