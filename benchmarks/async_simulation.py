@@ -209,7 +209,9 @@ class Simulation:
             for spans in (spans for group in groups for spans in group.finished.weight_versions):
                 lag += sum((step - version) * (end - start) for version, start, end in spans)
             tokens += sum(group.finished.lengths.sum() for group in groups)
-            scheduler.work_until(SimulatedCall(self.clock.now + self._training_seconds(groups)))  # type: ignore[arg-type]
+            training = SimulatedCall(self.clock.now + self._training_seconds(groups))
+            while training not in scheduler.work(None, [training]):  # type: ignore[list-item, comparison-overlap]
+                pass
         buffer.check()
         given_up = (buffer.ledger.stale - stale) / ((steps - warm_up) * self.prompts)
         return self._figures(begin, steps - warm_up, lag / tokens, given_up)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 
 from roll.config.checks import Checks, check_columns, check_data_files
+from roll.config.judges import section_of
+from roll.config.planning import started_roles
+from roll.config.planning_validation import sharing_roles
 from roll.config.rlvr import RLVRConfig
 
 SET_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
@@ -18,6 +21,7 @@ def check_validation(config: RLVRConfig, checks: Checks) -> None:
     if section.data_args.file_name or not section.sets:
         check_data_files("validation.data_args", section.data_args, checks)
     check_columns("validation.data_args", section.data_args, checks)
+    check_beside_training(config, checks)
     for name, one in section.sets.items():
         key = f"validation.sets.{name}"
         if not SET_NAME.fullmatch(name) or name in ("sampled", "greedy"):
@@ -32,6 +36,21 @@ def check_validation(config: RLVRConfig, checks: Checks) -> None:
         elif prompt is not None and sequence is not None and sequence <= prompt:
             rule = f"must be greater than prompt_length {prompt}, or no response fits"
             checks.add(f"{key}.sequence_length", sequence, rule, prompt * 2)
+
+
+def check_beside_training(config: RLVRConfig, checks: Checks) -> None:
+    """Roles that are to answer and score beside training share their devices with nobody."""
+    key, section = "validation.beside_training", config.validation
+    if section is None or not section.beside_training:
+        return
+    sharing = {
+        name: others
+        for name, others in sharing_roles(started_roles(config)).items()
+        if not checks.broken(f"{section_of(name)}.device_mapping")
+    }
+    for name, others in sharing.items():
+        rule = f"needs devices of its own for {name}, which shares some with {', '.join(others)}"
+        checks.add(key, True, rule, False)
 
 
 def longest_in_validation(config: RLVRConfig) -> tuple[int, int]:

@@ -183,6 +183,8 @@ class RLVRPlan(Plan):
     max_new_tokens: int
     """Most tokens that a response is given in training."""
     validation_sets: tuple[ValidationSet, ...]
+    validates_beside_training: bool
+    """Validation goes on while other roles compute and train."""
     needs_reference: bool
     """Something consumes reference log-probs."""
     needs_old_log_probs: bool

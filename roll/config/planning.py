@@ -14,7 +14,7 @@ from roll.config.megatron import ranks_of_a_replica
 from roll.config.micro_batching import micro_batching, with_packed_lengths
 from roll.config.names import GREEDY_BASELINE_ESTIMATORS, PUBLISHED_PREFIX, PUBLISHED_REWARDS, PUBLISHED_WORKERS
 from roll.config.plan import Folders, RLVRPlan, RolePlan, SFTPlan, TrainingPlan
-from roll.config.planning_validation import Written, validation_data, validation_sets
+from roll.config.planning_validation import Written, beside_training, validation_data, validation_sets
 from roll.config.reward_models import model_inputs
 from roll.config.rewards import RewardConfig
 from roll.config.rlvr import RLVRConfig
@@ -286,6 +286,7 @@ def plan_rlvr(config: RLVRConfig, exp_name: str, written: Written) -> RLVRPlan:
         response_length=response,
         max_new_tokens=max_new_tokens(config),
         validation_sets=validation_sets(config, sequence, written),
+        validates_beside_training=beside_training(config, started_roles(config)),
         needs_reference=needs_reference(config),
         needs_old_log_probs=needs_old_log_probs(config),
         needs_old_entropy=needs_old_entropy(config),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 
 from roll.config.plan import ValidationSet
 from roll.config.rlvr import RLVRConfig
-from roll.config.roles import DataArguments, GeneratingArguments
+from roll.config.roles import DataArguments, GeneratingArguments, WorkerConfig
 from roll.config.validation import ValidationSetConfig
 
 INHERITED_DATA_KEYS = (
@@ -20,6 +20,8 @@ INHERITED_DATA_KEYS = (
     "response",
 )
 """What a validation's data section takes over, where it is silent: columns, and how prompts look."""
+TRAINING_ROLES = ("actor_train", "reference", "critic")
+"""Those that a validation asks nothing of."""
 Written = Callable[[str], bool]
 """Says whether a key path is written, in a file or on the command line."""
 
@@ -50,6 +52,20 @@ def validation_sets(config: RLVRConfig, sequence_length: int, written: Written) 
         )
         found.append(planned_set(name, filled, config, sequence_length))
     return tuple(found)
+
+
+def sharing_roles(roles: Mapping[str, WorkerConfig]) -> dict[str, list[str]]:
+    """The roles that answer or score questions and share devices, each with those that it shares them with: none of
+    them can be at work whenever it likes."""
+    devices = {name: set(role.device_mapping or ()) for name, role in roles.items()}
+    sharing = {name: [other for other in roles if other != name and devices[name] & devices[other]] for name in roles}
+    return {name: others for name, others in sharing.items() if others and name not in TRAINING_ROLES}
+
+
+def beside_training(config: RLVRConfig, roles: Mapping[str, WorkerConfig]) -> bool:
+    """Whether validation goes on while ``roles`` train: where devices allow it, unless the file says no."""
+    section = config.validation
+    return section is not None and section.beside_training is not False and not sharing_roles(roles)
 
 
 def generating(key: str, own: GeneratingArguments, base: GeneratingArguments, written: Written) -> GeneratingArguments:

@@ -159,6 +159,7 @@ def steps_sentence(plan: Plan) -> str:
         for name, training in plan.training.items():
             if training.total_optimizer_steps != plan.max_steps:
                 parts.append(f"{training.total_optimizer_steps:,} optimizer steps of {name}")
-    parts.append(f"validation every {plan.eval_steps} and at the end" if plan.eval_steps else "no validation")
+    beside = " (beside training)" if isinstance(plan, RLVRPlan) and plan.validates_beside_training else ""
+    parts.append(f"validation every {plan.eval_steps}{beside} and at the end" if plan.eval_steps else "no validation")
     parts.append(f"a checkpoint every {plan.save_steps}" if plan.save_steps else "no checkpoints")
     return "; ".join(parts)

@@ -42,6 +42,10 @@ class ValidationConfig(WorkerConfig):
     """Steps between validations; null: the run's ``eval_steps``."""
     before_train: bool = True
     """Validate before the first step."""
+    beside_training: bool | None = None
+    """The engines validate while the other roles work on the samples of the step, which waits at its end for what is
+    left; the answers are the same. All roles that answer or score need devices of their own. null: where devices allow
+    it; false: validation comes before the step's samples, and everything else waits."""
     sets: dict[str, ValidationSetConfig] = field(default_factory=dict)
     """Further sets by name, each with files, sampling and lengths of its own. With sets, ``data_args.file_name`` may be
     left out."""

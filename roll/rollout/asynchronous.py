@@ -20,8 +20,8 @@ Result = TypeVar("Result")
 class AsyncScheduler:
     """Begins groups as the buffer has room for them, and hands out the groups of each step.
 
-    One thread drives everything: whoever waits for something else (:meth:`work_until`) keeps the rollout going in the
-    meantime, and a failure of either side ends the wait at once.
+    One thread drives everything: whoever waits for something else keeps the rollout going in the meantime
+    (:meth:`work`), and a failure of either side ends the wait at once.
 
     Args:
         num_steps: steps of the run; no group is begun that none of them needs.
@@ -67,7 +67,7 @@ class AsyncScheduler:
         self._may_begin = True
         self._fill()
         while not self.buffer.can_take(step):
-            self._pump(self._deadline)
+            self.work(self._deadline)
         groups = self.buffer.take(step)
         self._taken_at_version += len(groups)
         self._rejections = Rejections()
@@ -77,17 +77,27 @@ class AsyncScheduler:
             self._fill()
         return groups
 
-    def work_until(self, call: PendingCall) -> None:
-        """Keep the rollout going until ``call`` is answered; what fails, on either side, is raised."""
-        while call not in self._pump(None, [call]):
-            pass
+    def work(self, timeout: float | None, others: Sequence[PendingCall] = ()) -> list[PendingCall]:
+        """Wait until something is done, of the rollout or of ``others``, and act on it; what fails, on either side, is
+        raised.
+
+        Args:
+            timeout: seconds; None: as long as the calls' own deadlines allow.
+
+        Returns:
+            The calls that are done.
+        """
+        done = self._flow.wait(timeout, others)
+        self._absorb(done)
+        self._fill()
+        return done
 
     def exchange(self, version: int, transfer: Callable[[], Result]) -> Result:
         """Bring the engines to ``version`` by ``transfer``, with no turn in flight; they begin again in
         :meth:`collect`."""
         self._may_begin = False
         while self._engines.num_outstanding + self._flow.num_scoring and not self._in_flight:
-            self._pump(self._deadline)
+            self.work(self._deadline)
         self._engines.pause(self._deadline)
         self._engines.readmit()
         result = transfer()
@@ -101,7 +111,7 @@ class AsyncScheduler:
         on is taken back and goes on afterwards."""
         self._absorb([])
         while self._flow.num_scoring:
-            self._pump(self._deadline)
+            self.work(self._deadline)
         self._set_aside()
         self._engines.resume()
         yield
@@ -128,13 +138,6 @@ class AsyncScheduler:
         requests, self._aside = self._aside, []
         self._engines.submit(requests)
         self._engines.resume()
-
-    def _pump(self, timeout: float | None, others: Sequence[PendingCall] = ()) -> list[PendingCall]:
-        """Wait until something is done, of the rollout or of ``others``, and act on it."""
-        done = self._flow.wait(timeout, others)
-        self._absorb(done)
-        self._fill()
-        return done
 
     def _absorb(self, done: Sequence[PendingCall]) -> None:
         progress = self._flow.advance(done)

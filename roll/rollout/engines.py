@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from roll.distributed import Cluster, PendingCall, RemoteError, WorkerDied, wait_any
 from roll.rollout.engine_account import EngineAccount, num_unfinished
-from roll.rollout.messages import EngineReport, FinishedGroup
+from roll.rollout.messages import EngineReport, FinishedGroup, lane_of
 from roll.rollout.routing import PromptAffinityRouter, Router
 from roll.strategies.generation import GenerationOutput, GenerationRequest
 
@@ -167,16 +167,19 @@ class EnginePool:
                 if not self._engine_of_turn and not others:
                     return []
 
-    def take(self, call: PendingCall) -> list[FinishedGroup]:
-        """The groups that a finished turn reported, and those of :meth:`take_ready`; the engine's next turn starts.
-        Calls that are no turns are welcome, too."""
+    def take(self, call: PendingCall, lane: str = "") -> list[FinishedGroup]:
+        """End a turn that is done and start the engine's next one; then as :meth:`take_ready`. Calls that are no turns,
+        or that another lane has taken, are welcome, too."""
         self._end_turn(call)
         self._start_turns()
-        return self.take_ready()
+        return self.take_ready(lane)
 
-    def take_ready(self) -> list[FinishedGroup]:
-        """Groups that came in while a pause, a recall or a drain waited for turns to end."""
-        ready, self._ready = self._ready, []
+    def take_ready(self, lane: str = "") -> list[FinishedGroup]:
+        """The groups of a lane (:func:`~roll.rollout.messages.lane_of`) that turns have reported and nobody has
+        taken."""
+        ready = [group for group in self._ready if lane_of(group.request_id) == lane]
+        if ready:
+            self._ready = [group for group in self._ready if lane_of(group.request_id) != lane]
         return ready
 
     def take_progress(self) -> dict[str, list[GenerationOutput]]:

@@ -39,11 +39,18 @@ class GroupSettings:
     uninterrupted one would have."""
     filters: Mapping[str, GroupFilter] = field(default_factory=dict)
     """By domain; a domain without one keeps every group."""
+    lane: str = ""
+    """Tells the requests of one flow from those of another on the same engines
+    (:func:`~roll.rollout.messages.lane_of`)."""
+
+    def name(self, order: int) -> str:
+        """The id of the request for the prompt that was drawn as number ``order``."""
+        return f"{self.lane}/{order}" if self.lane else str(order)
 
     def request(self, order: int, prompt: PromptRow) -> GenerationRequest:
         """What an engine is asked for the prompt that was drawn as number ``order``."""
         params = replace(self.params, seed=_sample_seed(self.seed, order))
-        return GenerationRequest(str(order), prompt.token_ids, params, self.group_size)
+        return GenerationRequest(self.name(order), prompt.token_ids, params, self.group_size)
 
     def keeps(self, group: SampleGroup) -> bool:
         """Whether the filter of its domain accepts a scored group."""
@@ -146,7 +153,7 @@ class GroupFlow:
     def start(self, count: int) -> list[OpenPrompt]:
         """Draw ``count`` prompts and give them to the engines; those that there were."""
         begun = self._draw_open(count)
-        self._open.update((str(one.order), one) for one in begun)
+        self._open.update((self._settings.name(one.order), one) for one in begun)
         self._engines.submit(self._settings.request(one.order, one.prompt) for one in begun)
         return begun
 
@@ -165,18 +172,17 @@ class GroupFlow:
         Returns:
             What engines are to be given.
         """
-        self._open.update((str(one.order), one) for one, _ in begun)
+        self._open.update((self._settings.name(one.order), one) for one, _ in begun)
         self._rewards.submit(scoring)
         return [with_progress(self._settings.request(one.order, one.prompt), state) for one, state in begun]
 
     def progress_of(self, requests: Sequence[GenerationRequest]) -> dict[int, dict[str, Any]]:
         """What the prompts under way have so far, by their numbers, from their requests as engines gave them back."""
-        return {int(request.request_id): progress_state(request) for request in requests}
+        return {self._open[request.request_id].order: progress_state(request) for request in requests}
 
     def advance(self, done: Sequence[PendingCall]) -> Progress:
         """Take what finished calls bring: generated groups go to the rewards, scored ones through the filters."""
-        finished = [group for call in done for group in self._engines.take(call)] + self._engines.take_ready()
-        progress = Progress(generated=[self._group_of(group) for group in finished])
+        progress = Progress(generated=[self._group_of(group) for group in self._finished(done)])
         if progress.generated:
             self._rewards.submit(progress.generated)
         for call in done:
@@ -187,11 +193,17 @@ class GroupFlow:
 
     def abort(self, orders: Iterable[int] | None = None) -> int:
         """Stop generating these (None: all) and forget them; how many there were."""
-        names = list(self._open) if orders is None else [str(order) for order in orders if str(order) in self._open]
+        wanted = self._open if orders is None else map(self._settings.name, orders)
+        names = [name for name in wanted if name in self._open]
         for name in names:
             del self._open[name]
         self._engines.abort(names)
         return len(names)
+
+    def _finished(self, done: Sequence[PendingCall]) -> list[FinishedGroup]:
+        """What engines have finished for this flow, in calls that are done or earlier."""
+        lane = self._settings.lane
+        return [group for call in done for group in self._engines.take(call, lane)] + self._engines.take_ready(lane)
 
     def _group_of(self, finished: FinishedGroup) -> SampleGroup:
         one = self._open.pop(finished.request_id)

@@ -176,7 +176,7 @@ class LoopFlow(GroupFlow):
 
     def advance(self, done: Sequence[PendingCall]) -> Progress:
         progress = Progress()
-        for finished in [group for call in done for group in self._engines.take(call)] + self._engines.take_ready():
+        for finished in self._finished(done):
             prompt = self._prompts.get(int(finished.request_id.partition(".")[0]))
             if prompt is None or finished.request_id not in prompt.context._open:
                 continue  # a loop that went on just now has given it up

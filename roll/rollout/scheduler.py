@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from roll.distributed import PendingCall
@@ -66,32 +66,35 @@ class RolloutScheduler:
         """
         settings = GroupSettings(group_size, params, self._seed, filters or {})
         flow = make_flow(self._engines, self._rewards, draw, settings, first_draw, loop)
-        collection = _Collection(flow, num_prompts, num_additional)
-        flow.start(num_prompts + num_additional)
+        collection = Collection(flow, num_prompts, num_additional)
         while not collection.complete:
             collection.advance(flow.wait(self._deadline))
-        result = collection.finish(first_draw)
+        result = collection.finish()
         self._rewards.drop_pending()
         self._engines.drain(self._deadline)
         return result
 
 
-class _Collection:
-    """The groups that one :meth:`RolloutScheduler.collect` has accepted so far."""
+class Collection:
+    """``wanted`` groups of a flow that somebody drives: begun when it is made, and :attr:`complete` when it has all of
+    them or there are no more. See :meth:`RolloutScheduler.collect`."""
 
-    def __init__(self, flow: GroupFlow, wanted: int, additional: int) -> None:
+    def __init__(self, flow: GroupFlow, wanted: int, additional: int = 0) -> None:
         self._flow = flow
         self._wanted = wanted
         self._additional = additional
+        self._first_draw = flow.next_order
         self._accepted: list[SampleGroup] = []
         self._rejections = Rejections()
+        flow.start(wanted + additional)
 
     @property
     def complete(self) -> bool:
         nothing_left = self._flow.dry and not self._flow.num_under_way
         return len(self._accepted) >= self._wanted or nothing_left
 
-    def advance(self, done: list[PendingCall]) -> None:
+    def advance(self, done: Sequence[PendingCall]) -> None:
+        """Act on calls that are done."""
         progress = self._flow.advance(done)
         self._accepted += progress.accepted
         for group in progress.rejected:
@@ -101,14 +104,14 @@ class _Collection:
             self._rejections.check(self._wanted, len(self._accepted))
             self._flow.start(missing + self._additional)
 
-    def finish(self, first_draw: int) -> RolloutResult:
+    def finish(self) -> RolloutResult:
         """Abort what is not needed any more and return the accepted groups in order of drawing."""
         surplus = max(0, len(self._accepted) - self._wanted)
         num_under_way = self._flow.num_under_way
         self._flow.abort()
         return RolloutResult(
             groups=sorted(self._accepted[: self._wanted], key=lambda group: group.order),
-            num_drawn=self._flow.next_order - first_draw,
+            num_drawn=self._flow.next_order - self._first_draw,
             num_filtered=self._rejections.count,
             num_aborted=num_under_way + surplus,
             rejected_mean_scores=self._rejections.mean_scores,

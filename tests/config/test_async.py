@@ -73,3 +73,25 @@ def test_the_plan_says_how_far_ahead(tmp_path: Path) -> None:
 def test_partial_rollout_is_of_asynchronous_runs(tmp_path: Path) -> None:
     notes = [str(one) for one in load(tmp_path, changed({"partial_rollout": False})).warnings]
     assert any("partial_rollout" in note and "no effect" in note for note in notes)
+
+
+def test_validation_beside_training_needs_devices_of_its_own(tmp_path: Path) -> None:
+    (error,) = mistakes(tmp_path, changed({"validation.beside_training": True}))
+    assert (error.key, error.value, error.example) == ("validation.beside_training", True, False)
+    assert "actor_infer, which shares some with actor_train" in error.rule
+    judged = APART | {
+        "validation.beside_training": True,
+        "rewards.math.worker_cls": "llm_judge",
+        "rewards.math.judge_model_type": "cluster",
+        "reward_model.device_mapping": [1],
+        "reward_model.strategy_args.strategy_name": "hf_infer",
+        "async_generation_ratio": 0,
+    }
+    (error,) = mistakes(tmp_path, changed(judged))
+    assert "reward_model, which shares some with actor_train" in error.rule
+    expected = {None: True, False: False, True: True}
+    for written, beside in expected.items():
+        plan = load(tmp_path, changed(APART | {"validation.beside_training": written})).plan
+        assert isinstance(plan, RLVRPlan) and plan.validates_beside_training is beside
+    shared = load(tmp_path, changed({})).plan
+    assert isinstance(shared, RLVRPlan) and not shared.validates_beside_training

@@ -92,7 +92,9 @@ class Bench:
     def train(self) -> None:
         """Something else that takes its time: it is answered when the rollout has had some turns."""
         sampled = self.engines.tokens
-        self.scheduler.work_until(FakeCall(0, "update", None, lambda: None))
+        call = FakeCall(0, "update", None, lambda: None)
+        while call not in self.scheduler.work(None, [call]):
+            pass
         assert not self.takes_turns or self.engines.tokens == sampled, "the engines' devices are others'"
 
     def check(self, step: int, groups: list[SampleGroup]) -> None:

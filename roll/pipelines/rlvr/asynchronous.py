@@ -14,6 +14,7 @@ from roll.distributed import PendingCall
 from roll.pipelines.rlvr.clusters import Clusters
 from roll.pipelines.rlvr.data import RunData
 from roll.pipelines.rlvr.rollout import RolloutPhase
+from roll.pipelines.rlvr.validation import Validation
 from roll.protocol.metrics import Max, Mean, Metrics
 from roll.rollout.asynchronous import AsyncScheduler
 from roll.rollout.flow import GroupSettings
@@ -44,11 +45,15 @@ class AsyncRolloutPhase(RolloutPhase):
     def exchange(self, version: int, transfer: Callable[[], Metrics]) -> Metrics:
         return self._ahead.exchange(version, transfer)
 
-    def work_until(self, call: PendingCall) -> None:
-        """Generation and scoring go on."""
-        self._ahead.work_until(call)
+    @property
+    def _is_at_work(self) -> bool:
+        return True
 
-    def validate(self) -> tuple[dict[str, float], dict[str, list[SampleGroup]]]:
+    def _work(self, timeout: float | None, others: Sequence[PendingCall] = ()) -> list[PendingCall]:
+        """Generation and scoring go on, a validation beside them."""
+        return self._advanced(self._ahead.work(timeout, [*others, *self._validation_calls()]))
+
+    def validate(self) -> Validation:
         """With the engines free for it: what they are at work on goes on afterwards."""
         with self._ahead.engines_free():
             return super().validate()

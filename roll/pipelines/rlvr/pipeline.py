@@ -7,7 +7,7 @@ models whose opinion is needed look at the answers; scores become advantages; ac
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,8 +26,10 @@ from roll.pipelines.rlvr.data import load_data
 from roll.pipelines.rlvr.phases import add_old_log_probs, add_reference_log_probs, add_values, update_model
 from roll.pipelines.rlvr.rollout import RolloutPhase
 from roll.pipelines.rlvr.scoring import Scoring
+from roll.pipelines.rlvr.validation import Validation
 from roll.pipelines.samples import sample_table
 from roll.protocol import DataProto
+from roll.protocol.metrics import Mean
 from roll.weight_sync.controller import WeightSync
 from roll.weight_sync.options import sync_options
 
@@ -69,7 +71,7 @@ class RLVRPipeline:
         """Build the phases on top of clusters and data."""
         phase = AsyncRolloutPhase if self.plan.is_async else RolloutPhase
         self.rollout = phase(self.config, self.plan, self.clusters, self.data)
-        if self.plan.is_async:
+        if self.plan.is_async or self.plan.validates_beside_training:
             for cluster in self.clusters.computing():
                 cluster.meanwhile = self.rollout.work_until
         self.scoring = Scoring(self.config, self.plan.norm_types, self.plan.max_new_tokens)
@@ -79,13 +81,15 @@ class RLVRPipeline:
     def train_one_step(self, step: int) -> None:
         """The algorithm."""
         self.update_engines(step)
-        if self.is_validation_due(step):
+        beside = self.plan.validates_beside_training
+        if self.is_validation_due(step) and not beside:
             self.validate(step)
         batch = self.generate(step)
-        self.look_at(batch)
-        with self.frame.phase("adv"):
-            self.frame.record(self.scoring(batch))
-        self.learn(batch, step)
+        with self.validating(step) if self.is_validation_due(step) and beside else nullcontext():
+            self.look_at(batch)
+            with self.frame.phase("adv"):
+                self.frame.record(self.scoring(batch))
+            self.learn(batch, step)
         self.frame.record(self.residency.metrics())
         self.frame.end_step(step)
         if self.frame.is_save_due(step):
@@ -164,9 +168,25 @@ class RLVRPipeline:
         return step > 0 or section.before_train
 
     def validate(self, step: int) -> None:
-        """Answer the validation prompts and report accuracies."""
+        """Answer the validation prompts and report accuracies, while everything else waits."""
         with self.frame.phase("val_step"), self.generating():
-            metrics, answered = self.rollout.validate()
+            validation = self.rollout.validate()
+        self.report(validation, step)
+
+    @contextmanager
+    def validating(self, step: int) -> Iterator[None]:
+        """Answer the validation prompts beside what is done in the block, and report accuracies."""
+        with self.generating():
+            self.rollout.begin_validation()
+            yield
+            with self.frame.phase("val_step"):
+                validation = self.rollout.finish_validation()
+        self.report(validation, step)
+
+    def report(self, validation: Validation, step: int) -> None:
+        """Record what came of a validation after ``step`` steps."""
+        self.frame.record({"time/val_step_total": Mean(validation.seconds)})
+        metrics, answered = validation.report()
         self.frame.record_validation(metrics, step)
         for name, groups in answered.items():
             self.frame.dump_samples("validation", step, partial(sample_table, groups), name)

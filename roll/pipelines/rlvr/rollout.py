@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from roll.config.rlvr import RLVRConfig
 from roll.distributed import PendingCall
 from roll.pipelines.rlvr.clusters import Clusters
 from roll.pipelines.rlvr.data import RunData
-from roll.pipelines.rlvr.validation import draw_from, validate_sets
+from roll.pipelines.rlvr.validation import Validation, ValidationPlan, draw_from
 from roll.pipelines.tokenizers import pad_token_id
 from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics, Min
@@ -45,7 +45,11 @@ class RolloutPhase:
         may_restart = not plan.roles["actor_infer"].colocated_with and (role.max_concurrency or 1) == 1
         max_restarts = role.max_restarts if may_restart else 0
         self._engines = EnginePool(clusters.actor_infer, limit, router=router, max_restarts=max_restarts)
-        self._rewards = RewardRouter(clusters.rewards, model_scorer(config, plan, clusters))
+        scorer = model_scorer(config, plan, clusters)
+        self._rewards = RewardRouter(clusters.rewards, scorer)
+        self._validation_rewards = RewardRouter(clusters.rewards, scorer)
+        self._validation_plan = ValidationPlan(plan.validation_sets, data.validation, config.val_batch_size)
+        self._validation: Validation | None = None
         self._scheduler = RolloutScheduler(self._engines, self._rewards, config.seed, deadline=config.rpc_timeout)
         self._params = sampling_params(config.actor_infer.generating_args, plan.max_new_tokens)
         self._filters = {
@@ -75,7 +79,28 @@ class RolloutPhase:
         return transfer()
 
     def work_until(self, call: PendingCall) -> None:
-        """What the rollout does while others compute: nothing, between steps."""
+        """What the rollout does while others compute: a validation, where one is under way. What fails, on either side,
+        is raised."""
+        while self._is_at_work and call not in self._work(None, [call]):
+            pass
+
+    @property
+    def _is_at_work(self) -> bool:
+        """Something goes on beside what others compute."""
+        return self._validation is not None and not self._validation.complete
+
+    def _work(self, timeout: float | None, others: Sequence[PendingCall] = ()) -> list[PendingCall]:
+        """Wait until something is done, of the validation under way or of ``others``, and act on it; the calls that are
+        done. ``timeout`` in seconds; None: as long as the calls' own deadlines allow."""
+        return self._advanced(self._engines.wait([*others, *self._validation_calls()], timeout))
+
+    def _validation_calls(self) -> list[PendingCall]:
+        return [] if self._validation is None else self._validation.pending
+
+    def _advanced(self, done: list[PendingCall]) -> list[PendingCall]:
+        if self._validation is not None:
+            self._validation.advance(done)
+        return done
 
     def _groups_of(self, step: int) -> tuple[list[SampleGroup], Metrics]:
         self._busy_before = self._engines.busy_seconds
@@ -121,10 +146,25 @@ class RolloutPhase:
         scored = scores[~scores.isnan()]
         return {"critic/baseline_score/mean": Mean(float(scored.sum()), len(scored))}
 
-    def validate(self) -> tuple[dict[str, float], dict[str, list[SampleGroup]]]:
-        """Answer the validation prompts of every set; metrics, and the sampled groups by set."""
-        batch_size = self._config.val_batch_size
-        return validate_sets(self._scheduler, self._plan.validation_sets, self._data.validation, batch_size)
+    def validate(self) -> Validation:
+        """Answer and score the questions of every set, before anything else."""
+        self.begin_validation()
+        return self.finish_validation()
+
+    def begin_validation(self) -> None:
+        """Ask the questions of every set, behind what the engines have to do. They are answered in :meth:`work_until`,
+        and must be done (:meth:`finish_validation`) before the next weights."""
+        assert self._validation is None, "one validation at a time"
+        self._validation = Validation(self._validation_plan, self._engines, self._validation_rewards, self._config.seed)
+
+    def finish_validation(self) -> Validation:
+        """Wait for the rest of what :meth:`begin_validation` began."""
+        validation = self._validation
+        assert validation is not None, "none was begun"
+        while not validation.complete:
+            self._work(self._config.rpc_timeout)
+        self._validation = None
+        return validation
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

@@ -1,8 +1,14 @@
-"""Validation: the questions of every set, answered by sampling and greedily, and scored."""
+"""Validation: the questions of every set, answered by sampling and greedily, and scored.
+
+It drives nothing by itself: whoever waits for engines, or for something else, hands it what is done
+(:meth:`Validation.advance`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -10,12 +16,18 @@ import numpy as np
 
 from roll.config.plan import ValidationSet
 from roll.datasets.types import PromptRow
+from roll.distributed import PendingCall
 from roll.pipelines.rlvr.accuracy import accuracy_metrics, is_correct
-from roll.rollout.flow import DrawPrompts
+from roll.rollout.engines import EnginePool
+from roll.rollout.flow import DrawPrompts, GroupFlow, GroupSettings
 from roll.rollout.groups import SampleGroup
+from roll.rollout.rewarding import RewardRouter
 from roll.rollout.sampling import greedy, sampling_params
-from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.scheduler import Collection
 from roll.strategies.generation import SamplingParams
+
+LANE = "validation"
+"""Of its requests to the engines, which training may use as well."""
 
 
 @dataclass(frozen=True)
@@ -38,24 +50,113 @@ def passes_of(one: ValidationSet) -> list[ValidationPass]:
     return passes
 
 
-def validate_sets(
-    scheduler: RolloutScheduler,
-    sets: Sequence[ValidationSet],
-    rows: Mapping[str, Sequence[PromptRow]],
-    batch_size: int,
-) -> tuple[dict[str, float], dict[str, list[SampleGroup]]]:
-    """Answer and score all questions of all sets.
+@dataclass(frozen=True)
+class Round:
+    """Questions that are asked together."""
 
-    Returns:
-        Metrics (see :func:`accuracy_metrics`), and the sampled groups by set. With several sets ``val_correct`` is over
-        the questions of all of them.
+    way: ValidationPass
+    rows: Sequence[PromptRow]
+    first: int
+    """The number of the first: draws are counted from 0 in every pass of every validation, so the same seeds are used
+    each time and two validations differ by the policy alone."""
+
+
+class ValidationPlan:
+    """What every validation of a run asks.
+
+    Args:
+        rows: the questions of each set, by its name.
+        batch_size: questions of a round.
     """
-    metrics: dict[str, float] = {}
-    sampled: dict[str, list[SampleGroup]] = {}
-    for one in sets:
-        measured, sampled[one.name] = validate(scheduler, rows[one.name], passes_of(one), batch_size)
-        metrics |= measured
-    return metrics | (overall(sampled) if len(sets) > 1 else {}), sampled
+
+    def __init__(self, sets: Sequence[ValidationSet], rows: Mapping[str, Sequence[PromptRow]], batch_size: int) -> None:
+        self._passes = {one.name: passes_of(one) for one in sets}
+        self._rows = rows
+        self._batch_size = batch_size
+
+    def rounds(self) -> Iterator[Round]:
+        """In the order in which they are asked."""
+        for name, passes in self._passes.items():
+            rows = self._rows[name]
+            for one in passes:
+                for first in range(0, len(rows), self._batch_size):
+                    yield Round(one, rows[first : first + self._batch_size], first)
+
+    def report(
+        self, answered: Mapping[str, list[SampleGroup]]
+    ) -> tuple[dict[str, float], dict[str, list[SampleGroup]]]:
+        """Metrics (see :func:`accuracy_metrics`), and the groups of each set's first pass. With several sets
+        ``val_correct`` is over the questions of all of them.
+
+        Args:
+            answered: the scored groups of every pass, by its name.
+        """
+        metrics: dict[str, float] = {}
+        for passes in self._passes.values():
+            for one in passes:
+                metrics |= accuracy_metrics(answered[one.name], one.name, is_primary=one is passes[0])
+        shown = {name: answered[passes[0].name] for name, passes in self._passes.items()}
+        return metrics | (overall(shown) if len(shown) > 1 else {}), shown
+
+
+class Validation:
+    """One validation under way, round after round. Begins when it is made.
+
+    Args:
+        rewards: of its own, apart from the one that training uses.
+        seed: see :class:`~roll.rollout.flow.GroupSettings`.
+    """
+
+    def __init__(self, plan: ValidationPlan, engines: EnginePool, rewards: RewardRouter, seed: int) -> None:
+        self._plan = plan
+        self._engines = engines
+        self._rewards = rewards
+        self._seed = seed
+        self._remaining = deque(plan.rounds())
+        self._answered: dict[str, list[SampleGroup]] = defaultdict(list)
+        self._began = time.perf_counter()
+        self._ended = self._began
+        self._current: Collection | None = None
+        self._go_on()
+
+    @property
+    def complete(self) -> bool:
+        """All questions are answered and scored."""
+        return not self._remaining
+
+    @property
+    def pending(self) -> list[PendingCall]:
+        """What it waits for besides the engines."""
+        return self._rewards.pending
+
+    @property
+    def seconds(self) -> float:
+        """From the first question to the last score."""
+        return self._ended - self._began
+
+    def advance(self, done: Sequence[PendingCall]) -> None:
+        """Act on calls that are done, whoever's they are."""
+        if self._current is not None:
+            self._current.advance(done)
+            self._go_on()
+
+    def report(self) -> tuple[dict[str, float], dict[str, list[SampleGroup]]]:
+        """Metrics, and the groups of each set's first pass."""
+        assert self.complete
+        return self._plan.report(self._answered)
+
+    def _go_on(self) -> None:
+        """Ask the next round where the current one is complete."""
+        while self._remaining and (self._current is None or self._current.complete):
+            if self._current is not None:
+                self._answered[self._remaining.popleft().way.name] += self._current.finish().groups
+            self._current = self._ask(self._remaining[0]) if self._remaining else None
+        self._ended = time.perf_counter()
+
+    def _ask(self, one: Round) -> Collection:
+        settings = GroupSettings(one.way.num_samples, one.way.params, self._seed, lane=LANE)
+        flow = GroupFlow(self._engines, self._rewards, draw_from(one.rows), settings, one.first)
+        return Collection(flow, len(one.rows))
 
 
 def overall(sampled: Mapping[str, Sequence[SampleGroup]]) -> dict[str, float]:
@@ -71,30 +172,7 @@ def overall(sampled: Mapping[str, Sequence[SampleGroup]]) -> dict[str, float]:
     }
 
 
-def validate(
-    scheduler: RolloutScheduler, rows: Sequence[PromptRow], passes: Sequence[ValidationPass], batch_size: int
-) -> tuple[dict[str, float], list[SampleGroup]]:
-    """Answer and score all ``rows`` in each way.
-
-    The draws are counted from 0 in every validation, so the same seeds are used each time and two validations differ
-    by the policy alone.
-
-    Returns:
-        Metrics (see :func:`accuracy_metrics`) and the groups of the first pass.
-    """
-    metrics: dict[str, float] = {}
-    shown: list[SampleGroup] = []
-    for one in passes:
-        groups: list[SampleGroup] = []
-        for begin in range(0, len(rows), batch_size):
-            part = list(rows[begin : begin + batch_size])
-            groups += scheduler.collect(draw_from(part), len(part), one.num_samples, one.params, begin).groups
-        metrics |= accuracy_metrics(groups, one.name, is_primary=one is passes[0])
-        shown = shown or groups
-    return metrics, shown
-
-
-def draw_from(rows: list[PromptRow]) -> DrawPrompts:
+def draw_from(rows: Sequence[PromptRow]) -> DrawPrompts:
     """Gives ``rows`` in order, once."""
     remaining = iter(rows)
     return lambda count: list(islice(remaining, count))

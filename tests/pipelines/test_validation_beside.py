@@ -1,0 +1,146 @@
+"""Validation that goes on while the policy trains gives what it gives by itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.config.data import DataArguments
+from roll.config.plan import ValidationSet
+from roll.config.sections import GeneratingArguments
+from roll.distributed import WorkerDied
+from roll.pipelines.rlvr.validation import Validation, ValidationPlan
+from roll.rollout.groups import SampleGroup
+from roll.rollout.rewarding import RewardRouter
+from tests.pipelines.conftest import Run
+from tests.pipelines.tiny_runs import TinyWorld, untimed
+from tests.rollout.fake_clusters import FakeCall
+from tests.rollout.test_asynchronous import Bench, bench, longest_is_even, row  # noqa: F401  a fixture
+from tests.rollout.token_engines import LONGEST
+
+QUESTIONS = 11
+STEPS = 12
+
+
+def one_set(name: str, samples: int, greedy: bool) -> ValidationSet:
+    generating = GeneratingArguments(num_return_sequences=samples)
+    return ValidationSet(name, DataArguments(), generating, 8, 8 + LONGEST, LONGEST, samples, greedy)
+
+
+PLAN = ValidationPlan(
+    [one_set("", 2, True), one_set("few", 3, False)],
+    {"": [row(number) for number in range(QUESTIONS)], "few": [row(number) for number in range(3)]},
+    batch_size=4,
+)
+
+
+@dataclass
+class Asked:
+    """What came of a validation."""
+
+    metrics: dict[str, float]
+    tokens: dict[str, list[list[int]]]
+    versions: set[int]
+
+    @staticmethod
+    def of(validation: Validation) -> Asked:
+        metrics, shown = validation.report()
+        groups: list[SampleGroup] = [group for groups in shown.values() for group in groups]
+        versions = {span[0] for group in groups for spans in group.finished.weight_versions for span in spans}
+        tokens = {name: [group.finished.token_ids.tolist() for group in groups] for name, groups in shown.items()}
+        return Asked(metrics, tokens, versions)
+
+
+def begin(one: Bench) -> Validation:
+    return Validation(PLAN, one.pool, RewardRouter({"d": one.rewards}), seed=3)
+
+
+def work(one: Bench, validation: Validation, others: list[FakeCall]) -> list[Any]:
+    done = one.scheduler.work(1.0, [*others, *validation.pending])
+    validation.advance(done)
+    return done
+
+
+def before(one: Bench, version: int) -> Asked:
+    """By itself, between an exchange of weights and the step."""
+    one.scheduler.exchange(version, lambda: one.engines.exchange(version))
+    with one.scheduler.engines_free():
+        validation = begin(one)
+        while not validation.complete:
+            work(one, validation, [])
+    return Asked.of(validation)
+
+
+def beside(one: Bench) -> Asked:
+    """Beside other calls, until the step has nothing else to wait for."""
+    validation = begin(one)
+    for name in ("log-probs", "update"):
+        call = FakeCall(0, name, None, lambda: None)
+        while call not in work(one, validation, [call]):
+            pass
+    while not validation.complete:
+        work(one, validation, [])
+    return Asked.of(validation)
+
+
+@pytest.mark.parametrize("options", [{"ratio": 1}, {"ratio": 2.5, "filtered": True}, {"ratio": 1, "in_flight": False}])
+def test_answers_beside_generation_and_training_are_those_of_one_version(bench: Any, options: dict[str, Any]) -> None:  # noqa: F811
+    """Engines have training prompts and questions of the same numbers at a time; one of them dies."""
+    alone = before(bench(seed=5), 7)
+    assert alone.versions == {7}
+    assert alone.metrics.keys() >= {"val/sampled/accuracy", "val/greedy/accuracy", "val/few.sampled/pass@2"}
+    assert 0 < alone.metrics["val_correct/all/mean"] < 1
+    one = bench(steps=STEPS, **options)
+    trained = []
+    for step in range(STEPS):
+        trained += one.step(step)
+        if step == 4:
+            one.engines.dead.add(1)
+        asked = beside(one)
+        assert asked.versions == {step}
+        assert (asked.metrics, asked.tokens) == (alone.metrics, alone.tokens)
+    assert len({group.order for group in trained}) == STEPS * one.batch
+    assert one.pool.num_engines == 2
+
+
+def test_what_fails_in_it_ends_the_wait_for_others(bench: Any) -> None:  # noqa: F811
+    one = bench()
+    one.step(0)
+    validation = begin(one)
+    one.engines.dead |= {0, 1, 2}
+    never = FakeCall(0, "update", None, lambda: None)
+    one.rng.sample = lambda calls, count: [call for call in calls if call is not never]  # type: ignore[method-assign]
+    with pytest.raises(WorkerDied, match="killed"):
+        while True:
+            work(one, validation, [never])
+
+
+@pytest.mark.e2e
+def test_a_run_measures_the_same_beside_training_and_before_it(run: Run, world: TinyWorld, tmp_path: Path) -> None:
+    """Every number of every step and every answer; what differs is who waits."""
+    section = {
+        "data_args": {"file_name": [str(world.validation)], "messages": "messages"},
+        "generating_args": {"num_return_sequences": 2, "temperature": 1.0, "top_p": 1.0, "top_k": 0},
+    }
+    both = {"max_steps": 2, "eval_steps": 1, "val_batch_size": 5, "enable_old_logprobs_recompute": True}
+    runs = {}
+    for name, changes in (("beside", {}), ("before", {"beside_training": False})):
+        output = tmp_path / name
+        own = {"validation": section | changes, "rollout_dump_dir": str(output / "rollouts")}
+        runs[name] = run(both | own, output=output)
+    ours, expected = runs["beside"], runs["before"]
+    assert [untimed(row) for row in ours.steps] == [untimed(row) for row in expected.steps]
+    assert all("val/greedy/accuracy" in row for row in ours.steps)
+    for path in sorted((expected.output / "rollouts").iterdir()):
+        lines = path.read_text().splitlines()
+        assert (ours.output / "rollouts" / path.name).read_text().splitlines() == lines
+        assert all(json.loads(line)["response"] is not None for line in lines)
+    assert len(list((ours.output / "rollouts").glob("validation-*"))) == 3
+    for step in expected.steps:
+        assert step["time/val_step"] >= step["time/val_step_total"]
+    for step in ours.steps:
+        assert step["time/val_step"] < step["time/val_step_total"], "some of it was done beside other phases"
