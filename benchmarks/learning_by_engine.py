@@ -6,7 +6,7 @@ The recipe is that of ``examples/tiny`` on a model with two heads of size 32, wh
 Colocated, two engines, or one of two ranks, share two devices with two training ranks; apart, one engine generates on a
 device of its own, synchronously or one step ahead with samples that outlive a weight update.  As in ``learning.py``,
 runs that are done are not repeated, and the table shows all of that number of steps; ``--into`` writes it between the
-page's marks.
+page's marks, where the rows of runs that were made elsewhere stay: not every engine goes into every environment.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,6 +69,11 @@ class Run:
         return f"{self.engine} {self.layout} {self.weights}"
 
     @property
+    def key(self) -> str:
+        """The beginning of its row."""
+        return f"| `{self.engine}` | {self.layout} | {self.weights} |"
+
+    @property
     def config(self) -> Path:
         return TINY / WEIGHTS[self.weights][0]
 
@@ -88,9 +93,9 @@ class Run:
 
 
 def runs() -> list[Run]:
-    engines = [engine for engine, module in MODULES.items() if find_spec(module) is not None]
-    layouts = {engine: [layout for layout in LAYOUTS if layout != CUT or engine != "hf_infer"] for engine in engines}
-    return [Run(engine, layout, weights) for engine in engines for weights in WEIGHTS for layout in layouts[engine]]
+    """Of all engines."""
+    layouts = {engine: [layout for layout in LAYOUTS if layout != CUT or engine != "hf_infer"] for engine in MODULES}
+    return [Run(engine, layout, weights) for engine in MODULES for weights in WEIGHTS for layout in layouts[engine]]
 
 
 def model_folder(artifacts: Path, seed: int) -> Path:
@@ -114,8 +119,9 @@ def warm_start(artifacts: Path, seed: int) -> None:
 
 def train_missing(arguments: argparse.Namespace) -> None:
     began = time.monotonic()
+    possible = [run for run in runs() if find_spec(MODULES[run.engine]) is not None]
     for seed in arguments.seeds:
-        for run in runs():
+        for run in possible:
             if arguments.only in run.title and time.monotonic() - began <= arguments.seconds:
                 artifacts, folder = arguments.output / "artifacts", run.folder(arguments, seed)
                 warm_start(artifacts, seed)
@@ -130,30 +136,35 @@ def mean_of(metric: str, folder: Path) -> float:
     return statistics.mean(values[1:])
 
 
-def table(arguments: argparse.Namespace) -> Iterator[str]:
-    """Lines of Markdown, the first seed alone."""
+def row(run: Run, folder: Path) -> str:
+    """A line of Markdown; empty: the run has not been made."""
+    if not (folder / "result.json").exists():
+        return ""
+    numbers = asdict(Result(**json.loads((folder / "result.json").read_text(encoding="utf-8"))))
+    accuracies = [f"{numbers[name]:.3f}" for name in ("before", "after", "greedy")]
+    difference, size = mean_of(DIFFERENCE, folder), mean_of(BYTES, folder)
+    return f"{run.key} {' | '.join([*accuracies, f'{difference:.1e}', f'{size / 1e3:.0f}'])} |"
+
+
+def table(arguments: argparse.Namespace, known: Sequence[str] = ()) -> Iterator[str]:
+    """Lines of Markdown, the first seed alone; a run that has not been made here has its line in ``known``, if any."""
     names = ["engine", "devices", "trained, sent", "sampled accuracy before", "after", "greedy after"]
     names += ["mean log-prob difference", "kB an update"]
     yield f"| {' | '.join(names)} |"
     yield "|---|---|---|---|---|---|---|---|"
     for run in runs():
-        folder = run.folder(arguments, arguments.seeds[0])
-        if (folder / "result.json").exists():
-            result = Result(**json.loads((folder / "result.json").read_text(encoding="utf-8")))
-            numbers = asdict(result)
-            accuracies = [f"{numbers[name]:.3f}" for name in ("before", "after", "greedy")]
-            difference, size = mean_of(DIFFERENCE, folder), mean_of(BYTES, folder)
-            cells = [f"`{run.engine}`", run.layout, run.weights, *accuracies, f"{difference:.1e}", f"{size / 1e3:.0f}"]
-            yield f"| {' | '.join(cells)} |"
+        here = row(run, run.folder(arguments, arguments.seeds[0]))
+        yield from [here] if here else [line for line in known if line.startswith(run.key)]
 
 
-def put_into(page: Path, lines: list[str]) -> None:
-    """Replace what stands between the marks of ``page``."""
+def put_into(page: Path, arguments: argparse.Namespace) -> None:
+    """Write the table between the marks of ``page``, over the one that stands there."""
     before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
+    there, end, after = rest.partition(END)
     if not end:
         raise SystemExit(f"{page} has no marks {BEGIN} and {END}")
-    page.write_text(f"{before}{begin}\n{chr(10).join(lines)}\n{end}{after}", encoding="utf-8")
+    lines = "\n".join(table(arguments, there.splitlines()))
+    page.write_text(f"{before}{begin}\n{lines}\n{end}{after}", encoding="utf-8")
 
 
 def main() -> None:
@@ -167,11 +178,10 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.output = arguments.output.resolve()
     train_missing(arguments)
-    lines = list(table(arguments))
-    for line in lines:
+    for line in table(arguments):
         console.print(line, soft_wrap=True)
     if arguments.into is not None:
-        put_into(arguments.into, lines)
+        put_into(arguments.into, arguments)
 
 
 if __name__ == "__main__":
