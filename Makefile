@@ -56,7 +56,7 @@ install-sglang: $(SGLANG)/.installed
 
 # Engines of several ranks: four processes that each import vLLM, so not a part of `make test`.
 test-vllm-parallel: $(VENV)/.installed-test $(VLLM)
-	TEST_VLLM_PARALLEL=1 $(BIN)/python -m pytest -q tests/strategies/vllm/test_parallel.py tests/strategies/vllm/test_adapters.py $(PYTEST_ARGS)
+	TEST_VLLM_PARALLEL=1 $(BIN)/python -m pytest -q tests/strategies/vllm/test_parallel.py tests/strategies/vllm/test_adapters.py tests/pipelines/test_vllm_ranks_run.py $(PYTEST_ARGS)
 
 docker-test:
 	tests/docker/build_and_run.sh

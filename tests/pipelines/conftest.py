@@ -31,6 +31,14 @@ def world(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:  # 
 
 
 @pytest.fixture(scope="session")
+def wide_heads(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:  # noqa: F811
+    """The tiny model with two heads of 32: vLLM has no kernel for smaller ones on a CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny["tiny_model"], "HEADS", 2)
+        return make_world(tiny, tmp_path_factory.mktemp("wide_heads"))
+
+
+@pytest.fixture(scope="session")
 def run(shared_ray: str, world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """``run({"dotted.key": value}, "rlvr")``: run a pipeline in this process, to its end."""
     settings_of: Mapping[str, Any] = {"rlvr": rlvr_settings, "sft": sft_settings}

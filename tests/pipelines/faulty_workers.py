@@ -101,5 +101,18 @@ class DyingEngine(GenerationWorker):
             self._accept(command)
             self.engine.step()
             assert self.engine.num_unfinished
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.die()
         return super().advance(command)
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class EngineLosingARank(DyingEngine):
+    """Of vLLM, with ranks in processes of their own, the last of which is killed."""
+
+    def die(self) -> None:
+        engine: Any = self.engine
+        os.kill(engine._engine.model_executor.workers[-1].proc.pid, signal.SIGKILL)
+        while self.engine.num_unfinished:
+            self.engine.step()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from tests.pipelines.conftest import Run
-from tests.pipelines.tiny_runs import GENERATING, TinyWorld, make_world, role
+from tests.pipelines.tiny_runs import GENERATING, TinyWorld, role
 
 pytestmark = [
     pytest.mark.e2e,
@@ -18,14 +17,6 @@ pytestmark = [
 
 STEPS = 3
 GAP = 1e-5  # float32 sums in another order; measured 9.5e-7
-
-
-@pytest.fixture(scope="module")
-def wide_heads(tiny: dict[str, ModuleType], tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
-    """The tiny model with two heads of 32: vLLM has no kernel for smaller ones on a CPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny["tiny_model"], "HEADS", 2)
-        return make_world(tiny, tmp_path_factory.mktemp("wide_heads"))
 
 
 def test_trainer_and_engine_agree_at_every_step(run: Run, wide_heads: TinyWorld, tmp_path: Path) -> None:

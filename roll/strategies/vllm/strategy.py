@@ -25,6 +25,7 @@ from roll.platforms import current_platform
 from roll.strategies.end_tokens import model_end_token_ids
 from roll.strategies.engine_versions import check_version
 from roll.strategies.generation import GenerationOutput, GenerationRequest, GenerationStrategy, PartialSample
+from roll.strategies.rank_watch import RankWatch
 from roll.strategies.request_checks import check_request
 from roll.strategies.sequence_length import longest_sequence
 from roll.strategies.vllm.adapters import POLICY
@@ -52,7 +53,7 @@ class _Sample:
 
 class VllmStrategy(GenerationStrategy):
     """Generation by vLLM, on CPU or GPU. The engine and its scheduler are in this process, and so is its model, unless
-    the engine has several ranks: these are processes that this one starts and ends."""
+    the engine has several ranks: these are processes that this one starts and ends. The death of one ends them all."""
 
     def __init__(self, role: WorkerConfig, seed: int = 42) -> None:
         super().__init__(role, seed)
@@ -70,6 +71,7 @@ class VllmStrategy(GenerationStrategy):
         """Of what the update has brought so far."""
         self._num_ranks = config.devices_per_worker
         self._shared = SharedBucket()
+        self._watch = RankWatch([], self._shared.close)
         self._asleep: list[str] = []
         """What has left the device, by vLLM's names."""
 
@@ -95,6 +97,7 @@ class VllmStrategy(GenerationStrategy):
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._engine.set_weight_version(str(self._version))
         if self._num_ranks > 1:
+            self._watch = RankWatch([rank.proc for rank in self._engine.model_executor.workers], self._shared.close)
             self._ask_ranks("roll_begin", os.getpid())
         if self.takes_adapters:
             self._ask_ranks("roll_add_adapter")
@@ -152,13 +155,8 @@ class VllmStrategy(GenerationStrategy):
     def step(self) -> list[GenerationOutput]:
         if self._new_version is not None:
             raise RuntimeError("vllm: step() between start_weight_update and finish_weight_update")
-        engine = self._running_engine()
-        try:
-            results = engine.step()
-        except RuntimeError as error:
-            if getattr(engine.model_executor, "is_failed", False):
-                raise RuntimeError(f"vllm: one of the engine's {self._num_ranks} ranks has died") from error
-            raise
+        with self._watch.blamed():
+            results = self._running_engine().step()
         return [self._take(result) for result in results]
 
     @property
@@ -260,8 +258,9 @@ class VllmStrategy(GenerationStrategy):
 
     def _ask_ranks(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of the worker extension; one answer a rank."""
-        answers = self._running_engine().collective_rpc(method, args=arguments)
-        check_answers(answers)
+        with self._watch.blamed():
+            answers = self._running_engine().collective_rpc(method, args=arguments)
+            check_answers(answers)
         return answers
 
     def sleep(self) -> None:
@@ -269,18 +268,21 @@ class VllmStrategy(GenerationStrategy):
         if self.num_unfinished:
             raise RuntimeError(f"vllm: sleep with {self.num_unfinished} unfinished samples; abort them first")
         if current_platform().device_type != "cpu" and not self._asleep:
-            self._running_engine().sleep(self._config.sleep_level)
+            with self._watch.blamed():
+                self._running_engine().sleep(self._config.sleep_level)
             self._asleep = ["weights", "kv_cache"]
 
     def wake(self, weights_only: bool = False) -> None:
         wanted = [part for part in self._asleep if part == "weights" or not weights_only]
         if wanted:
-            self._running_engine().wake_up(wanted)
+            with self._watch.blamed():
+                self._running_engine().wake_up(wanted)
             self._asleep = [part for part in self._asleep if part not in wanted]
 
     def shutdown(self) -> None:
         if self._engine is None:
             return
+        self._watch.close()
         self._engine.engine_core.shutdown()
         self._shared.close()
         self._engine = None

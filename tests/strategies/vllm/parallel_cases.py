@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,20 +44,7 @@ def two_ranks(folder: Path, kind: str) -> dict[str, Any]:
         started.start_weight_update(15)
         found["unknown"] = refusal(started)
         started.finish_weight_update()
-        found["death"] = death_of_a_rank(started, prompts[0])
     return found
-
-
-def death_of_a_rank(started: Any, prompt: list[int]) -> str:
-    """The error of the next steps when a rank has been killed."""
-    os.kill(started._engine.model_executor.workers[1].proc.pid, signal.SIGKILL)
-    started.add_requests([GenerationRequest("r", prompt, helpers.greedy(80, min_new_tokens=80))])
-    try:
-        while started.num_unfinished:
-            started.step()
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 def in_flight(started: Any, model: Any, prompt: list[int]) -> dict[str, Any]:

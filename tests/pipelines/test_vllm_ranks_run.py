@@ -1,0 +1,51 @@
+"""A run whose vLLM engines have two ranks each, of which one is lost: ``make test-vllm-parallel``."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.pipelines.subprocess_runs import Start, left_of
+from tests.pipelines.tiny_runs import GENERATING, HERE, FinishedRun, TinyWorld, load_changed, rlvr_settings, role
+from tests.strategies.vllm.test_parallel import whole_engines
+
+pytestmark = [pytest.mark.e2e, whole_engines]
+
+SECONDS = 600
+GAP = 1e-5  # as in test_vllm_run
+
+
+@pytest.mark.timeout(1800)
+def test_an_engine_that_lost_a_rank_comes_back(start: Start, wide_heads: TinyWorld, tmp_path: Path) -> None:
+    engines = role("vllm", [1, 2, 3, 4], generating_args=GENERATING)
+    engines["strategy_args"]["strategy_config"] = {"tensor_parallel_size": 2, "max_num_seqs": 8}
+    changes = {
+        "max_steps": 5000,
+        "num_gpus_per_node": 5,
+        "rpc_timeout": 600,
+        "actor_infer": engines | {"worker_cls": f"{HERE}.faulty_workers.EngineLosingARank"},
+    }
+    load_changed(rlvr_settings(wide_heads, tmp_path), changes)
+    driver = start(tmp_path / "input" / "config.yaml", tmp_path)
+    driver.wait_for(lambda: driver.last("scheduler/engines") == 1, SECONDS)
+    mark = driver.mark("actor_infer-1")
+    assert _num_ranks(mark) == 2, "those of the engine are gone, and its place is being made anew"
+    driver.wait_for(lambda: driver.last("scheduler/engines") == 2, SECONDS)
+    assert _num_ranks(mark) == 4
+    back = driver.steps_done()
+    driver.wait_for(lambda: driver.steps_done() > back + 2, SECONDS)
+    os.killpg(driver.process.pid, signal.SIGINT)
+    driver.finish(60)
+    assert left_of(mark) == []
+    done = FinishedRun(tmp_path)
+    assert done.values("scheduler/engine_deaths")[-1] == 1 and done.values("scheduler/reissued")[-1] > 0
+    assert len(set(done.values("system/samples"))) == 1, "every step has its whole batch"
+    assert max(done.values("actor/train_infer_log_diff_abs_max")) < GAP
+    assert "rank 1 of the engine (pid " in (tmp_path / "logs" / "workers" / "actor_infer-0.log").read_text()
+
+
+def _num_ranks(mark: str) -> int:
+    return sum("VLLM::Worker" in command for command in left_of(mark))
