@@ -201,6 +201,11 @@ class SglangStrategy(GenerationStrategy):
                 sample.step_back()
         return [sample.output() for sample in samples]
 
+    def running(self, request_ids: Iterable[str]) -> list[GenerationOutput]:
+        """See the base class; a sample that has ended is left to the next step."""
+        wanted = set(request_ids)
+        return [s.output() for s in self._following if s.request.request_id in wanted and s.finish_reason is None]
+
     def start_weight_update(self, version: int) -> None:
         if self._new_version is not None:
             raise RuntimeError(f"sglang: the update to version {self._new_version} is not finished")
