@@ -154,7 +154,8 @@ class SglangStrategy(GenerationStrategy):
                     break
         finally:
             await stream.aclose()  # ends it in the scheduler, too, where it has not ended there
-            self._progress.set()
+            if sample in self._following:  # it was not aborted: the next step has something to say of it
+                self._progress.set()
 
     def step(self) -> list[GenerationOutput]:
         """Wait for new tokens; return the samples that ended.
