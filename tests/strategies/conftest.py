@@ -10,6 +10,8 @@ import pytest
 from tests.strategies.ranks import RankPool
 from tests.strategies.samples import write_model
 
+pytest.register_assert_rewrite("tests.strategies.engine_checks")
+
 
 @pytest.fixture(scope="session")
 def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
@@ -27,3 +29,11 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Model folders: ``qwen2`` is tied, with biases; ``qwen3`` is untied, with grouped queries and normalised heads."""
+    from tests.strategies.engine_models import CONFIGS, save_model
+
+    return {name: save_model(name, tmp_path_factory.mktemp(name)) for name in CONFIGS}

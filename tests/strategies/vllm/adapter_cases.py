@@ -13,6 +13,8 @@ from roll.models.lora import DOWN_PART, UP_PART, merged_weight
 from roll.strategies.generation import GenerationRequest, GenerationStrategy
 from roll.weight_sync.messages import SyncReport, WeightSyncError
 from roll.weight_sync.sender import Update, WeightSender
+from tests.strategies.engine_cases import log_prob_gap
+from tests.strategies.engine_models import jolt, load
 from tests.strategies.hf_infer import helpers
 from tests.strategies.vllm import cases
 from tests.weight_sync.local_engines import LocalEngines, local_sender
@@ -26,8 +28,8 @@ class Policy:
     """A base model with an adapter, and the model that both make."""
 
     def __init__(self, folder: Path) -> None:
-        self.base = cases.load(folder, "fp32")
-        cases.jolt(self.base, 1)
+        self.base = load(folder)
+        jolt(self.base, 1)
         self.weights = dict(self.base.named_parameters())
         self.scalings = {name: SCALING for name in self.weights if name.endswith(WEIGHTS)}
         self.adapter: dict[str, torch.Tensor] = {}
@@ -82,7 +84,7 @@ def adapters(folder: Path, **options: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"same": [], "gaps": [], "sent": []}
     with cases.engine(folder, engine_args=adapter_engine_args(RANK), **options) as started:
         world = World(started, policy, folder)
-        plain = cases.load(folder, "fp32")
+        plain = load(folder)
         for version in range(4):
             if version:
                 policy.train(version)
@@ -92,7 +94,7 @@ def adapters(folder: Path, **options: Any) -> dict[str, Any]:
             for i, prompt in enumerate(prompts):
                 sample = outputs[str(i), 0]
                 found["same"].append(sample.token_ids == helpers.generate_greedy(model, prompt, 16))
-                found["gaps"].append(cases.log_prob_gap(model, prompt, sample.token_ids, sample.log_probs))
+                found["gaps"].append(log_prob_gap(model, prompt, sample.token_ids, sample.log_probs))
         found["adapter bytes"] = sum(tensor.nbytes for tensor in policy.adapter.values())
         found["in flight"] = in_flight(world, prompts[1])
         found["faults"] = faults(world)

@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from roll.strategies.generation import GenerationRequest
 from roll.weight_sync.checksum import tensor_checksum
 from roll.weight_sync.messages import WeightSyncError, verify_checksums
-from tests.strategies.hf_infer import helpers
+from tests.strategies import engine_cases, engine_models
+from tests.strategies.engine_cases import KEY
 from tests.strategies.vllm import cases
-
-KEY = "model.layers.0.self_attn.k_proj.weight"
 
 
 def two_ranks(folder: Path, kind: str) -> dict[str, Any]:
     """An engine of two ranks, its matrices or its layers cut: greedy samples after 0, 1 and 10 updates beside those of
     ``hf_infer`` and of the model, then updates that go wrong on one rank."""
-    model, prompts = cases.load(folder, "fp32"), helpers.random_prompts([5, 9, 33, 60], seed=4)
-    requests = [GenerationRequest(str(i), prompt, helpers.greedy(20)) for i, prompt in enumerate(prompts)]
-    found: dict[str, Any] = {"same": [], "gaps": [], "wrong": [], "versions": []}
-    with cases.engine(folder, **{kind: 2}) as started, cases.engine(folder, strategy="hf_infer") as embedded:
-        for version in range(11):
-            if version:
-                cases.jolt(model, version)
-                found["wrong"] += cases.update(started, model, version) + cases.update(embedded, model, version)
-            if version in (0, 1, 10):
-                ours, theirs = helpers.run(started, requests), helpers.run(embedded, requests)
-                for i, prompt in enumerate(prompts):
-                    sample = ours[str(i), 0]
-                    tokens = helpers.generate_greedy(model, prompt, 20)
-                    found["same"].append(sample.token_ids == theirs[str(i), 0].token_ids == tokens)
-                    found["gaps"].append(cases.log_prob_gap(model, prompt, sample.token_ids, sample.log_probs))
-                    found["versions"].append(sample.weight_versions == [(version, 0, len(sample.token_ids))])
-        found |= in_flight(started, model, prompts[2])
-        cases.jolt(model, 12)
+    found: dict[str, Any] = {}
+    model = engine_models.load(folder)
+    with cases.engine(folder, **{kind: 2}) as started:
+        with engine_cases.engine(folder, "hf_infer") as embedded:
+            found["greedy"] = engine_cases.greedy_after_updates(started, embedded, model)
+        old = copy.deepcopy(model)
+        engine_models.jolt(model, 11)
+        found["in flight"] = engine_cases.update_in_flight(started, engine_cases.steps(12), old, model, 11)
+        engine_models.jolt(model, 12)
         found["spoilt on the way"] = spoilt_on_the_way(started, model)
         started._engine.collective_rpc(spoil_on_the_last_rank)
         found["spoilt by a rank"] = complaint(started, model, 14)
@@ -45,21 +35,6 @@ def two_ranks(folder: Path, kind: str) -> dict[str, Any]:
         found["unknown"] = refusal(started)
         started.finish_weight_update()
     return found
-
-
-def in_flight(started: Any, model: Any, prompt: list[int]) -> dict[str, Any]:
-    """A sample that is half done when weights arrive goes on as the new model does."""
-    started.add_requests([GenerationRequest("r", prompt, helpers.greedy(40, min_new_tokens=40))])
-    for _ in range(12):
-        assert not started.step()
-    cases.jolt(model, 11)
-    wrong, outputs = cases.update(started, model, 11), []
-    while started.num_unfinished:
-        outputs += started.step()
-    split = outputs[0].weight_versions[0][2]
-    token_ids = outputs[0].token_ids
-    rest = helpers.generate_greedy(model, prompt + token_ids[:split], 40 - split, min_new_tokens=40 - split)
-    return {"in flight": (wrong, 0 < split < 40, token_ids[split:] == rest)}
 
 
 def spoilt_on_the_way(started: Any, model: Any) -> str:

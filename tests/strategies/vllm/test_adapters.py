@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.strategies.engine_checks import FP32_GAP
 from tests.strategies.vllm import adapter_cases
-from tests.strategies.vllm.test_parallel import FP32_GAP, whole_engines
+from tests.strategies.vllm.test_parallel import whole_engines
 
 pytestmark = pytest.mark.e2e
 

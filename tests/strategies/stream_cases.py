@@ -1,4 +1,4 @@
-"""What the tests of growing samples run in the engine process."""
+"""What the tests of growing samples ask of every engine that is an optional package, in the engine's own process."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from roll.strategies.generation import GenerationOutput, GenerationRequest, SamplingParams, interrupted
+from roll.strategies.generation import (
+    GenerationOutput,
+    GenerationRequest,
+    GenerationStrategy,
+    SamplingParams,
+    interrupted,
+)
+from tests.strategies.engine_cases import Advance
 from tests.strategies.hf_infer import helpers
-from tests.strategies.vllm import cases
-
-STEPS = 9
-"""Before the continued sample is stopped."""
 
 
-def growing_samples(folder: Path) -> dict[str, Any]:
+def growing_samples(started: GenerationStrategy, advance: Advance, folder: Path) -> dict[str, Any]:
     """Samples that are asked for after every step beside the same ones left in peace: two of a seed with likeliest
     tokens, one that ends in a stop string, one that was begun before, and one that has no room at first."""
-    started, requests = cases.shared_engine(folder), _requests(folder)
+    requests = _requests(started, advance, folder)
     calm = helpers.run(started, requests)
     started.add_requests(requests)
     waiting = started.running([request.request_id for request in requests])
@@ -32,23 +35,23 @@ def growing_samples(folder: Path) -> dict[str, Any]:
             seen[output.request_id, output.sample_index].append(output)
     return {
         "same": {key: asdict(ends[key]) == asdict(calm[key]) for key in calm},
+        "alike": {key: _without_numbers(ends[key]) == _without_numbers(calm[key]) for key in calm},
         "grows": {key: _grows([*outputs, ends[key]]) for key, outputs in seen.items()},
         "lengths": {key: [len(output.token_ids) for output in outputs] for key, outputs in seen.items()},
         "reasons": {output.finish_reason for outputs in seen.values() for output in outputs},
         "versions": seen["begun", 0][-1].weight_versions,
-        "begun": STEPS,
+        "begun": len(requests[2].partial[0].token_ids),
     }
 
 
-def _requests(folder: Path) -> list[GenerationRequest]:
+def _requests(started: GenerationStrategy, advance: Advance, folder: Path) -> list[GenerationRequest]:
     """Five samples, of which four run at a time."""
-    started, prompts = cases.shared_engine(folder), helpers.random_prompts([7, 19, 4, 11], seed=6)
+    prompts = helpers.random_prompts([7, 19, 4, 11], seed=6)
     free = helpers.run(started, [GenerationRequest("f", prompts[1], helpers.greedy(30))])["f", 0]
     text = AutoTokenizer.from_pretrained(folder).decode(free.token_ids)
     begun = GenerationRequest("begun", prompts[2], helpers.greedy(30, min_new_tokens=30))
     started.add_requests([begun])
-    for _ in range(STEPS):
-        started.step()
+    advance(started, ["begun"])
     (stopped,) = started.abort()
     old = replace(stopped, weight_versions=[(-1, 0, len(stopped.token_ids))])
     return [
@@ -57,6 +60,11 @@ def _requests(folder: Path) -> list[GenerationRequest]:
         interrupted(begun, [old], []),
         GenerationRequest("late", prompts[3], helpers.greedy(12, min_new_tokens=12)),
     ]
+
+
+def _without_numbers(output: GenerationOutput) -> GenerationOutput:
+    """What does not depend on how samples are put together to batches."""
+    return replace(output, log_probs=[], top_log_probs=[])
 
 
 def _grows(outputs: list[GenerationOutput]) -> bool:
