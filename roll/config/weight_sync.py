@@ -32,27 +32,26 @@ class WeightSyncConfig:
     mode: Literal["auto", "full", "trained", "delta"] = "auto"
     """What is sent once the engines hold everything: ``full``: everything again; ``trained``: without the parameters
     that training never changes; ``delta``: of those that it changes, the elements that are not what they were.
-    ``auto``: ``trained``, and ``full`` to engines that take whole models only (``vllm``, ``sglang``)."""
+    ``auto``: ``trained`` to ``hf_infer``, and ``full`` to ``vllm`` and ``sglang``, ``lora: adapter`` aside. ``vllm``
+    takes whole layers only, ``sglang`` whole tensors."""
     lora: Literal["merged", "adapter"] = "merged"
     """A LoRA model's updates: ``merged``: the whole weights that the adapters are merged into; ``adapter``: A and B:
-    ``hf_infer`` merges them itself, into a copy of the base that it keeps; ``vllm`` computes with both."""
+    ``hf_infer`` and ``sglang`` merge them themselves, into a copy of the base that they keep; ``vllm`` computes with
+    both."""
     directory: str | None = setting(None, example="/shared/weights")
     """Folder that trainer and engines see, for ``safetensors``; null: ``weight_sync`` under ``output_dir``. What an
     update writes there is deleted when the engines have it."""
 
 
-UPDATED_IN_PARTS = ("hf_infer",)
-"""Engines that take some of a model's tensors, or elements, by themselves."""
-
-TAKES_ADAPTERS = (*UPDATED_IN_PARTS, "vllm")
-"""Engines that take A and B by themselves: to merge them, or to compute with them."""
+UPDATED_IN_PARTS = {"hf_infer": ("trained", "delta"), "sglang": ("trained",)}
+"""Modes beside ``full``, by engine: it takes some of a model's tensors by themselves, or some of their elements."""
 
 
 def update_mode(options: WeightSyncConfig, engine: str) -> UpdateMode:
     """The mode of updates to an engine of this strategy."""
     if options.mode != "auto":
         return options.mode
-    return "trained" if engine in UPDATED_IN_PARTS or options.lora == "adapter" else "full"
+    return "trained" if engine == "hf_infer" or options.lora == "adapter" else "full"
 
 
 def transport_name(
@@ -77,13 +76,18 @@ def check_weight_sync(config: RLVRConfig, checks: Checks) -> None:
     if options.transport == "cuda_ipc":
         _check_cuda_ipc(config, checks)
     engine = config.actor_infer.strategy_args.strategy_name
-    whole_layers = f"{engine} takes whole layers only; engines that take parts: {', '.join(UPDATED_IN_PARTS)}"
-    if options.lora == "adapter" and engine not in TAKES_ADAPTERS:
-        checks.add("weight_sync.lora", options.lora, whole_layers, "merged")
-    elif options.lora == "adapter":
+    if options.lora == "adapter":
         _check_adapter(config, checks)
-    elif engine not in UPDATED_IN_PARTS and options.mode not in ("auto", "full"):
-        checks.add("weight_sync.mode", options.mode, whole_layers, "full")
+    elif options.mode not in ("auto", "full", *UPDATED_IN_PARTS.get(engine, ())):
+        least = "tensors" if engine in UPDATED_IN_PARTS else "layers"
+        others = ", ".join(name for name, modes in UPDATED_IN_PARTS.items() if options.mode in modes)
+        rule = f"{engine} takes whole {least} only; engines that take parts: {others}"
+        checks.add("weight_sync.mode", options.mode, rule, "full")
+    sleep_level = config.actor_infer.strategy_args.strategy_config.get("sleep_level")
+    if sleep_level == 2 and update_mode(options, engine) == "trained":
+        rule = "drops weights that updates do not bring back with "
+        rule += "weight_sync.lora: adapter" if options.lora == "adapter" else "weight_sync.mode: trained"
+        checks.add("actor_infer.strategy_args.strategy_config.sleep_level", sleep_level, rule, 1)
 
 
 def _check_adapter(config: RLVRConfig, checks: Checks) -> None:

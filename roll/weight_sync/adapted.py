@@ -10,6 +10,7 @@ import torch
 
 from roll.models.lora import DOWN_PART, UP_PART, merged_weight
 from roll.weight_sync.checksum import tensor_checksum
+from roll.weight_sync.messages import Checksum
 
 
 class AdapterEngine(Protocol):
@@ -47,7 +48,7 @@ class AdapterParts:
             engine.update_adapter(self._parts, self._scalings)
         self._parts = {}
 
-    def checksums(self) -> dict[str, int]:
+    def checksums(self, held: Mapping[str, Checksum]) -> dict[str, Checksum]:
         """None: the engine has them."""
         return {}
 
@@ -59,6 +60,8 @@ class AdaptedWeights:
     def __init__(self) -> None:
         self._scalings: Mapping[str, float] = {}
         self._parts: dict[str, torch.Tensor] = {}
+        self._merged: dict[str, int] = {}
+        """Checksums of what the engine was given in this update."""
 
     def start(self, scalings: Mapping[str, float], keep: bool) -> None:
         """An update begins.
@@ -68,6 +71,7 @@ class AdaptedWeights:
             keep: the update does not bring what it does not change.
         """
         self._scalings = scalings
+        self._merged.clear()
         if not keep:
             self._parts.clear()
 
@@ -84,11 +88,19 @@ class AdaptedWeights:
         name, separator, part = key.partition("#")
         if separator + part == UP_PART and {name, name + DOWN_PART} <= self._parts.keys():
             base, down, up = (self._parts[name + suffix] for suffix in ("", DOWN_PART, UP_PART))
-            yield name, merged_weight(base, down, up, self._scalings[name])
+            merged = merged_weight(base, down, up, self._scalings[name])
+            self._merged[name] = tensor_checksum(merged)
+            yield name, merged
 
     def hand_over(self, engine: AdapterEngine) -> None:
         """The engine has the merged weights already."""
 
-    def checksums(self) -> dict[str, int]:
-        """Of every part."""
-        return {key: tensor_checksum(tensor) for key, tensor in self._parts.items()}
+    def checksums(self, held: Mapping[str, Checksum]) -> dict[str, Checksum]:
+        """Of every part; in place of a base's, the engine's own of the merged weight, where that is not what it was
+        given.
+
+        Args:
+            held: by the engine.
+        """
+        found: dict[str, Checksum] = {key: tensor_checksum(tensor) for key, tensor in self._parts.items()}
+        return found | {name: held.get(name, 0) for name, merged in self._merged.items() if held.get(name) != merged}

@@ -131,7 +131,7 @@ class WeightReceiver:
         others = [name for name in unsent if not self._adapted.takes(name)]
         if others:
             checksums |= self._engine.held_checksums(others)
-        checksums |= self._adapted.checksums()
+        checksums |= self._adapted.checksums(checksums)
         self._held_version, self._update = self._update.version, None
         return checksums
 

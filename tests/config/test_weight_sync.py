@@ -14,6 +14,7 @@ from roll.preflight import check_parts
 from tests.config.good import changed, load, mistakes
 
 VLLM = {"actor_infer.strategy_args.strategy_name": "vllm"}
+SGLANG = {"actor_infer.strategy_args.strategy_name": "sglang"}
 LORA = {"actor_train.model_args.lora_target": "all-linear", "actor_train.model_args.lora_rank": 8}
 
 
@@ -30,7 +31,9 @@ def test_mode_by_engine() -> None:
     assert update_mode(WeightSyncConfig(), "hf_infer") == "trained"
     assert update_mode(WeightSyncConfig(), "vllm") == "full"
     assert update_mode(WeightSyncConfig(mode="delta"), "hf_infer") == "delta"
+    assert update_mode(WeightSyncConfig(), "sglang") == "full"
     assert update_mode(WeightSyncConfig(lora="adapter"), "vllm") == "trained"
+    assert update_mode(WeightSyncConfig(lora="adapter"), "sglang") == "trained"
 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 1), (6, 8), (64, 64), (65, 128)])
@@ -63,6 +66,7 @@ def test_adapters_that_vllm_cannot_be_sent(tmp_path: Path, changes: dict[str, An
     ("changes", "key", "rule", "works"),
     [
         (VLLM | {"weight_sync.mode": "delta"}, "mode", "vllm takes whole layers only", "full"),
+        (SGLANG | {"weight_sync.mode": "delta"}, "mode", "sglang takes whole tensors only", "full"),
         ({"weight_sync.lora": "adapter"}, "lora", "actor_train has no adapters", "merged"),
         (LORA | {"weight_sync": {"lora": "adapter", "mode": "delta"}}, "mode", "A and B are sent whole", "trained"),
         ({"weight_sync.transport": "carrier_pigeon"}, "transport", "object_store", None),
@@ -79,6 +83,19 @@ def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], key: str, rule
     assert problem.key == f"weight_sync.{key}"
     assert rule in problem.rule
     assert works is None or problem.example == works
+
+
+@pytest.mark.parametrize("engine", [VLLM, SGLANG])
+def test_weights_that_no_update_brings_back_are_not_dropped(tmp_path: Path, engine: dict[str, Any]) -> None:
+    options = {"actor_infer.strategy_args.strategy_config": {"sleep_level": 2}}
+    assert mistakes(tmp_path, changed(engine | options | LORA)) == ()
+    (problem,) = mistakes(tmp_path, changed(engine | options | LORA | {"weight_sync.lora": "adapter"}))
+    assert problem.key.endswith("strategy_config.sleep_level") and problem.example == 1
+
+
+def test_what_sglang_takes(tmp_path: Path) -> None:
+    assert load(tmp_path, changed(SGLANG | LORA | {"weight_sync.lora": "adapter"})).config.weight_sync.lora == "adapter"
+    assert mistakes(tmp_path, changed(SGLANG | {"weight_sync.mode": "trained"})) == ()
 
 
 def test_cuda_ipc_is_refused_on_a_host_without_cuda(tmp_path: Path) -> None:

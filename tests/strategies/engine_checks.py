@@ -76,3 +76,12 @@ def check_faulty_updates(found: dict[str, list[str]]) -> None:
     assert found["lost"] == found["element"] == [KEY]
     assert sorted(found["swapped"]) == sorted([KEY, VALUE])
     assert len(found["old"]) > 20, "an old version differs everywhere"
+
+
+def check_adapters(found: dict[str, Any]) -> None:
+    assert len(found["same"]) == 12 and all(found["same"])
+    assert max(found["gaps"]) < FP32_GAP
+    (tensors, _), *later = found["sent"]
+    assert later == [(tensors, found["adapter bytes"])] * 2, "adapters alone, and everything is verified"
+    split, continued = found["in flight"]
+    assert 0 < split < 30 and continued

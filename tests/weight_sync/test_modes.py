@@ -169,6 +169,21 @@ def test_adapters_apart(transport: str, tmp_path: Path) -> None:
     world.links.close()
 
 
+def test_a_merged_weight_that_an_engine_does_not_hold_is_found(tmp_path: Path) -> None:
+    world = World("object_store", tmp_path)
+    engine, weights = world.engines[1], make_weights()
+    take = engine.update_weights
+
+    def spoil(tensors: Mapping[str, torch.Tensor]) -> None:
+        take({name: tensor + 1 if name == "q.weight" else tensor for name, tensor in tensors.items()})
+
+    world.send(weights | adapted(weights, 1)[0], 0, scalings=SCALINGS)
+    engine.update_weights = spoil  # type: ignore[method-assign]
+    with pytest.raises(WeightSyncError, match=r"weight update 1: engine 1 .* in 1 of 7 tensors \(q.weight\)$"):
+        world.send(adapted(weights, 2)[0], 1, base=0, scalings=SCALINGS)
+    world.links.close()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool])
 def test_changed_elements_are_those_whose_bits_differ(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("roll.weight_sync.delta._CHUNK", 64)

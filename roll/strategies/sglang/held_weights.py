@@ -67,6 +67,7 @@ class Place:
 
 
 _expected: dict[str, Expected] = {}
+"""Of every tensor that an update has brought, the last one counts."""
 _errors: list[str] = []
 
 
@@ -87,7 +88,8 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
 
 
 def report(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Write what the model holds of the update's tensors to a file; its folder is the name of the one tensor.
+    """Write what the model holds of all tensors that updates have brought to a file; its folder is the name of the one
+    tensor.
 
     The checksum of a tensor is that of the tensor sent where the model's part of it is exactly the tensor's part.
     """
@@ -105,7 +107,6 @@ def report(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tens
 
     content = json.dumps({"held": held, "errors": _errors})
     (folder / f"rank{get_parallel().tp_rank}.json").write_text(content, encoding="utf-8")
-    _expected.clear()
     _errors.clear()
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import zlib
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any
 
 import sglang
@@ -54,6 +54,8 @@ class SglangStrategy(GenerationStrategy):
         self._num_started = 0
         self._version = 0
         self._new_version: int | None = None
+        self._held: dict[str, int] = {}
+        """Checksums of all tensors that updates have brought, as of the last one."""
         self._asleep: list[str] = []
 
     def initialize(self) -> None:
@@ -227,19 +229,24 @@ class SglangStrategy(GenerationStrategy):
             self._run(self._updates.load(tensors))
 
     def finish_weight_update(self) -> dict[str, int]:
-        """See the base class. The checksum of a tensor is there only if every rank holds exactly its part of it.
+        """See the base class; of all tensors that any update has brought. The checksum of a tensor is there only if
+        every rank holds exactly its part of it.
 
         Raises:
             RuntimeError: no update has been started, SGLang refuses it, or its model could not load a tensor.
         """
         if self._new_version is None:
             raise RuntimeError("sglang: finish_weight_update without start_weight_update")
-        checksums: dict[str, int] = self._run(self._updates.close(self._new_version))
+        self._held = self._run(self._updates.close(self._new_version))
         self._version, self._new_version = self._new_version, None
         for sample, task in self._following.items():
             if not task.done():
                 sample.new_version(self._version)
-        return checksums
+        return self._held
+
+    def held_checksums(self, names: Sequence[str]) -> dict[str, int]:
+        """See the base class; they were computed at the end of the last update."""
+        return {name: self._held[name] for name in names if name in self._held}
 
     def sleep(self) -> None:
         """Free the KV cache, and move or drop the weights (``sleep_level``), on a GPU. Only between requests."""

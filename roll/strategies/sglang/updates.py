@@ -57,7 +57,8 @@ class WeightUpdates:
         await self._send(LOADER, list(bucket.tensors().items()))
 
     async def close(self, version: int) -> dict[str, int]:
-        """Go on with the new weights; the checksum of every tensor of which each rank holds exactly its part.
+        """Go on with the new weights; the checksum of every tensor of this and earlier updates of which each rank holds
+        exactly its part.
 
         Raises:
             RuntimeError: SGLang refuses it, or its model could not load a tensor.

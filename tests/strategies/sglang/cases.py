@@ -12,6 +12,7 @@ import torch
 
 from roll.strategies.generation import GenerationRequest, GenerationStrategy, SamplingParams, interrupted
 from tests.strategies import engine_cases, stream_cases
+from tests.strategies.adapter_cases import Policy, World, adapters_alone, in_flight, spoilt_on_the_way
 from tests.strategies.engine_cases import KEY, SETTINGS, distribution_gaps, message, until_begun, update
 from tests.strategies.engine_models import jolt, load
 from tests.strategies.hf_infer import helpers
@@ -39,6 +40,7 @@ def everything(folder: Path) -> dict[str, Any]:
             "lengths": engine_cases.cut_to_fit(started),
             "refusals": engine_cases.refusals(started),
             "in flight": update_in_flight(started, folder),
+            "adapters": adapters(started, folder),
             "faults": engine_cases.faulty_updates(started, load(folder), first=11),
             "half done": half_done_update(started),
         }
@@ -85,6 +87,16 @@ def update_in_flight(started: GenerationStrategy, folder: Path) -> dict[str, Any
     jolt(new, 1)
     found = engine_cases.update_in_flight(started, until_begun, old, new, 5)
     return found | {"put back": update(started, old, 6)}
+
+
+def adapters(started: GenerationStrategy, folder: Path) -> dict[str, Any]:
+    """Updates of an adapter alone, one of them in flight, one of them spoilt."""
+    world = World(started, Policy(folder), folder)
+    found = adapters_alone(world, folder)
+    found["in flight"] = in_flight(world, until_begun)
+    found["spoilt"] = spoilt_on_the_way(world)
+    world.engines.close()
+    return found
 
 
 def keep_in_flight(folder: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 from tests.strategies.engine_checks import (
     FP32_GAP,
     check_aborted,
+    check_adapters,
     check_cut_to_fit,
     check_faulty_updates,
     check_greedy,
@@ -84,6 +85,11 @@ def test_an_update_in_flight_that_keeps_the_cache(
 
 def test_faulty_updates_are_found_and_the_next_one_puts_them_right(found: dict[str, Any]) -> None:
     check_faulty_updates(found["faults"])
+
+
+def test_adapters_are_sent_by_themselves_and_merged_by_the_engine(found: dict[str, Any]) -> None:
+    check_adapters(found["adapters"])
+    assert found["adapters"]["spoilt"].endswith("(model.layers.0.self_attn.q_proj.weight#lora_A)")
 
 
 def test_faults_behind_the_receiver_are_found(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> None:

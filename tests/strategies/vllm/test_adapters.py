@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.strategies.engine_checks import FP32_GAP
+from tests.strategies.engine_checks import check_adapters
 from tests.strategies.vllm import adapter_cases
 from tests.strategies.vllm.test_parallel import whole_engines
 
@@ -21,7 +21,8 @@ DOWN = "model.layers.0.mlp.down_proj.weight"
 @pytest.mark.parametrize("name", ["qwen2", pytest.param("qwen3", marks=whole_engines)])
 def test_adapters(in_engine_process: Callable[..., Any], folders: dict[str, Path], name: str) -> None:
     found = in_engine_process(adapter_cases.adapters, folders[name])
-    check(found)
+    check_adapters(found)
+    assert found["in flight"] == (10, True)
     on_the_way, not_set, plain, packed, right = found["faults"]
     assert on_the_way.endswith(f"({KEY})")
     assert "#lora_A, " in not_set and "down_proj" in not_set and "q_proj" not in not_set
@@ -34,13 +35,6 @@ def test_adapters(in_engine_process: Callable[..., Any], folders: dict[str, Path
 @pytest.mark.timeout(900)
 def test_adapters_on_two_ranks(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> None:
     found = in_engine_process(adapter_cases.adapters, folders["qwen2"], tensor_parallel_size=2)
-    check(found)
-    assert found["faults"][0].endswith(f"({KEY})")
-
-
-def check(found: dict[str, Any]) -> None:
-    assert len(found["same"]) == 12 and all(found["same"])
-    assert max(found["gaps"]) < FP32_GAP
-    (tensors, _), *later = found["sent"]
-    assert later == [(tensors, found["adapter bytes"])] * 2, "adapters alone, and everything is verified"
+    check_adapters(found)
     assert found["in flight"] == (10, True)
+    assert found["faults"][0].endswith(f"({KEY})")
