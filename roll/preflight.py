@@ -39,7 +39,6 @@ def check_parts(loaded: LoadedConfig[Any]) -> None:
     check_rewards(loaded)
     check_own_functions(loaded)
     check_transport(loaded)
-    check_stages(loaded)
     from roll.tracking.build import tracker_options
 
     kwargs = loaded.config.tracker_kwargs
@@ -96,27 +95,6 @@ def check_transport(loaded: LoadedConfig[Any]) -> None:
         rule = f"needs CUDA devices, this host's are of type {device_type}; object_store works everywhere"
         source = shown(loaded.source)
         raise ConfigError([Problem("weight_sync.transport", "cuda_ipc", rule, source=source, has_value=True)])
-
-
-def check_stages(loaded: LoadedConfig[Any]) -> None:
-    """Engines can only be cut into stages where they pass anything on between them.
-
-    Raises:
-        ConfigError: ``vllm`` with several stages on a host without accelerators.
-    """
-    from roll.platforms import current_platform
-
-    key, problems = "strategy_config.pipeline_parallel_size", []
-    for name, role in loaded.plan.roles.items():
-        if role.strategy_name != "vllm" or current_platform().device_type != "cpu":
-            continue
-        stages = getattr(loaded.config, name).strategy_args.strategy_config.get("pipeline_parallel_size") or 1
-        if stages > 1:
-            rule = "must be 1 on a CPU: vLLM's model runner there has no buffers between stages; cut matrices instead"
-            path = f"{name}.strategy_args.{key}"
-            problems.append(Problem(path, stages, rule, 1, source=shown(loaded.source), has_value=True))
-    if problems:
-        raise ConfigError(problems)
 
 
 def unknown_numbers(domain: str, reward: object, loaded: LoadedConfig[RLVRConfig]) -> list[Problem]:

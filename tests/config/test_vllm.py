@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from roll.config.errors import ConfigError
 from roll.config.roles import StrategyArguments
 from roll.config.strategy import typed_strategy_config
 from roll.config.vllm import VllmStrategyConfig
 from roll.pipelines.roles import role_config
-from roll.preflight import check_parts
 from tests.config.good import changed, load, mistakes
 
 NAME = "actor_infer.strategy_args.strategy_name"
@@ -88,12 +86,6 @@ def test_sizes_that_do_not_agree(
 ) -> None:
     found = mistakes(tmp_path, with_options(options, **changes))
     assert any(problem.key == key and rule in problem.rule for problem in found), found
-
-
-def test_stages_are_refused_on_a_host_without_accelerators(tmp_path: Path) -> None:
-    loaded = load(tmp_path, with_options({"pipeline_parallel_size": 2}, **{DEVICES: [0, 1]}))
-    with pytest.raises(ConfigError, match="pipeline_parallel_size = 2: must be 1 on a CPU"):
-        check_parts(loaded)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from threading import Thread
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from roll.strategies.vllm.adapters import PolicyAdapter
@@ -39,6 +40,17 @@ class WeightReceiver:
         """In a rank that is a process of its own: end with the engine's process, whatever this one is doing."""
         quieten()
         Thread(target=_end_with, args=(engine_pid,), daemon=True, name="roll-engine-watch").start()
+        self._roll_make_stage_buffers()
+
+    def _roll_make_stage_buffers(self) -> None:
+        """What a later stage receives is copied to buffers, which vLLM makes when it tries the model out: on a CPU it
+        does so only before it compiles."""
+        runner = self.model_runner
+        is_later_stage = not get_pp_group().is_first_rank
+        if is_later_stage and runner.device.type == "cpu" and runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
 
     @answering
     def roll_add_adapter(self) -> None:

@@ -22,7 +22,7 @@ whole_engines = pytest.mark.skipif(
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-@pytest.mark.parametrize("kind", ["tensor_parallel_size"])
+@pytest.mark.parametrize("kind", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_two_ranks(in_engine_process: Callable[..., Any], folders: dict[str, Path], name: str, kind: str) -> None:
     found = in_engine_process(parallel_cases.two_ranks, folders[name], kind)
     check_greedy(found["greedy"])
