@@ -33,6 +33,9 @@ settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
+# Checks that tests of several folders share.
+pytest.register_assert_rewrite("tests.strategies.engine_checks")
+
 # A shell starts its background jobs with interrupts ignored, and what they start inherits that: tests that interrupt a
 # run would wait for its end in vain.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

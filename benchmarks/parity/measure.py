@@ -81,7 +81,7 @@ def plain_numbers(folder: Path, batch: TensorBatch, dtype: torch.dtype = torch.f
             assert parameter.grad is not None
             master.grad = parameter.grad.float()
         norm = float(torch.nn.utils.get_total_norm([p.grad for p in weights if p.grad is not None]))
-        history.append(Numbers(float(loss), norm, outputs["log_probs"].detach().float()))
+        history.append(Numbers(loss.item(), norm, outputs["log_probs"].detach().float()))
         optimizer.step()
         with torch.no_grad():
             for master, parameter in zip(weights, model.parameters(), strict=True):

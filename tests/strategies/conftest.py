@@ -10,8 +10,6 @@ import pytest
 from tests.strategies.ranks import RankPool
 from tests.strategies.samples import write_model
 
-pytest.register_assert_rewrite("tests.strategies.engine_checks")
-
 
 @pytest.fixture(scope="session")
 def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
