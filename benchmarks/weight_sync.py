@@ -45,7 +45,7 @@ from roll.workers import ACTOR_WORKER, GENERATION_WORKER
 
 MIB = 2**20
 SHAPES = {
-    "10M": {"vocab_size": 1024, "hidden_size": 320, "intermediate_size": 1280, "num_hidden_layers": 6},
+    "10M": {"vocab_size": 1024, "hidden_size": 384, "intermediate_size": 896, "num_hidden_layers": 6},
     "100M": {"vocab_size": 16384, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12},
     "1B": {"vocab_size": 32768, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 18},
 }

@@ -96,7 +96,7 @@ def _whole_tensors(
             tensor = torch.empty(shape, dtype=torch.float32, device=device)
             if dist.get_rank() == 0:
                 file = whole / "zero" / name / f"{key or 'fp32'}.pt"
-                written = torch.load(file, map_location="cpu", weights_only=False)
+                written = torch.load(file, map_location="cpu", weights_only=True)
                 # Stages 1 and 2 are written with a description beside the tensor.
                 tensor.copy_((written["param"] if isinstance(written, dict) else written).view(shape))
             dist.broadcast(tensor, src=0)
