@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from roll.rewards.sandbox import kernel, scratch
 from roll.rewards.sandbox.limits import Ended, Limits
 from roll.rewards.sandbox.protections import Report, check_required
 
@@ -46,6 +47,8 @@ class Settings:
     """Protections without which nothing runs."""
     without: tuple[str, ...] = ()
     """Means left unused, to see what less permissive hosts would give."""
+    landlock_abi: int | None = None
+    """The highest version of Landlock that is used, for the same purpose; None: the kernel's."""
     launcher: tuple[str, ...] = ()
     """A command that starts the zygote, for the same purpose."""
 
@@ -91,6 +94,7 @@ class Sandbox:
         self._running: dict[int, Process] = {}
         self._zygote: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._folder: str | None = None
         self.report: Report | None = None
 
     def start(self) -> Report:
@@ -142,7 +146,8 @@ class Sandbox:
             raise SandboxError(f"model-written code runs on Linux only, not on {sys.platform}")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         readable = [os.path.abspath(path) for path in self._settings.readable]
-        settings = {"preload": self._settings.preload, "readable": readable, "without": self._settings.without}
+        used = {"without": self._settings.without, "landlock_abi": self._settings.landlock_abi}
+        settings = {"preload": self._settings.preload, "readable": readable, **used}
         python = [*self._settings.launcher, sys.executable, "-s", "-m", "roll.rewards.sandbox.zygote"]
         self._control = ours
         with theirs:
@@ -155,7 +160,7 @@ class Sandbox:
                 cwd="/",
                 start_new_session=True,
             )
-        weakref.finalize(self, end_zygote, self._zygote, ours)
+        end = weakref.finalize(self, end_zygote, self._zygote, ours)
         ours.settimeout(START_TIMEOUT)
         try:
             hello = ours.recv(1 << 16)
@@ -164,8 +169,15 @@ class Sandbox:
         if not hello:
             raise SandboxError(f"the sandbox ended at its start with status {self._zygote.wait()}")
         ours.settimeout(None)
-        self.report = Report.of(json.loads(hello)["found"])
+        told = json.loads(hello)
+        self._folder = told["folder"]
+        end.detach()
+        weakref.finalize(self, end_zygote, self._zygote, ours, self._folder)
+        self.report = Report.of(told["found"])
         check_required(self.report, self._settings.require)
+        if not self.report.given["private"]:
+            # This process holds the tests and the verdicts of all programs.
+            kernel.hide_from_other_processes()
         # Each zygote has its own processes: the last word of one that died says nothing about its successor's.
         self._running = {}
         listener = threading.Thread(target=self._listen, args=(ours, self._running), daemon=True, name="sandbox")
@@ -199,7 +211,8 @@ class Sandbox:
             self._zygote.wait()
         if self._control is not None:
             self._control.close()
-        self._zygote = self._control = None
+        remove_folder(self._folder)
+        self._zygote = self._control = self._folder = None
 
     def close(self) -> None:
         """End the zygote and every process."""
@@ -222,7 +235,15 @@ def zygote_environment() -> dict[str, str]:
     return {**kept, **fixed, **threads, "PYTHONPATH": _PACKAGE_ROOT, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def end_zygote(zygote: subprocess.Popen[bytes], control: socket.socket) -> None:
+def end_zygote(zygote: subprocess.Popen[bytes], control: socket.socket, folder: str | None = None) -> None:
     control.close()
     zygote.kill()
     zygote.wait()
+    remove_folder(folder)
+
+
+def remove_folder(folder: str | None) -> None:
+    """What a zygote that was killed has left; its processes have been killed with it."""
+    if folder is not None and os.path.exists(folder):
+        with contextlib.suppress(OSError):
+            scratch.remove_tree(folder)

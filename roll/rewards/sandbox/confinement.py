@@ -43,15 +43,20 @@ def confine(means: Means, limits: Limits, uid: int | None, scratch: str, readabl
         os.setresuid(uid, uid, uid)
     if means.user_namespace or os.geteuid() == 0:
         kernel.drop_capabilities()
+    kernel.hide_from_other_processes()
     # The kernel clears it when the user changes, so it comes after that.
     kernel.prctl(kernel.PR_SET_PDEATHSIG, 9)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     if means.landlock and not means.mounts:
-        landlock.restrict(readable, [scratch, *mounts.DEVICES])
+        landlock.restrict(readable, [scratch, *mounts.DEVICES], means.landlock)
     if means.seccomp:
         reachable = means.process_namespace or uid is not None
         seccomp.install(
-            new_processes=limits.processes > 1 and reachable, only_process=None if reachable else os.getpid()
+            new_processes=limits.processes > 1 and reachable,
+            only_process=None if reachable else os.getpid(),
+            # The superuser owns the host's devices, of which the standard streams are open files.
+            own_files=means.mounts and os.geteuid() != 0,
+            truncate=means.mounts or means.landlock >= landlock.TRUNCATE_ABI,
         )
 
 

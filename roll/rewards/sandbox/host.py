@@ -13,17 +13,19 @@ from roll.rewards.sandbox.limits import Means
 
 UIDS = 16
 """User ids of one sandbox, one a process at a time."""
-_FIRST_UID, _BLOCKS = 60578, 37
-"""A range that distributions assign to nobody."""
+_FIRST_UID, _BLOCKS, _BLOCK = 60578, 35, UIDS + 1
+"""A range that distributions assign to nobody; the last of each block ends the processes of the others."""
+LATEST_ABI = 99
 
 _NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 
 
-def find_means(without: Set[str]) -> tuple[Means, object]:
+def find_means(without: Set[str], landlock_abi: int | None = None) -> tuple[Means, object]:
     """The means that need no preparation.
 
     Args:
         without: names of :data:`~roll.rewards.sandbox.limits.MEANS` that are left alone.
+        landlock_abi: the highest version of Landlock that is used; None: the kernel's.
 
     Returns:
         The means, and an object that must live as long as this process.
@@ -31,7 +33,7 @@ def find_means(without: Set[str]) -> tuple[Means, object]:
     first_uid, claim = (None, None) if "uid" in without or os.geteuid() != 0 else claim_uids()
     means = Means(
         first_uid=first_uid,
-        landlock="landlock" not in without and landlock.abi() > 0,
+        landlock=0 if "landlock" in without else min(landlock.abi(), landlock_abi or LATEST_ABI),
         seccomp="seccomp" not in without and seccomp.supported(),
     )
     return means, claim
@@ -68,7 +70,7 @@ def claim_uids() -> tuple[int | None, socket.socket | None]:
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             claim.bind(f"\0roll-sandbox-{block}")
-            return _FIRST_UID + block * UIDS, claim
+            return _FIRST_UID + block * _BLOCK, claim
         except OSError:
             claim.close()
     return None, None

@@ -15,7 +15,7 @@ CLONE_NEW_ANY = 0x7E020080
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 
-PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 1, 24, 38, 36
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 1, 4, 24, 38, 36
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 
 ARCHITECTURE = platform.machine()
@@ -71,6 +71,14 @@ def make_read_only(path: str) -> None:
 def prctl(option: int, value: int = 0, pointer: object = 0) -> None:
     arguments = (ctypes.c_ulong(value), pointer, ctypes.c_ulong(0), ctypes.c_ulong(0))
     checked(_libc.prctl(option, *arguments), f"prctl {option}")
+
+
+def hide_from_other_processes() -> None:
+    """Let no process of the same user reach this one's memory or open files through ``/proc`` or a debugger.
+
+    Processes forked from it inherit that; a program that one of them executes does not.
+    """
+    prctl(PR_SET_DUMPABLE, 0)
 
 
 def drop_capabilities() -> None:

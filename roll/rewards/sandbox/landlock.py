@@ -17,6 +17,8 @@ _READ = _EXECUTE | _READ_FILE | _READ_DIR
 _TCP = 0b11
 _ABSTRACT_SOCKETS, _SIGNALS = 1, 2
 _SIGNAL_ABI = 6
+TRUNCATE_ABI = 3
+"""The first version that decides on who may cut off a file."""
 
 
 def abi() -> int:
@@ -27,13 +29,15 @@ def abi() -> int:
         return 0
 
 
-def restrict(readable: Sequence[str], writable: Sequence[str]) -> None:
+def restrict(readable: Sequence[str], writable: Sequence[str], version: int) -> None:
     """From now on only these paths and what lies below them; TCP and signals to others too where the kernel can.
+
+    Args:
+        version: of Landlock's interface, at most :func:`abi`.
 
     Raises:
         OSError: the kernel has no Landlock.
     """
-    version = abi()
     # Each version knows more kinds of access; a kind that is not named here would stay allowed.
     files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     attributes = struct.pack(
@@ -52,10 +56,6 @@ def restrict(readable: Sequence[str], writable: Sequence[str]) -> None:
         kernel.syscall(_RESTRICT_SELF, ruleset, 0, what="landlock_restrict_self")
     finally:
         os.close(ruleset)
-
-
-def confines_signals() -> bool:
-    return abi() >= _SIGNAL_ABI
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:

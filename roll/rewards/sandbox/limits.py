@@ -45,7 +45,8 @@ class Means:
     mounts: bool = False
     first_uid: int | None = None
     """A block of user ids of the sandbox's own."""
-    landlock: bool = False
+    landlock: int = 0
+    """The version of its interface that is used; 0: none."""
     seccomp: bool = False
 
 

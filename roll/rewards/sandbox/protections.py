@@ -9,15 +9,29 @@ from typing import Any
 PROTECTIONS = {
     "limits": "processor time, memory, size and number of files, wall time",
     "network": "no connection to anything, this host included",
-    "files": "nothing outside the private folder can be written",
-    "private": "environments and memory of other processes cannot be read",
-    "signals": "no signal reaches another process",
+    "files": "nothing outside the private folder can be written or changed",
+    "private": "other processes' environment, memory and open files, and files beyond the system's, cannot be read",
+    "signals": "no signal and no change of priority reaches another process",
     "syscalls": "a filter refuses system calls that programs do not need",
     "ends": "all its processes end with it",
     "scratch": "the private folder is limited in size",
     "user": "a user id of its own",
 }
 """Name to what it keeps a response from, or to."""
+PROMISED = ("limits", "network", "files", "private", "signals", "syscalls", "ends")
+"""Without these the reward does not start unless its configuration says so."""
+CONSEQUENCES = {
+    "limits": "may use up this host's memory and time",
+    "network": "may reach the network and this host's services",
+    "files": "may write, change and delete what this user may, checkpoints included",
+    "private": "may read this user's files and keys, and the tests that judge them",
+    "signals": "may kill or slow down this user's processes, the training run included",
+    "syscalls": "may attack the kernel through all its calls",
+    "ends": "may leave processes behind",
+    "scratch": "may fill the disk that holds temporary files",
+    "user": "run under this process's user id",
+}
+"""Name to what programs may do without it."""
 
 
 class MissingProtection(RuntimeError):
@@ -42,11 +56,21 @@ class Report:
     def missing(self) -> list[str]:
         return [name for name, held in self.given.items() if not held]
 
+    @property
+    def broken_promises(self) -> list[str]:
+        """What is missing of the protections that the documentation promises."""
+        return [name for name in self.missing if name in PROMISED]
+
     def line(self) -> str:
         """One line for the log."""
         given = ", ".join(name for name, held in self.given.items() if held)
         lacking = f"; this host does not give: {', '.join(self.missing)}" if self.missing else ""
         return f"{given} (by {', '.join(self.means) or 'nothing'}){lacking}"
+
+
+def consequence(names: Sequence[str]) -> str:
+    """What programs may do on a host without these protections."""
+    return f"programs that the model writes {'; '.join(CONSEQUENCES[name] for name in names)}"
 
 
 def check_required(report: Report, required: Sequence[str]) -> None:
@@ -57,7 +81,9 @@ def check_required(report: Report, required: Sequence[str]) -> None:
     missing = [name for name in required if not report.given[name]]
     if missing:
         lacks = "; ".join(f"{name} ({PROTECTIONS[name]})" for name in missing)
+        kept = [name for name in required if name not in missing]
         raise MissingProtection(
             f"model-written code may not run here: this host does not give {lacks}. It has {report.line()}. "
-            "Run where namespaces or Landlock are permitted, or leave these names out of require"
+            "Run where namespaces or Landlock are permitted (docs/code-rewards.md lists hosts), or on another host "
+            f"(use_local: false and code_url), or accept with require: [{', '.join(kept)}] that {consequence(missing)}"
         )

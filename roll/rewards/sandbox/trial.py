@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import importlib
 import json
 import os
-import shutil
 import socket
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from roll.rewards.sandbox import scratch
 from roll.rewards.sandbox.limits import Limits
 
 if TYPE_CHECKING:
@@ -22,6 +24,9 @@ SLOT = 0
 _LIMITS = Limits(wall=10.0)
 _UNUSED_MODULE = "colorsys"
 """One of Python's that nothing here has loaded: loading it shows that the interpreter's files can be read."""
+_CANARY = b"alive"
+_TIME = 1_000_000_000
+_F_SETOWN = 8
 
 
 def try_out(zygote: Zygote) -> dict[str, Any]:
@@ -29,34 +34,69 @@ def try_out(zygote: Zygote) -> dict[str, Any]:
     means = zygote.means
     reading, writing = os.pipe()
     null = os.open(os.devnull, os.O_RDWR)
-    scratch = None if means.mounts else zygote.make_scratch(SLOT)
-    program = partial(attack, os.getpid(), means.process_namespace, means.mounts)
-    pid, confined = zygote.fork(program, _LIMITS, SLOT, scratch, [null, writing, null])
+    folder = zygote.make_folder(SLOT)
+    canary = make_canary(zygote.folder)
+    program = partial(attack, os.getpid(), means.process_namespace, means.mounts, canary)
+    pid, confined = zygote.fork(program, _LIMITS, SLOT, folder, [null, writing, null])
     os.close(writing)
     with open(reading, encoding="utf-8") as answer:
         text = answer.read()
     os.waitpid(pid, 0)
     zygote.end_remaining(pid, SLOT)
-    if scratch is not None:
-        shutil.rmtree(scratch, ignore_errors=True)
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            scratch.remove_tree(folder)
     os.close(null)
     os.close(confined)
     found: dict[str, Any] = json.loads(text) if text else {"runs": False}
+    # Looked at from outside: a call that says it worked may have done nothing.
+    found["files"] = bool(found.get("files")) and is_unchanged(canary)
     found["ends"] = means.process_namespace or means.first_uid is not None or means.seccomp
     found["scratch"], found["user"] = means.mounts, means.first_uid is not None
-    found["means"] = [name for name, value in asdict(means).items() if value is not None and value is not False]
+    values = {**asdict(means), "landlock": means.landlock or None}
+    found["means"] = [
+        f"landlock (version {value})" if name == "landlock" else name
+        for name, value in values.items()
+        if value is not None and value is not False
+    ]
+    if canary is not None:
+        os.unlink(canary)
     return found
 
 
-def attack(parent: int, inside_own_namespace: bool, private_shared_memory: bool) -> None:
+def make_canary(parent: str | None) -> str | None:
+    """A file of the zygote's that everybody may read, where processes see this host's files at all."""
+    if parent is None:
+        return None
+    path = f"{parent}/canary"
+    with open(path, "wb") as file:
+        file.write(_CANARY)
+    os.chmod(path, 0o644)
+    os.utime(path, (_TIME, _TIME))
+    return path
+
+
+def is_unchanged(canary: str | None) -> bool:
+    if canary is None:
+        return True
+    found = os.stat(canary)
+    return (found.st_mode & 0o7777, int(found.st_mtime), found.st_size) == (0o644, _TIME, len(_CANARY))
+
+
+def attack(parent: int, inside_own_namespace: bool, private_shared_memory: bool, canary: str | None) -> None:
     """Write what was found to descriptor 1."""
+    libc = ctypes.CDLL(None)
     found = {
         "runs": can(lambda: importlib.import_module(_UNUSED_MODULE)),
-        "network": not reaches_network(),
-        "files": not can_create("/var/tmp") and (private_shared_memory or not can_create("/dev/shm")),
-        "private": not can(lambda: open(f"/proc/{parent}/environ", "rb").close()),
-        "signals": inside_own_namespace or not can(lambda: os.kill(parent, 0)),
-        "syscalls": ctypes.CDLL(None).ptrace(0, 0, 0, 0) == -1,
+        "network": not reaches_network() and not reaches_sockets_of_this_host(),
+        "files": not can_create("/var/tmp")
+        and (private_shared_memory or not can_create("/dev/shm"))
+        and (canary is None or not can_change(canary)),
+        "private": not can(lambda: open(f"/proc/{parent}/environ", "rb").close())
+        and not can(lambda: os.listdir(f"/proc/{parent}/fd"))
+        and (canary is None or not can(lambda: open(canary, "rb").close())),
+        "signals": inside_own_namespace or not can_disturb(parent),
+        "syscalls": libc.ptrace(0, 0, 0, 0) == -1 and libc.unshare(0) == -1,
     }
     os.write(1, json.dumps(found).encode())
     os._exit(0)
@@ -83,6 +123,38 @@ def reaches_network() -> bool:
     return True
 
 
+def reaches_sockets_of_this_host() -> bool:
+    """Whether a datagram may be addressed; that nobody has the address does not matter."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with ours, theirs:
+        try:
+            ours.sendto(b"", "\0roll-sandbox-nobody")
+        except ConnectionRefusedError:
+            return not is_isolated_from_names()
+        except OSError:
+            return False
+    return True
+
+
+def is_isolated_from_names() -> bool:
+    """Names of sockets belong to a network namespace, and to the files of a mount namespace."""
+    return not os.path.exists("/run")
+
+
+def can_disturb(pid: int) -> bool:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        return any(
+            can(action)
+            for action in (
+                lambda: os.kill(pid, 0),
+                lambda: os.setpriority(os.PRIO_PROCESS, pid, 1),
+                lambda: os.sched_setaffinity(pid, os.sched_getaffinity(0)),
+                lambda: fcntl.fcntl(ours, _F_SETOWN, pid),
+            )
+        )
+
+
 def can_create(folder: str) -> bool:
     path = f"{folder}/.roll-sandbox-{os.getpid()}"
     try:
@@ -91,3 +163,19 @@ def can_create(folder: str) -> bool:
         return False
     os.unlink(path)
     return True
+
+
+def can_change(path: str) -> bool:
+    """Try to change the file in every way; the quiet ones are looked for afterwards."""
+    for quiet in (lambda: os.chmod(path, 0o600), lambda: os.utime(path, (0, 0))):
+        can(quiet)
+    return any(
+        can(action)
+        for action in (
+            lambda: os.truncate(path, 0),
+            lambda: os.close(os.open(path, os.O_RDONLY | os.O_TRUNC)),
+            lambda: os.close(os.open(path, os.O_WRONLY | os.O_APPEND)),
+            lambda: os.setxattr(path, "user.roll", b""),
+            lambda: os.rename(path, f"{path}-moved"),
+        )
+    )

@@ -14,24 +14,27 @@ import importlib
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from roll.rewards.sandbox import host, kernel, mounts, programs, trial
+from roll.rewards.sandbox import host, kernel, mounts, programs, scratch, seccomp, trial
 from roll.rewards.sandbox.confinement import confine
 from roll.rewards.sandbox.limits import Limits, Means
 
 MAX_MESSAGE = 65536
 MAX_DESCRIPTORS = 8
 CONFINED = b"confined"
+REMOVED_AT_ONCE = 200
+"""Entries of a private folder; what holds more is removed by a process of its own."""
+REMOVAL_SECONDS = 120.0
+"""That such a process may take; what is left then goes with the sandbox."""
 WARM = """
     abc array asyncio bisect calendar cmath collections copy ctypes dataclasses datetime decimal enum fractions
     functools heapq inspect io itertools json math numbers operator queue random re statistics string textwrap
@@ -49,7 +52,7 @@ class Child:
     pidfd: int
     deadline: float
     slot: int
-    scratch: str | None
+    folder: str | None
     confined: int
     """Descriptor to read ``CONFINED`` from; what the process runs afterwards cannot take it back."""
     timed_out: bool = False
@@ -58,7 +61,9 @@ class Child:
 class Zygote:
     """Forks on request."""
 
-    def __init__(self, control: socket.socket, means: Means, readable: list[str], own_namespace: int | None) -> None:
+    def __init__(
+        self, control: socket.socket, means: Means, readable: list[str], own_namespace: int | None, folder: str | None
+    ) -> None:
         self._control = control
         self.means = means
         self._readable = readable
@@ -67,6 +72,12 @@ class Zygote:
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
         self._own_namespace = own_namespace
+        self.folder = folder
+        """Where private folders are made; None: each process mounts its own."""
+        self._to_remove: deque[str] = deque()
+        self._remover: tuple[int, int, float] | None = None
+        """Descriptor, process and deadline."""
+        seccomp.prepare()
 
     def serve(self) -> None:
         """Until the other side closes the socket."""
@@ -77,13 +88,19 @@ class Zygote:
                     open_for_business = self._receive()
                 elif descriptor in self._children:
                     self._finish(self._children.pop(descriptor))
+                elif self._remover is not None and descriptor == self._remover[0]:
+                    self._end_remover()
             self._kill_overdue()
         for child in self._children.values():
             self._kill(child)
             self._finish(child, report=False)
+        if self._remover is not None:
+            signal.pidfd_send_signal(self._remover[0], signal.SIGKILL)
 
     def _milliseconds_left(self) -> float | None:
         waiting = [child.deadline for child in self._children.values() if not child.timed_out]
+        if self._remover is not None:
+            waiting.append(self._remover[2])
         return max(0.0, min(waiting) - time.monotonic()) * 1000 + 1 if waiting else None
 
     def _kill_overdue(self) -> None:
@@ -92,6 +109,9 @@ class Zygote:
             if child.deadline <= now and not child.timed_out:
                 child.timed_out = True
                 self._kill(child)
+        if self._remover is not None and self._remover[2] <= now:
+            signal.pidfd_send_signal(self._remover[0], signal.SIGKILL)
+            self._remover = (*self._remover[:2], now + REMOVAL_SECONDS)
 
     def _receive(self) -> bool:
         message, descriptors, _, _ = socket.recv_fds(self._control, MAX_MESSAGE, MAX_DESCRIPTORS)
@@ -117,16 +137,16 @@ class Zygote:
             raise OSError(f"more than {host.UIDS} processes at a time")
         limits = Limits(**request["limits"])
         slot = self._free_slots.pop()
-        scratch = None
+        folder = None
         try:
-            scratch = None if self.means.mounts else self.make_scratch(slot)
+            folder = self.make_folder(slot)
             program = programs.PROGRAMS[request["program"]]
             run = partial(program, request)
-            pid, confined = self.fork(run, limits, slot, scratch, descriptors, request.get("proc", False))
+            pid, confined = self.fork(run, limits, slot, folder, descriptors, request.get("proc", False))
             deadline = time.monotonic() + limits.wall
-            child = Child(request["number"], pid, os.pidfd_open(pid), deadline, slot, scratch, confined)
+            child = Child(request["number"], pid, os.pidfd_open(pid), deadline, slot, folder, confined)
         except OSError:
-            self._release(slot, scratch)
+            self._release(slot, folder)
             raise
         self._children[child.pidfd] = child
         self._poll.register(child.pidfd, select.POLLIN)
@@ -136,7 +156,7 @@ class Zygote:
         program: Callable[[], None],
         limits: Limits,
         slot: int,
-        scratch: str | None,
+        folder: str | None,
         descriptors: list[int],
         proc: bool = False,
     ) -> tuple[int, int]:
@@ -145,16 +165,13 @@ class Zygote:
         Returns:
             Its id, and a descriptor from which ``CONFINED`` can be read, or why it has run nothing.
         """
-        if self._own_namespace is not None:
-            # A second process namespace can only be made from one's own.
-            kernel.setns(self._own_namespace, kernel.CLONE_NEWPID)
-            kernel.unshare(kernel.CLONE_NEWPID)
+        self._enter_next_namespace()
         reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         pid = os.fork()
         if pid == 0:
             try:
                 place_descriptors([*descriptors, writing])
-                self._confine_or_tell(len(descriptors), limits, slot, scratch, proc)
+                self._confine_or_tell(len(descriptors), limits, slot, folder, proc)
                 programs.forget_own_modules()
                 program()
             finally:
@@ -162,10 +179,17 @@ class Zygote:
         os.close(writing)
         return pid, reading
 
-    def _confine_or_tell(self, told: int, limits: Limits, slot: int, scratch: str | None, proc: bool) -> None:
+    def _enter_next_namespace(self) -> None:
+        """The next process is the first of a process namespace, where there are any."""
+        if self._own_namespace is not None:
+            # A second process namespace can only be made from one's own.
+            kernel.setns(self._own_namespace, kernel.CLONE_NEWPID)
+            kernel.unshare(kernel.CLONE_NEWPID)
+
+    def _confine_or_tell(self, told: int, limits: Limits, slot: int, folder: str | None, proc: bool) -> None:
         """Confine this process and write ``CONFINED``, or why not, to descriptor ``told``."""
         try:
-            confine(self.means, limits, self._uid(slot), scratch or mounts.SCRATCH, self._readable, proc)
+            confine(self.means, limits, self._uid(slot), folder or mounts.SCRATCH, self._readable, proc)
             os.write(told, CONFINED)
         except (OSError, ValueError) as error:
             os.write(told, f"{type(error).__name__}: {error}".encode())
@@ -175,12 +199,9 @@ class Zygote:
     def _uid(self, slot: int) -> int | None:
         return None if self.means.first_uid is None else self.means.first_uid + slot
 
-    def make_scratch(self, slot: int) -> str:
-        path = tempfile.mkdtemp(prefix="roll-sandbox-")
-        uid = self._uid(slot)
-        if uid is not None:
-            os.chown(path, uid, uid)
-        return path
+    def make_folder(self, slot: int) -> str | None:
+        """A private folder, where none can be mounted."""
+        return None if self.folder is None else scratch.make_folder(self.folder, self._uid(slot))
 
     def _kill(self, child: Child) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -191,7 +212,7 @@ class Zygote:
         self._poll.unregister(child.pidfd)
         os.close(child.pidfd)
         self.end_remaining(child.pid, child.slot)
-        self._release(child.slot, child.scratch)
+        self._release(child.slot, child.folder)
         told = read_and_close(child.confined)
         if report and told == CONFINED:
             code = os.waitstatus_to_exitcode(status)
@@ -210,7 +231,9 @@ class Zygote:
             killer = os.fork()
             if killer == 0:
                 try:
-                    os.setresuid(uid, uid, uid)
+                    # It may signal that user's processes, and none of them may signal it.
+                    its_own = self._uid(host.UIDS)
+                    os.setresuid(its_own, uid, its_own)
                     os.kill(-1, signal.SIGKILL)
                 finally:
                     os._exit(0)
@@ -223,9 +246,53 @@ class Zygote:
                     break
                 os.waitpid(orphan.si_pid, 0)
 
-    def _release(self, slot: int, scratch: str | None) -> None:
-        remove_scratch(scratch)
+    def _release(self, slot: int, folder: str | None) -> None:
         self._free_slots.append(slot)
+        if folder is None:
+            return
+        try:
+            scratch.remove_tree(folder, REMOVED_AT_ONCE)
+        except (scratch.OutOfBudget, OSError):
+            # Nobody waits for what a program has left behind, and nothing of it can end this process.
+            self._to_remove.append(folder)
+            self._start_remover()
+
+    def _start_remover(self) -> None:
+        if self._remover is not None or not self._to_remove:
+            return
+        folders = list(self._to_remove)
+        self._to_remove.clear()
+        try:
+            self._enter_next_namespace()
+            pid = os.fork()
+        except OSError as error:
+            return self._warn(f"{len(folders)} folders are left: {error}")
+        if pid == 0:
+            try:
+                kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+                for folder in folders:
+                    try:
+                        scratch.remove_tree(folder)
+                    except OSError as error:
+                        self._warn(f"{folder} cannot be removed: {error}")
+            finally:
+                os._exit(0)
+        self._remover = (os.pidfd_open(pid), pid, time.monotonic() + REMOVAL_SECONDS)
+        self._poll.register(self._remover[0], select.POLLIN)
+        return None
+
+    def _end_remover(self) -> None:
+        assert self._remover is not None
+        descriptor, pid, _ = self._remover
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+        self._poll.unregister(descriptor)
+        os.close(descriptor)
+        self._remover = None
+        self._start_remover()
+
+    def _warn(self, text: str) -> None:
+        sys.stderr.write(f"code sandbox: {text}\n")
 
     def _send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):
@@ -242,22 +309,6 @@ def read_and_close(descriptor: int) -> bytes:
         os.close(descriptor)
 
 
-def remove_scratch(path: str | None) -> None:
-    if path is not None:
-        shutil.rmtree(path, onerror=open_and_retry)
-
-
-def open_and_retry(function: Callable[..., Any], path: str, _: object) -> None:
-    """A program may have closed its folders to everybody."""
-    parent = os.path.dirname(path)
-    for folder in (parent, path):
-        if not os.path.islink(folder):
-            with contextlib.suppress(OSError):
-                os.chmod(folder, 0o700)
-    with contextlib.suppress(OSError):
-        function(path)
-
-
 def place_descriptors(descriptors: list[int]) -> None:
     """The received descriptors become 0, 1, 2, ...; every other one is closed."""
     # Out of the way first: a target may be a source still to be placed.
@@ -272,7 +323,7 @@ def main() -> None:
     for module in (*WARM.split(), *settings["preload"]):
         importlib.import_module(module)
     readable, without = mounts.readable_paths(settings["readable"]), set(settings["without"])
-    means, claim = host.find_means(without)
+    means, claim = host.find_means(without, settings["landlock_abi"])
     own_namespace = None
     if "namespaces" not in without:
         means = host.enter_namespaces(means)
@@ -287,20 +338,28 @@ def main() -> None:
             means = host.enter_view(means, readable)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    kernel.hide_from_other_processes()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=descriptor)
     programs.forget_surroundings()
     gc.collect()
     gc.freeze()
-    zygote = Zygote(control, means, readable, own_namespace)
-    found = trial.try_out(zygote)
-    # A user of its own may not be able to read this Python (under a home folder); a kernel may lack a part of the rest.
-    for less in ({"first_uid": None}, {"seccomp": False}, {"landlock": False}):
-        if not found["runs"]:
-            zygote.means = replace(zygote.means, **less)
-            found = trial.try_out(zygote)
-    control.send(json.dumps({"ready": True, "found": found}).encode())
-    zygote.serve()
+    folder = None if means.mounts else scratch.make_parent()
+    try:
+        zygote = Zygote(control, means, readable, own_namespace, folder)
+        found = trial.try_out(zygote)
+        # A user of its own may not be able to read this Python (under a home folder); a kernel may lack a part of the
+        # rest.
+        for less in ({"first_uid": None}, {"seccomp": False}, {"landlock": 0}):
+            if not found["runs"]:
+                zygote.means = replace(zygote.means, **less)
+                found = trial.try_out(zygote)
+        control.send(json.dumps({"ready": True, "found": found, "folder": folder}).encode())
+        zygote.serve()
+    finally:
+        if folder is not None:
+            with contextlib.suppress(OSError):
+                scratch.remove_tree(folder)
     del claim
 
 

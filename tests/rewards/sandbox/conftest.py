@@ -1,24 +1,80 @@
-"""Sandboxes that the tests of this folder share: one with all that the host gives, and one a poorer host would give."""
+"""Sandboxes that the tests of this folder share: one with all that the host gives, and those of poorer hosts."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
 from roll.rewards.sandbox import Judging, Limits, Outcome, Sandbox, Settings, judge, read_cases
 
-POORER_HOSTS = {
-    "container": Settings(without=("namespaces", "mounts")),
-    "plain_user": Settings(launcher=("unshare", "--user", "--map-user=1000", "--")),
-    "plain_user_in_container": Settings(
-        launcher=("unshare", "--user", "--map-user=1000", "--"), without=("namespaces", "mounts")
+NOBODY = 65534
+EVERYTHING = {"limits", "network", "files", "private", "signals", "syscalls", "ends", "scratch", "user"}
+DISK = {"scratch"}
+NO_LANDLOCK = {"files", "private"}
+_PUBLIC_PYTHON = "/usr/bin/python3"
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the launched zygote may use, and what it then does not give."""
+
+    lacks: frozenset[str]
+    settings: Settings = Settings()
+    launched: tuple[tuple[str, object], ...] = ()
+    """What :mod:`tests.rewards.sandbox.poorer_host` is asked for; needs the superuser."""
+
+    def start(self) -> Sandbox:
+        if not sys.platform.startswith("linux"):
+            pytest.skip("the sandbox needs Linux")
+        if not self.launched:
+            return Sandbox(self.settings)
+        asked = dict(self.launched)
+        if os.geteuid() != 0:
+            pytest.skip("only the superuser can give up what this host gives")
+        if asked.get("python"):
+            if not Path(_PUBLIC_PYTHON).exists():
+                pytest.skip(f"needs {_PUBLIC_PYTHON}")
+            asked["path"] = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+        script = str(Path(__file__).with_name("poorer_host.py"))
+        return Sandbox(replace(self.settings, launcher=(sys.executable, script, json.dumps(asked))))
+
+
+def host(*lacks: str, settings: Settings | None = None, **launched: object) -> Host:
+    return Host(frozenset(lacks), settings or Settings(), tuple(launched.items()))
+
+
+SAME_USER = ("unshare", "--user", "--map-user=1000", "--")
+DOCKER = {"no_namespaces": True, "docker_capabilities": True}
+PUBLIC = {"python": _PUBLIC_PYTHON}
+HOSTS = {
+    "root": host(),
+    "user": host("user", **PUBLIC, user=NOBODY),
+    "container_root": host(*DISK, **DOCKER, **PUBLIC),
+    "container_root_without_landlock": host(*DISK, *NO_LANDLOCK, **DOCKER, **PUBLIC, no_landlock=True),
+    "container_root_private_python": host(*DISK, "user", settings=Settings(without=("namespaces", "mounts", "uid"))),
+    "container_user": host(*DISK, "user", **DOCKER, **PUBLIC, user=NOBODY),
+    "container_user_landlock_4": host(*DISK, "user", settings=Settings(landlock_abi=4), **DOCKER, **PUBLIC, user=NOBODY),
+    "container_user_landlock_1": host(*DISK, "user", settings=Settings(landlock_abi=1), **DOCKER, **PUBLIC, user=NOBODY),
+    "container_user_without_landlock": host(*DISK, "user", *NO_LANDLOCK, **DOCKER, **PUBLIC, user=NOBODY, no_landlock=True),
+    "container_same_user": host(
+        *DISK, "user", settings=Settings(launcher=SAME_USER, without=("namespaces", "mounts"), landlock_abi=4)
+    ),
+    "container_same_user_without_landlock": host(
+        *DISK,
+        "user",
+        *NO_LANDLOCK,
+        settings=Settings(launcher=SAME_USER, without=("namespaces", "mounts", "landlock")),
     ),
 }
-"""Name to settings: a container that forbids namespaces, a user without privileges, and both."""
+"""Name to host: the superuser or a user, alone or in a container that forbids namespaces, on kernels with the newest
+Landlock, an older one or none. ``same_user``: the user of the reward worker itself, which is this process."""
 
 QUICK = Judging(limits=Limits(wall=10.0), case_timeout=5.0)
 
@@ -27,22 +83,25 @@ Verdict = Callable[..., Outcome]
 
 @pytest.fixture(scope="session")
 def sandbox() -> Iterator[Sandbox]:
-    if not sys.platform.startswith("linux"):
-        pytest.skip("the sandbox needs Linux")
     os.environ["ROLL_TEST_SECRET"] = "a-key-that-no-program-may-see"
-    sandbox = Sandbox()
+    sandbox = HOSTS["root"].start()
     yield sandbox
     sandbox.close()
     del os.environ["ROLL_TEST_SECRET"]
 
 
-@pytest.fixture(scope="session", params=["full", *POORER_HOSTS])
-def any_sandbox(request: pytest.FixtureRequest, sandbox: Sandbox) -> Iterator[Sandbox]:
+@pytest.fixture(scope="session", params=HOSTS)
+def any_host(request: pytest.FixtureRequest) -> str:
     """Every kind of host, one after the other."""
-    if request.param == "full":
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def any_sandbox(any_host: str, sandbox: Sandbox) -> Iterator[Sandbox]:
+    if any_host == "root":
         yield sandbox
         return
-    poorer = Sandbox(POORER_HOSTS[request.param])
+    poorer = HOSTS[any_host].start()
     yield poorer
     poorer.close()
 
