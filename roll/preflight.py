@@ -53,7 +53,7 @@ def check_parts(loaded: LoadedConfig[Any]) -> None:
 
 
 def check_rewards(loaded: LoadedConfig[Any]) -> None:
-    """Build each domain's reward once, so that a wrong ``reward_kwargs`` is found before anything starts.
+    """Build each domain's reward once: a wrong ``reward_kwargs``, or a host that gives too little, is found early.
 
     Raises:
         ConfigError: a reward that cannot be built, an option that it does not have, or numbers in ``reward_weights``
@@ -68,6 +68,7 @@ def check_rewards(loaded: LoadedConfig[Any]) -> None:
     for name, section in loaded.config.rewards.items():
         try:
             reward = build_section(name, section)
+            reward.check_host()
             reward.close()
             problems += unknown_numbers(name, reward, loaded)
         except RewardOptionError as error:

@@ -66,6 +66,13 @@ class RewardRule(ABC):
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         return [self.judge(sample) for sample in samples]
 
+    def check_host(self) -> None:
+        """Called once on the driver's host before anything starts; most rules run anywhere.
+
+        Raises:
+            RewardOptionError: this host does not give what the options ask for.
+        """
+
     def prepare(self) -> None:
         """Called once in the worker, before the run starts. What it raises ends the run; most rules need nothing."""
 

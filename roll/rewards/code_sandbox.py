@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
@@ -16,7 +17,7 @@ from roll.rewards.sandbox.cases import CaseError, read_cases
 from roll.rewards.sandbox.client import Sandbox, SandboxError, Settings
 from roll.rewards.sandbox.judging import Judging, judge
 from roll.rewards.sandbox.limits import MEBIBYTE, Limits
-from roll.rewards.sandbox.protections import PROTECTIONS
+from roll.rewards.sandbox.protections import PROMISED, PROTECTIONS, MissingProtection, consequence
 
 MOST_AT_A_TIME = 8
 """Samples of one reward worker: more workers (``world_size``) take more."""
@@ -61,9 +62,10 @@ class CodeSandbox(RewardRule):
     """Modules loaded once instead of by every program, such as ``[numpy]``."""
     readable: list[str] = field(default_factory=list)
     """Paths that programs may read beside the system's and Python's own."""
-    require: list[str] = field(default_factory=list)
+    require: list[str] = field(default_factory=lambda: list(PROMISED))
     """Protections without which nothing runs: ``limits``, ``network``, ``files``, ``private``, ``signals``,
-    ``syscalls``, ``ends``, ``scratch``, ``user``."""
+    ``syscalls``, ``ends`` (the default), ``scratch``, ``user``. With fewer, programs that the model writes may do what
+    the others would keep them from; with ``[]``, whatever this user may."""
     parallel: int = 2
     """Samples at a time in one reward worker."""
     service_url: str = ""
@@ -113,6 +115,18 @@ class CodeSandbox(RewardRule):
         wait = self.timeout * WAITS_FOR
         return HttpReward(self.service_url, self.api_key_env, 1, options=chosen, timeout=wait, concurrency=REQUESTS)
 
+    def check_host(self) -> None:
+        """Find out, in a third of a second, whether this host gives what ``require`` names; a service has its own."""
+        if self._service is not None or not sys.platform.startswith("linux"):
+            return
+        sandbox = Sandbox(Settings(readable=tuple(self.readable), require=tuple(self.require)))
+        try:
+            sandbox.start()
+        except (MissingProtection, SandboxError) as error:
+            raise RewardOptionError(f"code_sandbox: {error}") from error
+        finally:
+            sandbox.close()
+
     def prepare(self) -> None:
         """Start the sandbox; a service has its own.
 
@@ -126,6 +140,8 @@ class CodeSandbox(RewardRule):
         if not self._shown:
             self._shown = True
             logger.info("code sandbox: %s", report.line())
+            if report.broken_promises:
+                logger.warning("code sandbox, accepted by require: %s", consequence(report.broken_promises))
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         if self._service is not None:

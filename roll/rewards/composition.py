@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from roll.rewards.base import RewardFunction, RewardResult, RewardSample
+from roll.rewards.base import RewardFunction, RewardOptionError, RewardResult, RewardSample
 from roll.rewards.guard import GuardedReward
 
 OWN_NUMBERS = ("score", "error_rate", "timeout_rate")
@@ -76,6 +76,15 @@ class CompositeReward:
         if errors and factor != 0:
             return RewardResult(None, metrics, "; ".join(errors))
         return RewardResult(total * factor if factor else 0.0, metrics)
+
+    def check_host(self) -> None:
+        for component in self._components:
+            if isinstance(component.reward, GuardedReward):
+                try:
+                    component.reward.check_host()
+                except RewardOptionError as error:
+                    error.component = component.name
+                    raise
 
     def prepare(self) -> None:
         for component in self._components:

@@ -54,6 +54,11 @@ class GuardedReward:
             self._has_failed = True
             logger.warning("reward %s: first failure (later ones are only counted): %s", self._name, failed.error)
 
+    def check_host(self) -> None:
+        """Let a rule look at this host."""
+        if isinstance(self._reward, RewardRule):
+            self._reward.check_host()
+
     def prepare(self) -> None:
         """Let a rule get ready; what it raises is not the error of a sample."""
         if isinstance(self._reward, RewardRule):

@@ -142,7 +142,9 @@ class TestFiles:
         assert canary.read_text() == "alive"
 
     def test_modes_owners_times_and_attributes(self, any_sandbox: Sandbox, verdict: Verdict, canary: Path) -> None:
-        before = [state(path) for path in (canary, canary.parent, Path(os.devnull))]
+        watched = (canary, canary.parent, Path(os.devnull))
+        before = [state(path) for path in watched]
+        null = os.stat(os.devnull)
         ways = f"""
         path, folder = {str(canary)!r}, {str(canary.parent)!r}
         for place in (folder, path, "/dev/null"):
@@ -186,7 +188,11 @@ class TestFiles:
             attempt(lambda: os.fchmod(file, 0), lambda: os.fchown(file, -1, {NOBODY}), lambda: os.utime(file, (0, 0)))
         """
         assert verdict(attack(ways), DONE, any_sandbox).passed == 1
-        assert [state(path) for path in (canary, canary.parent, Path(os.devnull))] == before
+        after = [state(path) for path in watched]
+        if after != before and os.geteuid() == 0:  # this machine goes on working where the attack succeeds
+            os.chmod(os.devnull, null.st_mode & 0o7777)
+            os.chown(os.devnull, null.st_uid, null.st_gid)
+        assert after == before
 
     def test_copies_of_its_own_files_work(self, any_sandbox: Sandbox, verdict: Verdict) -> None:
         source = """
@@ -481,9 +487,7 @@ def test_no_verdict_is_forged_from_outside(any_sandbox: Sandbox, verdict: Verdic
 LEFT_BEHIND = {
     "closed": "import os\nos.mkdir('a')\nos.mkdir('a/b')\nopen('a/b/c', 'w').close()\nos.chmod('a/b', 0)\n"
     "os.chmod('a', 0)\nos.mkdir('c', 0)\nos.chmod('.', 0)",
-    "nested": "import os\nfor i in range(1100):\n    os.mkdir('d' * 200)\n    os.chdir('d' * 200)",
-    "nested_and_closed": "import os\nos.umask(0o777)\nfor i in range(1100):\n    os.mkdir('d', 0o300)\n"
-    "    os.umask(0o077)\n    os.mkdir('e')\n    os.chdir('e')",
+    "nested": "import os\nfor i in range(1100):\n    os.mkdir('d' * 200, 0o300)\n    os.chdir('d' * 200)",
     "many": "import os\nfor i in range(3000):\n    open(str(i), 'w').close()",
     "odd_names": "import os\nfor name in (b'\\xff', b'\\n', b'-rf', b'a' * 255):\n    os.mkdir(name)\n"
     "    os.symlink('/', name + b'/l' if len(name) < 255 else b'l')\nos.mkfifo('fifo')",
