@@ -73,8 +73,13 @@ class RewardRule(ABC):
             RewardOptionError: this host does not give what the options ask for.
         """
 
-    def prepare(self) -> None:
-        """Called once in the worker, before the run starts. What it raises ends the run; most rules need nothing."""
+    def prepare(self) -> str:
+        """Called once in the worker, before the run starts. What it raises ends the run; most rules need nothing.
+
+        Returns:
+            A line about the worker's host, which the driver logs once; empty: nothing to say.
+        """
+        return ""
 
     def close(self) -> None:
         """Most rules have nothing to release."""

@@ -127,21 +127,22 @@ class CodeSandbox(RewardRule):
         finally:
             sandbox.close()
 
-    def prepare(self) -> None:
-        """Start the sandbox; a service has its own.
+    def prepare(self) -> str:
+        """Start the sandbox and say what it gives; a service has its own.
 
         Raises:
             MissingProtection: this host lacks a protection that ``require`` names.
             SandboxError: it does not start.
         """
         if self._service is not None:
-            return
+            return ""
         report = self._sandbox.start()
+        accepted = consequence(report.broken_promises)
+        line = f"code sandbox: {report.line()}" + (f"; accepted by require: {accepted}" if accepted else "")
         if not self._shown:
             self._shown = True
-            logger.info("code sandbox: %s", report.line())
-            if report.broken_promises:
-                logger.warning("code sandbox, accepted by require: %s", consequence(report.broken_promises))
+            logger.log(logging.WARNING if accepted else logging.INFO, "%s", line)
+        return line
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         if self._service is not None:

@@ -86,10 +86,9 @@ class CompositeReward:
                     error.component = component.name
                     raise
 
-    def prepare(self) -> None:
-        for component in self._components:
-            if isinstance(component.reward, GuardedReward):
-                component.reward.prepare()
+    def prepare(self) -> str:
+        parts = [component.reward for component in self._components]
+        return "\n".join(filter(None, [part.prepare() for part in parts if isinstance(part, GuardedReward)]))
 
     def close(self) -> None:
         for component in self._components:

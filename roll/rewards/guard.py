@@ -59,10 +59,9 @@ class GuardedReward:
         if isinstance(self._reward, RewardRule):
             self._reward.check_host()
 
-    def prepare(self) -> None:
+    def prepare(self) -> str:
         """Let a rule get ready; what it raises is not the error of a sample."""
-        if isinstance(self._reward, RewardRule):
-            self._reward.prepare()
+        return self._reward.prepare() if isinstance(self._reward, RewardRule) else ""
 
     def close(self) -> None:
         self._reward.close()

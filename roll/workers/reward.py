@@ -14,11 +14,11 @@ class RewardWorker(Worker):
     """Scores finished samples of one domain."""
 
     @register(Dispatch.ONE_TO_ALL)
-    def initialize(self) -> None:
-        """Build the reward function that the section ``rewards.<name>`` describes."""
+    def initialize(self) -> str:
+        """Build the reward function that the section ``rewards.<name>`` describes; what it says of this host."""
         self.section = cast(RewardConfig, self.context.role)
         self.reward = build_section(self.section.name, self.section)
-        self.reward.prepare()
+        return self.reward.prepare()
 
     def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         """One result a sample, in order. A sample that cannot be scored says why in ``error``.

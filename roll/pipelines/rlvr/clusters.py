@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,6 +32,8 @@ from roll.workers import (
     REWARD_MODEL_WORKER,
     REWARD_WORKER,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,9 @@ class StartingClusters:
 
     def finish(self, residency: Residency) -> Clusters:
         """Wait for them, then build the roles that share devices one by one: each leaves before the next comes."""
-        for call in self.pending:
-            call.result()
+        results = [call.result() for call in self.pending]
+        for line in dict.fromkeys(line for told in results for line in told if line and isinstance(line, str)):
+            logger.info("%s", line)
         for model in self._models(residency, True):
             model.cluster.initialize(*model.arguments)
             residency.admit(model.cluster, model.states)

@@ -69,8 +69,8 @@ class Report:
 
 
 def consequence(names: Sequence[str]) -> str:
-    """What programs may do on a host without these protections."""
-    return f"programs that the model writes {'; '.join(CONSEQUENCES[name] for name in names)}"
+    """What programs may do on a host without these protections; empty: nothing that they should not."""
+    return f"programs that the model writes {'; '.join(CONSEQUENCES[name] for name in names)}" if names else ""
 
 
 def check_required(report: Report, required: Sequence[str]) -> None:

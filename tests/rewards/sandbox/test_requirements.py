@@ -72,9 +72,10 @@ def test_an_accepted_risk_is_named(require: list[str], caplog: pytest.LogCapture
         rule([GOOD])
     rule.close()
     assert result.score == 1.0
-    given, accepted = (record.getMessage() for record in caplog.records)
-    assert "this host does not give: files, private" in given
-    assert "accepted by require: programs that the model writes may write, change and delete" in accepted
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "this host does not give: files, private" in record.getMessage()
+    assert "accepted by require: programs that the model writes may write, change and delete" in record.getMessage()
 
 
 def test_what_the_host_gives_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -82,8 +83,10 @@ def test_what_the_host_gives_is_logged_once(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.INFO):
         rule([GOOD])
         rule([GOOD])
+    line = CompositeReward([Component("code", rule)]).prepare()
     rule.close()
-    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["code sandbox"]
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [("INFO", line)]
+    assert line.startswith("code sandbox: limits, network, files")
 
 
 def test_names_of_protections() -> None:
