@@ -83,7 +83,7 @@ def test_what_the_host_gives_is_logged_once(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.INFO):
         rule([GOOD])
         rule([GOOD])
-    line = CompositeReward([Component("code", rule)]).prepare()
+    line = CompositeReward([Component("code", GuardedReward("code", rule))]).prepare()
     rule.close()
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [("INFO", line)]
     assert line.startswith("code sandbox: limits, network, files")
