@@ -52,7 +52,11 @@ _ENDS_IN_NUMBER = re.compile(
 _INTRODUCED = re.compile(_VALUE.replace("[=≈]", "≈"), re.IGNORECASE)
 _NUMBER_AND_WORDS = re.compile(rf"(?P<number>{NUMERAL})(?P<percent>\s*(?:\\?%|per\s?cent\b))?(?P<rest>[^0-9]*)")
 _OPERATOR = re.compile(r"\s*(?:[-+*/^=<>(\[{!_:|\\×÷±≤≥,;]|or\b|and\b|to\b|mod\b|[A-Za-z]\b(?!\s*\.))")
-_MATH_WORDS = frozenset("sqrt sin cos tan log ln exp pi inf infinity cup cap in mod min max frac text mathrm".split())
+_OPENS, _GOES_ON = tuple("+*/^<>([{!_|×÷±≤≥-−"), tuple("-+*/^=<>[{!_|×÷±≤≥)]}(")
+"""Next to a number, these make it a part of something."""
+_MATH_WORDS = frozenset(
+    ("sqrt", "sin", "cos", "tan", "log", "ln", "exp", "pi", "inf", "infinity", "cup", "cap", "in", "mod", "min", "max")
+)
 _REMARK = re.compile(r"(?<=\s)\((?=[^()\\]*[A-Za-z]{3})[^()\\]*\)")
 _LEAD = re.compile(r"\s*(?:(?:thus|so|hence|therefore|then|finally|and|we|that)\b[\s,:]*)+", re.IGNORECASE)
 
@@ -91,11 +95,7 @@ def isolated_number(text: str) -> str | None:
         return None
     last = matches[-1]
     before, after = sentence[: last.start()].rstrip(), sentence[last.end() :].lstrip()
-    if (
-        re.search(r"[0-9]\s*:$", before)
-        or before[-1:] in tuple("+*/^<>([{!_|×÷±≤≥-−")
-        or re.match(r"[-+*/^=<>\[{!_|×÷±≤≥)\]}(]", after)
-    ):
+    if re.search(r"[0-9]\s*:$", before) or before.endswith(_OPENS) or after.startswith(_GOES_ON):
         return None
     return last.group(1).strip()
 
