@@ -70,6 +70,11 @@ def boxed_algebra(rng: random.Random) -> tuple[str, str]:
     return rf"Hence \boxed{{{a}x^2+{b}x}}.", f"x({a}x+{b})"
 
 
+def stated_algebra(rng: random.Random) -> tuple[str, str]:
+    a, b = rng.randint(2, 99), rng.randint(2, 99)
+    return rf"The final answer is ${a}x^2+{b}x$.", f"x({a}x+{b})"
+
+
 def choice(rng: random.Random) -> tuple[str, str]:
     return f"The answer is ({rng.choice('ABCD')}).", "B"
 
@@ -132,6 +137,8 @@ def main() -> None:
         ("gsm8k_rule flexible, no mark", "gsm8k_rule", {"method": "flexible"}, make_samples(2000, unmarked)),
         ("math_rule, numbers", "math_rule", {}, make_samples(2000, boxed_number)),
         ("math_rule, algebra", "math_rule", {}, make_samples(50, boxed_algebra)),
+        ("math_rule, numbers in prose", "math_rule", {}, make_samples(2000, unmarked)),
+        ("math_rule, algebra without a box", "math_rule", {}, make_samples(50, stated_algebra)),
         ("multiple_choice", "multiple_choice", {}, make_samples(2000, choice)),
         ("format", "format", {"pattern": r"#### \d+$", "mode": "search"}, make_samples(2000, marked)),
         ("exact_match, boxed", "exact_match", {"source": "boxed"}, make_samples(2000, words)),

@@ -1,11 +1,10 @@
-"""Finding the answer in a response: after the thought, in a box, behind ``####``, or the last number."""
+"""Finding the answer in a response: after the thought, in a box, behind ``####``, or in tags."""
 
 from __future__ import annotations
 
 import re
 
 from roll.datasets.boxed import last_boxed
-from roll.rewards.numerals import NUMERAL
 
 __all__ = [
     "THOUGHT_END",
@@ -13,13 +12,11 @@ __all__ = [
     "after_thought",
     "last_boxed",
     "last_marked",
-    "last_number",
     "tagged_answer",
 ]
 
 THOUGHT_START, THOUGHT_END = "<think>", "</think>"
 _MARKED = re.compile(r"####[ \t]*([^\n]+)")
-_LAST_NUMBER = re.compile(rf"(?<![0-9A-Za-z_.,])({NUMERAL})(?![0-9]|[.,][0-9]|[eE][-+]?[0-9])")
 
 
 def after_thought(response: str, prompt: str = "") -> str | None:
@@ -45,8 +42,3 @@ def tagged_answer(text: str) -> str | None:
     end = text.rfind("</answer>")
     begin = text.rfind("<answer>", 0, max(end, 0))
     return text[begin + len("<answer>") : end].strip() if begin >= 0 else None
-
-
-def last_number(text: str) -> str | None:
-    found = _LAST_NUMBER.findall(text)
-    return found[-1].strip() if found else None

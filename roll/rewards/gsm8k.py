@@ -23,6 +23,8 @@ _END = r"(?![0-9]|[.,][0-9]|[eE][-+]?[0-9]|\s?/)"
 _STRICT = re.compile(rf"####\s*({NUMERAL}){_END}")
 _MARK = "####"
 _ANYWHERE = re.compile(rf"(?<![0-9A-Za-z_.,])({NUMERAL}){_END}")
+# A part of a formula is no answer: 4 in "\\frac{3}{4}", 10 in "2^{10}".
+_IN_FORMULA = re.compile(r"(?:[\^_]\{?|\\[dtc]?frac\{|\}\{|\\sqrt\{?)$")
 _STRICT_TEXT = re.compile(r"#### (-?[0-9.,]+)")
 _ANYWHERE_TEXT = re.compile(r"-?[0-9.,]+")
 
@@ -86,12 +88,13 @@ def extract_number(response: str, method: str) -> Fraction | None:
 
 
 def last_numeral(text: str) -> str | None:
-    """The last numeral of ``text``, looked for in its last characters first."""
+    """The last numeral of ``text``, looked for in its last characters first; None where it is part of a formula."""
     for begin in (max(0, len(text) - WINDOW), 0):
         matches = list(_ANYWHERE.finditer(text, begin))
         # A match near the cut might be the end of a longer numeral: then the whole text decides.
         if matches and (begin == 0 or matches[-1].start() >= begin + MARGIN):
-            return matches[-1].group(1)
+            last = matches[-1]
+            return None if _IN_FORMULA.search(text, max(0, last.start() - MARGIN), last.start()) else last.group(1)
     return None
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from roll.rewards.base import RewardResult, RewardRule, RewardSample, failure
-from roll.rewards.extraction import after_thought, last_boxed, last_marked, last_number, tagged_answer
+from roll.rewards.extraction import after_thought, last_boxed, last_marked, tagged_answer
 from roll.rewards.math_text import canonical, plain, value_in_base
 from roll.rewards.numerals import parse_number
+from roll.rewards.stated import isolated_number, stated_answer
 from roll.rewards.verifier import MathVerifier
 
 MAX_ANSWER = 1000
@@ -19,9 +20,10 @@ _SOURCES: dict[str, Callable[[str], str | None]] = {
     "boxed": last_boxed,
     "marked": last_marked,
     "tagged": tagged_answer,
-    "number": last_number,
+    "stated": stated_answer,
+    "number": isolated_number,
 }
-Source = Literal["boxed", "marked", "tagged", "number"]
+Source = Literal["boxed", "marked", "tagged", "stated", "number"]
 
 
 @dataclass
@@ -37,8 +39,9 @@ class MathRule(RewardRule):
     score: float = 1.0
     format_score: float = 0.0
     """Score of an answer that is found but wrong."""
-    sources: list[Source] = field(default_factory=lambda: ["boxed", "marked", "number"])
-    """``boxed`` (``\boxed{}``), ``marked`` (``####``), ``tagged`` (``<answer>``), ``number`` (the last one)."""
+    sources: list[Source] = field(default_factory=lambda: ["boxed", "marked", "stated", "number"])
+    """``boxed`` (``\boxed{}``), ``marked`` (``####``), ``tagged`` (``<answer>``), ``stated`` (``The answer is $3$.``),
+    ``number`` (the last one of a sentence without formulas, where the ground truth is a number)."""
     timeout: float = 5.0
     """Seconds for one comparison."""
 
@@ -49,7 +52,9 @@ class MathRule(RewardRule):
         if sample.ground_truth is None:
             return failure("math_rule: the row has no ground_truth")
         gold = canonical(clean_truth(str(sample.ground_truth)))
-        answer = find_answer(sample.response, sample.prompt, self.sources)
+        # Numbers in prose say nothing about a truth that is none.
+        sources = self.sources if parse_number(plain(gold)) is not None else [s for s in self.sources if s != "number"]
+        answer = find_answer(sample.response, sample.prompt, sources)
         if answer is None or len(answer) > MAX_ANSWER:
             return RewardResult(0.0, {"correct": 0.0, "answered": 0.0})
         answer = canonical(answer)

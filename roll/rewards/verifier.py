@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -47,7 +48,15 @@ class MathVerifier:
         self._received = b""
 
     def equivalent(self, gold: str, answer: str) -> Verdict:
-        """Whether ``answer`` says the same as ``gold``. An error is a timeout, a crash, or an unreadable ``gold``."""
+        """Whether ``answer`` says the same as ``gold``. An error is a timeout of wall time, a crash, or an unreadable
+        ``gold``; an answer on which the process spends all of its CPU time does not say the same."""
+        verdict, cpu_is_spent = self._ask(gold, answer)
+        if cpu_is_spent and self._ask(gold, gold)[0].equal:
+            return Verdict(equal=False)
+        return verdict
+
+    def _ask(self, gold: str, answer: str) -> tuple[Verdict, bool]:
+        """The verdict, and whether the kernel ended the process for the CPU time that it used."""
         request = json.dumps({"gold": gold, "answer": answer, "timeout": self._timeout}) + "\n"
         with self._lock:
             try:
@@ -57,17 +66,17 @@ class MathVerifier:
                 process.stdin.flush()
                 line = self._read_line(process, self._timeout + KILL_GRACE)
             except (BrokenPipeError, EOFError):
-                self._stop()
-                return Verdict(error="the verifier process died")
+                status = self._stop()
+                return Verdict(error="the verifier process died"), status == -signal.SIGXCPU
             except TimeoutError:
                 self._stop()
-                return Verdict(error=f"timeout: no verdict within {self._timeout:g} s")
+                return Verdict(error=f"timeout: no verdict within {self._timeout:g} s"), False
         reply = json.loads(line)
         if "equal" in reply:
-            return Verdict(equal=reply["equal"])
+            return Verdict(equal=reply["equal"]), False
         if reply.get("timeout"):
-            return Verdict(error=f"timeout: no verdict within {self._timeout:g} s")
-        return Verdict(error=reply["error"])
+            return Verdict(error=f"timeout: no verdict within {self._timeout:g} s"), False
+        return Verdict(error=reply["error"]), False
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
@@ -103,11 +112,13 @@ class MathVerifier:
         line, _, self._received = self._received.partition(b"\n")
         return line
 
-    def _stop(self) -> None:
-        if self._process is not None:
-            end_process(self._process)
-        self._process = None
-        self._received = b""
+    def _stop(self) -> int | None:
+        """End the process; its exit status, negative for a signal."""
+        process, self._process, self._received = self._process, None, b""
+        if process is None:
+            return None
+        end_process(process)
+        return process.returncode
 
     def close(self) -> None:
         """End the helper process."""

@@ -124,3 +124,54 @@ CASES: list[tuple[str, str, bool]] = [
     ("10:30", "10:31", False),
     ("3:2", "3:2", True),
 ]
+
+HOSTILE: list[str] = [
+    # towers, powers, roots, logarithms
+    r"9^{9^{9^{9^9}}}",
+    r"9^{9^9}",
+    r"10^{10^{10}}",
+    r"(9^9)^{9^9}",
+    r"2^{2^{2^{2^{2^2}}}}",
+    r"(1/3)^{10^{11}}",
+    r"0.1^{-10^{9}}",
+    r"1.5^{10^{12}}",
+    r"10^{-10^{10}}",
+    r"10^{9999999999}",
+    r"12345678^{1234567}",
+    r"(2+3i)^{10^{8}}",
+    r"\sqrt{9^{9^{9}}}",
+    r"\log(9^{9^{9}})",
+    r"\sin(10^{10^{9}})",
+    r"\lfloor 9^{9^9} \rfloor",
+    r"9^{9^9} \mod 7",
+    r"7\pmod{9^{9^9}}",
+    r"e^{e^{e^{e^{9}}}}",
+    r"x = 9^{9^{9^9}}",
+    r"\{1, 9^{9^{9^9}}\}",
+    r"(9^{9^9}, 9^{9^9}]",
+    r"\frac{9^{9^9}}{9^{9^9}}",
+    # combinatorial numbers, sums, products
+    r"99999999!",
+    r"((5!)!)!",
+    r"\Gamma(10^8)",
+    r"\binom{10^9}{5\cdot 10^8}",
+    r"\binom{99999999}{44444444}",
+    r"\sum_{i=1}^{10^9} i!",
+    r"\sum_{i=1}^{1000000000} \frac{1}{i}",
+    r"\prod_{i=1}^{10^7} i",
+    # matrices
+    r"\left(\begin{matrix}1&1\\1&0\end{matrix}\right)^{10^{10}}",
+    r"\begin{pmatrix}" + r"\\".join("&".join("1" * 22) for _ in range(22)) + r"\end{pmatrix}",
+    # nesting
+    "(" * 200 + "1" + ")" * 200,
+    "{" * 300 + "1" + "}" * 300,
+    r"\sqrt{2+" * 40 + "2" + "}" * 40,
+    r"\frac{1}{1+" * 60 + "x" + "}" * 60,
+    "-" * 500 + "1",
+    # no huge number, but endless algebra
+    r"(1+\sqrt2+\sqrt3+\sqrt5+\sqrt7)^{60}",
+    r"(x+y+z+w)^{200}-(x+y+z+w)^{199}",
+    r"\sum_{n=1}^{\infty}\frac{\sin(n^2)}{n^3}",
+    r"\gcd(9^{9^9}, 3)",
+]
+"""Answers that a naive evaluation does not survive."""

@@ -79,6 +79,20 @@ def test_flexible_takes_the_last_number_and_strict_does_not(response: str, truth
     assert verdict(response, truth, method="strict").score == 0.0
 
 
+@pytest.mark.parametrize(
+    ("response", "truth"),
+    [
+        (r"4 of them: $x = \frac{3}{4}$", "4"),
+        (r"so $2^{10}$", "10"),
+        (r"$\sqrt{12}$", "12"),
+        ("x_2", "2"),
+        ("2^10", "10"),
+    ],
+)
+def test_flexible_takes_no_part_of_a_formula(response: str, truth: str) -> None:
+    assert verdict(response, truth, method="flexible").score == 0.0
+
+
 def test_score_option_is_the_reward_of_a_right_answer() -> None:
     assert verdict("#### 72", "72", score=2.5).score == 2.5
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from roll.rewards.judge.reading import NoScore, ScoreReader
 from roll.rewards.sections import concurrent_calls
 from roll.workers.reward import RewardWorker
 from tests.rewards.http_service import Answer, Service, completion, in_turn, serving
+from tests.rewards.judge_cases import CUT, VERDICTS
 
 QUICK: dict[str, Any] = {"backoff": 0.001, "max_backoff": 0.01, "max_retries": 1}
 SAMPLE = RewardSample(
@@ -85,6 +87,38 @@ def test_scores_in_answers(extract: str, options: dict[str, Any], text: str, sco
             reader.read(choice)
     else:
         assert reader.read(choice)[0] == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("extract", "options", "text", "score", "finish_reason"),
+    [(*case, "stop") for case in VERDICTS] + [(*case, "length") for case in CUT],
+)
+def test_verdicts(extract: str, options: dict[str, Any], text: str, score: float | None, finish_reason: str) -> None:
+    reader = ScoreReader(extract, **options)
+    choice = {"message": {"content": text}, "finish_reason": finish_reason}
+    if score is None:
+        with pytest.raises(NoScore):
+            reader.read(choice)
+    else:
+        assert reader.read(choice)[1] == pytest.approx(score)
+
+
+def test_verdicts_are_found_in_linear_time() -> None:
+    pieces = ["Score: ", "7/", "* ", "1,", "1", "Yes or ", "\n>", "not ", "score (", "give it ", ". ", "-"]
+    for text in (piece * (40_000 // len(piece)) for piece in pieces):
+        for extract in ("number", "yes_no"):
+            began = time.process_time()
+            with pytest.raises(NoScore):
+                ScoreReader(extract).read({"message": {"content": text}})
+            assert time.process_time() - began < 2
+
+
+def test_a_cut_answer_without_a_verdict_is_an_error_and_not_zero() -> None:
+    answer = completion("The reference says 5. No", finish_reason="length")
+    (result,), _ = judged(in_turn(answer))
+    assert result.score is None
+    assert "cut off: give it more max_tokens" in (result.error or "")
+    assert failure_rates([result])["error_rate"] == 1.0
 
 
 def test_a_pattern_that_backtracks_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

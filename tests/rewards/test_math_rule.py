@@ -1,3 +1,6 @@
+import os
+import re
+import signal
 import subprocess
 import sys
 import threading
@@ -10,11 +13,11 @@ import pytest
 from roll.rewards import RewardResult, RewardSample, build_reward
 from roll.rewards.base import RewardFunction
 from roll.rewards.extraction import after_thought, last_boxed
-from roll.rewards.verifier import MathVerifier
-from tests.rewards.math_cases import CASES
-
-TOWER = "\\boxed{9^{9^{9^{9^9}}}}"
-"""Symbolic algebra never comes back from this one."""
+from roll.rewards.stated import isolated_number, stated_answer
+from roll.rewards.verifier import MathVerifier, Verdict
+from roll.rewards.verifier_child import ANSWER_SECONDS
+from tests.rewards.math_cases import CASES, HOSTILE
+from tests.rewards.stated_cases import RIGHT, WRONG
 
 
 @pytest.fixture(scope="module")
@@ -98,23 +101,67 @@ def test_a_missing_or_meaningless_ground_truth_is_an_error(rule: RewardFunction)
     assert "not a mathematical expression" in (verdict(rule, "\\boxed{4}", "}{").error or "")
 
 
-def test_the_time_limit_holds_off_the_main_thread_and_the_rule_works_on() -> None:
-    rule = build_reward("math_rule", {"timeout": 0.5})
+def test_hostile_answers_are_wrong_at_once_and_keep_the_helper(rule: RewardFunction) -> None:
+    verdict(rule, "\\boxed{x^2}", "x*x")
+    helper = rule._verifier._process  # type: ignore[attr-defined]
     results: list[RewardResult] = []
 
     def score() -> None:
-        samples = [RewardSample("", TOWER, "7"), RewardSample("", "\\boxed{\\sqrt{8}}", "2\\sqrt{2}")]
-        results.extend(rule(samples))
+        for answer in HOSTILE:
+            began = cpu_seconds(helper.pid)
+            results.append(verdict(rule, rf"\boxed{{{answer}}}", "7"))
+            spent.append(cpu_seconds(helper.pid) - began)
 
-    thread = threading.Thread(target=score)
-    began = time.monotonic()
+    spent: list[float] = []
+    thread = threading.Thread(target=score)  # the limit holds off the main thread
     thread.start()
-    thread.join(60)
-    rule.close()
-    assert not thread.is_alive()
-    assert time.monotonic() - began < 30
-    assert results[0].score is None and "timeout" in (results[0].error or "")
-    assert results[1].score == 1.0
+    thread.join()
+    assert len(HOSTILE) >= 40
+    assert [answer for answer, result in zip(HOSTILE, results, strict=True) if result.metrics["correct"] != 0.0] == []
+    assert rule._verifier._process is helper  # type: ignore[attr-defined]
+    assert helper.poll() is None
+    slow = [answer for answer, seconds in zip(HOSTILE, spent, strict=True) if seconds > 0.5]
+    assert len(slow) <= 6, f"a bound on size should refuse these before they are evaluated: {slow}"
+    assert max(spent) < ANSWER_SECONDS + 0.5
+    assert verdict(rule, "\\boxed{\\sqrt{8}}", "2\\sqrt{2}").score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer", "right"),
+    [
+        ("2^{2000}", "4^{1000}", True),
+        ("2^{1000000}", "4^{500000}", True),  # bounds are relative to the truth's own size
+        ("20!", "2432902008176640000", True),
+        (r"\binom{100}{50}", r"\frac{100!}{50!50!}", True),
+        (r"\sum_{i=1}^{10} i", "55", True),
+        ("(x+1)^{2023}", "(1+x)^{2023}", True),
+        ("9^{9^{9^9}}", "7", False),
+    ],
+)
+def test_large_but_honest_answers(rule: RewardFunction, truth: str, answer: str, right: bool) -> None:
+    result = verdict(rule, rf"\boxed{{{answer}}}", truth)
+    assert result.metrics == {"correct": float(right), "answered": 1.0}, result.error
+
+
+def test_an_answer_that_takes_all_cpu_time_is_wrong() -> None:
+    verifier = MathVerifier(timeout=60)
+    assert verifier.equivalent("x^2", "x*x").equal is True
+    helper = verifier._process
+    assert helper is not None
+    helper.send_signal(signal.SIGSTOP)
+    verdicts: list[Verdict] = []
+    asking = threading.Thread(target=lambda: verdicts.append(verifier.equivalent("x^2", "x*x+1")))
+    asking.start()
+    helper.send_signal(signal.SIGXCPU)  # what the kernel sends to a process beyond its limit of CPU time
+    helper.send_signal(signal.SIGCONT)
+    asking.join()
+    assert verdicts == [Verdict(equal=False)]
+    verifier.close()
+
+
+def cpu_seconds(process_id: int) -> float:
+    fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_a_helper_that_does_not_interrupt_itself_is_killed_and_replaced() -> None:
@@ -213,3 +260,62 @@ def runs(process_id: int) -> bool:
 def test_hard_cases(rule: RewardFunction, answer: str, truth: str, right: bool) -> None:
     result = verdict(rule, rf"Therefore the answer is $\boxed{{{answer}}}$.", truth)
     assert result.metrics == {"correct": float(right), "answered": 1.0}, result.error
+
+
+def misjudged(rule: RewardFunction, cases: list[tuple[str, str]], right: bool) -> list[tuple[str, str]]:
+    results = rule([RewardSample("", response, truth) for response, truth in cases])
+    return [case for case, result in zip(cases, results, strict=True) if result.metrics.get("correct") != float(right)]
+
+
+def test_answers_stated_outside_a_box(rule: RewardFunction) -> None:
+    assert len(set(RIGHT)) >= 250
+    assert len(set(WRONG)) >= 150
+    wrong_numbers = [last_numeral(response) for response, _ in WRONG]
+    assert [case for case, last in zip(WRONG, wrong_numbers, strict=True) if last != case[1]] == []
+    # What remains: 5! without formula signs, where a sentence may end with an exclamation mark.
+    assert misjudged(rule, RIGHT, True) == [("Answer: 5!", "120")]
+    assert misjudged(rule, WRONG, False) == []
+
+
+def last_numeral(text: str) -> str:
+    """The last digits, whatever they belong to."""
+    return re.findall(r"[0-9]+", text)[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("The answer is $3$", "3"),
+        ("It costs $5 and then $6.", None),
+        ("I give up", None),
+        ("There are 7 of them and that is good", "7"),
+        ("$" * 500, None),
+        ("\\(" * 500, None),
+        ("the answer is " * 200, "the answer is"),
+        ("$1$ " * 600, "1"),
+        ("it is " + "7, " * 600, None),
+        ("4 = " * 500, None),
+    ],
+)
+def test_what_a_text_states(text: str, answer: str | None) -> None:
+    began = time.process_time()
+    assert stated_answer(text) == answer
+    isolated_number(text)
+    assert time.process_time() - began < 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("It costs $5 and then $6.", "$6"),
+        ("The first is 4, the second 5", "5"),
+        ("3 + 4 = 7 (by rule 2).", "7"),
+        ("it is 2^10", None),
+        ("it lies in [0, 5]", None),
+        ("it is 10:30", None),
+        ("It is 7. See $x$.", None),
+        ("It is 7.\nSo \\frac{1}{7}", None),
+    ],
+)
+def test_numbers_that_stand_alone(text: str, number: str | None) -> None:
+    assert isolated_number(text) == number

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from roll.rewards.extraction import after_thought, last_boxed, last_marked, last_number, tagged_answer
+from roll.rewards.extraction import after_thought, last_boxed, last_marked, tagged_answer
 from roll.rewards.numerals import parse_number
+from roll.rewards.stated import isolated_number, stated_answer
 
 LONGEST = 200
 """Characters: what is longer is no answer that two samples would share."""
 
 
 def voted_answer(response: str, prompt: str = "") -> str | None:
-    """The boxed answer, else the one behind ``####``, in ``<answer>`` tags, else the last number; equal numbers are
-    spelled alike. None: the response holds none of these.
+    """The boxed answer, else the one behind ``####``, in ``<answer>`` tags, else the stated one or the last number, as
+    ``math_rule`` finds them; equal numbers are spelled alike. None: the response holds none of these.
 
     Equivalence is of spellings and of numbers: ``1/2`` and ``0.5`` are one vote, ``x+1`` and ``1+x`` are two.
     """
@@ -25,4 +26,4 @@ def voted_answer(response: str, prompt: str = "") -> str | None:
     return str(number) if number is not None else "".join(found.split()).strip(".$").lower()
 
 
-READERS = (last_boxed, last_marked, tagged_answer, last_number)
+READERS = (last_boxed, last_marked, tagged_answer, stated_answer, isolated_number)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,15 +12,16 @@ import regex  # type: ignore[import-untyped]
 
 from roll.rewards.base import RewardOptionError
 from roll.rewards.extraction import after_thought, last_boxed
+from roll.rewards.judge.verdicts import Score, read_score, stated_score, stated_word
 from roll.rewards.numerals import parse_number
 
-NUMBER = re.compile(r"(?<![\w.,/])(?<!/ )[-+]?\d+(?:[.,]\d+)?(?![\w]|[.,]\d)")
-"""A number that is no denominator: in ``8/10`` it is 8."""
 MAX_ANSWER = 50_000
 """Characters at the end of an answer that are looked at."""
 MAX_OBJECTS = 1_000
 """Braces tried as the beginning of a JSON object."""
 PATTERN_SECONDS = 1.0
+CUT = frozenset({"length", "content_filter", "abort"})
+"""Finish reasons of answers that did not come to their end."""
 
 
 class NoScore(ValueError):
@@ -62,7 +62,7 @@ class ScoreReader:
         if self.extract == "logprob":
             raw = probability(choice, self.positive, self.negative)
         else:
-            raw = self._find(answer_text(choice))
+            raw = self._find(answer_text(choice), choice.get("finish_reason") in CUT)
         low, high = self.min_score, self.max_score
         if (low is not None and raw < low) or (high is not None and raw > high):
             raise NoScore(f"the judge's score {raw:g} is not between {low} and {high}")
@@ -70,17 +70,31 @@ class ScoreReader:
             return (raw - low) / (high - low), raw
         return raw, raw
 
-    def _find(self, text: str) -> float:
+    def _find(self, text: str, is_cut: bool) -> float:
         found = {
-            "yes_no": lambda: last_verdict(text, self.positive, self.negative),
-            "number": lambda: last_number(text),
+            "yes_no": lambda: stated_word(text, self.positive, self.negative, is_cut),
+            "number": lambda: self._on_scale(stated_score(text, is_cut)),
             "boxed": lambda: self._value(last_boxed(text)),
             "json": lambda: self._value(json_value(text, self.json_field)),
-            "regex": lambda: self._value(last_match(self.pattern, text)),
+            "regex": lambda: self._value(last_match(self.pattern, text, is_cut)),
         }[self.extract]()
         if found is None:
-            raise NoScore(f"no score ({self.extract}) in the judge's answer {shortened(text)!r}")
-        return found
+            why = "; it was cut off: give it more max_tokens" if is_cut else ""
+            raise NoScore(f"no score ({self.extract}) in the judge's answer {shortened(text)!r}{why}")
+        return float(found)
+
+    def _on_scale(self, score: Score | None) -> float | None:
+        """The number as it was written.
+
+        Raises:
+            NoScore: it belongs to another scale than the one that was asked for.
+        """
+        if score is None:
+            return None
+        if self.max_score is not None and score.scale not in (None, self.max_score):
+            scales = f"on a scale of {score.scale:g}, not of max_score {self.max_score:g}"
+            raise NoScore(f"the judge's score {score.value:g} is {scales}")
+        return score.value
 
     def _value(self, value: Any) -> float | None:
         """A number, or a word that stands for one; None for anything else."""
@@ -93,8 +107,13 @@ class ScoreReader:
         word = value.strip().strip("*.!\"'").casefold()
         if word in (self.positive.casefold(), self.negative.casefold()):
             return float(word == self.positive.casefold())
-        number = parse_number(value.strip())
-        return None if number is None else float(number)
+        score, is_fraction = read_score(value), self.max_score in (None, 1)
+        if score is not None and score.scale is not None and not is_fraction:
+            return self._on_scale(score)
+        number = parse_number(value.strip().strip("*"))
+        if number is not None:
+            return float(number)
+        return None if score is None else self._on_scale(score)
 
 
 def check_pattern(pattern: str) -> None:
@@ -128,19 +147,8 @@ def answer_text(choice: Mapping[str, Any]) -> str:
     return text[-MAX_ANSWER:]
 
 
-def last_verdict(text: str, positive: str, negative: str) -> float | None:
-    """1 or 0 by the last of the two words that stands alone, in any case."""
-    words = re.findall(rf"(?<!\w)(?:{re.escape(positive)}|{re.escape(negative)})(?!\w)", text, re.IGNORECASE)
-    return float(words[-1].casefold() == positive.casefold()) if words else None
-
-
-def last_number(text: str) -> float | None:
-    numbers = NUMBER.findall(text)
-    return float(numbers[-1].replace(",", ".")) if numbers else None
-
-
-def last_match(pattern: str, text: str) -> str | None:
-    """The group ``score`` of the last match.
+def last_match(pattern: str, text: str, is_cut: bool) -> str | None:
+    """The group ``score`` of the last match; one at the very end of a text that was cut off could have gone on.
 
     Raises:
         NoScore: the pattern takes too long.
@@ -149,6 +157,8 @@ def last_match(pattern: str, text: str) -> str | None:
         matches = list(regex.finditer(pattern, text, timeout=PATTERN_SECONDS))
     except TimeoutError:
         raise NoScore(f"timeout: the pattern took more than {PATTERN_SECONDS:g} s") from None
+    if is_cut:
+        matches = [match for match in matches if match.end() < len(text)]
     return matches[-1].group("score") if matches else None
 
 
