@@ -19,6 +19,18 @@ class RankReport:
     log_tail: list[str] = field(default_factory=list)
 
 
+class RayLost(RuntimeError):
+    """A daemon of Ray has ended, and the run with it.
+
+    Attributes: ``daemon`` (its name), ``log_tail``.
+    """
+
+    def __init__(self, daemon: str, what: str, log_tail: list[str]) -> None:
+        self.daemon = daemon
+        self.log_tail = log_tail
+        super().__init__("\n".join([f"{what}; without it the run cannot go on", *_quoted("end of its log", None, log_tail)]))
+
+
 class RemoteError(RuntimeError):
     """A call to a cluster that did not end well.
 
