@@ -19,6 +19,7 @@ from typing import Any
 
 import ray
 
+from roll.config.masking import masked_text, register_secrets
 from roll.distributed.registration import Registration, registrations
 from roll.distributed.worker import Worker, WorkerContext
 from roll.distributed.worker_logs import LOG_DIR_ENV, open_worker_log
@@ -105,6 +106,7 @@ class WorkerActor:
                 listen_fd=self._listener.detach() if self._listener is not None else None,
             )
             os.environ.update(MASTER_ADDR=rendezvous.host, MASTER_PORT=str(rendezvous.port))
+            register_secrets(dataclasses.asdict(context.role))
             cls = load_worker_class(worker_class)
             self._worker = cls(context)
             return registrations(cls)
@@ -156,7 +158,7 @@ def _described(error: Exception) -> WorkerRaised:
     text = str(error)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     stack = "".join(traceback.format_list(frames[-_STACK_FRAMES:])).rstrip()
-    return WorkerRaised(f"{name}: {text}" if text else name, stack, time.time())
+    return WorkerRaised(masked_text(f"{name}: {text}" if text else name), masked_text(stack), time.time())
 
 
 def _leave_signals_to_the_driver() -> None:

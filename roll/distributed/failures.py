@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from roll.config.masking import masked_text
+
 
 @dataclass(frozen=True)
 class RankReport:
@@ -28,7 +30,9 @@ class RayLost(RuntimeError):
     def __init__(self, daemon: str, what: str, log_tail: list[str]) -> None:
         self.daemon = daemon
         self.log_tail = log_tail
-        super().__init__("\n".join([f"{what}; without it the run cannot go on", *_quoted("end of its log", None, log_tail)]))
+        super().__init__(
+            "\n".join([f"{what}; without it the run cannot go on", *_quoted("end of its log", None, log_tail)])
+        )
 
 
 class RemoteError(RuntimeError):
@@ -50,7 +54,7 @@ class RemoteError(RuntimeError):
         self.reports = reports
         self.rank = reports[0].rank
         self.silent_ranks = silent_ranks
-        super().__init__(self.describe())
+        super().__init__(masked_text(self.describe()))
 
     def describe(self) -> str:
         """The message: cause first, then the evidence."""

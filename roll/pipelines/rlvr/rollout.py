@@ -176,6 +176,10 @@ class RolloutPhase:
         """Plain JSON values."""
         return {"num_drawn": self.num_drawn, "sampler": self._data.sampler.state_dict()}
 
+    def state_between_steps(self) -> dict[str, Any]:
+        """As :meth:`state_dict`, without a word to the engines."""
+        return self.state_dict()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_drawn = int(state["num_drawn"])
         self._data.sampler.load_state_dict(state["sampler"])
