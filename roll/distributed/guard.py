@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from roll.distributed.processes import end_run
+from roll.distributed.processes import end_run, is_alive
 
 _FAREWELL_SECONDS = 5.0
 _COMMAND_SECONDS = 60.0
@@ -54,8 +54,8 @@ class Guard:
     def tell(self, facts: Mapping[str, Any]) -> None:
         """Leave something with the guard, in place of what it had under the same name.
 
-        ``daemons``: pids of Ray's, by name. ``cause``: why the driver would end now. ``account``: where the run stands, and how to go on. ``log``: the
-        file that both are appended to. ``command``: what to run at the end.
+        ``daemons``: pids of Ray's, by name. ``cause``: why the driver would end now. ``account``: where the run
+        stands, and how to go on. ``log``: the file that both are appended to. ``command``: what to run at the end.
         """
         pipe = self._pipe
         with suppress(OSError, ValueError):  # the guard was killed: the run does without it
@@ -94,7 +94,8 @@ def main() -> None:
 
 def _lines(facts: dict[str, Any]) -> Iterator[str]:
     """What the driver says, until it ends. A daemon that ends before it is noted as the cause."""
-    poll, watched = select.poll(), {}
+    poll = select.poll()
+    watched: dict[int, str] = {}
     poll.register(0, select.POLLIN | select.POLLHUP)
     rest = b""
     while True:
@@ -104,11 +105,13 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
                 watched[descriptor] = name
                 poll.register(descriptor, select.POLLIN)
         ready = [descriptor for descriptor, _ in poll.poll()]
+        ended = [watched.pop(descriptor) for descriptor in ready if descriptor in watched]
         for descriptor in ready:
-            if descriptor in watched and 0 not in ready:
-                facts.setdefault("cause", f"Ray's {watched[descriptor]} ended, and the run with it")
-            if descriptor in watched:
+            if descriptor:
                 poll.unregister(descriptor)
+        # The driver's own end takes all of them along, at once.
+        if ended and 0 not in ready and (watched or is_alive(facts["driver"])):
+            facts.setdefault("cause", f"Ray's {ended[0]} ended, and the run with it")
         if 0 in ready:
             heard = os.read(0, 1 << 16)
             if not heard:

@@ -74,9 +74,11 @@ class Interruption:
         try:
             if self._can_save and self._point is not None and self.steps_done and not self._is_over:
                 self._write(publish)
+            elif self._is_over:
+                logger.error("nothing was saved: the step in flight was not done within %s", self._limit)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             late = self._is_over or isinstance(error, SystemExit | KeyboardInterrupt)
-            reason = f"it took longer than interrupt_timeout: {self._seconds:g}" if late else str(error)
+            reason = f"it took longer than {self._limit}" if late else str(error)
             logger.error("no checkpoint was saved: %s", reason)
         finally:
             self.end()
@@ -96,6 +98,10 @@ class Interruption:
             self._save(steps_done, state)
             publish()
             logger.info("saved after %d steps, in %.1f s", steps_done, time.monotonic() - began)
+
+    @property
+    def _limit(self) -> str:
+        return f"interrupt_timeout: {self._seconds:g}"
 
     @property
     def _can_save(self) -> bool:

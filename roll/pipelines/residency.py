@@ -87,8 +87,8 @@ class Residency:
         self._tenants.pop(name, None)
 
     def bring(self, needs: Mapping[str, frozenset[StateKind]]) -> None:
-        """Have exactly what the next phase needs on the devices that it uses; first out, then in. A signal that ends the
-        run waits until all moves are made."""
+        """Have exactly what the next phase needs on the devices that it uses; first out, then in. A signal waits until
+        all moves are made."""
         with ending.holding():
             self._bring(needs)
 

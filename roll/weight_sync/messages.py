@@ -10,8 +10,8 @@ from typing import Any
 class WeightSyncError(RuntimeError):
     """An engine does not hold what the trainer sent, or did not take it.
 
-    Attributes: ``lost`` (ranks of the engines that died, failed or did not answer, and so can be done without; none where
-    an engine holds other values than it was sent).
+    Attributes: ``lost`` (ranks of the engines that died, failed or did not answer, which an update can do without; none
+    where an engine holds other values than it was sent).
     """
 
     def __init__(self, text: str, lost: Sequence[int] = ()) -> None:
