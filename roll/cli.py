@@ -9,6 +9,7 @@ import argparse
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from rich.console import Console
 from roll.config.cli_args import parse_launcher_args
 from roll.config.errors import ConfigError, Problem
 from roll.config.loader import PIPELINES, LoadedConfig, load_config
-from roll.config.masking import dump_yaml
+from roll.config.masking import dump_yaml, masked_text
 from roll.config.packages import require_packages
 from roll.config.render import render_plan
 from roll.preflight import check_parts
@@ -70,17 +71,34 @@ def launch(pipeline: str, default_path: str, default_name: str, argv: Sequence[s
 
 
 def run(loaded: LoadedConfig[Any]) -> int:
-    """Show the plan and hand over to the pipeline; a run that fails says why and returns ``EXIT_FAILED``."""
+    """Show the plan and hand over to the pipeline; the exit status.
+
+    A run that fails says why and gives ``EXIT_FAILED``; one that a signal ends, 128 plus the signal's number.
+    """
+    from roll.distributed.signals import Interrupted, ending
+
+    with ending.handled():
+        try:
+            return _run(loaded)
+        except Interrupted as interruption:
+            show_error(interruption)
+            return int(interruption.code or 0)
+
+
+def _run(loaded: LoadedConfig[Any]) -> int:
     render_plan(loaded, Console(emoji=False))
     pipeline = importlib.import_module(f"roll.pipelines.{loaded.plan.pipeline}")
     from roll.datasets.types import DataError
-    from roll.distributed.failures import RemoteError
+    from roll.distributed.failures import RayLost, RemoteError
     from roll.rollout.flow import RolloutExhausted
 
     try:
         pipeline.run(loaded)
-    except (DataError, RemoteError, RolloutExhausted) as error:
+    except (DataError, RemoteError, RayLost, RolloutExhausted) as error:
         show_error(error)
+        return EXIT_FAILED
+    except Exception:
+        show_unexpected()
         return EXIT_FAILED
     return 0
 
@@ -146,9 +164,15 @@ def refuse(error: ConfigError) -> int:
     return EXIT_CONFIG
 
 
-def show_error(error: Exception) -> None:
-    """The message is the whole story: no traceback of the driver in front of it."""
-    Console(stderr=True, emoji=False).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+def show_error(error: BaseException) -> None:
+    """The message, and what was noted with it, is the whole story: no traceback of the driver in front of it."""
+    text = masked_text("\n".join([str(error), *getattr(error, "__notes__", ())]))
+    Console(stderr=True, emoji=False).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def show_unexpected() -> None:
+    """The traceback of an error that nobody has foreseen."""
+    sys.stderr.write(masked_text(traceback.format_exc()))
 
 
 def prepare_data(argv: Sequence[str]) -> int:

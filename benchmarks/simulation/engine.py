@@ -89,7 +89,7 @@ class SimulatedEngines:
         self._aside: dict[str, tuple[list[_Sample], list[_Sample]]] = {}
         """Of requests that were taken back: finished samples, and the others."""
 
-    def submit(self, rank: int, method: str, command: EngineCommand) -> SimulatedCall:
+    def submit(self, rank: int, method: str, command: EngineCommand, deadline: float | None = None) -> SimulatedCall:
         assert method == "advance"
         engine = self._engines[rank]
         recalled = self._accept(engine, command)

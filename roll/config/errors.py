@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from roll.config.masking import MASK, is_secret, masked, masked_text
+
 MAX_VALUE_LENGTH = 120
 
 
@@ -22,9 +24,10 @@ class Problem:
 
     def __str__(self) -> str:
         where = f"{self.source}: " if self.source else ""
-        written = f" = {shorten(self.value)}" if self.has_value else ""
+        is_hidden = is_secret(self.key.rsplit(".", 1)[-1]) and isinstance(self.value, str) and self.value
+        written = f" = {MASK if is_hidden else shorten(self.value)}" if self.has_value else ""
         works = f"; for example {show_example(self.key, self.example)}" if self.example is not None else ""
-        return f"{where}{self.key}{written}: {self.rule}{works}"
+        return masked_text(f"{where}{self.key}{written}: {self.rule}{works}")
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Notice:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.text}"
+        return masked_text(f"{self.key}: {self.text}")
 
 
 class ConfigError(ValueError):
@@ -84,7 +87,7 @@ class Problems:
 
 def shorten(value: Any) -> str:
     """The value as it would be written in YAML, cut to a readable length."""
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(masked(value))
     return text if len(text) <= MAX_VALUE_LENGTH else f"{text[: MAX_VALUE_LENGTH - 3]}..."
 
 

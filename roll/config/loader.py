@@ -16,6 +16,7 @@ from roll.config.checks_rlvr import check_rlvr
 from roll.config.checks_sft import check_sft
 from roll.config.compose import Composed, compose_file
 from roll.config.errors import ConfigError, Notice, Problem, Problems
+from roll.config.masking import register_secrets
 from roll.config.plan import Plan
 from roll.config.planning import plan_rlvr, plan_sft
 from roll.config.rlvr import RLVRConfig
@@ -87,6 +88,7 @@ def load_composed(
         ConfigError: as :func:`load_config`.
     """
     file = composed.source.file
+    register_secrets(composed.data)
     if not composed.data and not problems.errors:
         problems.missing("(file)", "is empty")
     loaded = _load(config_class, without_fragments(composed), file, problems, check_files) if composed.data else None

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from roll.config.loader import LoadedConfig
+from roll.config.masking import masked_text
 from roll.config.plan import Plan, RLVRPlan, RolePlan, SFTPlan
 from roll.config.rlvr import RLVRConfig
 from roll.config.run_ahead import RunAhead
@@ -33,7 +34,7 @@ def render_plan(loaded: LoadedConfig[RLVRConfig] | LoadedConfig[SFTConfig], cons
 
 def line(label: str, style: str, text: str) -> Text:
     """A styled label and a plain text; no markup is read in either, whatever the user's names look like."""
-    return Text.assemble((label, style), text)
+    return Text.assemble((label, style), masked_text(text))
 
 
 def role_table(plan: Plan) -> Table:

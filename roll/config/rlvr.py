@@ -35,8 +35,12 @@ class GenerationWorkerConfig(WorkerConfig):
     strategy_args: StrategyArguments = field(default_factory=lambda: _strategy("hf_infer"))
     """Which engine generates."""
     max_restarts: int = setting(1, ge=0)
-    """How often each engine that dies is started again, while the others do its work; it takes part from the next
+    """How often each engine that is lost is started again, while the others do its work; it takes part from the next
     weight update on. Engines that share devices with other roles are not started again."""
+    engine_timeout: float = setting(600.0, gt=0)
+    """Seconds without an answer after which an engine is taken for lost and killed: in generation, where it answers
+    about twice a second or after its next token, whichever is later; and in a weight update, where it answers every
+    bucket. An engine compiles kernels and reads the longest prompts within this time."""
 
 
 @dataclass(frozen=True)

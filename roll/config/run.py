@@ -85,6 +85,9 @@ class RunConfig:
     """Where checkpoints go beside ``output_dir``."""
     rpc_timeout: float = setting(3600.0, gt=0)
     """Seconds that a remote call may take before the run ends with a diagnosis."""
+    interrupt_timeout: float = setting(300.0, ge=0)
+    """Seconds after the first SIGINT (Ctrl-C), SIGTERM or SIGHUP within which a training step that has begun to change
+    the models may end and a checkpoint be written; then the run ends without. 0: no checkpoint is written."""
     system_envs: dict[str, str] = field(default_factory=dict)
     """Environment variables of all workers."""
     model_update_buffer_size_mb: int = setting(1024, ge=1)

@@ -11,18 +11,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from roll.distributed.calls import PendingCall, wait_any
     from roll.distributed.cluster import Cluster
-    from roll.distributed.failures import DeadlineExceeded, RemoteError, WorkerDied, WorkerFailed
+    from roll.distributed.failures import DeadlineExceeded, RayLost, RemoteError, WorkerDied, WorkerFailed
     from roll.distributed.registration import Dispatch, register
     from roll.distributed.resources import Placement, ResourceManager
     from roll.distributed.runtime import RayRuntime, ray_runtime
+    from roll.distributed.signals import Interrupted
     from roll.distributed.worker import Worker, WorkerContext
 
 _MODULE_OF = {
     "Cluster": "cluster",
     "DeadlineExceeded": "failures",
     "Dispatch": "registration",
+    "Interrupted": "signals",
     "PendingCall": "calls",
     "Placement": "resources",
+    "RayLost": "failures",
     "RayRuntime": "runtime",
     "RemoteError": "failures",
     "ResourceManager": "resources",
@@ -39,8 +42,10 @@ __all__ = [
     "Cluster",
     "DeadlineExceeded",
     "Dispatch",
+    "Interrupted",
     "PendingCall",
     "Placement",
+    "RayLost",
     "RayRuntime",
     "RemoteError",
     "ResourceManager",

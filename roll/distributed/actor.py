@@ -8,7 +8,9 @@ import importlib
 import logging
 import os
 import pickle
+import signal
 import socket
+import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from typing import Any
 
 import ray
 
+from roll.config.masking import masked_text, register_secrets
 from roll.distributed.registration import Registration, registrations
 from roll.distributed.worker import Worker, WorkerContext
 from roll.distributed.worker_logs import LOG_DIR_ENV, open_worker_log
@@ -24,6 +27,7 @@ from roll.distributed.worker_logs import LOG_DIR_ENV, open_worker_log
 logger = logging.getLogger(__name__)
 
 _STACK_FRAMES = 6
+_DRIVERS_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class WorkerRaised(Exception):
@@ -62,6 +66,7 @@ class WorkerActor:
         self._listener: socket.socket | None = None
         self._worker: Worker | None = None
         os.environ.update(environment)
+        _leave_signals_to_the_driver()
         if local_devices is not None:
             _show_devices(local_devices)
         log_dir = os.environ.get(LOG_DIR_ENV)
@@ -101,6 +106,7 @@ class WorkerActor:
                 listen_fd=self._listener.detach() if self._listener is not None else None,
             )
             os.environ.update(MASTER_ADDR=rendezvous.host, MASTER_PORT=str(rendezvous.port))
+            register_secrets(dataclasses.asdict(context.role))
             cls = load_worker_class(worker_class)
             self._worker = cls(context)
             return registrations(cls)
@@ -152,7 +158,17 @@ def _described(error: Exception) -> WorkerRaised:
     text = str(error)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     stack = "".join(traceback.format_list(frames[-_STACK_FRAMES:])).rstrip()
-    return WorkerRaised(f"{name}: {text}" if text else name, stack, time.time())
+    return WorkerRaised(masked_text(f"{name}: {text}" if text else name), masked_text(stack), time.time())
+
+
+def _leave_signals_to_the_driver() -> None:
+    """SIGTERM and SIGHUP to a whole process group or job are the driver's, which ends this process when it has saved
+    what there is to save. Handlers, unlike blocked or ignored signals, are not inherited by programs that are started
+    from here."""
+    if threading.current_thread() is threading.main_thread():
+        for number in _DRIVERS_SIGNALS:
+            signal.signal(number, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _DRIVERS_SIGNALS)
 
 
 def _show_devices(local_devices: tuple[int, ...]) -> None:

@@ -113,10 +113,10 @@ class PendingCall:
 
     def check(self) -> None:
         """Raise what went wrong with the call so far, its deadline included."""
+        if self._error is None and self.unanswered and self.seconds_left <= 0:
+            self._error = self.overdue()
         if self._error is not None:
             raise self._error
-        if self.unanswered and self.seconds_left <= 0:
-            raise self.overdue()
 
     @property
     def answered(self) -> bool:
@@ -229,7 +229,12 @@ def _raised(error: Exception) -> WorkerRaised | None:
 
 def _is_peer_trouble(error: Exception) -> bool:
     cause = _raised(error)
-    return cause is not None and bool(_PEER_TROUBLE.search(cause.error))
+    return cause is not None and is_peer_trouble(cause.error)
+
+
+def is_peer_trouble(text: str) -> bool:
+    """Whether an error reads like one that another rank has caused."""
+    return bool(_PEER_TROUBLE.search(text))
 
 
 def _gravity(error: Exception) -> tuple[int, float]:

@@ -12,10 +12,12 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from roll.config.roles import WorkerConfig
+from roll.distributed import diagnosis
 from roll.distributed.actor import WorkerActor, WorkerAddress
 from roll.distributed.calls import PendingCall
 from roll.distributed.dispatch import RankArguments, spread
 from roll.distributed.failures import RemoteError
+from roll.distributed.ray_watch import ray_lost
 from roll.distributed.registration import Dispatch, Registration
 from roll.distributed.resources import Placement, ResourceManager
 from roll.distributed.worker import Worker, WorkerContext
@@ -116,9 +118,14 @@ class Cluster:
             self._registrations = self._start_call.result()[0]
 
     def leave_out(self, rank: int) -> None:
-        """Go on without a rank whose process has ended: calls to all ranks go to the others. For workers that have
-        nothing to do with one another, such as engines."""
+        """Go on without a rank that has died, failed or hangs: its process is killed with all that it started, calls to
+        all ranks go to the others. For workers that have nothing to do with one another, such as engines."""
+        if rank in self._left_out:
+            return
         self._left_out.add(rank)
+        diagnosis.kill_process(self._addresses[rank])
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(self.workers[rank])
 
     def restart(self, rank: int) -> PendingCall:
         """Start a new process for a rank that was left out; nothing waits for it. It is not in a process group with the
@@ -194,6 +201,8 @@ class Cluster:
         if self._closed:
             return
         self._closed = True
+        if ray_lost() is not None:
+            return
         if graceful:
             refs = {r: self._send(r, "shutdown", RankArguments((), {})) for r in self.live_ranks}
             try:

@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll.distributed import actor
 from roll.distributed.actor import WorkerAddress
+from roll.distributed.processes import command_of, kill_tree
 from roll.distributed.worker_logs import STACK_SIGNAL, tail
 
 _REMOTE_SECONDS = 10.0
@@ -32,6 +33,11 @@ def log_tail(address: WorkerAddress, lines: int = 15) -> list[str]:
 def stacks(address: WorkerAddress) -> list[str]:
     """The Python stacks of a live worker's threads, innermost frame first; empty when the process is gone."""
     return _on_node(address, _dump_stacks, _STACK_LINES)
+
+
+def kill_process(address: WorkerAddress) -> None:
+    """Kill a worker and all processes that it has started, where they are; Ray's own way needs the worker's help."""
+    _on_node(address, _kill_tree, 0)
 
 
 def death_cause(error: Exception) -> str:
@@ -55,6 +61,12 @@ def _on_node(address: WorkerAddress, look: Callable[[WorkerAddress, int], list[s
         return found
     except (ray.exceptions.RayError, TimeoutError) as error:
         return [f"(could not be read on node {address.node_ip}: {type(error).__name__})"]
+
+
+def _kill_tree(address: WorkerAddress, lines: int) -> list[str]:
+    if command_of(address.pid).startswith("ray::"):  # not a later process that has got its number
+        kill_tree(address.pid)
+    return []
 
 
 def _read_tail(address: WorkerAddress, lines: int) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from roll.config.masking import masked_text
+
 
 @dataclass(frozen=True)
 class RankReport:
@@ -17,6 +19,20 @@ class RankReport:
     """The frames that raised, without those of the machinery around the worker."""
     log_file: str | None = None
     log_tail: list[str] = field(default_factory=list)
+
+
+class RayLost(RuntimeError):
+    """A daemon of Ray has ended, and the run with it.
+
+    Attributes: ``daemon`` (its name), ``log_tail``.
+    """
+
+    def __init__(self, daemon: str, what: str, log_tail: list[str]) -> None:
+        self.daemon = daemon
+        self.log_tail = log_tail
+        super().__init__(
+            "\n".join([f"{what}; without it the run cannot go on", *_quoted("end of its log", None, log_tail)])
+        )
 
 
 class RemoteError(RuntimeError):
@@ -38,7 +54,7 @@ class RemoteError(RuntimeError):
         self.reports = reports
         self.rank = reports[0].rank
         self.silent_ranks = silent_ranks
-        super().__init__(self.describe())
+        super().__init__(masked_text(self.describe()))
 
     def describe(self) -> str:
         """The message: cause first, then the evidence."""

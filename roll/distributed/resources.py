@@ -9,6 +9,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from roll.config.roles import WorkerConfig
+from roll.distributed.ray_watch import ray_lost
 
 SLOT_RESOURCE = "roll_slot"
 """The Ray resource of logical CPU slots on nodes without accelerators."""
@@ -88,7 +89,8 @@ class ResourceManager:
 
     def close(self) -> None:
         """Give the devices back to Ray."""
-        remove_placement_group(self.placement_group)
+        if ray_lost() is None:
+            remove_placement_group(self.placement_group)
 
     def _place_group(self, name: str, rank: int, group: tuple[int, ...]) -> Placement:
         nodes = {device // self.num_devices_per_node for device in group}

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import secrets
 import signal
 import socket
-import threading
+import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 import ray
 
 from roll.distributed.environment import NodeEnvironment
-from roll.distributed.processes import MARK_ENV, end_marked
+from roll.distributed.failures import RayLost
+from roll.distributed.guard import Guard
+from roll.distributed.processes import MARK_ENV, end_run
 from roll.distributed.ray_node import LOOPBACK, NodeOptions, connect, reachable, reload_auth, start_node
+from roll.distributed.ray_watch import RayWatch, daemon_pids, ray_lost, set_current
 from roll.distributed.session_dir import session_dir
+from roll.distributed.signals import ENDING, ending
 from roll.distributed.worker_logs import LOG_DIR_ENV
 from roll.platforms import current_platform
 
@@ -67,6 +71,8 @@ class RayRuntime:
     log_dir: Path | None
     mark: str
     """What ``ROLL_RUN_MARK`` is in the environment of every process of the run."""
+    guard: Guard
+    """Outlives this process where that ends hard."""
 
 
 @contextlib.contextmanager
@@ -86,7 +92,9 @@ def ray_runtime(
       ``SystemExit(0)``: the block runs on node 0 only.
     * otherwise a private Ray is started on the loopback interface with ports and a folder of its own.
 
-    Leaving the block (by success, exception, Ctrl-C or SIGTERM) ends every process of the run on this node.
+    Leaving the block (by success, exception or signal) ends every process of the run on this node, and so does the
+    hard end of this process (kill -9, out of memory, a second Ctrl-C). SIGINT, SIGTERM and SIGHUP raise
+    :class:`~roll.distributed.signals.Interrupted` in the block; Ray and the workers are not reached by them.
 
     Args:
         num_devices_per_node: Logical device slots of a node without accelerators.
@@ -99,6 +107,7 @@ def ray_runtime(
     Raises:
         ValueError: environment variables that make no sense.
         TimeoutError: the other nodes, or the head, did not come in time.
+        RayLost: a daemon of the Ray started here has ended; whatever came of that in the block is its cause.
     """
     nodes = NodeEnvironment.from_environ(os.environ)
     log_dir = log_dir or (Path(os.environ[LOG_DIR_ENV]) if os.environ.get(LOG_DIR_ENV) else None)
@@ -106,19 +115,21 @@ def ray_runtime(
     mark = uuid.uuid4().hex
     defaults = {**WORKER_DEFAULTS, **RAY_SETTINGS, MARK_ENV: mark}
     inherited = {name: value for name, value in defaults.items() if name not in os.environ} | exported
-    with _private_auth(nodes), _environment({**DRIVER_SETTINGS, **exported}), _orderly_end(mark):
+    with _private_auth(nodes), _environment({**DRIVER_SETTINGS, **exported}), ending.handled():
         if nodes.ray_address is not None:
-            with _connected(nodes.ray_address, None, inherited):
-                yield RayRuntime(nodes.ray_address, owned=False, log_dir=log_dir, mark=mark)
+            with _guarded(mark, None) as guard, _connected(nodes.ray_address, None, inherited):
+                yield RayRuntime(nodes.ray_address, owned=False, log_dir=log_dir, mark=mark, guard=guard)
             return
         options = _node_options(nodes, num_devices_per_node, object_store_bytes)
         if nodes.rank > 0:
-            _serve(options, inherited, join_timeout)
+            _serve(options, inherited, mark, join_timeout)
         # Workers on this node inherit the environment; those of other nodes must be told.
         told = inherited if nodes.world_size > 1 else None
-        with _own_node(options, inherited) as node, _connected(node.address, options.address, told):
-            _wait_for_nodes(nodes.world_size, num_nodes, join_timeout)
-            yield RayRuntime(node.address, owned=True, log_dir=log_dir, mark=mark)
+        with session_dir() as folder, _guarded(mark, folder) as guard, _own_node(options, inherited, folder) as node:
+            guard.tell({"daemons": daemon_pids(node)})
+            with _watched(node, folder, guard), _connected(node.address, options.address, told):
+                _wait_for_nodes(nodes.world_size, num_nodes, join_timeout)
+                yield RayRuntime(node.address, owned=True, log_dir=log_dir, mark=mark, guard=guard)
 
 
 def _node_options(nodes: NodeEnvironment, num_devices: int, object_store_bytes: int | None) -> NodeOptions:
@@ -145,29 +156,85 @@ def _own_address(nodes: NodeEnvironment) -> str:
 
 
 @contextlib.contextmanager
-def _own_node(options: NodeOptions, inherited: Mapping[str, str]) -> Iterator[Node]:
-    with session_dir() as folder:
-        with _environment(inherited):
-            node = start_node(options, folder)
-        try:
-            yield node
-        finally:
-            _ignore_signals()
+def _guarded(mark: str, folder: Path | None) -> Iterator[Guard]:
+    """A guard for the length of the block, at whose end no process of the run is left."""
+    guard = Guard(mark, folder)
+    ending.on_second = lambda words: guard.tell({"cause": words})
+    try:
+        yield guard
+    finally:
+        with ending.holding(then_raise=False):
+            end_run(mark, folder)
+            guard.dismiss()
+
+
+@contextlib.contextmanager
+def _own_node(options: NodeOptions, inherited: Mapping[str, str], folder: Path) -> Iterator[Node]:
+    with _environment(inherited), _signals_blocked():
+        node = start_node(options, folder)
+    try:
+        yield node
+    finally:
+        with ending.holding(then_raise=False):
             node.kill_all_processes(check_alive=False, allow_graceful=False)
 
 
 @contextlib.contextmanager
-def _connected(address: str, node_ip: str | None, told: Mapping[str, str] | None) -> Iterator[None]:
+def _signals_blocked() -> Iterator[None]:
+    """What starts in the block inherits that: a signal to the whole process group, or to all processes of a job, is the
+    driver's, which needs the others to save a checkpoint."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
-        connect(address, node_ip, {"env_vars": dict(told)} if told else None)
-        _exit_on_sigterm()  # ray.init() installs a handler of its own
         yield
     finally:
-        _ignore_signals()
-        ray.shutdown()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _serve(options: NodeOptions, inherited: Mapping[str, str], join_timeout: float) -> NoReturn:
+@contextlib.contextmanager
+def _watched(node: Node, folder: Path, guard: Guard) -> Iterator[None]:
+    """The block ends soon after one of Ray's daemons."""
+
+    def lose(lost: RayLost) -> None:
+        guard.tell({"cause": str(lost)})  # Ray may end this process before it can speak
+        ending.raise_in_main(lost)
+
+    watch = RayWatch(node, folder, lose)
+    set_current(watch)
+    try:
+        yield
+    except BaseException as error:
+        lost = watch.look()
+        if lost is not None and error is not lost:
+            raise lost from error
+        raise
+    finally:
+        watch.stop()
+        ending.forget_pending()
+        set_current(None)
+
+
+@contextlib.contextmanager
+def _connected(address: str, node_ip: str | None, told: Mapping[str, str] | None) -> Iterator[None]:
+    excepthook = sys.excepthook
+    try:
+        connect(address, node_ip, {"env_vars": dict(told)} if told else None)
+        sys.excepthook = excepthook  # Ray's asks the cluster first
+        ending.install()  # ray.init() installs a handler of its own
+        yield
+    except BaseException as error:
+        meant = ending.meant(error)
+        if meant is not error:
+            raise meant from None
+        raise
+    finally:
+        with ending.holding(then_raise=False):
+            if ray_lost() is None:
+                ray.shutdown()
+            else:
+                atexit.unregister(ray.shutdown)  # as this process ends; both would look for Ray for a minute
+
+
+def _serve(options: NodeOptions, inherited: Mapping[str, str], mark: str, join_timeout: float) -> NoReturn:
     """Be a node of somebody else's run until its head is gone."""
     assert options.gcs_address is not None
     host, _, port = options.gcs_address.rpartition(":")
@@ -179,7 +246,7 @@ def _serve(options: NodeOptions, inherited: Mapping[str, str], join_timeout: flo
                 "that host, with the same MASTER_ADDR and MASTER_PORT?"
             )
         time.sleep(_HEAD_POLL_SECONDS)
-    with _own_node(options, inherited) as node:
+    with session_dir() as folder, _guarded(mark, folder), _own_node(options, inherited, folder) as node:
         logger.info("node %d serves the run of %s", options.rank, options.gcs_address)
         misses = 0
         while misses < _HEAD_MISSES:
@@ -233,34 +300,3 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _orderly_end(mark: str) -> Iterator[None]:
-    """SIGTERM ends the block like an exception; on the way out signals wait until no process of the run is left."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    _exit_on_sigterm()
-    try:
-        yield
-    finally:
-        _ignore_signals()
-        end_marked(mark)
-        for number, handler in before.items():
-            _set_handler(number, handler)
-
-
-def _exit_on_sigterm() -> None:
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    _set_handler(signal.SIGTERM, leave)
-
-
-def _ignore_signals() -> None:
-    _set_handler(signal.SIGINT, signal.SIG_IGN)
-    _set_handler(signal.SIGTERM, signal.SIG_IGN)
-
-
-def _set_handler(number: signal.Signals, handler: object) -> None:
-    if threading.current_thread() is threading.main_thread():  # Python allows it nowhere else
-        signal.signal(number, handler)  # type: ignore[arg-type]

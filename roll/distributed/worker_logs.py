@@ -9,6 +9,8 @@ import signal
 import sys
 from pathlib import Path
 
+from roll.config.masking import masked_text
+
 LOG_DIR_ENV = "ROLL_LOG_DIR"
 """The folder of worker logs; without it they lie in Ray's session folder and go with it."""
 
@@ -35,7 +37,7 @@ def open_worker_log(worker_name: str, log_dir: Path | None) -> Path | None:
             os.dup2(file.fileno(), 2)
     handler = logging.StreamHandler(os.fdopen(os.dup(2), "w", buffering=1))
     handler.setFormatter(
-        logging.Formatter(f"%(asctime)s %(levelname)s [{worker_name}] %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
+        _MaskingFormatter(f"%(asctime)s %(levelname)s [{worker_name}] %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
     )
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -43,6 +45,11 @@ def open_worker_log(worker_name: str, log_dir: Path | None) -> Path | None:
     faulthandler.enable(file=2)
     faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
     return path
+
+
+class _MaskingFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return masked_text(super().format(record))
 
 
 def tail(path: Path, lines: int = 20, begin: int = 0) -> list[str]:
@@ -54,4 +61,4 @@ def tail(path: Path, lines: int = 20, begin: int = 0) -> list[str]:
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return []
-    return [line for line in text.splitlines() if line.strip()][-lines:]
+    return [masked_text(line) for line in [line for line in text.splitlines() if line.strip()][-lines:]]

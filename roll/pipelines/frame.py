@@ -15,11 +15,15 @@ from roll.checkpoint import Checkpoint, CheckpointManager
 from roll.checkpoint.state import load_state, save_state
 from roll.config.loader import LoadedConfig
 from roll.config.masking import masked
-from roll.distributed import Cluster, ResourceManager, ray_runtime
+from roll.distributed import Cluster, Interrupted, RemoteError, ResourceManager, ray_runtime
+from roll.distributed.guard import Guard
+from roll.distributed.signals import ending
+from roll.pipelines.interruption import Interruption, command_to_go_on
 from roll.pipelines.samples import write_samples
 from roll.pipelines.saving import PendingCheckpoint
 from roll.protocol.metrics import Metrics, merge_metrics, to_floats
 from roll.tracking import (
+    ENDING_LOGGER,
     LOG_NAME,
     METRICS_NAME,
     RLVR_HEADLINES,
@@ -32,7 +36,7 @@ from roll.tracking import (
     build_trackers,
     setup_logging,
 )
-from roll.tracking.plots import RLVR_PANELS, SFT_PANELS, plot_run
+from roll.tracking.plots import drawing_command, panels_of, plot_run
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +44,8 @@ STATE_FOLDER = "pipeline"
 RESOLVED_CONFIG = "config.yaml"
 PLOT = "curves.png"
 SHOWN_SAMPLES = 8
+MEMORY_SECONDS = 30.0
+"""For a worker to say how much memory it has used."""
 
 
 class RunFrame:
@@ -60,6 +66,10 @@ class RunFrame:
         self._timer = PhaseTimer(self._peak_memory if self.config.memory_steps else None)
         self._measures_memory = False
         self._pending: PendingCheckpoint | None = None
+        self._interruption = Interruption(self.config.interrupt_timeout)
+        self._guard: Guard | None = None
+        self._total_steps = 0
+        self._drawn = False
         upload = self.config.checkpoint_config
         self._checkpoints = CheckpointManager(
             self.plan.checkpoint_dir,
@@ -77,9 +87,9 @@ class RunFrame:
         """Logs, trackers and Ray for the length of a run; whatever was started is stopped again, however it ends."""
         log_dir = self.plan.log_dir
         setup_logging(log_dir)
-        with ExitStack() as stack:
+        with self._curves_at_end(), ExitStack() as stack:
             # Before any other file: on the further nodes of a run this does not return.
-            stack.enter_context(
+            runtime = stack.enter_context(
                 ray_runtime(
                     self.plan.num_devices_per_node,
                     self.plan.num_nodes,
@@ -87,22 +97,92 @@ class RunFrame:
                     log_dir / "workers",
                 )
             )
+            self._guard = runtime.guard
+            ending.on_first = self._interruption.begin
             self._write_config()
             self._tracker = build_trackers(self.config.track_with, self.config.tracker_kwargs, self._tracked_run())
             stack.callback(self._tracker.close)
             stack.callback(self._checkpoints.close)
             resources = ResourceManager(self.plan.num_devices_per_node, self.plan.num_nodes)
             stack.callback(resources.close)
+            self._leave_account()
             try:
                 yield resources
-                self._publish_checkpoint()
-            except BaseException:
-                # A rank that hangs would not take part in an orderly end.
-                self._shut_down(graceful=False)
-                if self._pending is not None:
-                    self._pending.discard()
-                raise
+                with ending.holding():
+                    self._publish_checkpoint()
+            except BaseException as caught:
+                ending.release()
+                with ending.holding(then_raise=False):
+                    error = self._end_early(ending.meant(caught))
+                if error is caught:
+                    raise
+                raise error from None
+            self._interruption.end()
             self._shut_down(graceful=True)
+
+    def _end_early(self, error: BaseException) -> BaseException:
+        """Save what there is to save, and end the clusters; ``error`` with an account of where the run stands."""
+        if isinstance(error, Interrupted):
+            self._interruption.save(self._publish_checkpoint)
+        self._interruption.end()
+        # A rank that hangs would not take part in an orderly end.
+        self._shut_down(graceful=False)
+        if self._pending is not None:
+            self._pending.discard()
+        error.add_note(self._account())
+        logging.getLogger(ENDING_LOGGER).error("%s: %s\n%s", type(error).__name__, error, self._account())
+        return error
+
+    @contextmanager
+    def _curves_at_end(self) -> Iterator[None]:
+        """However the block ends, the curves are drawn of what was logged."""
+        try:
+            yield
+        finally:
+            metrics = self.plan.log_dir / METRICS_NAME
+            if self._guard is not None and not self._drawn and metrics.exists():
+                with ending.holding(then_raise=False):
+                    self._draw_curves()
+
+    def _draw_curves(self) -> None:
+        self._drawn = True
+        metrics, plot = self.plan.log_dir / METRICS_NAME, self.plan.output_dir / PLOT
+        try:
+            plot_run(metrics, plot, self.plan.exp_name, panels_of(self.plan.pipeline))
+        except (OSError, ValueError, RuntimeError) as error:
+            logger.warning("the curves could not be drawn: %s", error)
+
+    def _account(self) -> str:
+        """Where the run stands, and how to go on."""
+        reached, newest = self._interruption.steps_done, self._newest_checkpoint()
+        steps = "training had not begun" if reached is None else f"{reached} of {self._total_steps} steps are done"
+        if newest is None:
+            return f"{steps}; there is no checkpoint of this run"
+        return f"{steps}; newest checkpoint: {newest}\nto go on: {command_to_go_on(self._loaded)}"
+
+    def _newest_checkpoint(self) -> Path | None:
+        step = self._interruption.saved_steps
+        if step is None:
+            return None
+        name = f"checkpoint-{step}"
+        upload = self.config.checkpoint_config.output_dir
+        folders = [self._checkpoints.root, *([Path(upload)] if upload else [])]
+        candidates = [folder / name for folder in folders]
+        if self._resume is not None and self._resume.step == step:
+            candidates.append(self._resume.path)
+        return next((folder for folder in candidates if folder.is_dir()), candidates[0])
+
+    def _leave_account(self) -> None:
+        """Have the guard speak for this process, should that end hard."""
+        assert self._guard is not None
+        metrics, plot = self.plan.log_dir / METRICS_NAME, self.plan.output_dir / PLOT
+        self._guard.tell(
+            {
+                "account": self._account(),
+                "log": str((self.plan.log_dir / LOG_NAME).resolve()),
+                "command": drawing_command(metrics, plot, self.plan.exp_name, self.plan.pipeline),
+            }
+        )
 
     def at_end(self, farewell: Callable[[], None]) -> None:
         """What is to be done before the clusters end, however the run ends."""
@@ -135,9 +215,8 @@ class RunFrame:
 
     def finish(self, steps: int) -> None:
         """Draw the curves and show what came of the run."""
-        is_sft = self.plan.pipeline == "sft"
+        self._draw_curves()
         plot = self.plan.output_dir / PLOT
-        plot_run(self.plan.log_dir / METRICS_NAME, plot, self.plan.exp_name, SFT_PANELS if is_sft else RLVR_PANELS)
         files = {"log": self.plan.log_dir / LOG_NAME, **self._tracker.files(), "curves": plot}
         validations = sorted(self._validations)
         RunSummary(
@@ -152,13 +231,43 @@ class RunFrame:
     # Steps, phases, metrics
 
     def steps(self, first: int, end: int) -> Iterator[int]:
-        """The steps still to be done, with progress shown."""
+        """The steps still to be done, with progress shown.
+
+        A signal that asks the run to end is obeyed between two steps, or wherever the caller says that a step may be
+        abandoned (:meth:`interruptible`).
+        """
         headlines = SFT_HEADLINES if self.plan.pipeline == "sft" else RLVR_HEADLINES
-        with ProgressReporter(end, headlines, first_step=first) as self._progress:
-            for step in range(first, end):
+        self._total_steps = end
+        with ending.holding(), ProgressReporter(end, headlines, first_step=first) as self._progress:
+            for step in range(first, end + 1):
+                self._interruption.reach(step)
+                self._leave_account()
+                if step == end:
+                    break
                 self._step_began = time.perf_counter()
                 self._measures_memory = bool(self.config.memory_steps) and step % self.config.memory_steps == 0
                 yield step
+
+    def save_when_interrupted(
+        self, state: Callable[[], dict[str, Any] | None], save: Callable[[int, dict[str, Any]], None]
+    ) -> None:
+        """What a signal that asks the run to end has saved.
+
+        Args:
+            state: between two steps, the driver's state; None: it does not belong to the steps that are done.
+            save: writes a checkpoint after so many steps with such a state, in a step that was abandoned before it had
+                changed a model.
+        """
+        self._interruption.saves(state, save)
+
+    @property
+    def stopping(self) -> bool:
+        """A signal has asked the run to end: nothing new is to be begun."""
+        return ending.received is not None
+
+    def interruptible(self) -> AbstractContextManager[None]:
+        """The block changes no model: a signal may end it at any point, and what was before it is saved."""
+        return ending.interruptible()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Time the block as ``time/<name>``."""
@@ -207,8 +316,16 @@ class RunFrame:
         since asking every worker at every phase would cost more than a small step."""
         if not self._measures_memory:
             return {}
-        calls = [(cluster.name, cluster.peak_memory(blocking=False)) for cluster in self._clusters]
-        return {name: float(max(call.result())) for name, call in calls}
+        calls = [
+            (cluster.name, cluster.peak_memory(blocking=False, deadline=MEMORY_SECONDS)) for cluster in self._clusters
+        ]
+        peaks = {}
+        for name, call in calls:
+            try:
+                peaks[name] = float(max(call.result()))
+            except RemoteError as error:  # an engine may be lost and the run go on: its next call decides
+                logger.debug("no measurement of memory: %s", error)
+        return peaks
 
     # Checkpoints
 
@@ -227,7 +344,7 @@ class RunFrame:
         """
         with self._timer.phase("save"):
             self._publish_checkpoint()
-            pending = PendingCheckpoint(self._checkpoints.writing(steps_done), writers)
+            pending = PendingCheckpoint(self._checkpoints.writing(steps_done), writers, steps_done)
             try:
                 yield pending.path
                 save_state(pending.path / STATE_FOLDER, dict(state) | {"validations": self._validation_state()})
@@ -245,6 +362,8 @@ class RunFrame:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.publish()
+            self._interruption.saved_steps = pending.steps_done
+            self._leave_account()
 
     def _validation_state(self) -> dict[str, dict[str, float]]:
         return {str(steps): metrics for steps, metrics in self._validations.items()}
@@ -253,6 +372,7 @@ class RunFrame:
         """The checkpoint that ``resume_from_checkpoint`` asks for, if there is one."""
         if self._resume is not None:
             self._checkpoints.set_aside_after(self._resume.step)
+            self._interruption.saved_steps = self._resume.step
             logger.info("continuing from %s", self._resume.path)
         return self._resume
 

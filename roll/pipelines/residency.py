@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from roll.config.plan import Plan
 from roll.distributed import Cluster
+from roll.distributed.signals import ending
 from roll.platforms import current_platform
 from roll.protocol.metrics import Mean, Metrics
 from roll.strategies.base import StateKind
@@ -81,8 +82,17 @@ class Residency:
         self._tenants[cluster.name] = tenant
         self._timed(f"time/{cluster.name}/offload/total", tenant.offload, states)
 
+    def dismiss(self, name: str) -> None:
+        """A role has ended, and left its devices."""
+        self._tenants.pop(name, None)
+
     def bring(self, needs: Mapping[str, frozenset[StateKind]]) -> None:
-        """Have exactly what the next phase needs on the devices that it uses; first out, then in."""
+        """Have exactly what the next phase needs on the devices that it uses; first out, then in. A signal waits until
+        all moves are made."""
+        with ending.holding():
+            self._bring(needs)
+
+    def _bring(self, needs: Mapping[str, frozenset[StateKind]]) -> None:
         needed = {name: kinds for name, kinds in needs.items() if name in self._tenants}
         wanted: set[int] = set().union(*(self._tenants[name].devices for name in needed))
         for name, tenant in self._tenants.items():

@@ -16,11 +16,13 @@ class PendingCheckpoint:
     Args:
         writing: gives the folder when it is entered, publishes it when it is left.
         writers: clusters of training workers.
+        steps_done: by the weights that it holds.
     """
 
-    def __init__(self, writing: AbstractContextManager[Path], writers: Sequence[Cluster]) -> None:
+    def __init__(self, writing: AbstractContextManager[Path], writers: Sequence[Cluster], steps_done: int = 0) -> None:
         self._stack = ExitStack()
         self._writers = writers
+        self.steps_done = steps_done
         self._asked: list[PendingCall] = []
         self.path = self._stack.enter_context(writing)
 

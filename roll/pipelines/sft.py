@@ -46,18 +46,19 @@ class SFTPipeline:
         self.plan = loaded.plan
         self.frame = RunFrame(loaded)
         self.held_out: Sequence[SftRow] = ()
+        self.in_flight: deque[PendingCall] = deque()
 
     def run(self) -> None:
         """Train for all steps; everything that was started is stopped again, however it ends."""
         with self.frame.running() as resources:
             first_step = self.start(resources)
-            in_flight: deque[PendingCall] = deque()
+            self.frame.save_when_interrupted(self.state_between_steps, self.save)
             for step in self.frame.steps(first_step, self.num_steps):
-                ahead = min(STEPS_IN_FLIGHT, self.steps_until_pause(step))
-                while len(in_flight) < ahead:
-                    in_flight.append(self.sft_train.update(self.next_batch(), blocking=False))
+                ahead = 1 if self.frame.stopping else min(STEPS_IN_FLIGHT, self.steps_until_pause(step))
+                while len(self.in_flight) < ahead:
+                    self.in_flight.append(self.sft_train.update(self.next_batch(), blocking=False))
                 with self.frame.phase("step_train"):
-                    self.frame.record(in_flight.popleft().result())
+                    self.frame.record(self.in_flight.popleft().result())
                 self.frame.end_step(step)
                 self.pause(step + 1)
             self.finish()
@@ -116,9 +117,20 @@ class SFTPipeline:
         if self.held_out and self.plan.eval_steps and steps_done % self.plan.eval_steps == 0:
             self.evaluate(steps_done)
         if self.frame.is_save_due(steps_done - 1):
-            state = {"demonstrations": self.demonstrations.state_dict()}
-            with self.frame.writing_checkpoint(steps_done, state, [self.sft_train]) as path:
-                self.sft_train.save_checkpoint(str(path / "sft_train"))
+            self.save(steps_done, self.state_dict())
+
+    def save(self, steps_done: int, state: dict[str, Any]) -> None:
+        """A checkpoint after ``steps_done`` steps, with what the driver must remember."""
+        with self.frame.writing_checkpoint(steps_done, state, [self.sft_train]) as path:
+            self.sft_train.save_checkpoint(str(path / "sft_train"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the driver must remember: plain JSON values."""
+        return {"demonstrations": self.demonstrations.state_dict()}
+
+    def state_between_steps(self) -> dict[str, Any] | None:
+        """As :meth:`state_dict`; None while a step is in flight, whose rows have been drawn."""
+        return None if self.in_flight else self.state_dict()
 
     def evaluate(self, steps_done: int) -> None:
         """Loss on the held-out demonstrations."""

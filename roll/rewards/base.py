@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
+from roll.config.masking import masked_text
+
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
@@ -86,7 +88,7 @@ class RewardRule(ABC):
 
 
 def failure(error: str) -> RewardResult:
-    return RewardResult(None, {}, error)
+    return RewardResult(None, {}, masked_text(error))
 
 
 class RewardOptionError(ValueError):

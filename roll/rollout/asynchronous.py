@@ -123,6 +123,12 @@ class AsyncScheduler:
         self._engines.submit(requests)
         return self.buffer.state_dict(self._flow.progress_of([*self._aside, *requests]))
 
+    def state_between_steps(self) -> dict[str, Any]:
+        """As :meth:`state_dict`, without a word to the engines: what they have of unfinished samples is not in it."""
+        nothing: dict[str, Any] = {"partial": [], "finished": []}
+        progress = dict.fromkeys(self.buffer.generating, nothing)
+        return self.buffer.state_dict(progress | self._flow.progress_of(self._aside))
+
     def load_state_dict(self, state: Mapping[str, Any], find: FindPrompt) -> None:
         """Go on where ``state`` was taken; before the first :meth:`exchange`. ``find`` gives a prompt by its id."""
         self._aside += self._flow.take_up(*self.buffer.load_state_dict(state, find))

@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from roll.distributed import Cluster, PendingCall, RemoteError, WorkerDied, wait_any
+from roll.distributed import Cluster, PendingCall, RemoteError, wait_any
 from roll.rollout.engine_account import EngineAccount, num_unfinished
 from roll.rollout.messages import EngineReport, FinishedGroup, lane_of
 from roll.rollout.routing import PromptAffinityRouter, Router
@@ -22,15 +22,18 @@ class EnginePool:
     load alone (unless the router is another), so which engine gets which prompt does not depend on timing, as long as
     they fit under the limit.
 
-    An engine whose process dies is left out; the requests that it had go to the others, as they were given to it. The
-    death of the last one ends the run. A new process may take its place (:meth:`readmit`).
+    An engine is lost when its process dies, when it raises (out of memory), or when it does not answer in time: every
+    answer stands for at least one token of each sample that it runs. It is killed and left out; the requests that it
+    had go to the others, as they were given to it. The loss of the last one ends the run. A new process may take the
+    place of a lost one (:meth:`readmit`).
 
     Args:
         max_running_requests: requests that one engine has in hand at a time; further ones wait here.
         slice_seconds: how long a turn lasts before finished groups are reported.
         router: chooses among the engines that have room; None: the one with the fewest samples.
         report_refusals: a request that an engine refuses comes back as a group with an ``error``.
-        max_restarts: how often an engine that has died is started again.
+        max_restarts: how often an engine that was lost is started again.
+        turn_timeout: seconds after which an engine that has not answered is lost; None: as long as a call may take.
     """
 
     def __init__(
@@ -41,8 +44,10 @@ class EnginePool:
         router: Router | None = None,
         report_refusals: bool = False,
         max_restarts: int = 0,
+        turn_timeout: float | None = None,
     ) -> None:
         self._cluster = cluster
+        self._turn_timeout = turn_timeout
         self._router = router or PromptAffinityRouter()
         self._max_running_requests = max_running_requests
         self._waiting: deque[GenerationRequest] = deque()
@@ -61,9 +66,9 @@ class EnginePool:
         self.busy_seconds = 0.0
         """Seconds of generation, summed over engines, since the pool was made."""
         self.num_deaths = 0
-        """Engines that have died since then."""
+        """Engines that were lost since then."""
         self.num_reissued = 0
-        """Requests that were given to another engine because theirs had died."""
+        """Requests that were given to another engine because theirs was lost."""
 
     @property
     def pending(self) -> list[PendingCall]:
@@ -71,7 +76,7 @@ class EnginePool:
 
     @property
     def num_engines(self) -> int:
-        """Engines that are alive, as far as is known."""
+        """Engines that are not lost, as far as is known."""
         return len(self._engines)
 
     @property
@@ -113,7 +118,7 @@ class EnginePool:
             The requests in the order of ``request_ids`` (None: engine by engine, then those that wait).
 
         Raises:
-            WorkerDied: the last engine died. DeadlineExceeded: an engine does not answer.
+            RemoteError: the last engine was lost.
         """
         if request_ids is None:
             request_ids = [id_ for engine in self._engines for id_ in engine.outstanding]
@@ -126,7 +131,7 @@ class EnginePool:
             self._start_turns()
             for call in self.wait(timeout=deadline):
                 self._end_turn(call)
-            held += self._withdraw(wanted)  # those that come from a dead engine
+            held += self._withdraw(wanted)  # those that come from a lost engine
         for engine in self._engines:
             engine.to_recall = []
         held += self._recalled
@@ -154,16 +159,16 @@ class EnginePool:
 
     def wait(self, others: Sequence[PendingCall] = (), timeout: float | None = None) -> list[PendingCall]:
         """Wait until a turn or one of ``others`` is done, in the manner of :func:`roll.distributed.wait_any`; the calls
-        of which that is true. An engine's death is dealt with; where no call is left then, the list is empty.
+        of which that is true. An engine's loss is dealt with; where no call is left then, the list is empty.
 
         Raises:
-            WorkerDied: the last engine, or a worker of ``others``. Further what ``wait_any`` raises.
+            RemoteError: what became of the last engine, or of one of ``others``; nothing was done within ``timeout``.
         """
         while True:
             try:
                 return wait_any([*self._engine_of_turn, *others], timeout)
-            except WorkerDied as death:
-                self._bury(death)
+            except RemoteError as loss:
+                self._lose(loss)
                 if not self._engine_of_turn and not others:
                     return []
 
@@ -227,15 +232,15 @@ class EnginePool:
         self._ready += [group for group in report.groups if engine.release(group.request_id) is not None]
         self._recalled += [request for request in report.recalled if engine.release(request.request_id) is not None]
 
-    def _bury(self, death: WorkerDied) -> None:
-        """Give what a dead engine had to the others; raise ``death`` where there is none, or it is not an engine's."""
-        engine = next((e for e in self._engines if e.turn is not None and e.turn.error is death), None)
+    def _lose(self, loss: RemoteError) -> None:
+        """Give what a lost engine had to the others; raise ``loss`` where there is none, or it is not an engine's."""
+        engine = next((e for e in self._engines if e.turn is not None and e.turn.error is loss), None)
         if engine is None or engine.turn is None:
-            raise death
+            raise loss
         del self._engine_of_turn[engine.turn]
         self._engines.remove(engine)
         if not self._engines:
-            raise death
+            raise loss
         self._cluster.leave_out(engine.rank)
         self._restart(engine.rank)
         self.num_deaths += 1
@@ -244,7 +249,7 @@ class EnginePool:
             "an engine is lost: its %d requests go to the other %d\n%s",
             len(engine.outstanding),
             self.num_engines,
-            death,
+            loss,
         )
         self._waiting.extendleft(reversed(engine.outstanding.values()))
         self._start_turns()
@@ -277,5 +282,5 @@ class EnginePool:
             has_work = engine.to_recall or (not self._paused and (engine.outstanding or engine.to_abort))
             if engine.turn is None and has_work:
                 command = engine.command(self._slice_seconds, not self._paused, self._report_refusals, self.watched)
-                engine.turn = self._cluster.submit(engine.rank, "advance", command)
+                engine.turn = self._cluster.submit(engine.rank, "advance", command, deadline=self._turn_timeout)
                 self._engine_of_turn[engine.turn] = engine

@@ -7,12 +7,23 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from roll.config.masking import masked_text
+
 STEP_LOGGER = "roll.steps"
 """Its records are the one line a step; on a terminal the progress bar shows them instead."""
+ENDING_LOGGER = "roll.ending"
+"""Its records say why a run ended early; on the console the command line says it, last of all."""
 LOG_NAME = "run.log"
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _CONSOLE_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+
+
+class MaskingFormatter(logging.Formatter):
+    """Formats a record, its traceback included, without the secrets in it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return masked_text(super().format(record))
 
 
 class _ConsoleHandler(logging.StreamHandler[TextIO]):
@@ -45,11 +56,12 @@ def setup_logging(log_dir: Path, level: int = logging.INFO, *, interactive: bool
     log_dir.mkdir(parents=True, exist_ok=True)
     path = log_dir / LOG_NAME
     file = logging.FileHandler(path, encoding="utf-8")
-    file.setFormatter(logging.Formatter(_FORMAT))
+    file.setFormatter(MaskingFormatter(_FORMAT))
     console = _ConsoleHandler()
-    console.setFormatter(logging.Formatter(_CONSOLE_FORMAT, datefmt="%H:%M:%S"))
+    console.setFormatter(MaskingFormatter(_CONSOLE_FORMAT, datefmt="%H:%M:%S"))
     if interactive is None:
         interactive = sys.stderr.isatty()
+    console.addFilter(lambda record: record.name != ENDING_LOGGER)
     if interactive:
         console.addFilter(lambda record: record.name != STEP_LOGGER)
     package = logging.getLogger("roll")

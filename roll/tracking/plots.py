@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,17 @@ SFT_PANELS = (
     Panel("Learning rate", ("sft_train/lr",)),
     Panel("Gradient norm", ("sft_train/grad_norm",), smooth=True),
 )
+
+
+def panels_of(pipeline: str) -> tuple[Panel, ...]:
+    """What is drawn of a run of this pipeline."""
+    return SFT_PANELS if pipeline == "sft" else RLVR_PANELS
+
+
+def drawing_command(metrics_path: Path, image_path: Path, title: str, pipeline: str) -> list[str]:
+    """The command that draws what :func:`plot_run` does, for a process that has nothing of this one."""
+    files = [str(path.resolve()) for path in (metrics_path, image_path)]
+    return [sys.executable, "-m", "roll.tracking.plots", *files, title, pipeline]
 
 
 def plot_run(metrics_path: Path, image_path: Path, title: str, panels: Sequence[Panel] = RLVR_PANELS) -> None:
@@ -182,3 +194,7 @@ def _smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
             total = weight * total + (1 - weight)
         result.append(average / total if total else math.nan)
     return result
+
+
+if __name__ == "__main__":
+    plot_run(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], panels_of(sys.argv[4]))

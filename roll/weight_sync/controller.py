@@ -6,14 +6,13 @@ import logging
 import time
 from dataclasses import replace
 
-from roll.distributed import Cluster, RemoteError, WorkerDied, WorkerFailed
+from roll.distributed import Cluster, RemoteError, WorkerFailed
+from roll.distributed.failures import RankReport
 from roll.protocol.metrics import Mean, Metrics
-from roll.weight_sync.messages import SyncReport
+from roll.weight_sync.messages import LostEngines, SyncReport
 from roll.weight_sync.options import SyncOptions
 
 logger = logging.getLogger(__name__)
-
-_PING_SECONDS = 5.0
 
 
 def _for_hosts_of(source: Cluster, target: Cluster, options: SyncOptions) -> SyncOptions:
@@ -37,14 +36,14 @@ class WeightSync:
         self._held_version: int | None = None
 
     def sync(self, version: int) -> Metrics:
-        """Bring the engines to ``version``; no turn of theirs may be in flight. Engines that have died are left out;
-        where one dies on the way, the others are sent everything once more.
+        """Bring the engines to ``version``; no turn of theirs may be in flight. Engines that have died, fail or do not
+        answer are killed and left out; where that happens on the way, the others are sent everything once more.
 
         Raises:
-            WorkerFailed: an engine does not hold what was sent, or did not take it (caused by a ``WeightSyncError``).
-            WorkerDied: the last engine's, or a trainer's, process ended.
+            WorkerFailed: an engine holds other values than it was sent (caused by a ``WeightSyncError``).
+            RemoteError: what became of the last engine, or of a trainer.
         """
-        self._leave_dead_out()
+        self._leave_out_lost()
         begin = time.monotonic()
         while (report := self._try(version)) is None:
             pass
@@ -56,47 +55,40 @@ class WeightSync:
         }
 
     def _try(self, version: int) -> SyncReport | None:
-        """An update of the engines that are alive; None: one of them died in it."""
+        """An update of the engines that are there; None: one of them was lost in it."""
         engines = {rank: self._target.workers[rank] for rank in self._target.live_ranks}
         can_build_on_it = self._options.mode != "full" and self._holders.issuperset(engines)
         base_version = self._held_version if can_build_on_it else None
         self._holders = set()
-        try:
-            reports: list[SyncReport | None] = self._source.send_weights(engines, version, base_version, self._options)
-        except WorkerFailed as failure:
-            if not self._lost_an_engine(failure):
-                raise
+        begin = time.monotonic()
+        reports = self._source.send_weights(engines, version, base_version, self._options)
+        report: SyncReport | LostEngines = next(report for report in reports if report is not None)
+        if isinstance(report, LostEngines):
+            self._lose(report, time.monotonic() - begin)
             return None
         self._holders, self._held_version = set(engines), version
-        return next(report for report in reports if report is not None)
+        return report
 
-    def _leave_dead_out(self) -> None:
-        """Find the engines that have died since they last answered; the death of the last one is raised."""
-        pings = {rank: self._target.submit(rank, "ping", deadline=_PING_SECONDS) for rank in self._target.live_ranks}
-        for rank, ping in pings.items():
+    def _leave_out_lost(self) -> None:
+        """Find the engines that have been lost since they last answered; the loss of the last one is raised."""
+        ping = self._options.patience
+        pings = {rank: self._target.submit(rank, "ping", deadline=ping) for rank in self._target.live_ranks}
+        for rank, call in pings.items():
             try:
-                ping.result()
-            except WorkerDied as death:
-                self._target.leave_out(rank)
-                if not self._target.live_ranks:
-                    raise
-                logger.warning("weights go to the other engines:\n%s", death)
+                call.result()
+            except RemoteError as loss:
+                self._leave_out(rank, loss)
+                logger.warning("weights go to the other engines:\n%s", loss)
 
-    def _lost_an_engine(self, failure: WorkerFailed) -> bool:
-        """Whether the trainer failed because an engine died; that is left out, and if it was the last one its death is
-        raised: it is the one to look at."""
-        lost = False
-        for rank in self._target.live_ranks:
-            try:
-                self._target.submit(rank, "ping", deadline=_PING_SECONDS).result()
-            except WorkerDied as death:
-                self._target.leave_out(rank)
-                if not self._target.live_ranks:
-                    raise WorkerDied(
-                        death.cluster, "update_weights", failure.seconds, death.reports, death.silent_ranks
-                    ) from failure
-                lost = True
-                logger.warning("an engine died in a weight update, which is repeated with the others:\n%s", death)
-            except RemoteError as error:
-                logger.warning("after a failed weight update: %s", error)
-        return lost
+    def _lose(self, lost: LostEngines, seconds: float) -> None:
+        """Go on without the engines that an update failed of."""
+        for rank in lost.ranks:
+            address = self._target.addresses[rank]
+            report = RankReport(rank, f"pid {address.pid} on {address.node_ip}", lost.text, log_file=address.log_file)
+            self._leave_out(rank, WorkerFailed(self._target.name, "update_weights", seconds, [report], []))
+        logger.warning("an engine is lost in a weight update, which is repeated with the others: %s", lost.text)
+
+    def _leave_out(self, rank: int, loss: RemoteError) -> None:
+        if self._target.live_ranks == [rank]:
+            raise loss
+        self._target.leave_out(rank)

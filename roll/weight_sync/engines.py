@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from roll.distributed.calls import is_peer_trouble
 from roll.weight_sync.messages import WeightSyncError
 
 
@@ -81,7 +82,8 @@ class _RayQuestion(Question):
         in_order = [found[rank] for rank in self.refs]
         failures = sorted((f for f in in_order if isinstance(f, _Failure)), key=lambda failure: failure.gravity)
         if failures:
-            raise WeightSyncError(failures[0].text)
+            to_blame = [rank for rank in self.refs if _gravity(found[rank]) == failures[0].gravity]
+            raise WeightSyncError(failures[0].text, lost=to_blame)
         return in_order
 
     def _answer(self, update: str, engine: int, ref: Any) -> Any:
@@ -91,7 +93,8 @@ class _RayQuestion(Question):
             return _Failure(2, f"{update}: engine {engine} was not done with {self.method!r} in time")
         except ray.exceptions.RayTaskError as error:
             cause = getattr(error.cause, "error", error.cause)
-            return _Failure(1, f"{update}: engine {engine} failed in {self.method!r}: {cause}")
+            gravity = 3 if is_peer_trouble(str(cause)) else 1
+            return _Failure(gravity, f"{update}: engine {engine} failed in {self.method!r}: {cause}")
         except ray.exceptions.RayActorError:
             return _Failure(0, f"{update}: engine {engine} died in {self.method!r}")
 
@@ -99,5 +102,9 @@ class _RayQuestion(Question):
 @dataclass(frozen=True)
 class _Failure:
     gravity: int
-    """0: the likeliest to have made others fail."""
+    """0: the most probable to have made others fail; 3: most probably made to fail by another."""
     text: str
+
+
+def _gravity(answer: Any) -> int | None:
+    return answer.gravity if isinstance(answer, _Failure) else None

@@ -8,7 +8,23 @@ from typing import Any
 
 
 class WeightSyncError(RuntimeError):
-    """An engine does not hold what the trainer sent, or did not take it."""
+    """An engine does not hold what the trainer sent, or did not take it.
+
+    Attributes: ``lost`` (ranks of the engines that died, failed or did not answer, which an update can do without; none
+    where an engine holds other values than it was sent).
+    """
+
+    def __init__(self, text: str, lost: Sequence[int] = ()) -> None:
+        super().__init__(text)
+        self.lost = tuple(lost)
+
+
+@dataclass(frozen=True)
+class LostEngines:
+    """An update that did not come to its end because of some engines; the others can be sent everything again."""
+
+    ranks: tuple[int, ...]
+    text: str
 
 
 Checksum = int | dict[int, int]

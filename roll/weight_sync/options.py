@@ -24,6 +24,8 @@ class SyncOptions:
     """Most bytes of a buffer for weights on their way; an update uses up to two at a time."""
     deadline: float
     """Seconds for one whole exchange."""
+    patience: float
+    """Seconds that an engine may take over one message before it counts as lost."""
     transport: TransportName = "object_store"
     directory: str | None = None
     """Of ``safetensors``."""
@@ -46,6 +48,7 @@ def sync_options(config: RLVRConfig, plan: Plan) -> SyncOptions:
     return SyncOptions(
         buffer_bytes=config.model_update_buffer_size_mb * MIB,
         deadline=config.rpc_timeout,
+        patience=min(config.actor_infer.engine_timeout, config.rpc_timeout),
         transport=transport_name(keys, train, infer, current_platform().device_type),
         directory=keys.directory or str(plan.output_dir / "weight_sync"),
         mode=update_mode(keys, config.actor_infer.strategy_args.strategy_name),

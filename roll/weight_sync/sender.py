@@ -38,6 +38,8 @@ class Update:
     """What all engines hold, and the tensors of the update change; None: the update brings all tensors."""
     scalings: Mapping[str, float] = field(default_factory=dict)
     """Weights whose adapters come apart, and the factor of ``B A`` for each."""
+    patience: float | None = None
+    """Seconds that an engine may take over one message, a bucket say; None: as long as the whole exchange."""
 
 
 class WeightSender:
@@ -176,11 +178,13 @@ class _Exchange:
             raise WeightSyncError(f"{self._name}: the transport failed: {error}") from error
 
     def _answers(self, question: Question) -> list[Any]:
-        return question.answers(self._name, self._end)
+        return question.answers(self._name, time.monotonic() + self._seconds_left)
 
     @property
     def _seconds_left(self) -> float:
-        return max(1e-3, self._end - time.monotonic())
+        """For the next message to be taken."""
+        left = self._end - time.monotonic()
+        return max(1e-3, left if self._update.patience is None else min(left, self._update.patience))
 
 
 def _num_bytes(tensors: Tensors) -> int:

@@ -17,7 +17,7 @@ from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, merge_metrics
 from roll.strategies.base import Output, TensorBatch, WeightSelection
 from roll.weight_sync.engines import RayEngines
-from roll.weight_sync.messages import SyncReport, WeightSyncError
+from roll.weight_sync.messages import LostEngines, SyncReport, WeightSyncError
 from roll.weight_sync.options import SyncOptions, build_transport
 from roll.weight_sync.sender import Update, WeightSender
 from roll.workers.model import MODEL_COLUMNS
@@ -63,7 +63,7 @@ class ActorWorker(TrainingWorker):
     @register(Dispatch.ONE_TO_ALL)
     def send_weights(
         self, engines: dict[int, Any], version: int, base_version: int | None, options: SyncOptions
-    ) -> SyncReport | None:
+    ) -> SyncReport | LostEngines | None:
         """Collective. Rank 0 sends the policy to ``engines`` and verifies it; the others help to gather.
 
         Args:
@@ -73,13 +73,15 @@ class ActorWorker(TrainingWorker):
         buckets = self.strategy.named_full_weights(options.bucket_bytes, selection)
         if self.rank_info.rank == 0:
             scalings = self.strategy.adapter_scalings() if options.adapters_apart else {}
-            update = Update(version, options.deadline, base_version, scalings)
+            update = Update(version, options.deadline, base_version, scalings, options.patience)
             try:
                 return self._weight_sender(options).send(buckets, RayEngines(engines), update)
-            except WeightSyncError:
+            except WeightSyncError as error:
                 # The other ranks take part in the rest of the gathering, so this one must: the update may be repeated.
                 for _ in buckets:
                     pass
+                if error.lost:
+                    return LostEngines(error.lost, str(error))
                 raise
         for _ in buckets:
             pass

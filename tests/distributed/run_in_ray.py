@@ -14,6 +14,8 @@ from pathlib import Path
 
 from roll.config.roles import WorkerConfig
 from roll.distributed import Cluster, ResourceManager, ray_runtime
+from roll.distributed.session_dir import RAY_FOLDER
+from roll.distributed.signals import ending
 from tests.distributed.light_workers import BasicWorker
 
 
@@ -22,7 +24,9 @@ def main(how: str, result_file: Path) -> None:
         cluster = Cluster("role", BasicWorker, ResourceManager(2), WorkerConfig(device_mapping=[0, 1]))
         children = cluster.spawn_child()
         mark = cluster.describe()[0]["environment"]["ROLL_RUN_MARK"]
-        found = {"mark": mark, "children": children, "address": runtime.address, "driver": os.getpid()}
+        locks = [os.readlink(link.path) for link in os.scandir("/proc/self/fd") if os.path.exists(link.path)]
+        folder = next(Path(link).parent / RAY_FOLDER for link in locks if link.endswith("/driver.lock"))
+        found = {"mark": mark, "children": children, "address": runtime.address, "folder": str(folder)}
         written = result_file.with_suffix(".part")
         written.write_text(json.dumps(found))
         written.rename(result_file)
@@ -30,6 +34,9 @@ def main(how: str, result_file: Path) -> None:
             raise RuntimeError("the run failed on purpose")
         if how == "wait":
             time.sleep(120)
+        if how == "hold":
+            with ending.holding():
+                time.sleep(120)
 
 
 if __name__ == "__main__":

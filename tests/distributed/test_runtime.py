@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from roll.distributed.environment import NodeEnvironment
-from roll.distributed.processes import marked_processes
+from roll.distributed.processes import is_alive, run_processes
 from roll.distributed.session_dir import PREFIX, remove_abandoned, session_dir
+from roll.distributed.signals import SAME_SECONDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,56 +46,41 @@ def _wait_for_file(path: Path, seconds: float = 60) -> dict:
     return json.loads(path.read_text())
 
 
-def _alive(pid: int) -> bool:
-    """Whether the process runs; one that has ended and was not yet fetched by its parent does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("how", "sent", "status"),
     [
-        ("success", None, 0),
-        ("failure", None, 1),
-        ("wait", signal.SIGINT, -signal.SIGINT),
-        ("wait", signal.SIGTERM, 128 + signal.SIGTERM),
+        ("success", [], 0),
+        ("failure", [], 1),
+        ("wait", [signal.SIGINT], 128 + signal.SIGINT),
+        ("wait", [signal.SIGTERM], 128 + signal.SIGTERM),
+        ("hold", [signal.SIGHUP, signal.SIGHUP], 128 + signal.SIGHUP),
+        ("wait", [signal.SIGKILL], -signal.SIGKILL),
     ],
-    ids=["success", "exception", "ctrl-c", "sigterm"],
+    ids=["success", "exception", "ctrl-c", "sigterm", "sighup-twice", "kill-9"],
 )
 def test_nothing_is_left_running(tmp_path, how, sent, status):
+    """The whole process group gets the signal, as from a terminal. Twice: where the first one is not obeyed at once."""
     driver = _start_driver(how, tmp_path / "started.json")
     started = _wait_for_file(tmp_path / "started.json")
-    if sent is not None:
-        assert len(marked_processes(started["mark"])) >= 6, "gcs, raylet, two workers and their two children at least"
-        # As from a terminal: the whole process group gets the signal.
-        os.killpg(driver.pid, sent) if sent == signal.SIGINT else driver.send_signal(sent)
+    folder = Path(started["folder"])
+    if sent:
+        assert len(run_processes(started["mark"])) >= 6, "gcs, raylet, two workers and their two children at least"
+        assert folder.parent.stat().st_mode & 0o777 == 0o700, "Ray opens its own folder to everyone"
+    for number in sent:
+        driver.send_signal(number) if number == signal.SIGKILL else os.killpg(driver.pid, number)
+        time.sleep(2 * SAME_SECONDS if len(sent) > 1 else 0)
     _, errors = driver.communicate(timeout=60)
     assert driver.returncode == status
-    assert marked_processes(started["mark"]) == []
-    assert not any(_alive(pid) for pid in started["children"])
-    assert not any(str(started["driver"]) in folder.name for folder in Path("/tmp").glob(f"{PREFIX}*/session_*"))
-    if how == "failure":
-        assert "the run failed on purpose" in errors
-
-
-@pytest.mark.e2e
-def test_driver_killed_outright(tmp_path):
-    """kill -9 leaves no time to tidy up; raylet, workers and their children end by themselves all the same.
-
-    Ray's two idle helpers look for the lost head for another minute or two; nobody waits for them.
-    """
-    driver = _start_driver("wait", tmp_path / "started.json")
-    started = _wait_for_file(tmp_path / "started.json")
-    driver.kill()
-    driver.communicate(timeout=60)
-    helpers = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
-    give_up = time.monotonic() + 20
-    while left := [c for c in map(_command, marked_processes(started["mark"])) if not c.startswith(helpers)]:
-        assert time.monotonic() < give_up, f"still there: {left}"
-        time.sleep(0.2)
+    give_up = time.monotonic() + (10 if status in (-signal.SIGKILL, 128 + signal.SIGHUP) else 0)
+    while left := run_processes(started["mark"], folder):
+        assert time.monotonic() < give_up, f"still there: {[_command(pid) for pid in left]}"
+        time.sleep(0.1)
+    assert not any(is_alive(pid) for pid in started["children"])
+    assert not folder.parent.exists()
+    assert ("the run failed on purpose" in errors) == (how == "failure")
+    assert ("SIGHUP again: ended at once" in errors) == (how == "hold")
+    assert ("ended without a word" in errors) == (sent == [signal.SIGKILL])
 
 
 def _command(pid: int) -> str:
@@ -107,7 +93,7 @@ def _command(pid: int) -> str:
 def test_servers_listen_on_loopback_only(runtime):
     """No socket of the run is reachable from outside."""
     inodes = set()
-    for pid in [*marked_processes(runtime.mark), os.getpid()]:
+    for pid in [*run_processes(runtime.mark), os.getpid()]:
         for entry in Path(f"/proc/{pid}/fd").glob("*"):
             try:
                 target = os.readlink(entry)
@@ -200,7 +186,7 @@ def test_existing_ray_is_used_and_left_running(runtime, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     (pid,) = json.loads(done.stdout)
-    assert not _alive(pid)
+    assert not is_alive(pid)
     host, _, port = runtime.address.rpartition(":")
     socket.create_connection((host, int(port)), timeout=2).close()
 
@@ -240,7 +226,8 @@ def test_session_folders(tmp_path, monkeypatch):
     remove_abandoned(tmp_path)
     assert not abandoned.exists()
     with session_dir() as folder:
-        remove_abandoned(folder.parent)
+        remove_abandoned(folder.parent.parent)
         assert folder.exists()
+        assert folder.parent.stat().st_mode & 0o777 == 0o700
         assert len(str(folder)) < 30
-    assert not folder.exists()
+    assert not folder.parent.exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -19,12 +20,15 @@ from roll.workers.actor import LOSS_COLUMNS, ActorWorker
 from roll.workers.generation import GenerationWorker
 from roll.workers.model import MODEL_COLUMNS
 
+logger = logging.getLogger(__name__)
+
 
 class HangingActor(ActorWorker):
     """Never comes back from its first update."""
 
     @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS + LOSS_COLUMNS)
     def update(self, batch: DataProto) -> Metrics:
+        logger.info("hangs for ever")
         wait_for_ever()
         return {}
 
@@ -76,6 +80,7 @@ class EngineDyingInUpdate(GenerationWorker):
     """Rank 0 is killed by the first bucket of its second update."""
 
     num_updates = 0
+    death = signal.SIGKILL
 
     def start_weight_update(self, start: UpdateStart) -> ChecksumKind:
         self.num_updates += 1
@@ -83,7 +88,7 @@ class EngineDyingInUpdate(GenerationWorker):
 
     def update_weights(self, header: BucketHeader, parcel: Any) -> None:
         if self.context.rank == 0 and self.num_updates == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.death)
         super().update_weights(header, parcel)
 
 
@@ -106,6 +111,26 @@ class DyingEngine(GenerationWorker):
 
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class StoppedEngine(DyingEngine):
+    """Rank 0 answers no more."""
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class FailingEngine(DyingEngine):
+    """Rank 0 raises, as an engine does that finds no memory."""
+
+    def die(self) -> None:
+        raise RuntimeError("CUDA out of memory: tried to allocate 20.00 GiB")
+
+
+class EngineStoppedInUpdate(EngineDyingInUpdate):
+    """Rank 0 answers no more."""
+
+    death = signal.SIGSTOP
 
 
 class EngineLosingARank(DyingEngine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import zlib
 
@@ -25,6 +26,15 @@ def letter_share(response: str) -> float:
 def fails_for_some(response: str) -> float:
     """As ``digit_share``, but cannot score a quarter of all texts."""
     assert zlib.crc32(response.encode()) % 4, "this text cannot be scored"
+    return digit_share(response)
+
+
+def leaks_for_some(response: str) -> float:
+    """As ``fails_for_some``, with an error that quotes what it was called with."""
+    if zlib.crc32(response.encode()) % 4 == 0:
+        names = ("PLANTED_PAT", "PLANTED_PGPASSWORD")
+        quoted = "; ".join(f"{name} {os.environ[name]}" for name in names)
+        raise RuntimeError(f"401 for {os.environ['PLANTED_URL']}, Authorization: Bearer bearer-planted-4: {quoted}")
     return digit_share(response)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from roll.distributed.processes import MARK_ENV, marked_processes
+from roll.distributed.processes import MARK_ENV, command_of, run_processes
 from roll.tracking import METRICS_NAME
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +55,11 @@ class Driver:
         lines = file.read_text().split("\n")[:-1] if file.exists() else []  # the last may be half written
         return json.loads(lines[-1]).get(metric) if lines else None
 
+    def is_in_log(self, worker: str, text: str) -> bool:
+        """Whether a worker has logged this."""
+        file = self.output / "logs" / "workers" / f"{worker}.log"
+        return file.exists() and text in file.read_text()
+
     def worker_pid(self, name: str) -> int:
         """The process that writes the worker's log; 0 where there is none."""
         log = (self.output / "logs" / "workers" / f"{name}.log").resolve()
@@ -70,6 +75,13 @@ class Driver:
         """What the processes of the run are told apart by, read from a worker's environment."""
         entries = Path(f"/proc/{self.worker_pid(worker)}/environ").read_bytes().split(b"\0")
         return next(e.split(b"=", 1)[1].decode() for e in entries if e.startswith(MARK_ENV.encode()))
+
+    def daemon(self, name: str, mark: str) -> tuple[int, Path]:
+        """A daemon of the run's Ray (``raylet``, ``gcs_server``), and Ray's folder."""
+        pid = next(pid for pid in run_processes(mark) if f"/{name}" in command_of(pid).split(" ")[0])
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        log_dir = next(word for word in words if word.startswith("--log_dir=")).removeprefix("--log_dir=")
+        return pid, Path(log_dir).parents[1]
 
 
 Start = Callable[[Path, Path], Driver]
@@ -109,12 +121,6 @@ def _start(config: Path, output: Path) -> Driver:
     return Driver(process, output)
 
 
-def left_of(mark: str) -> list[str]:
-    """The command lines of processes of a run that are still there."""
-    commands = []
-    for pid in marked_processes(mark):
-        try:
-            commands.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except OSError:  # gone meanwhile
-            continue
-    return commands
+def left_of(mark: str, folder: Path | None = None) -> list[str]:
+    """The commands of processes of a run that are still there; with the folder of its Ray, Ray's helpers as well."""
+    return [command_of(pid) for pid in run_processes(mark, folder)]

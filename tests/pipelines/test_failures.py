@@ -15,7 +15,7 @@ import yaml
 from roll.distributed import DeadlineExceeded, WorkerFailed
 from tests.pipelines.conftest import Run
 from tests.pipelines.subprocess_runs import Driver, Start, left_of
-from tests.pipelines.tiny_runs import HERE, TinyWorld, load_changed, rlvr_settings, training_args
+from tests.pipelines.tiny_runs import HERE, TinyWorld, load_changed, rlvr_settings, sft_settings, training_args
 
 pytestmark = pytest.mark.e2e
 
@@ -46,11 +46,22 @@ def start_long_run(start: Start, world: TinyWorld, tmp_path: Path) -> StartLongR
     return begin
 
 
+def assert_account(errors: str, output: Path) -> None:
+    """The end of a run says how far it came and how to go on, and leaves its curves."""
+    assert re.search(r"\d+ of \d+ steps are done", errors), errors
+    assert "Traceback" not in errors
+    assert re.search(r"\d+ of \d+ steps are done", (output / "logs" / "run.log").read_text())
+    give_up = time.monotonic() + 20
+    while not (output / "curves.png").exists():
+        assert time.monotonic() < give_up, "no curves"
+        time.sleep(0.1)
+
+
 @pytest.mark.parametrize(
     ("trainers", "engines", "name", "rank"), [([0, 1], [1], "actor_train", 1), ([0], [1], "actor_infer", 0)]
 )
 def test_a_killed_worker_ends_the_run_with_a_diagnosis(
-    start_long_run: StartLongRun, trainers: list[int], engines: list[int], name: str, rank: int
+    start_long_run: StartLongRun, tmp_path: Path, trainers: list[int], engines: list[int], name: str, rank: int
 ) -> None:
     driver = start_long_run(trainers, engines)
     mark, pid = driver.mark(f"{name}-{rank}"), driver.worker_pid(f"{name}-{rank}")
@@ -59,7 +70,24 @@ def test_a_killed_worker_ends_the_run_with_a_diagnosis(
     assert status == 1
     assert re.search(rf"{name} rank {rank} \(pid {pid} on [\d.]+\) died in '\w+' after", errors), errors
     assert f"{name}-{rank}.log" in errors
+    assert_account(errors, tmp_path)
     assert left_of(mark) == []
+
+
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_the_death_of_a_daemon_of_ray_is_named(start_long_run: StartLongRun, tmp_path: Path, name: str) -> None:
+    """Ray itself ends the driver without a word, or lets it wait for a minute."""
+    driver = start_long_run([0], [1])
+    mark = driver.mark("actor_train-0")
+    pid, folder = driver.daemon(name, mark)
+    os.kill(pid, signal.SIGKILL)
+    status, errors = driver.finish(SECONDS_TO_NOTICE)
+    assert status == 1
+    assert f"Ray's {name}" in errors, errors
+    assert_account(errors, tmp_path)
+    give_up = time.monotonic() + 10
+    while left := left_of(mark, folder):
+        assert time.monotonic() < give_up, left
 
 
 def test_an_engine_that_died_in_a_weight_update_comes_back(start: Start, world: TinyWorld, tmp_path: Path) -> None:
@@ -84,14 +112,52 @@ def test_an_engine_that_died_in_a_weight_update_comes_back(start: Start, world: 
     driver.finish(SECONDS_TO_NOTICE)
 
 
-def test_ctrl_c_leaves_nothing_behind(start_long_run: StartLongRun) -> None:
-    driver = start_long_run([0], [1])
-    mark = driver.mark("actor_train-0")
-    assert len(left_of(mark)) >= 5, "Ray's daemons, a trainer, an engine and a reward worker"
-    os.killpg(driver.process.pid, signal.SIGINT)  # as from a terminal: the whole process group gets it
-    status, _ = driver.finish(SECONDS_TO_NOTICE)
-    assert status == -signal.SIGINT
+INTERRUPTIONS = [
+    ("rlvr", {"async_generation_ratio": 1.0}, signal.SIGTERM),
+    ("sft", {"sft_train.device_mapping": [0, 1], "sft_train.training_args": training_args(4, 1)}, signal.SIGHUP),
+]
+
+
+@pytest.mark.parametrize(("pipeline", "changes", "number"), INTERRUPTIONS, ids=["async-sigterm", "sft-sighup"])
+def test_the_first_signal_saves(
+    start: Start, run: Run, world: TinyWorld, tmp_path: Path, pipeline: str, changes: dict, number: signal.Signals
+) -> None:
+    """Without a checkpoint of its own; what was saved is whole, and goes on where it stopped."""
+    base = {"rlvr": rlvr_settings, "sft": sft_settings}[pipeline](world, tmp_path)
+    slow = {"rewards.digits.worker_cls": f"{HERE}.rewards.slow_digit_share"} if pipeline == "rlvr" else {}
+    load_changed(base, {**changes, **slow, "max_steps": 5000})
+    driver = start(tmp_path / "input" / "config.yaml", tmp_path)
+    driver.wait_for(lambda: driver.steps_done() >= 2)
+    mark = driver.mark("actor_train-0" if pipeline == "rlvr" else "sft_train-0")
+    os.killpg(driver.process.pid, number)  # as from a terminal or a scheduler: the whole process group gets it
+    status, errors = driver.finish(2 * SECONDS_TO_NOTICE)
+    assert status == 128 + number, errors
+    assert f"{number.name}: the run ends; what is done is saved first" in errors
+    (saved,) = (tmp_path / "checkpoints").glob("checkpoint-*")
+    steps = int(saved.name.removeprefix("checkpoint-"))
+    assert steps == driver.steps_done(), errors
+    assert f"{steps} of 5000 steps are done; newest checkpoint: {saved}" in errors
+    config = tmp_path / "input" / "config.yaml"
+    assert f"roll run {config} resume_from_checkpoint=true" in errors
+    assert_account(errors, tmp_path)
     assert left_of(mark) == []
+    goes_on = {"max_steps": steps + 1, "resume_from_checkpoint": True}
+    resumed = run({**changes, **goes_on}, pipeline=pipeline, output=tmp_path)
+    assert [row["step"] for row in resumed.steps] == list(range(steps + 1))
+
+
+def test_a_step_that_does_not_end_is_given_up(start: Start, world: TinyWorld, tmp_path: Path) -> None:
+    """Its models may be half changed: nothing is saved, and that is said."""
+    changes = {"interrupt_timeout": 3, "actor_train.worker_cls": f"{HERE}.faulty_workers.HangingActor"}
+    load_changed(rlvr_settings(world, tmp_path), changes)
+    driver = start(tmp_path / "input" / "config.yaml", tmp_path)
+    driver.wait_for(lambda: driver.is_in_log("actor_train-0", "hangs for ever"))
+    os.killpg(driver.process.pid, signal.SIGINT)
+    status, errors = driver.finish(SECONDS_TO_NOTICE)
+    assert status == 130
+    assert "the step in flight was not done within interrupt_timeout: 3" in errors
+    assert "0 of 2 steps are done; there is no checkpoint" in errors
+    assert "Traceback" not in errors
 
 
 def test_a_wrong_configuration_ends_at_once(start: Start, world: TinyWorld, tmp_path: Path) -> None:
@@ -131,11 +197,20 @@ def test_a_run_ends_when_its_engine_holds_other_weights(run: Run) -> None:
     assert "engine 0 holds other values than the trainer sent in 1 of" in message
 
 
-def test_the_death_of_an_engine_costs_no_sample(run: Run) -> None:
-    changes = {"max_steps": 3, "actor_infer.device_mapping": [0, 1]}
-    finished = run(changes | {"actor_infer.worker_cls": f"{HERE}.faulty_workers.DyingEngine"})
+@pytest.mark.parametrize("engine", ["DyingEngine", "StoppedEngine", "FailingEngine", "EngineStoppedInUpdate"])
+def test_the_loss_of_an_engine_costs_no_sample(run: Run, engine: str) -> None:
+    """Killed, stopped (as a hung one), raising, in the middle of generation; or stopped in a weight update."""
+    changes = {
+        "max_steps": 3,
+        "actor_infer.device_mapping": [0, 1],
+        "actor_infer.engine_timeout": 8,
+        "memory_steps": 1,
+        "actor_infer.worker_cls": f"{HERE}.faulty_workers.{engine}",
+    }
+    finished = run(changes)
     assert finished.values("scheduler/engine_deaths") == [0, 1, 1]
-    assert finished.values("scheduler/reissued")[-1] > 0
+    if engine != "EngineStoppedInUpdate":
+        assert finished.values("scheduler/reissued")[-1] > 0
     samples = finished.values("system/samples")
     assert len(set(samples)) == 1, "every step has its whole batch"
     assert samples[0] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -51,16 +52,20 @@ def weights(finished: FinishedRun) -> bytes:
     return (finished.output / "model" / "model.safetensors").read_bytes()
 
 
-def test_grpo_after_kill_minus_nine_of_the_driver(
-    start: Start, grpo_run: FinishedRun, run: Run, world: TinyWorld, tmp_path: Path
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["kill-9", "ctrl-c"])
+def test_grpo_after_a_signal_to_the_driver(
+    start: Start, grpo_run: FinishedRun, run: Run, world: TinyWorld, tmp_path: Path, number: signal.Signals
 ) -> None:
+    """Killed, it goes on from its newest checkpoint; interrupted, from the last whole step, which it has saved."""
     changes = grpo_changes(world, tmp_path)
     slow = {"rewards.digits.worker_cls": f"{HERE}.rewards.slow_digit_share", "resume_from_checkpoint": True}
     load_changed(rlvr_settings(world, tmp_path), changes | slow)
     driver = start(tmp_path / "input" / "config.yaml", tmp_path)
     driver.wait_for(lambda: driver.steps_done() >= 3)
-    driver.process.kill()
-    driver.process.communicate()
+    driver.process.send_signal(number)
+    driver.process.communicate(timeout=60)
+    newest = 2 if number == signal.SIGKILL else 3
+    assert (tmp_path / "checkpoints" / f"checkpoint-{newest}").is_dir()
     assert (tmp_path / "checkpoints" / "checkpoint-2").is_dir()
     assert driver.steps_done() < GRPO_STEPS
 

@@ -64,7 +64,7 @@ class FakeEngines:
     def __post_init__(self) -> None:
         self.held = [{} for _ in range(self.world_size)]
 
-    def submit(self, rank: int, method: str, command: EngineCommand) -> FakeCall:
+    def submit(self, rank: int, method: str, command: EngineCommand, deadline: float | None = None) -> FakeCall:
         assert method == "advance"
         assert not any(call.rank == rank for call in self.calls), "one turn at a time"
         call = FakeCall(rank, method, command, lambda: self._advance(call))

@@ -48,7 +48,7 @@ class TokenEngines:
     def __post_init__(self) -> None:
         self._held: list[dict[str, _Request]] = [{} for _ in range(self.world_size)]
 
-    def submit(self, rank: int, method: str, command: EngineCommand) -> FakeCall:
+    def submit(self, rank: int, method: str, command: EngineCommand, deadline: float | None = None) -> FakeCall:
         assert method == "advance"
         assert not any(call.rank == rank for call in self.calls), "one turn at a time"
         call = FakeCall(rank, method, command, lambda: self._advance(call))

@@ -52,7 +52,7 @@ class LocalCluster:
         self.dead: set[int] = set()
         self.turns = [0] * world_size
 
-    def submit(self, rank: int, method: str, command: Any) -> LocalCall:
+    def submit(self, rank: int, method: str, command: Any, deadline: float | None = None) -> LocalCall:
         call = LocalCall(rank, self._threads[rank].submit(self._turn, rank, method, command))
         return call
 

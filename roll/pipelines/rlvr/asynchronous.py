@@ -77,6 +77,11 @@ class AsyncRolloutPhase(RolloutPhase):
         self.num_drawn = self._flow.next_order
         return super().state_dict() | {"ahead": ahead}
 
+    def state_between_steps(self) -> dict[str, Any]:
+        """As :meth:`state_dict`, without a word to the engines: their samples begin anew."""
+        self.num_drawn = self._flow.next_order
+        return super().state_dict() | {"ahead": self._ahead.state_between_steps()}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._flow.next_order = self.num_drawn

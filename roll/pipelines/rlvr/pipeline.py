@@ -51,6 +51,7 @@ class RLVRPipeline:
         with self.frame.running() as resources:
             self.start(resources)
             first_step = self.restore()
+            self.frame.save_when_interrupted(self.state_between_steps, self.save_abandoned)
             for step in self.frame.steps(first_step, self.config.max_steps):
                 self.train_one_step(step)
             self.finish()
@@ -79,21 +80,23 @@ class RLVRPipeline:
         self.weight_sync = WeightSync(self.clusters.actor_train, self.clusters.actor_infer, options)
 
     def train_one_step(self, step: int) -> None:
-        """The algorithm."""
-        self.update_engines(step)
-        beside = self.plan.validates_beside_training
-        if self.is_validation_due(step) and not beside:
-            self.validate(step)
-        batch = self.generate(step)
-        with self.validating(step) if self.is_validation_due(step) and beside else nullcontext():
-            self.look_at(batch)
-            with self.frame.phase("adv"):
-                self.frame.record(self.scoring(batch))
+        """The algorithm. Until the models learn a signal may end it: the step is done again when the run goes on."""
+        beside = self.plan.validates_beside_training and self.is_validation_due(step)
+        with self.frame.interruptible():
+            self.update_engines(step)
+            if self.is_validation_due(step) and not beside:
+                self.validate(step)
+            batch = self.generate(step)
+        with self.validating(step) if beside else nullcontext():
+            with self.frame.interruptible():
+                self.look_at(batch)
+                with self.frame.phase("adv"):
+                    self.frame.record(self.scoring(batch))
             self.learn(batch, step)
         self.frame.record(self.residency.metrics())
         self.frame.end_step(step)
         if self.frame.is_save_due(step):
-            self.save(step + 1)
+            self.save(step + 1, self.state_dict())
 
     def update_engines(self, version: int) -> None:
         """Give the engines the trainer's weights."""
@@ -201,10 +204,22 @@ class RLVRPipeline:
             export_model(self.clusters.actor_train, self.data.tokenizer, self.plan.output_dir / "model")
         self.frame.finish(self.config.max_steps)
 
-    def save(self, step: int) -> None:
-        """A checkpoint after ``step`` steps."""
+    def save_abandoned(self, step: int, state: dict[str, Any]) -> None:
+        """A checkpoint after ``step`` steps, in a later one that was left before it changed a model. What its engines
+        have begun is lost, and with them gone their devices are free."""
+        engines = [self.clusters.actor_infer, *self.clusters.judge_engines.values()]
+        engines += [self.clusters.reward_model] if self.clusters.reward_model is not None else []
+        for cluster in engines:
+            cluster.shutdown(graceful=False)
+            self.residency.dismiss(cluster.name)
+        for cluster in self.clusters.computing():
+            cluster.meanwhile = None
+        self.save(step, state)
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """A checkpoint after ``step`` steps, with what the driver must remember."""
         writers = [cluster for cluster in (self.clusters.actor_train, self.clusters.critic) if cluster is not None]
-        with self.frame.writing_checkpoint(step, self.state_dict(), writers) as path:
+        with self.frame.writing_checkpoint(step, state, writers) as path:
             self.residency.bring({"actor_train": TRAINING})
             self.clusters.actor_train.save_checkpoint(str(path / "actor_train"))
             if self.clusters.critic is not None:
@@ -227,6 +242,10 @@ class RLVRPipeline:
     def state_dict(self) -> dict[str, Any]:
         """What the driver must remember: plain JSON values."""
         return {"rollout": self.rollout.state_dict(), "scoring": self.scoring.state_dict()}
+
+    def state_between_steps(self) -> dict[str, Any]:
+        """As :meth:`state_dict`, engines left in peace: what they have begun is begun anew."""
+        return {"rollout": self.rollout.state_between_steps(), "scoring": self.scoring.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rollout.load_state_dict(state["rollout"])

@@ -44,7 +44,13 @@ class RolloutPhase:
         # A new process would load its model while others have the device, and threads would not wait for it.
         may_restart = not plan.roles["actor_infer"].colocated_with and (role.max_concurrency or 1) == 1
         max_restarts = role.max_restarts if may_restart else 0
-        self._engines = EnginePool(clusters.actor_infer, limit, router=router, max_restarts=max_restarts)
+        self._engines = EnginePool(
+            clusters.actor_infer,
+            limit,
+            router=router,
+            max_restarts=max_restarts,
+            turn_timeout=min(role.engine_timeout, config.rpc_timeout),
+        )
         scorer = model_scorer(config, plan, clusters)
         self._rewards = RewardRouter(clusters.rewards, scorer)
         self._validation_rewards = RewardRouter(clusters.rewards, scorer)
@@ -170,6 +176,10 @@ class RolloutPhase:
         """Plain JSON values."""
         return {"num_drawn": self.num_drawn, "sampler": self._data.sampler.state_dict()}
 
+    def state_between_steps(self) -> dict[str, Any]:
+        """As :meth:`state_dict`, without a word to the engines."""
+        return self.state_dict()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_drawn = int(state["num_drawn"])
         self._data.sampler.load_state_dict(state["sampler"])
@@ -184,7 +194,7 @@ def model_scorer(config: RLVRConfig, plan: RLVRPlan, clusters: Clusters) -> Mode
 
 
 def _loss_metrics(engines: EnginePool) -> Metrics:
-    """Engines that died, and requests that others took over, since the run began (or was continued)."""
+    """Engines that were lost, and requests that others took over, since the run began (or was continued)."""
     return {
         "scheduler/engines": Mean(engines.num_engines),
         "scheduler/engine_deaths": Mean(engines.num_deaths),

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import httpx2
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_random_exponential
 
+from roll.config.masking import masked_text, register_secrets
 from roll.rewards.http.loop_thread import LoopThread
 
 logger = logging.getLogger(__name__)
@@ -102,6 +103,7 @@ class JsonClient:
         self._url = url
         self._settings = settings
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        register_secrets({"api_key": api_key})
         self._thread = LoopThread(f"http client of {url}")
         self._client: httpx2.AsyncClient | None = None
 
@@ -140,10 +142,10 @@ class JsonClient:
             except TimeoutError:
                 last = f"; before that: {state.last_error}" if state.last_error else ""
                 message = f"timeout: no answer within {settings.total_timeout:g} s ({state.tries} tries{last})"
-                return Reply(error=message, tries=state.tries)
+                return Reply(error=masked_text(message), tries=state.tries)
             except ServiceError as error:
                 tries = f" ({state.tries} tries)" if state.tries > 1 else ""
-                return Reply(error=f"{error}{tries}", tries=state.tries)
+                return Reply(error=masked_text(f"{error}{tries}"), tries=state.tries)
         return Reply(answer, tries=state.tries)
 
     async def _try_repeatedly(self, body: Any, state: _Progress) -> Any:
@@ -180,13 +182,13 @@ class JsonClient:
         except httpx2.TransportError as error:
             raise ServiceError(f"{self._url}: {type(error).__name__}: {error}", is_transient=True) from error
         if response.status_code != 200:
-            text = " ".join(response.text.split())[:SHOWN_BODY]
+            text = shown_body(response.text)
             message = f"{self._url}: status {response.status_code}: {text}"
             raise ServiceError(message, response.status_code in RETRIED_STATUS, retry_after(response))
         try:
             return response.json()
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            text = " ".join(response.text.split())[:SHOWN_BODY]
+            text = shown_body(response.text)
             raise ServiceError(f"{self._url}: the answer is not JSON: {text!r}", is_transient=True) from error
 
 
@@ -201,6 +203,11 @@ class _Progress:
         error = state.outcome.exception() if state.outcome is not None else None
         self.last_error = str(error)
         logger.debug("try %d failed: %s", self.tries, error)
+
+
+def shown_body(text: str) -> str:
+    """The beginning of an error's body. Services quote the key that they refuse: masked before anything is cut."""
+    return masked_text(" ".join(text[: 4 * SHOWN_BODY].split()))[:SHOWN_BODY]
 
 
 def retry_after(response: httpx2.Response) -> float | None:

@@ -1,0 +1,147 @@
+"""A small process that outlives the driver, to tidy up after it and to speak for it.
+
+Ray ends a driver whose node daemon has died on the spot; the kernel ends one that wants too much memory; and a second
+Ctrl-C ends it at once. None of them leaves the driver time to end its processes, to say what happened, or to draw its
+curves. The guard waits for the driver's end at a pipe. Closed without a farewell, it ends what is left of the run,
+writes what the driver has left with it to standard error and into the run's log, and runs the command that it was given
+for this case.
+
+Needs the standard library only; started as ``python -m roll.distributed.guard``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from roll.distributed.processes import end_run, is_alive
+
+_FAREWELL_SECONDS = 5.0
+_COMMAND_SECONDS = 60.0
+
+
+class Guard:
+    """The driver's end of the pipe.
+
+    Args:
+        mark: of the run's processes.
+        folder: of the run's own Ray, removed after a hard end; None: it uses somebody else's.
+    """
+
+    def __init__(self, mark: str, folder: Path | None) -> None:
+        root = str(Path(__file__).parents[2])
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "roll.distributed.guard"],
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,  # Ctrl-C and hang-ups are for the driver
+        )
+        self.tell({"mark": mark, "folder": str(folder) if folder is not None else None, "driver": os.getpid()})
+
+    def tell(self, facts: Mapping[str, Any]) -> None:
+        """Leave something with the guard, in place of what it had under the same name.
+
+        ``daemons``: pids of Ray's, by name. ``cause``: why the driver would end now. ``account``: where the run
+        stands, and how to go on. ``log``: the file that both are appended to. ``command``: what to run at the end.
+        """
+        pipe = self._pipe
+        with suppress(OSError, ValueError):  # the guard was killed: the run does without it
+            pipe.write(json.dumps(dict(facts)) + "\n")
+            pipe.flush()
+
+    def dismiss(self) -> None:
+        """The driver ends in good order."""
+        self.tell({"done": True})
+        with suppress(OSError):
+            self._pipe.close()
+        try:
+            self._process.wait(_FAREWELL_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def _pipe(self) -> IO[str]:
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+
+def main() -> None:
+    """Wait for the driver's end."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    facts: dict[str, Any] = {}
+    for line in _lines(facts):
+        with suppress(json.JSONDecodeError):  # cut short by the driver's end
+            facts.update(json.loads(line))
+    if "mark" in facts and not facts.get("done"):
+        _succeed(facts)
+
+
+def _lines(facts: dict[str, Any]) -> Iterator[str]:
+    """What the driver says, until it ends. A daemon that ends before it is noted as the cause."""
+    poll = select.poll()
+    watched: dict[int, str] = {}
+    poll.register(0, select.POLLIN | select.POLLHUP)
+    rest = b""
+    while True:
+        for name, pid in facts.pop("daemons", {}).items():
+            with suppress(OSError, AttributeError):  # gone already, or a system without pidfd
+                descriptor = os.pidfd_open(pid)
+                watched[descriptor] = name
+                poll.register(descriptor, select.POLLIN)
+        ready = [descriptor for descriptor, _ in poll.poll()]
+        ended = [watched.pop(descriptor) for descriptor in ready if descriptor in watched]
+        for descriptor in ready:
+            if descriptor:
+                poll.unregister(descriptor)
+        # The driver's own end takes all of them along, at once.
+        if ended and 0 not in ready and (watched or is_alive(facts["driver"])):
+            facts.setdefault("cause", f"Ray's {ended[0]} ended, and the run with it")
+        if 0 in ready:
+            heard = os.read(0, 1 << 16)
+            if not heard:
+                return
+            *whole, rest = (rest + heard).split(b"\n")
+            yield from (line.decode(errors="replace") for line in whole)
+
+
+def _succeed(facts: Mapping[str, Any]) -> None:
+    folder = Path(facts["folder"]) if facts.get("folder") else None
+    end_run(str(facts["mark"]), folder, patience=0.5)
+    if folder is not None:
+        shutil.rmtree(folder.parent, ignore_errors=True)
+    cause = facts.get("cause") or f"the run's process (pid {facts['driver']}) ended without a word"
+    _speak(f"{cause}\n{facts.get('account', '')}".rstrip(), facts.get("log"))
+    if facts.get("command"):
+        with suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run(facts["command"], stdout=2, timeout=_COMMAND_SECONDS, check=False)
+
+
+def _speak(text: str, log: str | None) -> None:
+    """To standard error, which is given up then: whoever reads it need not wait for the rest."""
+    with suppress(OSError):  # the terminal is gone
+        os.write(2, f"{text}\n".encode())
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    if log:
+        with suppress(OSError), Path(log).open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} ERROR roll.guard: {text}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""What is hidden in configurations and texts, and what is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from roll.config.errors import Problem
+from roll.config.masking import MASK, is_secret, masked, masked_text, register_secrets
+
+SECRET = "s3cr3t-value"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "judge_api_key",
+        "WANDB_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "x-api-key",
+        "apiKey",
+        "hf_token",
+        "accessToken",
+        "GITHUB_PAT",
+        "PGPASSWORD",
+        "DB_PASS",
+        "password",
+        "client_secret",
+        "credentials",
+        "Authorization",
+        "Cookie",
+    ],
+)
+def test_names_of_secrets(name: str) -> None:
+    assert is_secret(name)
+    assert masked({"outer": [{name: SECRET}]}) == {"outer": [{name: MASK}]}
+    assert SECRET not in str(Problem(f"rewards.{name}", SECRET, "must be something else"))
+
+
+@pytest.mark.parametrize(
+    "name", ["prompt_key", "max_new_tokens", "top_k", "pass_k", "stop_token_ids", "path", "keep_local_file", "tokens"]
+)
+def test_names_of_other_things(name: str) -> None:
+    assert not is_secret(name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"https://user:{SECRET}@host/path",
+        f"postgresql://user:{SECRET}@host/db",
+        f"https://host/score?x=1&token={SECRET}&y=2",
+        f"https://host/score?key={SECRET}",
+        f"Authorization: Bearer {SECRET}",
+        f"{{'Authorization': 'Bearer {SECRET}'}}",
+        f"-H 'x-api-key: {SECRET}'",
+        f"PGPASSWORD={SECRET} psql",
+        f'{{"api_key": "{SECRET}"}}',
+        f"['--token', '{SECRET}']",
+        f"judge_api_key: {SECRET}",
+        "Incorrect API key provided: sk-abcdefghijklmnopqrst",
+        "https://ghp_abcdefghijklmnopqrstuvwxyz0123@github.com/a/b",
+        "hf_abcdefghijklmnopqrstuvwx",
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dozjgNryP4J3jVmNHl0w",
+    ],
+)
+def test_secrets_in_texts(text: str) -> None:
+    hidden = masked_text(text)
+    assert MASK in hidden
+    assert SECRET not in hidden
+    assert "abcdefghijklmnop" not in hidden
+    assert masked_text(hidden) == hidden
+    assert masked({"note": [text]}) == {"note": [hidden]}, "under whatever name"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "unexpected token: foo",
+        "sorted(rows, key=len)",
+        "max_new_tokens=5 prompt_key=problem top_k=3",
+        "step 3  actor/pg_loss=0.0123 token/response_length/mean=12",
+        "git@github.com:a/b and http://127.0.0.1:8000/v1",
+    ],
+)
+def test_other_texts_stay(text: str) -> None:
+    assert masked_text(text) == text
+
+
+def test_values_that_were_met_under_a_secret_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVICE_PAT", "from-the-environment")
+    register_secrets({"rewards": {"judge": {"judge_api_key": "given-in-1-file"}}, "sort_key": "solution"})
+    text = "the service said: from-the-environment and given-in-1-file are wrong for the solution"
+    assert masked_text(text) == f"the service said: {MASK} and {MASK} are wrong for the solution"
