@@ -44,6 +44,10 @@ class SourceFile:
             key in lines for _, lines in self._files
         )
 
+    def files(self) -> list[Path]:
+        """The file and those that its ``defaults`` name, as far as they can be read."""
+        return list(dict.fromkeys([self.file, *(file for file, _ in self._files)]))
+
     @cached_property
     def _files(self) -> list[tuple[Path, dict[str, int]]]:
         return list(_read_files(self.file, "", set()))
