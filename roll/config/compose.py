@@ -16,7 +16,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -35,6 +35,7 @@ COMPOSITION_ERRORS = (
     AttributeError,
     AssertionError,
     RecursionError,
+    OSError,
 )
 """What hydra and OmegaConf raise on trees that they cannot make sense of: their own errors, and plain ones."""
 
@@ -66,11 +67,15 @@ def compose_file(file: Path, overrides: Sequence[str], problems: Problems) -> Co
             config = compose(config_name=file.stem, overrides=words)
         names = frozenset(name for _, raw in _interpolations(config, "") for name in re.findall(r"\$\{\s*(\w+)", raw))
         return Composed(_resolve(config, problems), source, names)
+    except MissingConfigException as error:
+        rule = f"there is no {error.missing_cfg_file}.yaml in {file.parent} or in a folder named there"
+        problems.add("defaults", error.missing_cfg_file, rule)
+        return Composed({}, source)
     except yaml.YAMLError as error:
         problems.add("(YAML)", *yaml_problem(error, file))
         return Composed({}, source)
     except COMPOSITION_ERRORS as error:
-        problems.missing("(composition)", _first_lines(error) or type(error).__name__)
+        problems.missing("(composition)", _first_lines(error) or str(error.__cause__ or type(error).__name__))
         return Composed({}, source)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from roll.config.yaml_files import compose_nodes
+
 COMMAND_LINE = "command line"
 
 
@@ -65,8 +67,10 @@ def _read_files(file: Path, prefix: str, seen: set[Path]) -> Iterator[tuple[Path
         return
     seen.add(file)
     try:
-        root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError):
+        root = compose_nodes(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, OSError):
+        # The file is there all the same: what is wrong with it is told elsewhere.
+        yield file, {}
         return
     lines: dict[str, int] = {}
     if isinstance(root, yaml.MappingNode):
