@@ -109,6 +109,17 @@ REWARDS = (
 )
 """Short names of the rewards that run today."""
 
+TRUTH_REWARDS = (
+    "gsm8k_rule",
+    "math_rule",
+    "multiple_choice",
+    "exact_match",
+    "f1",
+    "detection",
+    "crossthinkqa",
+)
+"""Rewards that cannot score a row without ``ground_truth``."""
+
 PUBLISHED_REWARDS = {
     "CodeSandboxRewardWorker": "code_sandbox",
     "LLMJudgeRewardWorker": "llm_judge",
