@@ -40,6 +40,7 @@ class Refusal:
     pattern: str
     feature: str
     instead: Any = None
+    """A value that loads; None where the file is for a model that this version does not train, whatever stands here."""
     applies: Test = is_set
     except_under: tuple[str, ...] = ()
     """Strategies (by the beginning of their name) that deal with the key themselves."""
@@ -56,7 +57,6 @@ REFUSALS = (
     Refusal("router_args.router_name", "this router", "~", one_of("EnvAffinityRouter", "SglangRouter")),
     Refusal("kl_penalty", "KL over the whole vocabulary", "k1", one_of("full")),
     Refusal("kl_loss_type", "KL over the whole vocabulary", "k3", one_of("full")),
-    Refusal("rollout_mock.enable", "recorded rollouts", False),
     Refusal("transfer_backend.backend_name", "another transfer backend", "~"),
     Refusal("profiler_timeline", "profiler timelines", False),
     Refusal("profiler_memory", "memory snapshots", False),
@@ -74,7 +74,7 @@ REFUSALS = (
     Refusal("**.mtp_training_mode", "multi-token prediction", "disabled", other_than("disabled")),
     Refusal("**.model_args.ulysses_size", "context parallelism", 1, above(1), except_under=("deepspeed_", "fsdp")),
     Refusal("**.model_args.num_labels", "classification heads", 1, above(1)),
-    Refusal("**.model_args.moe_aux_loss_coef", "mixture-of-experts training", "~"),
+    Refusal("**.model_args.moe_aux_loss_coef", "mixture-of-experts training"),
     *(
         Refusal(f"{role}.model_args.model_type", f"{CLASSIFIER} but for reward_model", "~", one_of(CLASSIFIER))
         for role in ("actor_*", "reference", "critic", "validation", "sft_train", "student_*")
@@ -84,16 +84,16 @@ REFUSALS = (
     ),
     Refusal("critic.model_args.dtype", "fp16 training under DeepSpeed", "bf16", one_of("fp16"), under="deepspeed_"),
     Refusal("sft_train.model_args.dtype", "fp16 training under DeepSpeed", "bf16", one_of("fp16"), under="deepspeed_"),
-    Refusal("**.strategy_config.ep_size", "expert parallelism", 1, above(1)),
-    Refusal("**.strategy_config.expert_model_parallel_size", "expert parallelism", 1, above(1)),
-    Refusal("**.strategy_config.expert_tensor_parallel_size", "expert parallelism", "~", above(1)),
+    Refusal("**.strategy_config.ep_size", "expert parallelism", applies=above(1)),
+    Refusal("**.strategy_config.expert_model_parallel_size", "expert parallelism", applies=above(1)),
+    Refusal("**.strategy_config.expert_tensor_parallel_size", "expert parallelism", applies=above(1)),
     Refusal("**.strategy_config.mtp_num_layers", "multi-token prediction", "~"),
     Refusal("**.strategy_config.fp8", "fp8 computation", "~"),
     Refusal("**.strategy_config.optimizer_cpu_offload", "optimizer states in host memory under Megatron", False),
-    Refusal("**.strategy_config.efsdp_size", "expert parallelism", "~"),
-    Refusal("**.strategy_config.apply_expert_patch", "mixture-of-experts training", False),
-    Refusal("**.strategy_config.moe_use_grouped_mm", "mixture-of-experts training", False),
-    Refusal("**.strategy_config.wrap_policy.moe_experts", "mixture-of-experts training", "~"),
+    Refusal("**.strategy_config.efsdp_size", "expert parallelism", applies=above(1)),
+    Refusal("**.strategy_config.apply_expert_patch", "mixture-of-experts training"),
+    Refusal("**.strategy_config.moe_use_grouped_mm", "mixture-of-experts training"),
+    Refusal("**.strategy_config.wrap_policy.moe_experts", "mixture-of-experts training"),
     Refusal(
         "**.strategy_config.tp_size",
         "tensor parallelism in training but by megatron_train (tensor_model_parallel_size)",
@@ -102,12 +102,12 @@ REFUSALS = (
         except_under=("sglang",),
     ),
     Refusal("**.generating_args.num_beams", "beam search", 1, above(1)),
-    Refusal("**.data_args.image_folder", "vision-language models", "~"),
-    Refusal("**.data_args.video_folder", "vision-language models", "~"),
-    Refusal("**.data_args.audio_folder", "audio models", "~"),
-    Refusal("**.data_args.image_m*_pixels", "vision-language models", "~"),
-    Refusal("**.data_args.video_*_pixels", "vision-language models", "~"),
-    Refusal("**.data_args.custom_data_kwargs_func", "vision-language models", "~"),
+    Refusal("**.data_args.image_folder", "vision-language models"),
+    Refusal("**.data_args.video_folder", "vision-language models"),
+    Refusal("**.data_args.audio_folder", "audio models"),
+    Refusal("**.data_args.image_m*_pixels", "vision-language models"),
+    Refusal("**.data_args.video_*_pixels", "vision-language models"),
+    Refusal("**.data_args.custom_data_kwargs_func", "vision-language models"),
 )
 _COMPILED = tuple((refusal, refusal.regex) for refusal in REFUSALS)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import gcd
+from math import gcd, isqrt
 
 from roll.config.plan import TrainingPlan
 from roll.config.wording import count
@@ -41,7 +41,10 @@ def working_values(plan: TrainingPlan, prompts: int, group_size: int, section: s
 
 
 def divisors(number: int) -> list[int]:
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0] if number > 0 else []
+    """All of them, in order; of 0 and below none."""
+    small = [candidate for candidate in range(1, isqrt(max(0, number)) + 1) if number % candidate == 0]
+    large = [number // candidate for candidate in reversed(small)]
+    return small + large[1 if small and small[-1] == large[0] else 0 :]
 
 
 def nearest(wanted: int, candidates: list[int]) -> int | None:

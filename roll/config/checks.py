@@ -5,12 +5,12 @@ A check is silent about keys that were wrong by themselves already, so that one 
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from roll.config.checks_model import check_model
 from roll.config.data_files import name_problem
 from roll.config.deepspeed import check_deepspeed
 from roll.config.errors import Problems
@@ -19,13 +19,11 @@ from roll.config.judges import section_of
 from roll.config.lora import check_lora
 from roll.config.megatron import check_megatron
 from roll.config.micro_batching import check_micro_batching
-from roll.config.names import TEMPLATE_ENDINGS
+from roll.config.names import TEMPLATE_ENDINGS, UNPUBLISHED_TRACKERS
 from roll.config.planning import (
     devices_per_worker,
     lengths,
-    model_path,
     model_roles,
-    reward_pretrain,
     world_size,
 )
 from roll.config.planning_validation import Written
@@ -104,13 +102,14 @@ def check_roles(config: RLVRConfig | SFTConfig, checks: Checks) -> dict[str, Str
         name = section_of(role_name)
         check_devices(name, role, checks)
         options = check_strategy(name, role, checks)
-        check_model(config, role_name, role, checks)
+        check_model(config, role_name, role, options, checks)
         check_lora(name, role, task_of(name, role)[1] is TRAIN_STRATEGIES, isinstance(config, RLVRConfig), checks)
         if options is not None:
             strategies[name] = options
             check_strategy_fit(name, role, options, checks)
             check_rows(config, name, role, checks)
     check_nodes(config, checks)
+    note_tracker(config, checks)
     return strategies
 
 
@@ -123,11 +122,11 @@ def check_devices(name: str, role: WorkerConfig, checks: Checks) -> None:
     if task_of(name, role)[1] is not GENERATION_STRATEGIES and per_worker != 1:
         checks.add(f"{name}.num_gpus_per_worker", per_worker, "must be 1: every device is a rank of its own here", 1)
         return
-    if len(devices) % per_worker:
+    size = devices_per_worker(role)
+    if len(devices) % size and size == per_worker:
         rule = f"must divide the {len(devices)} devices of device_mapping"
         checks.add(f"{name}.num_gpus_per_worker", per_worker, rule, 1)
-    elif len(devices) % devices_per_worker(role):
-        size = devices_per_worker(role)
+    elif len(devices) % size:
         rule = f"must be a multiple of {size} devices: strategy_config makes engines of {size} ranks"
         checks.add(key, devices, rule, f"list(range(0, {size * max(1, len(devices) // size)}))")
     if role.world_size is not None and role.world_size != world_size(role):
@@ -195,16 +194,6 @@ def check_ulysses(name: str, role: WorkerConfig, checks: Checks) -> None:
         checks.add(f"{name}.model_args.ulysses_size", size, rule, best)
 
 
-def check_heads(name: str, role: WorkerConfig, path: str | None, checks: Checks) -> None:
-    """Attention heads of the model against the ranks that share them, where the model lies in a local folder."""
-    heads, size = model_number(path, "num_attention_heads"), role.model_args.ulysses_size
-    is_used = role.strategy_args.strategy_name.startswith("fsdp") and size > 1
-    if is_used and heads is not None and heads % size:
-        best = max(number for number in range(1, size) if heads % number == 0)
-        rule = f"must divide the model's {heads} attention heads ({path})"
-        checks.add(f"{name}.model_args.ulysses_size", size, rule, best)
-
-
 def check_rows(config: RLVRConfig | SFTConfig, name: str, role: WorkerConfig, checks: Checks) -> None:
     """How rows form micro-batches, against the longest of them."""
     if task_of(name, role)[1] is GENERATION_STRATEGIES or checks.broken(
@@ -216,48 +205,6 @@ def check_rows(config: RLVRConfig | SFTConfig, name: str, role: WorkerConfig, ch
     rows = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
     trains = task_of(name, role)[1] is TRAIN_STRATEGIES
     check_micro_batching(name, role, longest, rows if trains else None, checks.problems)
-
-
-def check_model(config: RLVRConfig | SFTConfig, name: str, role: WorkerConfig, checks: Checks) -> None:
-    path = model_path(config, name, role)
-    own = role.model_args.model_name_or_path is not None
-    shared = "reward_pretrain" if reward_pretrain(config, name) else "pretrain"
-    key = f"{section_of(name)}.model_args.model_name_or_path" if own else shared
-    if path is None:
-        checks.missing("pretrain", "is needed: the folder or hub name of the model to start from", "Qwen/Qwen2.5-0.5B")
-    elif checks.check_files and looks_like_folder(path):
-        folder = Path(path).expanduser()
-        if not folder.is_dir():
-            checks.add(key, path, "no such folder")
-        elif not (folder / "config.json").is_file():
-            checks.add(key, path, "is not a model folder: it has no config.json")
-        else:
-            check_heads(name, role, path, checks)
-
-
-def model_number(path: str | None, key: str) -> int | None:
-    """An entry such as ``max_position_embeddings`` of the ``config.json`` of a model in a local folder."""
-    file = Path(path or "").expanduser() / "config.json"
-    if path is None or not file.is_file():
-        return None
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        return None
-    number = config.get(key) if isinstance(config, dict) else None
-    return number if isinstance(number, int) else None
-
-
-def note_positions(key: str, path: str | None, length: int, checks: Checks) -> None:
-    """A sequence longer than what the model was made for."""
-    positions = model_number(path, "max_position_embeddings")
-    if positions is not None and length > positions:
-        checks.note(key, f"sequences of {length} tokens are longer than the model's {positions} positions ({path})")
-
-
-def looks_like_folder(path: str) -> bool:
-    """A path rather than a hub name (``name`` or ``owner/name``), or something that exists."""
-    return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or Path(path).exists()
 
 
 def check_data_files(key: str, arguments: DataArguments, checks: Checks) -> None:
@@ -282,6 +229,14 @@ def check_template_file(key: str, template: str | None, checks: Checks) -> None:
         return
     if not Path(template).expanduser().is_file():
         checks.add(key, template, f"no such file (relative names start from {Path.cwd()})")
+
+
+def note_tracker(config: RLVRConfig | SFTConfig, checks: Checks) -> None:
+    """A tracker that is not public, and what takes its place."""
+    names = [config.track_with] if isinstance(config.track_with, str) else config.track_with
+    for name in names:
+        if name in UNPUBLISHED_TRACKERS:
+            checks.note("track_with", f"{name} is not public: metrics go to {UNPUBLISHED_TRACKERS[name]}")
 
 
 def check_columns(key: str, arguments: DataArguments, checks: Checks) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from roll.config.batch import explain_indivisible, working_values
 from roll.config.checks import (
@@ -14,22 +15,24 @@ from roll.config.checks import (
     check_schedule,
     check_template_file,
     note_engine_length,
-    note_positions,
 )
 from roll.config.checks_algorithm import check_algorithm
 from roll.config.checks_async import check_async
 from roll.config.checks_judges import check_judges
+from roll.config.checks_model import note_positions
 from roll.config.checks_rewards import check_rewards
 from roll.config.checks_validation import check_validation, longest_in_validation
 from roll.config.lora import uses_lora
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.planning import (
+    is_async,
     lengths,
     model_path,
     needs_critic,
     needs_reference,
     reference_is_actor,
     rlvr_training_plans,
+    rollout_file,
 )
 from roll.config.rlvr import RLVRConfig
 from roll.config.schema import closest
@@ -57,6 +60,25 @@ def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
     note_sampling(config, checks)
     check_weight_sync(config, checks)
     check_resume(config, checks)
+    check_recorded_rollouts(config, checks)
+
+
+def check_recorded_rollouts(config: RLVRConfig, checks: Checks) -> None:
+    """``rollout_mock`` has its files, and a step to each of them."""
+    section = config.rollout_mock
+    if not section.enable:
+        return
+    if section.mode == "mock" and is_async(config):
+        rule = "must be 0 with rollout_mock.mode: mock, which generates nothing that could run ahead"
+        checks.add("async_generation_ratio", config.async_generation_ratio, rule, 0)
+    if section.mode == "mock" and section.dump_dir is None:
+        rule = "is needed with mode: mock: the folder that a run with mode: dump has written"
+        checks.missing("rollout_mock.dump_dir", rule, "./output/first/rollouts")
+    elif section.mode == "mock" and section.dump_dir is not None and checks.check_files:
+        first = rollout_file(Path(section.dump_dir).expanduser(), 0)
+        if not first.is_file() and not config.resume_from_checkpoint:
+            rule = f"holds no {first.name}: a run with mode: dump writes it"
+            checks.add("rollout_mock.dump_dir", section.dump_dir, rule)
 
 
 def check_needed_roles(config: RLVRConfig, checks: Checks) -> None:
@@ -161,7 +183,7 @@ def check_templates(config: RLVRConfig, checks: Checks) -> None:
 
 
 def check_shares(config: RLVRConfig, checks: Checks) -> None:
-    """``domain_interleave_probs`` name the reward domains and sum to 1."""
+    """``domain_interleave_probs`` name the reward domains; the sampler divides them by their sum."""
     shares, key = config.actor_train.data_args.domain_interleave_probs, "actor_train.data_args.domain_interleave_probs"
     if not shares or not config.rewards:
         return
@@ -174,9 +196,11 @@ def check_shares(config: RLVRConfig, checks: Checks) -> None:
         elif share < 0:
             checks.add(f"{key}.{domain}", share, "must be at least 0", 0.5)
     total = math.fsum(shares.values())
-    if not checks.broken(key) and abs(total - 1.0) > PROBABILITY_TOLERANCE:
-        works = {domain: round(share / total, 4) for domain, share in shares.items()} if total > 0 else None
-        checks.add(key, shares, f"must sum to 1, not {total:g}", works)
+    if not checks.broken(key) and total <= 0:
+        checks.add(key, shares, "no domain has a share above 0")
+    elif not checks.broken(key) and abs(total - 1.0) > PROBABILITY_TOLERANCE:
+        taken = ", ".join(f"{domain} {share / total:.4g}" for domain, share in shares.items())
+        checks.note(key, f"sum to {total:g}, so they are taken as {taken}")
     for domain in config.rewards:
         if domain not in shares:
             checks.note(key, f"has no share for {domain}: its rows are never asked")

@@ -9,8 +9,8 @@ from roll.config.checks import (
     check_resume,
     check_roles,
     check_schedule,
-    note_positions,
 )
+from roll.config.checks_model import note_positions
 from roll.config.planning import model_path
 from roll.config.sft import SFTConfig
 

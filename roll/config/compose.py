@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,28 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from roll.config.errors import Problems
 from roll.config.schema import closest
 from roll.config.sources import SourceFile
+from roll.config.yaml_files import readable, yaml_problem
 
 OVERRIDE_RULE = "must be key=value (or +key=value, or ~key to take a key out)"
+COMPOSITION_ERRORS = (
+    HydraException,
+    OmegaConfBaseException,
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    AssertionError,
+    RecursionError,
+    OSError,
+)
+"""What hydra and OmegaConf raise on trees that they cannot make sense of: their own errors, and plain ones."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,9 @@ def compose_file(file: Path, overrides: Sequence[str], problems: Problems) -> Co
     """Compose ``file`` with its ``defaults`` and the overrides; mistakes go to ``problems``."""
     source = SourceFile(file)
     words = [word for word in (_hydra_word(text, file.parent, source, problems) for text in overrides) if word]
+    unreadable = [one for one in source.files() if not readable(one, problems)]
+    if unreadable:
+        return Composed({}, source)
     try:
         with (
             warnings.catch_warnings(),
@@ -49,20 +65,26 @@ def compose_file(file: Path, overrides: Sequence[str], problems: Problems) -> Co
             # A file without _self_ in its defaults is meant to override them, which is what hydra then does.
             warnings.filterwarnings("ignore", message=".*Defaults list is missing `_self_`")
             config = compose(config_name=file.stem, overrides=words)
+        names = frozenset(name for _, raw in _interpolations(config, "") for name in re.findall(r"\$\{\s*(\w+)", raw))
+        return Composed(_resolve(config, problems), source, names)
+    except MissingConfigException as error:
+        rule = f"there is no {error.missing_cfg_file}.yaml in {file.parent} or in a folder named there"
+        problems.add("defaults", error.missing_cfg_file, rule)
+        return Composed({}, source)
     except yaml.YAMLError as error:
-        problems.add(*_yaml_problem(error, file))
+        problems.add("(YAML)", *yaml_problem(error, file))
         return Composed({}, source)
-    except (HydraException, OmegaConfBaseException) as error:
-        problems.missing("(composition)", _first_lines(error))
+    except COMPOSITION_ERRORS as error:
+        problems.missing("(composition)", _first_lines(error) or str(error.__cause__ or type(error).__name__))
         return Composed({}, source)
-    names = frozenset(name for _, raw in _interpolations(config, "") for name in re.findall(r"\$\{\s*(\w+)", raw))
-    return Composed(_resolve(config, problems), source, names)
 
 
 def _hydra_word(text: str, folder: Path, source: SourceFile, problems: Problems) -> str | None:
     """The override as hydra takes it: a key that the file does not have is added, odd values are quoted."""
+    key, equals, value = text.partition("=")
+    text = f"{key.strip()}={value.strip()}" if equals else text.strip()
     override = parse_override(text)
-    if override is None:
+    if override is None or not KEY.fullmatch(override.key_or_group):
         problems.add("(command line)", text, OVERRIDE_RULE, "actor_train.training_args.learning_rate=1e-6")
         return None
     if override.is_sweep_override():
@@ -90,26 +112,24 @@ def parse_override(text: str) -> Override | None:
     return None
 
 
-def _yaml_problem(error: yaml.YAMLError, file: Path) -> tuple[str, Any, str]:
-    mark = getattr(error, "problem_mark", None)
-    place = f"line {mark.line + 1}, column {mark.column + 1}" if mark is not None else file.name
-    reason = getattr(error, "problem", None) or str(error)
-    return "(YAML)", place, f"is not valid YAML: {reason}"
-
-
 def _first_lines(error: Exception) -> str:
     return " ".join(line.strip() for line in str(error).strip().splitlines()[:4])
+
+
+KEY = re.compile(r"[^\s.\[\]=]+(\.[^\s.\[\]=]+|\[\d+\])*")
+"""Of an override: names with dots between them."""
 
 
 def _resolve(config: DictConfig, problems: Problems) -> dict[str, Any]:
     """Plain data; an interpolation that leads nowhere and a ``???`` left unset are mistakes and are left out."""
     broken = []
-    for path, raw in list(_interpolations(config, "")):
+    written = dict(_interpolations(config, ""))
+    for path, raw in written.items():
         try:
             OmegaConf.select(config, path, throw_on_resolution_failure=True)
-        except OmegaConfBaseException as error:
+        except (OmegaConfBaseException, RecursionError, ValueError, TypeError) as error:
             broken.append(path)
-            rule = _interpolation_rule(config, raw, error)
+            rule = _circle_rule(path, written) or _interpolation_rule(config, raw, error)
             if rule is not None:
                 problems.add(path, raw, rule)
     for path in broken:
@@ -148,6 +168,20 @@ def _interpolations(node: Any, prefix: str) -> Iterator[tuple[str, str]]:
             yield path, str(child._value())
         elif not child._is_none() and not child._is_missing():
             yield from _interpolations(child, f"{path}.")
+
+
+def _circle_rule(path: str, written: Mapping[str, str]) -> str | None:
+    """A key that refers to itself, perhaps by way of others."""
+    seen, queue = set(), [path]
+    while queue:
+        for name in re.findall(r"\$\{([\w.]+)\}", written.get(queue.pop(), "")):
+            if name == path or path.startswith(f"{name}."):
+                way = "" if name in written[path] else f", by way of {', '.join(sorted(seen))}"
+                return f"refers to itself{way}: write the value out in one place"
+            if name not in seen:
+                seen.add(name)
+                queue.append(name)
+    return None
 
 
 def _interpolation_rule(config: DictConfig, raw: str, error: Exception) -> str | None:

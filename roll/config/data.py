@@ -87,7 +87,8 @@ class DataArguments:
     dataset_type: str = setting("json", inert="the file's extension decides")
     """Accepted for older files."""
     domain_interleave_probs: dict[str, float] | None = None
-    """Share of each domain (a name under ``rewards``) in a rollout batch; the shares sum to 1. null: by data size."""
+    """Share of each domain (a name under ``rewards``) in a rollout batch; the shares are divided by their sum. null: by
+    data size."""
     interleave_probs: str | float | None = setting(None, inert="domain_interleave_probs decides")
     """Accepted for older files."""
     preprocessing_num_workers: int | None = setting(None, ge=1)

@@ -1,4 +1,4 @@
-"""``device_mapping``: a YAML list, or a string of list literals, ``list(range(...))`` and sums of those.
+"""``device_mapping``: a YAML list, or a string of list literals, ``list(range(...))``, ``list([...])`` and their sums.
 
 The string is parsed with :mod:`ast` and only these forms are read; nothing is ever evaluated.
 """
@@ -6,9 +6,10 @@ The string is parsed with :mod:`ast` and only these forms are read; nothing is e
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from typing import Any
 
-MAX_DEVICES = 1_000_000
+MAX_DEVICES = 65_536
 RULE = "must be a list of device ids such as [0, 1], or a string such as 'list(range(0, 8))' or '[0, 1] + [4, 5]'"
 
 
@@ -33,9 +34,10 @@ def parse_device_mapping(value: Any) -> list[int]:
             raise ValueError(f"device ids start at 0; {item} is negative")
     if not ids:
         raise ValueError("must name at least one device; leave the key out (or write ~) for a role without devices")
-    doubles = sorted({item for item in ids if ids.count(item) > 1}) if len(set(ids)) < len(ids) else []
+    _check_number(len(ids))
+    doubles = [item for item, times in Counter(ids).items() if times > 1]
     if doubles:
-        raise ValueError(f"names device {doubles[0]} more than once")
+        raise ValueError(f"names device {min(doubles)} more than once")
     return ids
 
 
@@ -53,13 +55,19 @@ def _read(node: ast.expr) -> list[Any]:
     while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         terms.append(node.right)
         node = node.left
-    return [item for term in (node, *reversed(terms)) for item in _read_term(term)]
+    ids: list[Any] = []
+    for term in (node, *reversed(terms)):
+        ids += _read_term(term)
+        _check_number(len(ids))
+    return ids
 
 
 def _read_term(node: ast.expr) -> list[int]:
     match node:
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_integer(item) for item in items]
+        case ast.Call(func=ast.Name(id="list"), args=[ast.List() | ast.Tuple() as inner], keywords=[]):
+            return _read_term(inner)
         case ast.Call(func=ast.Name(id="list"), args=[ast.Call() as inner], keywords=[]):
             return _read_range(inner)
         case ast.Call(func=ast.Name(id="range")):
@@ -77,9 +85,13 @@ def _read_range(node: ast.Call) -> list[int]:
     if len(bounds) == 3 and bounds[2] == 0:
         raise ValueError("the step of range() must not be 0")
     ids = range(*bounds)
-    if len(ids) > MAX_DEVICES:
-        raise ValueError(f"names {len(ids)} devices; at most {MAX_DEVICES} are allowed")
+    _check_number(max(0, -(-(ids.stop - ids.start) // ids.step)))
     return list(ids)
+
+
+def _check_number(number: int) -> None:
+    if number > MAX_DEVICES:
+        raise ValueError(f"names {number} devices; at most {MAX_DEVICES} are allowed")
 
 
 def _integer(node: ast.expr) -> int:

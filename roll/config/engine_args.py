@@ -1,13 +1,33 @@
-"""Arguments of a generation engine that a file passes through (``strategy_config.engine_args``)."""
+"""Arguments of a generation engine: its size, and what a file passes through (``strategy_config.engine_args``)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from roll.config.errors import Problems
+    from roll.config.roles import WorkerConfig
+
+SIZE_KEYS = {"vllm": ("tensor_parallel_size",), "sglang": ("tp_size", "tensor_parallel_size")}
+"""By strategy: the keys of an engine's tensor-parallel size."""
+
+
+def with_engine_size(role: WorkerConfig) -> WorkerConfig:
+    """The role with its engines' tensor-parallel size: as ``strategy_config`` says, else ``num_gpus_per_worker``, which
+    ROLL's files often give alone."""
+    arguments, keys = role.strategy_args, SIZE_KEYS.get(role.strategy_args.strategy_name)
+    options = arguments.strategy_config
+    if keys is None or any(options.get(key) is not None for key in keys):
+        return role
+    stages = options.get("pipeline_parallel_size") if arguments.strategy_name == "vllm" else 1
+    if not isinstance(stages, int) or stages < 1:
+        stages = 1
+    if role.num_gpus_per_worker == 1 or role.num_gpus_per_worker % stages:
+        return role
+    sized = {**options, keys[0]: role.num_gpus_per_worker // stages}
+    return replace(role, strategy_args=replace(arguments, strategy_config=sized))
 
 
 def check_engine_args(path: str, options: Any, decided: Mapping[str, str], problems: Problems) -> None:

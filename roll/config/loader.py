@@ -29,12 +29,20 @@ EXTENSION = ".yaml"
 PIPELINES: dict[str, type[RLVRConfig] | type[SFTConfig]] = {"rlvr": RLVRConfig, "sft": SFTConfig}
 MARKS = {
     "sft": ("sft_train",),
-    "agentic": ("train_env_manager", "val_env_manager", "custom_envs"),
-    "dpo": ("chosen_key", "rejected_key"),
-    "distill": ("student", "kd_objective", "distill_loss_weight"),
-    "rlvr": ("rewards", "actor_infer", "rollout_batch_size", "student_train"),
+    "agentic": ("train_env_manager", "val_env_manager", "custom_envs", "env_manager_cls", "max_actions_per_traj"),
+    "dpo": ("chosen_key", "rejected_key", "ipo"),
+    "distill": ("student", "kd_objective", "distill_loss_weight", "student_pretrain"),
+    "onpolicy_distill": ("student_train", "student_infer", "is_pure_opd", "use_opd", "pure_opd_pipeline_type"),
+    "rlvr": ("rewards", "actor_infer", "rollout_batch_size"),
 }
-"""Keys that tell which pipeline a file is for; the first pipeline with a match counts."""
+"""Keys that tell which pipeline a file is for; the first pipeline with one that is set counts."""
+MISSING_PIPELINES = {
+    "agentic": "agents in environments",
+    "dpo": "preference optimisation",
+    "distill": "distillation from recorded logits",
+    "onpolicy_distill": "on-policy distillation",
+}
+"""Pipelines of ROLL's files that are still to come, and what they do."""
 
 
 @dataclass(frozen=True)
@@ -144,16 +152,21 @@ def without_fragments(composed: Composed) -> dict[str, Any]:
 def detect_pipeline(data: Mapping[str, Any], expected: str | None, problems: Problems) -> str | None:
     """The pipeline that a file is for: its ``pipeline`` key, the launcher's own, or told by its sections."""
     named = data.get("pipeline")
-    marked = next((name for name, keys in MARKS.items() if any(key in data for key in keys)), None)
-    pipeline = named or expected or marked
-    if expected is not None and named is not None and named != expected:
+    marks = {name: [key for key in keys if data.get(key) not in (None, False)] for name, keys in MARKS.items()}
+    marked = next((name for name, found in marks.items() if found), None)
+    pipeline = marked if marked in MISSING_PIPELINES else named or expected or marked
+    if isinstance(pipeline, str) and pipeline in MISSING_PIPELINES:
+        found = f" ({', '.join(marks[pipeline])})" if marks[pipeline] else ""
+        rule = f"is a file of the {pipeline} pipeline{found}: {MISSING_PIPELINES[pipeline]} is not available yet"
+        problems.missing("(file)", f"{rule}; {' and '.join(PIPELINES)} are")
+    elif named is not None and not isinstance(named, str):
+        problems.add("pipeline", named, f"must be one of {', '.join(PIPELINES)}", marked or "rlvr")
+    elif expected is not None and named is not None and named != expected:
         problems.add("pipeline", named, f"this launcher runs {expected}; use the launcher of {named}", expected)
     elif pipeline is None:
         problems.missing("pipeline", f"cannot be told from the file: it must be one of {', '.join(PIPELINES)}", "rlvr")
     elif pipeline in PIPELINES:
         return str(pipeline)
-    elif pipeline in MARKS:
-        problems.not_available("pipeline", pipeline, f"the {pipeline} pipeline", "rlvr")
     else:
         rule = f"must be one of {', '.join(PIPELINES)}"
         problems.add("pipeline", pipeline, rule, closest(str(pipeline), PIPELINES) or "rlvr")

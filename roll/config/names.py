@@ -63,8 +63,10 @@ NORM_TYPES = ("batch", "group", "running")
 CORRECTION_PRESETS = ("tis", "seq_tis", "icepop", "seq_mask_tis", "geo_mask", "opsm", "decoupled")
 LR_SCHEDULERS = ("linear", "cosine", "constant")
 ATTENTION = ("sdpa", "eager", "fa2", "flash_attention_2", "auto")
-TRACKERS = ("tensorboard", "stdout", "jsonl", "wandb", "swanlab")
-PLANNED_TRACKERS = ("trackio", "ml_tracker")
+TRACKERS = ("tensorboard", "stdout", "jsonl", "wandb", "swanlab", "ml_tracker")
+PLANNED_TRACKERS = ("trackio",)
+UNPUBLISHED_TRACKERS = {"ml_tracker": "tensorboard"}
+"""Trackers of ROLL's files that are not public, and what writes the metrics in their place."""
 
 FILTER_ARGUMENTS = {
     "no_filter": (),
@@ -106,6 +108,17 @@ REWARDS = (
     "code_sandbox",
 )
 """Short names of the rewards that run today."""
+
+TRUTH_REWARDS = (
+    "gsm8k_rule",
+    "math_rule",
+    "multiple_choice",
+    "exact_match",
+    "f1",
+    "detection",
+    "crossthinkqa",
+)
+"""Rewards that cannot score a row without ``ground_truth``."""
 
 PUBLISHED_REWARDS = {
     "CodeSandboxRewardWorker": "code_sandbox",

@@ -7,6 +7,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from roll.config.engine_args import SIZE_KEYS, with_engine_size
 from roll.config.errors import Problems
 from roll.config.judges import JUDGE_ROLE, OWN_PREFIX, judged_domains, own_judges, reward_workers
 from roll.config.lora import uses_lora
@@ -84,9 +85,12 @@ def world_size(role: WorkerConfig) -> int:
 
 
 def devices_per_worker(role: WorkerConfig) -> int:
-    """``num_gpus_per_worker``, or more where the strategy's own sizes ask for more."""
+    """An engine's own size, else ``num_gpus_per_worker``."""
+    role = with_engine_size(role)
     options = read_strategy_config(role.strategy_args, role.name, Problems())
-    return max(role.num_gpus_per_worker, 1 if options is None else options.devices_per_worker)
+    if role.strategy_args.strategy_name in SIZE_KEYS and options is not None:
+        return options.devices_per_worker
+    return role.num_gpus_per_worker
 
 
 def data_parallel_size(role: WorkerConfig) -> int:
@@ -129,14 +133,17 @@ def model_roles(config: RLVRConfig | SFTConfig) -> dict[str, WorkerConfig]:
     """The sections of roles that hold a model and that this run starts."""
     if isinstance(config, SFTConfig):
         return {"sft_train": config.sft_train}
-    roles: dict[str, WorkerConfig] = {"actor_train": config.actor_train, "actor_infer": config.actor_infer}
+    roles: dict[str, WorkerConfig] = {
+        "actor_train": config.actor_train,
+        "actor_infer": with_engine_size(config.actor_infer),
+    }
     if config.reference is not None and needs_reference(config):
         roles["reference"] = config.reference
     if config.critic is not None and needs_critic(config):
         roles["critic"] = config.critic
     if config.reward_model is not None and (judged_domains(config) or model_inputs(config)):
-        roles[JUDGE_ROLE] = config.reward_model
-    return roles | own_judges(config)
+        roles[JUDGE_ROLE] = with_engine_size(config.reward_model)
+    return roles | {name: with_engine_size(role) for name, role in own_judges(config).items()}
 
 
 def role_plans(config: RLVRConfig | SFTConfig) -> dict[str, RolePlan]:
@@ -207,6 +214,16 @@ def folders(config: RunConfig, exp_name: str) -> Folders:
         logs = logs / exp_name
     dump = Path(config.rollout_dump_dir) if config.rollout_dump_dir else None
     return Folders(output, output / "checkpoints", logs, dump)
+
+
+def recorded_rollouts(config: RLVRConfig, output_dir: Path) -> Path:
+    """The folder of ``rollout_mock``."""
+    return Path(config.rollout_mock.dump_dir).expanduser() if config.rollout_mock.dump_dir else output_dir / "rollouts"
+
+
+def rollout_file(folder: Path, step: int) -> Path:
+    """Where the batch of a step lies."""
+    return folder / f"rollout_step_{step:06d}.safetensors"
 
 
 def lengths(config: RLVRConfig) -> tuple[int, int]:

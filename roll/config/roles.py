@@ -92,8 +92,8 @@ class WorkerConfig:
     """Logical device ids in order: a list, or a string such as ``list(range(0, 8))``. Roles that name the same device
     share it in time. On a host without accelerators an id is a CPU slot. null: a role without devices."""
     num_gpus_per_worker: int = setting(1, ge=1)
-    """Devices of one worker. A training strategy uses 1; a ``vllm`` engine of several ranks takes as many as it
-    has ranks, whether they are written here or not."""
+    """Devices of one worker. A training strategy uses 1. For ``vllm`` and ``sglang`` the tensor-parallel size of an
+    engine, where ``strategy_config`` does not say it."""
     model_update_frequency: int = setting(1, ge=1)
     """Steps between two weight transfers to this role."""
     infer_batch_size: int = setting(16, ge=1)

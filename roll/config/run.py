@@ -25,14 +25,17 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class RolloutMockConfig:
-    """``rollout_mock``: write rollouts to disk, or train on written ones, to debug the training half alone."""
+    """``rollout_mock``: write rollouts to disk, or train on written ones, to debug the training half alone.
+
+    The file of a step is ``rollout_step_000000.safetensors`` and so on: the batch as it comes from the rewards.
+    """
 
     enable: bool = False
     """Switch it on."""
     mode: Literal["dump", "mock"] = "dump"
-    """``dump`` writes the rollout batches, ``mock`` reads them back instead of generating."""
+    """``dump`` writes the batch of every step, ``mock`` reads it back: nothing is generated and nothing is scored."""
     dump_dir: str | None = None
-    """Folder of the batches; null: a folder under ``output_dir``."""
+    """Folder of the batches; null: ``rollouts`` under ``output_dir``."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ class RunConfig:
     track_with: str | list[str] = field(
         default="tensorboard", metadata=rules(choices=TRACKERS, planned=PLANNED_TRACKERS, example="tensorboard")
     )
-    """Tracker or list of trackers: ``tensorboard``, ``stdout``, ``jsonl``, ``wandb``, ``swanlab``."""
+    """Tracker or list of trackers: ``tensorboard``, ``stdout``, ``jsonl``, ``wandb``, ``swanlab``; ``ml_tracker`` of
+    ROLL's files, which is not public, is taken as ``tensorboard``."""
     tracker_kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the tracker, such as ``log_dir`` or ``project``. Keys and tokens come from the environment."""
     save_steps: int = setting(50, ge=-1)

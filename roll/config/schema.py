@@ -23,6 +23,8 @@ from roll.config.fields import DOTTED_PATH, NO_RULES, RULES, FieldRules
 
 T = TypeVar("T")
 SHORTEST_PREFIX = 3
+LARGEST = 2**53
+"""Whole numbers up to this one are floats, too; no key has a use for a larger one."""
 MOST_KEYS_LISTED = 12
 
 
@@ -285,6 +287,8 @@ def _convert_number(value: Any) -> int | float:
             raise Mismatch("must be a number", 1) from None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise Mismatch("must be a number", 1)
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise Mismatch(f"must be a number of at most {LARGEST}", 1)
     if not math.isfinite(value):
         raise Mismatch("must be a finite number", 1)
     return value
@@ -297,6 +301,8 @@ def _convert_int(value: Any) -> int:
         raise Mismatch(error.rule.replace("number", "whole number"), error.example) from None
     if isinstance(number, float) and not number.is_integer():
         raise Mismatch("must be a whole number", max(1, round(number)))
+    if abs(number) > LARGEST:
+        raise Mismatch(f"must be a number of at most {LARGEST}", 1)
     return int(number)
 
 

@@ -41,7 +41,7 @@ class SglangStrategyConfig(StrategyConfig):
     chunked_prefill_size: int | None = setting(None, ge=1)
     """Longest piece of a prompt that is computed in one step; null: SGLang's choice."""
     tp_size: int = field(default=1, metadata=rules(ge=1, aliases=("tensor_parallel_size",)))
-    """Ranks over which every matrix is cut; a worker takes so many devices (``num_gpus_per_worker``)."""
+    """Ranks over which every matrix is cut; a worker takes so many devices. Left out: ``num_gpus_per_worker``."""
     pp_size: int = setting(1, ge=1)
     """Stages into which the layers are cut."""
     dp_size: int = setting(1, ge=1)
@@ -73,6 +73,11 @@ class SglangStrategyConfig(StrategyConfig):
     grpc_mode: bool = setting(False, inert="the engine is in its worker; nothing is served over gRPC")
     """Accepted for older files."""
 
+    @property
+    def devices_per_worker(self) -> int:
+        """Ranks of an engine."""
+        return self.tp_size
+
 
 def check_sglang(name: str, role: WorkerConfig, options: SglangStrategyConfig, problems: Problems) -> None:
     """Report server arguments that have a key of their own, and ranks that do not fit the role's devices.
@@ -89,10 +94,6 @@ def check_sglang(name: str, role: WorkerConfig, options: SglangStrategyConfig, p
     for key, feature in several.items():
         if getattr(options, key) > 1:
             problems.not_available(f"{path}.{key}", getattr(options, key), feature, 1)
-    if role.num_gpus_per_worker != options.tp_size:
-        problems.add(
-            f"{name}.num_gpus_per_worker",
-            role.num_gpus_per_worker,
-            f"must be the devices of one engine, {path}.tp_size ({options.tp_size})",
-            options.tp_size,
-        )
+    if role.num_gpus_per_worker not in (1, options.tp_size):
+        rule = f"must be the devices of one engine, {path}.tp_size ({options.tp_size}): leave one of them out"
+        problems.add(f"{name}.num_gpus_per_worker", role.num_gpus_per_worker, rule, options.tp_size)

@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from roll.config.yaml_files import compose_nodes
+
 COMMAND_LINE = "command line"
 
 
@@ -44,6 +46,10 @@ class SourceFile:
             key in lines for _, lines in self._files
         )
 
+    def files(self) -> list[Path]:
+        """The file and those that its ``defaults`` name, as far as they can be read."""
+        return list(dict.fromkeys([self.file, *(file for file, _ in self._files)]))
+
     @cached_property
     def _files(self) -> list[tuple[Path, dict[str, int]]]:
         return list(_read_files(self.file, "", set()))
@@ -61,8 +67,10 @@ def _read_files(file: Path, prefix: str, seen: set[Path]) -> Iterator[tuple[Path
         return
     seen.add(file)
     try:
-        root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError):
+        root = compose_nodes(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, OSError):
+        # The file is there all the same: what is wrong with it is told elsewhere.
+        yield file, {}
         return
     lines: dict[str, int] = {}
     if isinstance(root, yaml.MappingNode):

@@ -44,7 +44,8 @@ class VllmStrategyConfig(StrategyConfig):
     max_num_batched_tokens: int | None = setting(None, ge=1)
     """Tokens computed in one step, prompts in chunks; null: vLLM's choice."""
     tensor_parallel_size: int = setting(1, ge=1)
-    """Ranks over which every matrix is cut. An engine takes so many devices, times ``pipeline_parallel_size``."""
+    """Ranks over which every matrix is cut. An engine takes so many devices, times ``pipeline_parallel_size``. Left
+    out: what ``num_gpus_per_worker`` gives."""
     pipeline_parallel_size: int = setting(1, ge=1)
     """Stages into which the layers are cut."""
     data_parallel_size: int = setting(1, ge=1)
@@ -106,11 +107,11 @@ def check_vllm(name: str, role: WorkerConfig, options: VllmStrategyConfig, probl
         problems.not_available(f"{path}.data_parallel_size", options.data_parallel_size, feature, 1)
     ranks = options.devices_per_worker
     if role.num_gpus_per_worker not in (1, ranks):
-        rule = (
-            f"must be tensor_parallel_size {options.tensor_parallel_size} x pipeline_parallel_size "
-            f"{options.pipeline_parallel_size} of its strategy_config, or left out"
+        text = (
+            f"has no effect: strategy_config makes engines of {ranks} devices (tensor_parallel_size "
+            f"{options.tensor_parallel_size} x pipeline_parallel_size {options.pipeline_parallel_size})"
         )
-        problems.add(f"{name}.num_gpus_per_worker", role.num_gpus_per_worker, rule, ranks)
+        problems.note(f"{name}.num_gpus_per_worker", text)
     if options.pipeline_parallel_size > 1 and options.in_flight_update == "keep":
         rule = "needs an engine without stages: some tokens of a batch are under way between them when weights arrive"
         problems.add(f"{path}.in_flight_update", "keep", rule, "recompute")

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll.config.roles import DataArguments
-from roll.datasets.reading import Row, SourceRow
+from roll.datasets.reading import Row, SourceRow, whole_characters
 from roll.datasets.types import DataError
 
 Message = dict[str, Any]
 FOREIGN_TRUTHS = ("reward_model", "reward_spec")
 """Columns in which the data sets of other projects keep the ground truth."""
+SOURCE = "data_source"
+"""verl's column of the data set that a row comes from, which its rewards go by."""
+HALF_CHARACTER = "half of a character (a surrogate such as \\ud83d without its other half), which no text has"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -25,6 +28,8 @@ class Columns:
     messages: str | None
     prompt: str | None
     response: str
+    source: str | None = None
+    """Where rows have no tag: the column that verl's data sets route by."""
 
     @classmethod
     def of(cls, data_args: DataArguments, first: SourceRow) -> Columns:
@@ -42,12 +47,17 @@ class Columns:
                 messages = "messages"
             else:
                 prompt = next((name for name in ("prompt", "text") if name in first.row), None)
+            if prompt is not None and is_conversation(first.row[prompt]):
+                messages, prompt = prompt, None
             if messages is None and prompt is None:
                 raise DataError(
                     f"{first.place}: neither messages nor prompt among the columns {sorted(first.row)}; "
                     "name the right one with data_args.messages or data_args.prompt"
                 )
-        return cls(data_args.id, data_args.tag, messages, prompt, data_args.response)
+        elif prompt is not None and is_conversation(first.row.get(prompt)):
+            messages, prompt = prompt, None
+        own_tag = data_args.tag != DataArguments().tag
+        return cls(data_args.id, data_args.tag, messages, prompt, data_args.response, None if own_tag else SOURCE)
 
     def read_messages(self, source: SourceRow) -> list[Message]:
         """The conversation: ``messages`` as a list or as the JSON text of one, or ``prompt`` as a user's turn.
@@ -64,11 +74,15 @@ class Columns:
         value = require(source, self.messages)
         if isinstance(value, str):
             try:
-                value = json.loads(value)
+                value = whole_characters(json.loads(value), value)
             except json.JSONDecodeError as error:
                 raise DataError(
                     f"{source.place}: {self.messages} is a text but not the JSON of a list of messages ({error.msg}); "
                     f"if it is the prompt itself, set data_args.prompt: {self.messages}"
+                ) from error
+            except UnicodeEncodeError as error:
+                raise DataError(
+                    f"{source.place}: {self.messages} holds half of a character (a lone surrogate)"
                 ) from error
         check_messages(source, self.messages, value)
         return list(value)
@@ -79,8 +93,10 @@ class Columns:
         return None if value is None else str(value)
 
     def read_tag(self, source: SourceRow) -> str:
-        """The row's tag; an absent column counts as the empty tag."""
+        """The row's tag, else its ``data_source``; where both are absent, the empty tag."""
         value = source.row.get(self.tag)
+        if value is None and self.source is not None:
+            value = source.row.get(self.source)
         return "" if value is None else str(value)
 
 
@@ -90,9 +106,24 @@ def read_ground_truth(row: Row) -> Any:
     value = row.get("ground_truth")
     if value is not None:
         return value
-    sections = (row.get(name) for name in FOREIGN_TRUTHS)
+    sections = (_as_section(row.get(name)) for name in FOREIGN_TRUTHS)
     found = (section.get("ground_truth") for section in sections if isinstance(section, dict))
     return next((truth for truth in found if truth is not None), None)
+
+
+def _as_section(value: Any) -> Any:
+    """CSV and some JSONL files hold the section as JSON text."""
+    if not isinstance(value, str) or not value.startswith("{"):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
+
+
+def is_conversation(value: Any) -> bool:
+    """A list of messages, as verl keeps under ``prompt``."""
+    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) and "role" in one for one in value)
 
 
 def require(source: SourceRow, column: str) -> Any:

@@ -20,6 +20,10 @@ class LoadCounts:
     """Left out by ``dataset_filter``."""
     bad: int = 0
     """Left out because they could not be used (``on_bad_row: skip``)."""
+    without_truth: dict[str, int] = field(default_factory=dict)
+    """By domain: rows that are kept and have no ground truth."""
+    answered: dict[str, int] = field(default_factory=dict)
+    """By domain: prompts that are kept and end in an assistant's turn."""
 
     def __str__(self) -> str:
         dropped = sum(self.too_long.values())

@@ -36,6 +36,8 @@ class Tally:
 
     too_long: Counter[str] = field(default_factory=Counter)
     truncated: Counter[str] = field(default_factory=Counter)
+    without_truth: Counter[str] = field(default_factory=Counter)
+    answered: Counter[str] = field(default_factory=Counter)
     shortest: int | None = None
     """Tokens of the shortest row that was left out as too long."""
 
@@ -46,6 +48,8 @@ class Tally:
     def add(self, other: Tally) -> None:
         self.too_long += other.too_long
         self.truncated += other.truncated
+        self.without_truth += other.without_truth
+        self.answered += other.answered
         if other.shortest is not None:
             self.shortest = other.shortest if self.shortest is None else min(other.shortest, self.shortest)
 

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 CHUNK = 1024
 """Rows that are rendered and tokenised together; what is in memory at a time."""
+ROWS_FORMAT = 2
+"""Of prepared rows and of what is counted of them: a cache entry of another number is not used."""
 DATA_KEYS_WITHOUT_EFFECT_ON_ROWS = (
     "on_bad_row",
     "use_cache",
@@ -82,7 +84,14 @@ class RowMaker(ABC):
         templates = {name: render_source(name) for name in sorted(self.renderer.templates.renders)}
         choice = [self.renderer.templates.common, dict(self.renderer.templates.by_tag or {})]
         kind = [type(self).__name__, self.limit, self.settings()]
-        return {"kind": kind, "data": section, "tokenizer": fingerprint, "choice": choice, "templates": templates}
+        return {
+            "format": ROWS_FORMAT,
+            "kind": kind,
+            "data": section,
+            "tokenizer": fingerprint,
+            "choice": choice,
+            "templates": templates,
+        }
 
 
 def render_source(name: str) -> str:
@@ -158,6 +167,8 @@ def build_store(maker: RowMaker, paths: Sequence[Path], folder: Path | None) -> 
             kept=dict(Counter(index["domain"].to_pylist())),
             too_long=dict(tally.too_long),
             truncated=dict(tally.truncated),
+            without_truth=dict(tally.without_truth),
+            answered=dict(tally.answered),
             filtered=selection.filtered,
             bad=unreadable.count + unusable.count,
         )

@@ -154,7 +154,7 @@ class PromptMaker(RowMaker):
             conversations.append(Conversation(source, tag, messages))
             domains.append(domain)
             difficulties.append(difficulty)
-        rows = []
+        rows: list[StoredRow] = []
         for one, domain, difficulty, rendered in zip(
             conversations, domains, difficulties, self.renderer(conversations), strict=True
         ):
@@ -164,6 +164,8 @@ class PromptMaker(RowMaker):
             fitting = self._fit(one, domain, rendered)
             if fitting is not None:
                 rows.append(self._stored(one, domain, fitting, difficulty))
+                self.tally.without_truth[domain] += read_ground_truth(one.source.row) is None
+                self.tally.answered[domain] += one.messages[-1]["role"] == "assistant"
         return rows
 
     def _fit(self, one: Conversation, domain: str, rendered: Rendered) -> Rendered | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from roll.config.data_files import FORMATS, format_of, hub_name, matching_files
+from roll.config.data_files import FORMATS, format_of, hub_name, matching_files, saved_splits
 from roll.datasets.bad_rows import BadRows
 from roll.datasets.types import DataError
 
@@ -99,6 +99,9 @@ def expand(name: str, dataset_dir: str | None = None) -> list[Path]:
         found = matching_files(place)
         if found:
             return found
+        if saved_splits(place):
+            splits = ", ".join(saved_splits(place))
+            raise DataError(f"{place}: holds the splits {splits}: name one, as in {place / saved_splits(place)[0]}")
         if place.is_dir():
             raise DataError(f"{place}: the folder holds no data file; expected one ending in {', '.join(FORMATS)}")
     looked = " and ".join(str(Path.cwd() / place) for place in places)
@@ -136,7 +139,31 @@ def read_json(path: Path) -> Numbered:
     except json.JSONDecodeError as error:
         raise DataError(f"{path}, line {error.lineno}: not valid JSON: {error.msg}") from error
     for number, row in enumerate(rows, 1):
-        yield number, expect_object(path, number, row)
+        try:
+            yield number, expect_object(path, number, whole_characters(row, text))
+        except UnicodeEncodeError as error:
+            yield number, half_character(path, number, error)
+
+
+def whole_characters(value: Any, text: str) -> Any:
+    """The value that was read from JSON ``text``, of whole characters only: JSON can write half a surrogate pair, which
+    neither tokenizers nor files take.
+
+    Raises:
+        UnicodeEncodeError: half a character.
+    """
+    if "\\ud" in text or "\\uD" in text:
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def half_character(path: Path, number: int, error: UnicodeEncodeError) -> DataError:
+    found = f"\\u{ord(error.object[error.start]):04x}"
+    around = error.object[max(0, error.start - 20) : error.start]
+    return DataError(
+        f"{path}, row {number}: half of a character, {found}, behind {around!r}: a text that was cut inside a pair of "
+        "surrogates; take it out, or set data_args.on_bad_row: skip"
+    )
 
 
 def read_json_lines(path: Path) -> Numbered:
@@ -149,7 +176,10 @@ def parse_json_lines(path: Path, lines: Iterable[str]) -> Numbered:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = whole_characters(json.loads(line), line)
+        except UnicodeEncodeError as error:
+            yield number, half_character(path, number, error)
+            continue
         except json.JSONDecodeError as error:
             message = f"{path}, row {number}: not valid JSON at column {error.colno}: {error.msg}; expected one object"
             yield number, DataError(message)

@@ -17,12 +17,13 @@ from rich.text import Text
 
 from roll.config.loader import LoadedConfig
 from roll.config.plan import RLVRPlan, SFTPlan
+from roll.config.rlvr import RLVRConfig
 from roll.config.roles import DataArguments
 from roll.datasets import DataError, LoadCounts, PromptDataset, PromptRow, SftDataset, SftRow
 from roll.datasets.columns import Columns
 from roll.datasets.reading import SourceRow
 from roll.datasets.sft import DOMAIN
-from roll.pipelines.rlvr.data import read_prompts
+from roll.pipelines.rlvr.data import read_prompts, remarks
 from roll.pipelines.sft import read_demonstrations
 from roll.pipelines.tokenizers import load_tokenizer
 
@@ -67,6 +68,9 @@ def inspect_data(
     for one in sets_of(loaded, tokenizer, only):
         console.print(Rule(Text(one.name)))
         console.print(Text(str(one.dataset.counts)), counts_table(one.dataset.counts), sep="\n")
+        if isinstance(loaded.config, RLVRConfig):
+            for remark in remarks(loaded.config, one.dataset.counts):
+                console.print(Text(remark, style="yellow"))
         for domain, lengths in lengths_by_domain(one.dataset).items():
             console.print(histogram(domain, lengths, one.limit))
         for row in rows_shown(one.dataset, num_rows, row_id):

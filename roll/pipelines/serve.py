@@ -10,10 +10,10 @@ from typing import Any
 
 from rich.console import Console
 
-from roll.config.checks import looks_like_folder
 from roll.config.errors import ConfigError, Problem
 from roll.config.judges import section_of
 from roll.config.loader import LoadedConfig
+from roll.config.model_files import looks_like_folder
 from roll.config.plan import RLVRPlan
 from roll.config.planning import model_roles
 from roll.config.roles import WorkerConfig

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from roll.config.names import UNPUBLISHED_TRACKERS
 from roll.tracking.jsonl import JsonlTracker
 from roll.tracking.stdout import StdoutTracker
 from roll.tracking.tracker import CompositeTracker, Tracker
@@ -17,6 +18,7 @@ OPTIONS: dict[str, frozenset[str]] = {
     "tensorboard": frozenset({"log_dir", "flush_secs"}),
     "wandb": _ONLINE_OPTIONS | {"entity"},
     "swanlab": _ONLINE_OPTIONS | {"workspace"},
+    "ml_tracker": _ONLINE_OPTIONS,
     "stdout": frozenset(),
     "jsonl": frozenset(),
 }
@@ -54,6 +56,7 @@ def build_trackers(
         ModuleNotFoundError: the package of a tracker is not installed.
     """
     options = tracker_options(track_with, tracker_kwargs)
+    options = {name: own for name, own in options.items() if UNPUBLISHED_TRACKERS.get(name) not in options}
     trackers: list[Tracker] = [JsonlTracker(run.log_dir, run.resume_step)]
     trackers += [_build(name, own, run) for name, own in options.items() if name != "jsonl"]
     return CompositeTracker(trackers)
@@ -101,10 +104,11 @@ def _build(name: str, options: dict[str, Any], run: TrackedRun) -> Tracker:
         return StdoutTracker()
     log_dir = options.pop("log_dir", None)
     # No time stamp in the path: a resumed run has to find its own curves.
-    folder = Path(log_dir) / run.exp_name if log_dir else run.log_dir / name
-    if name == "tensorboard":
+    folder = Path(log_dir) / run.exp_name if log_dir else run.log_dir / UNPUBLISHED_TRACKERS.get(name, name)
+    if UNPUBLISHED_TRACKERS.get(name, name) == "tensorboard":
         from roll.tracking.tensorboard import TensorBoardTracker
 
+        options = {key: value for key, value in options.items() if key in OPTIONS["tensorboard"]}
         return TensorBoardTracker(folder, run.resume_step, **options)
     options = {"project": "roll", "name": run.exp_name, **options, "resume_step": run.resume_step}
     if name == "wandb":

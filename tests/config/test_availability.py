@@ -23,18 +23,17 @@ REFUSED: list[tuple[str, Any]] = [
     ("rewards.math.worker_cls", "video_r1"),
     ("rewards.math.reward_manager_config", {"plugin": "x"}),
     ("teacher", {"device_mapping": [0]}),
-    ("use_opd", True),
-    ("rollout_mock.enable", True),
     ("actor_infer.model_update_frequency", 2),
     ("adv_estimator", "step_reinforce"),
     ("transfer_backend.backend_name", "TransferQueue"),
     ("profiler_timeline", True),
-    ("track_with", "ml_tracker"),
     ("track_with", ["stdout", "trackio"]),
     ("adv_estimator", "gigpo"),
     ("actor_train.data_args.image_folder", "images"),
     ("router_args.router_name", "EnvAffinityRouter"),
 ]
+NO_WAY_OUT = ("ep_size", "moe_experts", "image_folder")
+"""Keys of files for models that are not trained yet, whatever is written there."""
 NEUTRAL = {
     "actor_train.model_args.lora_target": None,
     "actor_train.model_args.lora_rank": 32,
@@ -42,8 +41,10 @@ NEUTRAL = {
     "actor_train.model_args.ulysses_size": 1,
     "actor_infer.generating_args.num_beams": 1,
     f"{SHARD}.ep_size": 1,
+    f"{SHARD}.efsdp_size": 1,
+    "use_opd": False,
     f"{SHARD}.apply_expert_patch": False,
-    "rollout_mock": {"enable": False, "mode": "dump", "dump_dir": "x"},
+    "rollout_mock": {"enable": True, "mode": "dump", "dump_dir": "x"},
     "router_args.router_name": "PromptAffinityRouter",
     "teacher": None,
     "profiler_memory": False,
@@ -57,12 +58,14 @@ def test_refused(tmp_path: Path, key: str, value: Any) -> None:
     problems = mistakes(tmp_path, data)
     assert [problem.key for problem in problems] == [key]
     assert problems[0].rule.startswith(f"not available yet: {key} (")
-    assert problems[0].example is not None
+    assert (problems[0].example is None) == key.endswith(NO_WAY_OUT)
 
 
 def test_the_way_out_works(tmp_path: Path) -> None:
     """The value that the message offers loads."""
     for key, value in REFUSED:
+        if key.endswith(NO_WAY_OUT):
+            continue
         (problem,) = mistakes(tmp_path, changed({key: value, "use_kl_loss": True, "kl_loss_coef": 0.1}))
         works = {"~": None, "{}": {}}.get(str(problem.example), problem.example)
         assert mistakes(tmp_path, changed({key: works})) == (), f"{key}: {works}"

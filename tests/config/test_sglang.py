@@ -10,10 +10,12 @@ import pytest
 from roll.config.roles import StrategyArguments
 from roll.config.sglang import SglangStrategyConfig
 from roll.config.strategy import typed_strategy_config
+from roll.pipelines.roles import role_config
 from tests.config.good import changed, load, mistakes
 
 NAME = "actor_infer.strategy_args.strategy_name"
 OPTIONS = "actor_infer.strategy_args.strategy_config"
+DEVICES, PER_WORKER = "actor_infer.device_mapping", "actor_infer.num_gpus_per_worker"
 PUBLISHED = {
     "mem_fraction_static": 0.7,
     "load_format": "dummy",
@@ -44,11 +46,19 @@ def test_a_whole_configuration_loads(tmp_path: Path) -> None:
 
 
 def test_an_engine_takes_the_devices_of_its_ranks(tmp_path: Path) -> None:
-    (problem,) = mistakes(tmp_path, with_options({"tp_size": 2}))
-    assert problem.key == "actor_infer.num_gpus_per_worker" and problem.example == 2
-    devices = {"actor_infer.num_gpus_per_worker": 2, "actor_infer.device_mapping": [0, 1]}
-    loaded = load(tmp_path, with_options({"tensor_parallel_size": 2}, **devices))
-    assert loaded.plan.roles["actor_infer"].world_size == 1
+    """``tp_size`` and ``num_gpus_per_worker`` say the same; one of them is enough, as in ROLL's files."""
+    (problem,) = mistakes(tmp_path, with_options({"tp_size": 2}, **{PER_WORKER: 4, DEVICES: [0, 1, 2, 3]}))
+    assert problem.key == PER_WORKER and problem.example == 2
+    for options, changes in (
+        ({"tensor_parallel_size": 2}, {}),
+        ({"tp_size": 2}, {PER_WORKER: 2}),
+        ({}, {PER_WORKER: 2}),
+    ):
+        loaded = load(tmp_path, with_options(options, **{DEVICES: [0, 1, 2, 3], **changes}))
+        plan = loaded.plan.roles["actor_infer"]
+        assert (plan.world_size, plan.num_gpus_per_worker) == (2, 2)
+        role = role_config(loaded.config.actor_infer, plan)
+        assert typed_strategy_config(role.strategy_args).devices_per_worker == 2
 
 
 @pytest.mark.parametrize("key", ["pp_size", "dp_size"])

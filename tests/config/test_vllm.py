@@ -67,9 +67,27 @@ def test_engines_of_several_ranks(tmp_path: Path, written: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(
+    ("options", "per_worker", "ranks"),
+    [({}, 4, (4, 1)), ({"pipeline_parallel_size": 2}, 4, (2, 2)), ({"tensor_parallel_size": 2}, 4, (2, 1))],
+)
+def test_num_gpus_per_worker_is_the_size_of_an_engine(
+    tmp_path: Path, options: dict[str, Any], per_worker: int, ranks: tuple[int, int]
+) -> None:
+    """As in ROLL's files: it cuts the matrices unless ``strategy_config`` says how many ranks do, which then counts."""
+    loaded = load(tmp_path, with_options(options, **{DEVICES: "list(range(0,8))", PER_WORKER: per_worker}))
+    role = role_config(loaded.config.actor_infer, loaded.plan.roles["actor_infer"])
+    engine = typed_strategy_config(role.strategy_args)
+    assert isinstance(engine, VllmStrategyConfig)
+    assert (engine.tensor_parallel_size, engine.pipeline_parallel_size) == ranks
+    size = ranks[0] * ranks[1]
+    assert (role.num_gpus_per_worker, loaded.plan.roles["actor_infer"].world_size) == (size, 8 // size)
+    noted = [notice.key for notice in loaded.warnings if notice.key == PER_WORKER]
+    assert noted == ([PER_WORKER] if per_worker != size else [])
+
+
+@pytest.mark.parametrize(
     ("options", "changes", "key", "rule"),
     [
-        ({"tensor_parallel_size": 2}, {PER_WORKER: 4}, PER_WORKER, "must be tensor_parallel_size 2 x"),
         ({"tensor_parallel_size": 2}, {DEVICES: [0, 1, 2]}, DEVICES, "must be a multiple of 2 devices"),
         ({"tensor_parallel_size": 2}, {DEVICES: [0, 7, 8, 9], "num_gpus_per_node": 9}, DEVICES, "would span two nodes"),
         ({"data_parallel_size": 2}, {}, f"{OPTIONS}.data_parallel_size", "every worker of the role is an engine"),

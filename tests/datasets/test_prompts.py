@@ -202,3 +202,67 @@ def test_data_sets_load_without_the_heavy_packages() -> None:
         "print([m for m in ('torch', 'transformers', 'ray', 'datasets', 'pyarrow', 'numpy') if m in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"
+
+
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "How many eggs?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "72"},
+    "extra_info": {"split": "train", "index": 0},
+}
+"""A row as verl's own preparation scripts write it."""
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "json text"])
+@pytest.mark.parametrize("named", [{}, {"prompt": "prompt"}, {"messages": "prompt"}])
+def test_verls_own_files_load_by_their_own_columns(
+    tokenizer: Any, tmp_path: Path, write_jsonl: Write, kind: str, named: dict[str, str]
+) -> None:
+    rows = [VERL, {**VERL, "data_source": "lighteval/MATH"}]
+    file = str(tmp_path / "train.parquet")
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    else:
+        text = {"reward_model": json.dumps(VERL["reward_model"])} if kind == "json text" else {}
+        file = write_jsonl([row | text for row in rows])
+    domains = {"sums": ["openai/gsm8k"], "proofs": ["lighteval/MATH"]}
+    dataset = build(tokenizer, file, domains, data_args=named)
+    assert [(row.domain, row.tag, row.ground_truth) for row in dataset] == [
+        ("sums", "openai/gsm8k", "72"),
+        ("proofs", "lighteval/MATH", "72"),
+    ]
+    assert "How many eggs?" in dataset[0].prompt_text and dataset.counts.without_truth == {}
+
+
+def test_a_tag_column_of_ones_own_goes_before_data_source(tokenizer: Any, write_jsonl: Write) -> None:
+    (one,) = build(tokenizer, write_jsonl([{**VERL, "ability": "easy"}]), data_args={"tag": "ability"})
+    assert one.tag == "easy"
+
+
+def test_rows_without_truth_and_answered_prompts_are_counted(tokenizer: Any, write_jsonl: Write) -> None:
+    answered = row("c")
+    answered["messages"] = [*answered["messages"], {"role": "assistant", "content": "72"}]  # type: ignore[misc]
+    rows = [row("a", ground_truth="1"), row("b"), {**answered, "ground_truth": "72"}]
+    counts = build(tokenizer, write_jsonl(rows)).counts
+    assert (counts.without_truth, counts.answered) == ({"sums": 1}, {"sums": 1})
+
+
+@pytest.mark.parametrize("column", ["prompt", "messages", "ground_truth"])
+def test_half_a_character_is_a_bad_row(tokenizer: Any, tmp_path: Path, column: str) -> None:
+    """JSON can write one half of a surrogate pair; neither a tokenizer nor a file takes it."""
+    good = {"prompt": "How many?", "tag": "easy", "ground_truth": "\U0001f600"}
+    half = {"prompt": "How many?", "tag": "easy", column: "cut \ud83d"}
+    if column == "messages":
+        half = {"messages": json.dumps([{"role": "user", "content": "cut \ud83d"}]), "tag": "easy"}
+    good |= {"messages": json.dumps([{"role": "user", "content": "ok"}])} if column == "messages" else {}
+    for name, text in (
+        ("rows.jsonl", f"{json.dumps(good)}\n{json.dumps(half)}\n"),
+        ("rows.json", json.dumps([good, half])),
+    ):
+        (tmp_path / name).write_text(text)
+        file = str(tmp_path / name)
+        with pytest.raises(DataError, match=r"row 2: .*half of a character"):
+            build(tokenizer, file)
+        kept = build(tokenizer, file, data_args={"on_bad_row": "skip"})
+        assert len(kept) == 1 and kept[0].ground_truth == "\U0001f600"

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll.config.data_files import name_problem
 from roll.datasets import DataError
 from roll.datasets.reading import parse_json_lines, read_rows
 
@@ -136,3 +137,20 @@ def test_hub_names_go_through_datasets(tmp_path: Path, monkeypatch: pytest.Monke
         read_rows("hub:owner/hens")
     with pytest.raises(DataError, match="is written hub:OWNER/NAME"):
         read_rows("hub:eggs")
+
+
+def test_folders_of_datasets_save_to_disk(tmp_path: Path) -> None:
+    """Shards in the order of ``state.json``; of several splits ``train``, or the one whose folder is named."""
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": f"question {i}"} for i in range(5)]
+    one = datasets.Dataset.from_list(rows)
+    one.save_to_disk(tmp_path / "one", num_shards=2)
+    assert [row.row for row in read_rows(str(tmp_path / "one"))] == rows
+    datasets.DatasetDict({"test": one, "train": one.select([1, 3])}).save_to_disk(tmp_path / "both")
+    assert [row.row["prompt"] for row in read_rows(str(tmp_path / "both"))] == ["question 1", "question 3"]
+    assert len(read_rows(str(tmp_path / "both" / "test"))) == 5
+    datasets.DatasetDict({"test": one, "dev": one}).save_to_disk(tmp_path / "neither")
+    with pytest.raises(DataError, match=r"holds the splits test, dev: name one, as in .*neither/test"):
+        read_rows(str(tmp_path / "neither"))
+    assert "holds the splits" in str(name_problem(str(tmp_path / "neither"), check_files=True))
+    assert name_problem(str(tmp_path / "both"), check_files=True) is None

@@ -82,3 +82,26 @@ def test_colours_say_where_the_text_comes_from(world: TinyWorld) -> None:
     found = list(pieces(text))
     assert (question, STYLES["content"]) in found
     assert ("<|im_start|>", STYLES["special"]) in found and ("user\n", STYLES["template"]) in found
+
+
+def test_rows_that_cannot_be_scored_or_are_answered_already(
+    world: TinyWorld, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Said by ``inspect-data`` and by the run; a set without any truth ends both."""
+    rows = [json.loads(line) for line in world.train.read_text().splitlines()]
+    rows[0].pop("ground_truth")
+    rows[1]["messages"].append({"role": "assistant", "content": "4"})
+    file = tmp_path / "odd.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = grpo_changes(world, tmp_path) | {
+        "actor_train.data_args.file_name": str(file),
+        "rewards.digits.worker_cls": "exact_match",
+        "rewards.digits.reward_kwargs": {},
+    }
+    text = shown(load_changed(rlvr_settings(world, tmp_path), changes), "train").replace("\n", "")
+    assert "digits: 1 row of 64 without ground_truth: exact_match cannot score them" in text
+    assert "digits: 1 prompt of 64 with an assistant's turn at the end" in text
+    assert "1 row of 64 without ground_truth" in caplog.text
+    file.write_text("".join(json.dumps({**row, "ground_truth": None}) + "\n" for row in rows))
+    with pytest.raises(DataError, match=r"rewards\.digits: exact_match needs a ground_truth, and none of its 64 rows"):
+        shown(load_changed(rlvr_settings(world, tmp_path), changes), "train")

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from roll.config.names import TRUTH_REWARDS
 from roll.config.plan import RLVRPlan
+from roll.config.planning import worker_name
+from roll.config.rewards import RewardConfig
 from roll.config.rlvr import RLVRConfig
 from roll.config.roles import DataArguments
-from roll.datasets import DomainSampler, PromptDataset
+from roll.config.wording import count
+from roll.datasets import DataError, DomainSampler, LoadCounts, PromptDataset
 from roll.pipelines.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -44,8 +52,12 @@ def load_data(config: RLVRConfig, plan: RLVRPlan) -> RunData:
 def read_prompts(
     config: RLVRConfig, data_args: DataArguments, prompt_length: int, tokenizer: PreTrainedTokenizerBase
 ) -> PromptDataset:
-    """One set, routed to the domains of the run and rendered by its templates."""
-    return PromptDataset.build(
+    """One set, routed to the domains of the run and rendered by its templates; what is odd about its rows is logged.
+
+    Raises:
+        DataError: as :func:`load_data`, or a domain none of whose rows can be scored.
+    """
+    dataset = PromptDataset.build(
         data_args,
         tokenizer,
         prompt_length,
@@ -53,3 +65,40 @@ def read_prompts(
         global_template=config.global_template,
         tag_to_template=config.tag_to_template,
     )
+    for remark in remarks(config, dataset.counts):
+        logger.warning("%s: %s", data_args.file_name, remark)
+    return dataset
+
+
+def remarks(config: RLVRConfig, counts: LoadCounts) -> list[str]:
+    """What the rewards cannot score, and what the policy is hardly meant to be asked.
+
+    Raises:
+        DataError: no row of a domain has the ground truth that its reward needs.
+    """
+    found = []
+    for domain, number in counts.without_truth.items():
+        reward = truth_reward(domain, config.rewards[domain])
+        if reward is None:
+            continue
+        if number == counts.kept[domain]:
+            raise DataError(
+                f"rewards.{domain}: {reward} needs a ground_truth, and none of its {number} rows has one (a column "
+                "ground_truth, or an entry of that name in reward_model or reward_spec)"
+            )
+        found.append(
+            f"{domain}: {count(number, 'row')} of {counts.kept[domain]:,} without ground_truth: {reward} cannot score "
+            "them, and their samples take no part in the loss"
+        )
+    for domain, number in counts.answered.items():
+        found.append(
+            f"{domain}: {count(number, 'prompt')} of {counts.kept[domain]:,} with an assistant's turn at the end: the "
+            "policy is asked behind an answer that is there already; leave that turn out"
+        )
+    return found
+
+
+def truth_reward(name: str, section: RewardConfig) -> str | None:
+    """The reward of a domain that needs the ground truth; None: none does."""
+    rewards = [part.worker_cls or key for key, part in section.components.items()] or [section.worker_cls or name]
+    return next((found for reward in rewards if (found := worker_name(reward)) in TRUTH_REWARDS), None)

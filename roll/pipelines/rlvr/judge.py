@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import ray
 
-from roll.config.checks import model_number
 from roll.config.judges import judge_length, judge_role
+from roll.config.model_files import model_number
 from roll.config.plan import RLVRPlan
 from roll.config.rewards import RewardConfig
 from roll.config.rlvr import RLVRConfig

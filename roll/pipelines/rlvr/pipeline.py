@@ -24,6 +24,7 @@ from roll.pipelines.rlvr.asynchronous import AsyncRolloutPhase
 from roll.pipelines.rlvr.clusters import start_clusters
 from roll.pipelines.rlvr.data import load_data
 from roll.pipelines.rlvr.phases import add_old_log_probs, add_reference_log_probs, add_values, update_model
+from roll.pipelines.rlvr.recorded import RecordedRollouts
 from roll.pipelines.rlvr.rollout import RolloutPhase
 from roll.pipelines.rlvr.scoring import Scoring
 from roll.pipelines.rlvr.validation import Validation
@@ -43,6 +44,7 @@ class RLVRPipeline:
         self.config = loaded.config
         self.plan = loaded.plan
         self.frame = RunFrame(loaded)
+        self.recorded = RecordedRollouts(self.config, self.plan.output_dir, self.plan.samples_per_step)
         generating = loaded.config.actor_infer.generating_args
         self.temperature = generating.temperature if generating.do_sample else 1.0
 
@@ -106,8 +108,15 @@ class RLVRPipeline:
 
     def generate(self, step: int) -> DataProto:
         """The step's samples with their scores."""
+        if self.recorded.replays:
+            with self.frame.phase("step_generate"):
+                batch, metrics = self.recorded.read(step)
+            self.frame.record(metrics)
+            return batch
         with self.frame.phase("step_generate"), self.generating():
             batch, groups, metrics = self.rollout.collect(step)
+        if self.recorded.writes:
+            self.recorded.write(step, batch)
         self.frame.record(metrics)
         self.frame.dump_samples("train", step, lambda: sample_table(groups))
         return batch

@@ -1,0 +1,102 @@
+"""What lies on disk of a model: its folder or the hub's cache, and its ``config.json``. Torch-free, no network."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+CONFIG = "config.json"
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+"""``owner/name``, or ``name`` alone."""
+
+
+def looks_like_folder(path: str) -> bool:
+    """A path rather than a hub name (``name`` or ``owner/name``), or something that exists."""
+    return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or Path(path).exists()
+
+
+def is_offline() -> bool:
+    """``HF_HUB_OFFLINE`` or ``TRANSFORMERS_OFFLINE`` forbids to ask the hub."""
+    return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in OFFLINE)
+
+
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+
+
+def hub_cache() -> Path:
+    """The folder in which huggingface_hub keeps what it downloads."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+
+
+def model_folder(path: str | None) -> Path | None:
+    """The folder on this machine that holds the model: the path itself, or the cached snapshot of a hub name."""
+    if not path:
+        return None
+    if looks_like_folder(path):
+        return Path(path).expanduser()
+    if HUB_NAME.fullmatch(path) is None:
+        return None
+    repository = hub_cache() / f"models--{path.replace('/', '--')}"
+    try:
+        revision = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    folder = repository / "snapshots" / revision
+    return folder if folder.is_dir() else None
+
+
+def model_config(path: str | None) -> Mapping[str, Any] | None:
+    """The model's ``config.json``; None: it is not on this machine, or is no JSON object."""
+    try:
+        return read_model_config(path)
+    except ValueError:
+        return None
+
+
+def read_model_config(path: str | None) -> Mapping[str, Any] | None:
+    """The same.
+
+    Raises:
+        ValueError: the file is there and is no JSON object, with the reason.
+    """
+    folder = model_folder(path)
+    if folder is None or not (folder / CONFIG).is_file():
+        return None
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{folder / CONFIG} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{folder / CONFIG} holds no JSON object")
+    return config
+
+
+def model_number(path: str | None, key: str) -> int | None:
+    """An entry of ``config.json`` such as ``max_position_embeddings``."""
+    number = (model_config(path) or {}).get(key)
+    return number if isinstance(number, int) and not isinstance(number, bool) else None
+
+
+@cache
+def layer_classes(model_type: str) -> frozenset[str]:
+    """Names of the classes in transformers' file of a model type; empty where there is no such file.
+
+    The file is read as text: importing it would take seconds.
+    """
+    try:
+        spec = find_spec("transformers")
+    except ModuleNotFoundError:
+        return frozenset()
+    if spec is None or not re.fullmatch(r"\w+", model_type):
+        return frozenset()
+    module = Path("models") / model_type / f"modeling_{model_type}.py"
+    files = [Path(root) / module for root in spec.submodule_search_locations or ()]
+    texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+    return frozenset(name for text in texts for name in re.findall(r"^class (\w+)", text, re.MULTILINE))

@@ -1,0 +1,91 @@
+"""ROLL's example files as published load, or are refused by the name of what they need (``PUBLIC_CONFIGS_DIR``)."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.config.compose import compose_file
+from roll.config.errors import ConfigError, Problems
+from roll.config.loader import MISSING_PIPELINES, LoadedConfig, load_config
+from roll.preflight import check_parts
+
+ROOT = Path(os.environ.get("PUBLIC_CONFIGS_DIR", "")) / "roll" / "examples"
+FRAGMENTS = "config"
+NUMBER = 55
+"""Files of the selection that the README speaks of."""
+LORA = "LoRA under Megatron"
+NEEDS = {
+    "experts": r"(expert_\w+_parallel_size|\bep_size) = ([2-9]|\d\d)|moe_experts|apply_expert_patch",
+    "images or video": r"image_\w+_pixels|video_\w+ =|image_folder",
+    "audio": r"audio_folder",
+}
+"""What a file for a model that is not trained yet has among its keys."""
+
+pytestmark = pytest.mark.skipif(
+    "PUBLIC_CONFIGS_DIR" not in os.environ or not ROOT.is_dir(),
+    reason="PUBLIC_CONFIGS_DIR does not name a folder of published configurations",
+)
+
+
+def files() -> list[Path]:
+    return sorted(file for file in ROOT.glob("*/*.yaml") if file.parent.name != FRAGMENTS) if ROOT.is_dir() else []
+
+
+def flat(data: Any, prefix: str = "") -> list[str]:
+    """``key.path = value`` of every leaf."""
+    if isinstance(data, dict):
+        return [line for key, value in data.items() for line in flat(value, f"{prefix}.{key}")]
+    return [f"{prefix[1:]} = {data}"] if data not in (None, False, "") else []
+
+
+def outcome(file: Path) -> str:
+    """``loaded``, or the reason of the refusal; a message that is none of the known reasons is one by itself."""
+    try:
+        loaded: LoadedConfig[Any] = load_config(None, file, check_files=False)
+        check_parts(loaded)
+    except ConfigError as error:
+        rules = [str(problem) for problem in error.problems]
+        for pipeline in MISSING_PIPELINES:
+            if any(f"is a file of the {pipeline} pipeline" in rule for rule in rules):
+                return f"{pipeline} pipeline"
+        if all("LoRA under megatron" in rule for rule in rules):
+            return LORA
+        other = [rule for rule in rules if "not available yet" not in rule]
+        return other[0] if other else "a model that is not trained yet"
+    return "loaded"
+
+
+@pytest.mark.parametrize("file", files(), ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_a_published_file_loads_or_is_refused_by_name(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "x")
+    lines = "\n".join(flat(compose_file(file, [], Problems()).data))
+    found = outcome(file)
+    if found == LORA:
+        assert "strategy_name = megatron_train" in lines and "lora_target" in lines
+        return
+    if found.endswith("pipeline"):
+        assert "agentic" not in found or re.search(r"env_manager|custom_envs", lines), found
+        return
+    needs = [name for name, pattern in NEEDS.items() if re.search(pattern, lines)]
+    assert found == ("a model that is not trained yet" if needs else "loaded"), (needs, found)
+
+
+def test_as_many_load_as_the_readme_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "x")
+    if len(files()) != NUMBER:
+        pytest.skip("another selection than the one that the sentence is about")
+    counts = Counter(outcome(file) for file in files())
+    of_pipelines = sum(number for reason, number in counts.items() if reason.endswith("pipeline"))
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    sentence = (
+        f"of {counts.total()} that the tests read, {counts['loaded']} load and pass `roll check`; "
+        f"{counts['a model that is not trained yet']} are for mixture-of-experts, vision or audio models and "
+        f"{of_pipelines} for the agentic, preference and distillation pipelines"
+    )
+    assert sentence in " ".join(readme.split()), sentence
