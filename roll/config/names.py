@@ -60,7 +60,16 @@ KL_PENALTIES = ("kl", "k1", "k2", "k3", "abs", "mse", "full")
 LOSS_AGG_MODES = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 VALUE_LOSSES = ("mse", "huber")
 NORM_TYPES = ("batch", "group", "running")
-CORRECTION_PRESETS = ("tis", "seq_tis", "icepop", "seq_mask_tis", "geo_mask", "opsm", "decoupled")
+CORRECTION_PRESETS = (
+    "tis",
+    "seq_tis",
+    "icepop",
+    "sequence_mask",
+    "seq_mask_tis",
+    "geo_mask",
+    "opsm",
+    "decoupled",
+)
 LR_SCHEDULERS = ("linear", "cosine", "constant")
 ATTENTION = ("sdpa", "eager", "fa2", "flash_attention_2", "auto")
 TRACKERS = ("tensorboard", "stdout", "jsonl", "wandb", "swanlab")
