@@ -53,6 +53,9 @@ PG_VARIANTS = (
 LEAVE_ONE_OUT_ESTIMATORS = ("rloo",)
 """Estimators that compare the samples of a prompt with one another and so need two."""
 
+PASS_AT_K_ESTIMATORS = ("pass@k", "pass_at_k")
+"""Estimators that ask whether one of ``pass_k`` samples is right."""
+
 GREEDY_BASELINE_ESTIMATORS = ("remax",)
 """Estimators that compare every sample with the greedy response to its prompt."""
 
