@@ -18,7 +18,7 @@ from torch import Tensor
 
 from roll.algorithms.masked import Groups
 from roll.algorithms.registry import Registry
-from roll.algorithms.reward_processing import NormType
+from roll.algorithms.reward_processing import NormType, token_level_rewards
 from roll.protocol.metrics import Metrics
 
 
@@ -39,7 +39,7 @@ class AdvantageOptions:
     advantage_clip: float | None = None
     """Advantages stay within +- this bound, after whitening."""
     pass_k: int = 4
-    """k of ``pass@k``."""
+    """k of ``pass@k``; below the size of the groups."""
     reward_weights: tuple[float, ...] | None = None
     """``gdpo``: weight of each reward; null: 1 each."""
     adv_estimator_args: Mapping[str, Any] = field(default_factory=dict)
@@ -54,8 +54,8 @@ class AdvantageOptions:
 class AdvantageInputs:
     """What estimators may use. Rows are responses (in multi-turn work by steps: one step each)."""
 
-    token_level_rewards: Tensor
-    """float (B, L), 0 outside the mask."""
+    rewards: Tensor
+    """float (B, L), token-level rewards, 0 outside the mask; or (B,), rewards of responses, each due at the last token."""
     mask: Tensor
     """bool (B, L), the response mask."""
     group_ids: Tensor
@@ -64,6 +64,8 @@ class AdvantageInputs:
     """float (B, L), the critic's (gae)."""
     baseline_rewards: Tensor | None = None
     """float (B,), reward of the greedy response to the same prompt (remax)."""
+    scores: Tensor | None = None
+    """float (B,), raw, before shaping, normalisation and divergence; 1 or more is right (pass@k)."""
     reward_components: Tensor | None = None
     """float (B, K), the rewards apart (gdpo)."""
     step_returns: Tensor | None = None
@@ -74,9 +76,16 @@ class AdvantageInputs:
     """int64 (B,): steps with the same id belong to one episode (gigpo)."""
 
     @cached_property
+    def token_level_rewards(self) -> Tensor:
+        """float (B, L), 0 outside the mask."""
+        return self.rewards if self.rewards.dim() == 2 else token_level_rewards(self.rewards, self.mask)
+
+    @cached_property
     def response_rewards(self) -> Tensor:
-        """float64 (B,): the sum of each row's token-level rewards."""
-        return torch.where(self.mask, self.token_level_rewards, 0.0).sum(-1, dtype=torch.float64)
+        """float64 (B,): the sum of each row's token-level rewards; 0 where the row has no token."""
+        if self.rewards.dim() == 2:
+            return torch.where(self.mask, self.rewards, 0.0).sum(-1, dtype=torch.float64)
+        return torch.where(self.mask.any(-1), self.rewards.double(), 0.0)
 
     @cached_property
     def groups(self) -> Groups:

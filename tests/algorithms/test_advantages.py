@@ -34,6 +34,7 @@ def inputs_of(batch: Batch) -> AdvantageInputs:
         batch.mask,
         batch.group_ids,
         values=batch.values,
+        scores=batch.response_rewards,
         baseline_rewards=batch.sample_weights,
         reward_components=torch.stack([batch.response_rewards, batch.sample_weights], 1),
         step_returns=batch.sample_weights,
@@ -86,7 +87,8 @@ def pass_at_k(batch: Batch, i: int, group: list[int], rewards: list[float]) -> f
     """By enumeration of all subsets of size k: the mean reward of those that hold the response, normalised."""
     k = min(2, len(group))
     subsets = list(itertools.combinations(group, k))
-    value = {s: max(float(rewards[j] > 0) for j in s) for s in subsets}
+    scores = batch.response_rewards.tolist()
+    value = {s: max(float(scores[j] >= 1.0) for j in s) for s in subsets}
     centre = reference.mean(list(value.values()))
     spread = math.sqrt(centre * (1 - centre))
     if spread < 1e-6:
@@ -156,7 +158,7 @@ def test_gigpo_equals_the_loop(batch: Batch) -> None:
 
 @given(batch=batches, gamma=st.sampled_from([0.5, 1.0]))
 def test_agentic_reinforce_discounts_by_turn(batch: Batch, gamma: float) -> None:
-    inputs = replace(inputs_of(batch), token_level_rewards=batch.rewards)
+    inputs = replace(inputs_of(batch), rewards=batch.rewards)
     expected = torch.zeros_like(batch.rewards)
     for i, row in enumerate(batch.mask.tolist()):
         turns: list[list[int]] = []
@@ -189,7 +191,7 @@ def test_step_returns_equal_the_loop(episodes: list[list[float]], gamma: float, 
 
 @given(batch=batches, gamma=st.sampled_from([0.9, 1.0]))
 def test_token_estimators_equal_the_loop(batch: Batch, gamma: float) -> None:
-    inputs = replace(inputs_of(batch), token_level_rewards=batch.rewards)
+    inputs = replace(inputs_of(batch), rewards=batch.rewards)
     returns = reference.returns(batch.rewards.tolist(), batch.mask.tolist(), gamma)
     for name in ("reinforce", "grpo"):
         result = estimate_advantages(inputs, AdvantageOptions(name, gamma=gamma))
@@ -205,7 +207,7 @@ def test_token_estimators_equal_the_loop(batch: Batch, gamma: float) -> None:
 
 @given(batch=batches)
 def test_whitening_and_clipping(batch: Batch) -> None:
-    inputs = replace(inputs_of(batch), token_level_rewards=batch.rewards)
+    inputs = replace(inputs_of(batch), rewards=batch.rewards)
     options = AdvantageOptions("reinforce", gamma=0.9, whiten_rewards=True, whiten_advantages=True, advantage_clip=0.8)
     whitened = reference.whiten(batch.rewards, batch.mask)
     returns = reference.returns(whitened.tolist(), batch.mask.tolist(), 0.9)
@@ -298,6 +300,7 @@ def test_a_batch_without_rows_stays_one(name: str) -> None:
         mask,
         empty,
         values=torch.zeros(0, 5),
+        scores=torch.zeros(0),
         baseline_rewards=torch.zeros(0),
         step_returns=torch.zeros(0),
     )
