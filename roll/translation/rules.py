@@ -13,6 +13,11 @@ STRATEGY, OPTIONS = "strategy_args.strategy_name", "strategy_args.strategy_confi
 """Our sections and two keys that many rules end in."""
 REWARD_MODEL = "a reward model is a role and a reward of that name here; docs/rewards.md says how both are written"
 
+MULTIMODAL = "images, video and audio are not supported yet"
+EXPERTS = "mixtures of experts are not supported yet"
+TURNS = "several turns, tools and agents are not supported yet"
+"""What whole families of configurations are refused for."""
+
 Convert = Callable[[Any], Any]
 
 REST = ".*"
@@ -143,6 +148,11 @@ def _converted(value: Any, hint: Any) -> Any:
 def never_below_zero(value: Any) -> int:
     """An interval in which 0 and -1 both mean never."""
     return max(0, whole(value))
+
+
+def optional(conversion: Convert) -> Convert:
+    """A conversion that leaves null as it is."""
+    return lambda value: None if value is None else conversion(value)
 
 
 def listed(value: Any) -> list[Any]:

@@ -8,8 +8,8 @@ from roll.translation.rules import (
     ENGINE,
     OPTIONS,
     PROJECT,
-    REWARD_MODEL,
     STRATEGY,
+    TURNS,
     Dialect,
     Rule,
     Section,
@@ -24,6 +24,7 @@ from roll.translation.rules import (
     whole,
 )
 from roll.translation.verl_roles import ACTOR_KEYS, MODEL, ROLLOUT, TRAINING
+from roll.translation.verl_surroundings import SURROUNDINGS
 
 ESTIMATORS = {
     "gae": "gae",
@@ -59,6 +60,24 @@ LOSSES = {
 AGGREGATIONS = {
     mode: mode for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 }
+
+CONFIG_FILES = {"ppo_trainer": "fsdp", "ppo_megatron_trainer": "megatron", "transfer_queue_ppo_trainer": "fsdp"}
+
+
+def config_name(value: object) -> str:
+    """
+    Raises:
+        ValueError: a file of settings beyond their defaults.
+    """
+    if value in CONFIG_FILES:
+        return CONFIG_FILES[str(value)]
+    if "multiturn" in str(value) or "tool" in str(value):
+        raise ValueError(TURNS)
+    raise ValueError(
+        "names a file of settings of theirs that is not in the command: translate a script that states them, or give "
+        f"the file itself; known: {', '.join(CONFIG_FILES)}"
+    )
+
 
 RUN = Section(
     "Run",
@@ -116,7 +135,7 @@ RUN = Section(
         Rule(
             CONFIG_NAME,
             note="`ppo_trainer`: the keys of this table; `ppo_megatron_trainer`: Megatron for all roles",
-            value=one_of({"ppo_trainer": "fsdp", "ppo_megatron_trainer": "megatron"}),
+            value=config_name,
             fact="config_name",
             computed=True,
         ),
@@ -171,21 +190,6 @@ DATA = Section(
             "`method`, `score`, `format_score` mean the same; add `compare: string` to compare characters",
         ),
         Rule("reward.num_workers", ("rewards.gsm8k_rule.world_size",), value=whole, fact="reward_workers"),
-        Rule(
-            "reward.custom_reward_function.path custom_reward_function.path",
-            ("rewards.<name>.worker_cls",),
-            "write the dotted path of your function there",
-            refused(
-                "a function of your own goes into rewards.<name>."
-                "worker_cls by its dotted path; docs/rewards.md says what it is given",
-                None,
-            ),
-        ),
-        Rule(
-            "reward_model.enable reward.reward_model.enable",
-            note=REWARD_MODEL,
-            value=refused(REWARD_MODEL, False, None),
-        ),
     ),
 )
 
@@ -392,4 +396,4 @@ DEFAULTS = (
     ("trainer.resume_mode", "auto"),
 )
 
-VERL = Dialect("verl", "verl", (RUN, DATA, ALGORITHM, TRAINING, GENERATION), DEFAULTS, f"{MODEL}.path")
+VERL = Dialect("verl", "verl", (RUN, DATA, ALGORITHM, TRAINING, GENERATION, *SURROUNDINGS), DEFAULTS, f"{MODEL}.path")

@@ -7,6 +7,7 @@ from roll.translation.rules import (
     ACTOR,
     CRITIC,
     ENGINE,
+    EXPERTS,
     OPTIONS,
     REFERENCE,
     STRATEGY,
@@ -186,7 +187,7 @@ def _batches(theirs: str, ours: str, role: str) -> tuple[Rule, ...]:
 
 def _megatron(theirs: str, ours: str, role: str) -> tuple[Rule, ...]:
     options = f"{ours}.{OPTIONS}"
-    sizes = ("tensor", "pipeline", "context", "expert", "virtual_pipeline")
+    sizes = ("tensor", "pipeline", "context", "virtual_pipeline")
     names = {"context": "context_parallel_size"}
     rules = [
         Rule(
@@ -198,6 +199,12 @@ def _megatron(theirs: str, ours: str, role: str) -> tuple[Rule, ...]:
     ]
     return (
         *rules,
+        Rule(
+            f"{theirs}.megatron.expert_model_parallel_size",
+            (f"{options}.expert_model_parallel_size",),
+            value=refused(EXPERTS, 1, None),
+            note="1",
+        ),
         Rule(f"{theirs}.megatron.sequence_parallel", (f"{options}.sequence_parallel",), value=truth),
         Rule(f"{theirs}.megatron.use_distributed_optimizer", (f"{options}.use_distributed_optimizer",), value=truth),
         Rule(f"{theirs}.megatron.override_transformer_config.*", (f"{options}.additional_configs.{{rest}}",)),
@@ -290,8 +297,8 @@ TRAINING = Section(
         Rule(f"{MODEL}.target_modules", (f"{ACTOR}.model_args.lora_target",), fact="lora_target", computed=True),
         Rule(
             f"{MODEL}.use_shm {MODEL}.use_liger {MODEL}.use_fused_kernels {MODEL}.enable_activation_offload",
-            note="no such choice here: log-probs have a fused head of their own",
-            value=refused("is not available", False, None),
+            note="the same numbers by other means: log-probs have a fused head of their own, and activations are computed "
+            "again rather than moved",
         ),
         *_optimizer(ACTOR_KEYS, ACTOR),
         *_optimizer("critic", CRITIC),
