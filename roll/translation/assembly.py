@@ -5,12 +5,14 @@ from __future__ import annotations
 from fractions import Fraction
 
 from roll.translation.draft import Draft
+from roll.translation.judging import put_reward
+from roll.translation.models import put_models
+from roll.translation.placement import device_count, put_devices, put_run_ahead
 from roll.translation.rules import OPTIONS
 
 CUTTING = ("tensor", "pipeline", "context")
 """Megatron's parallel sizes that leave fewer data-parallel ranks."""
 TRACKERS_WITH_PROJECT = {"wandb", "swanlab"}
-GSM8K = "gsm8k"
 
 
 def find_roles(draft: Draft) -> None:
@@ -36,12 +38,13 @@ def assemble(draft: Draft) -> None:
         put_switches,
         put_engine,
         put_devices,
+        put_run_ahead,
         put_batches,
         put_forward_batches,
         put_token_budgets,
         put_optimizers,
         put_algorithm,
-        put_lora,
+        put_models,
         put_steps,
         put_data,
         put_reward,
@@ -110,56 +113,6 @@ def put_engine(draft: Draft) -> None:
                 draft.put("prompt_length", kept, "max_model_len")
                 text += f"; prompt_length becomes {kept}, which leaves room for one"
             draft.remark(["max_model_len"], text)
-
-
-def device_count(draft: Draft, role: str) -> int:
-    per_node = draft.get(f"gpus.{role}", "gpus", default=1)
-    return int(per_node) * int(draft.get(f"nodes.{role}", "nodes", default=1))
-
-
-def put_devices(draft: Draft) -> None:
-    """``device_mapping`` of every role, as lists that start at 0 within ``CUDA_VISIBLE_DEVICES``."""
-    own = [f"{name}{suffix}" for name in ("gpus", "nodes") for suffix in ("", ".actor", ".reference", ".critic")]
-    because = [*own, "engines", "colocate", "colocate_reference"]
-    if not draft.states(*because):
-        return
-    count, next_free = device_count(draft, "actor"), device_count(draft, "actor")
-    draft.put("num_gpus_per_node", int(draft.get("gpus.actor", "gpus", default=count)), "gpus", "gpus.actor")
-    draft.put("actor_train.device_mapping", devices(0, count), "gpus", "nodes", "gpus.actor", "nodes.actor")
-    together = draft.get("colocate", default=True)
-    for role, section in draft.sections()[1:]:
-        size, shares = device_count(draft, role), together
-        if role == "reference" and not together:
-            shares = draft.get("colocate_reference", default=True)
-        start = 0 if shares else next_free
-        next_free += 0 if shares else size
-        draft.put(f"{section}.device_mapping", devices(start, size), "gpus", "nodes", f"gpus.{role}", f"nodes.{role}")
-    put_engine_devices(draft, count, together, next_free)
-    visible = draft.get("visible")
-    names = [name for name in str(visible).split(",") if name.strip()] if visible is not None else []
-    per_node = int(draft.get("gpus.actor", "gpus", default=count))
-    if names and len(names) < per_node:
-        rule = f"names {len(names)} devices, but a node is to have {per_node}"
-        draft.problems.add("CUDA_VISIBLE_DEVICES", visible, rule)
-
-
-def put_engine_devices(draft: Draft, trainers: int, together: bool, next_free: int) -> None:
-    """Engines on the trainer's devices, or on those behind all others."""
-    size, engines = draft.get("engine_tensor", default=1), draft.get("engines")
-    wanted = trainers if engines is None else engines * size
-    if together and wanted != trainers:
-        rule = f"times {size} tensor-parallel ranks take {wanted} devices, but the trainer they share has {trainers}"
-        draft.problems.add("generator.num_inference_engines", engines, rule, max(1, trainers // size))
-    elif wanted % size:
-        rule = f"does not divide the {wanted} devices of the engines"
-        draft.problems.add("actor_rollout_ref.rollout.tensor_model_parallel_size", size, rule, 1)
-    else:
-        mapping = devices(0 if together else next_free, wanted)
-        draft.put("actor_infer.device_mapping", mapping, "gpus", "nodes", "engines", "colocate")
-
-
-def devices(start: int, count: int) -> str:
-    return f"list(range({start},{start + count}))"
 
 
 def data_parallel_size(draft: Draft, role: str) -> int:
@@ -261,14 +214,6 @@ def put_algorithm(draft: Draft) -> None:
         draft.put("whiten_advantages", True, "estimator")
 
 
-def put_lora(draft: Draft) -> None:
-    rank = draft.get("lora_rank", default=0)
-    if draft.states("lora_rank") and rank > 0:
-        draft.put("actor_train.model_args.lora_rank", rank, "lora_rank")
-        draft.put("actor_train.model_args.lora_target", draft.get("lora_target", default="all-linear"), "lora_rank")
-        draft.put("actor_train.model_args.lora_alpha", draft.get("lora_alpha", default=16), "lora_alpha", "lora_rank")
-
-
 def put_steps(draft: Draft) -> None:
     """Passes over the data become steps where the number of rows is known."""
     if not draft.states("epochs") or draft.states("steps"):
@@ -297,22 +242,6 @@ def put_data(draft: Draft) -> None:
             draft.put(key, int(draft.facts[fact]), fact)
     if draft.whole and draft.states("val_files") and draft.get("val_temperature") == 0:
         draft.put("validation.greedy", False, "val_temperature")
-
-
-def put_reward(draft: Draft) -> None:
-    """The reward of a whole run: named by its environment, or told by the files' names."""
-    files = [str(name) for name in draft.get("train_files", default=[])]
-    reward = draft.get("reward") or ("gsm8k_rule" if files and all(GSM8K in name.lower() for name in files) else None)
-    own = [key for key in draft.keys if key.startswith("rewards.gsm8k_rule.")]
-    if draft.whole or draft.states("reward"):
-        if reward is None:
-            reward = "gsm8k_rule" if own else "math_rule"
-            text = f"{reward} is assumed for every row: their files name the reward by their column data_source"
-            draft.remark(["train_files"], text)
-        draft.put(f"rewards.{reward}.worker_cls", reward, "reward", "train_files")
-        draft.put(f"rewards.{reward}.tag_included", None, "reward", "train_files")
-        if draft.get("reward_workers") is not None:
-            draft.put(f"rewards.{reward}.world_size", max(1, draft.facts["reward_workers"]), "reward_workers")
 
 
 def put_tracking(draft: Draft) -> None:

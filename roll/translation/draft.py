@@ -22,6 +22,8 @@ class Draft:
     """Numbers and names that several keys of ours depend on; those of the recipe or the defaults first."""
     written: set[str] = field(default_factory=set)
     """Facts that their keys state (in a whole run: defaults too)."""
+    names: dict[str, str] = field(default_factory=dict)
+    """For each fact, their key that states it."""
     given: set[str] = field(default_factory=set)
     """Facts that the text itself states."""
     roles: set[str] = field(default_factory=set)

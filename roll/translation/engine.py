@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,7 +14,7 @@ from roll.config.rlvr import RLVRConfig
 from roll.config.strategy import strategy_keys
 from roll.translation.assembly import assemble, find_roles, strategy_of
 from roll.translation.draft import ROLES, Draft
-from roll.translation.reading import Source
+from roll.translation.reading import UNSET, Source
 from roll.translation.rules import Dialect, Rule
 from roll.translation.skyrl import SKYRL, SKYRL_TRAIN
 from roll.translation.verl import VERL
@@ -35,6 +36,7 @@ KEPT_IN_ENVIRONMENT = (
 OF_A_TOOL = ("VERL_", "SKYRL_")
 NEWER_EXAMPLES = "examples/train/"
 """Where the package ``skyrl`` keeps its scripts; the older one has them in ``examples/``."""
+SIZES = ("gpus", "nodes", "engine_gpus", "engine_nodes")
 SECTIONS = ("tracker_kwargs", "actor_train", "actor_infer", "reference", "critic", "rewards", "validation")
 IDLE_WITHOUT = {
     "reference": ("kl_loss_type", "kl_penalty", "init_kl_coef", "kl_horizon"),
@@ -72,6 +74,8 @@ class Translation:
     """Words and commands of the text that say nothing about the run."""
     unset: tuple[str, ...] = ()
     """Variables that the text uses and does not set: read where the configuration is loaded."""
+    remarks: tuple[str, ...] = ()
+    """What is to be said of the way that it was read."""
 
 
 def translate(
@@ -96,6 +100,8 @@ def translate(
         draft.facts |= facts_of(recipe)
     draft.roles = {"actor_train", "actor_infer"} | (set() if whole else roles_of(recipe.config))
     given = {**source.keys, **variables_of(source, dialect)}
+    left = _without_unset_sizes(given, dialect)
+    _check_program(source, dialect, draft)
     _refuse_doubles(given, dialect, draft)
     known = _defaults(dialect, given) if whole else {}
     matches = {key: _match(key, value, dialect, draft) for key, value in {**known, **given}.items()}
@@ -109,7 +115,8 @@ def translate(
     if draft.problems.errors:
         raise ConfigError(draft.problems.errors)
     kept = {name: value for name, value in source.environment.items() if name.startswith(KEPT_IN_ENVIRONMENT)}
-    return Translation(dialect, whole, in_order(draft.keys), kept, tuple(notes), tuple(source.left_out), source.unset)
+    notes = [*left, *notes]
+    return Translation(dialect, whole, in_order(draft.keys), kept, tuple(notes), tuple(source.left_out), source.unset, tuple(source.remarks))
 
 
 def dialect_of(source: Source) -> Dialect:
@@ -210,6 +217,30 @@ def _stated(dialect: Dialect, key: str, stated: set[str]) -> bool:
     return rule is not None and rule.fact in stated
 
 
+def _without_unset_sizes(given: dict[str, Any], dialect: Dialect) -> list[Note]:
+    """Take out numbers of devices and nodes that a variable of their cluster would give; the notes that say so."""
+    notes = []
+    for key, value in list(given.items()):
+        rule = dialect.rules.get(key)
+        if rule is not None and rule.fact.partition(".")[0] in SIZES and (name := UNSET.fullmatch(str(value))):
+            del given[key]
+            text = f"{name[1]} is not set, so their default holds; give it in front: roll translate {name[1]}=2 ..."
+            notes.append(Note(key, value, (), text))
+    return notes
+
+
+def _check_program(source: Source, dialect: Dialect, draft: Draft) -> None:
+    """Refuse programs of theirs that are not their trainer: their code decides what is trained."""
+    if not source.from_module:
+        return
+    meaning = next((facts for pattern, facts in dialect.programs if re.fullmatch(pattern, source.launcher)), None)
+    if meaning is None:
+        rule = f"is a program of its own: what it trains is in its code, not in keys of {dialect.title}"
+        draft.problems.add("(program)", source.launcher, rule)
+    else:
+        draft.facts |= meaning
+
+
 @dataclass(frozen=True)
 class _Match:
     rule: Rule
@@ -232,6 +263,7 @@ def _match(key: str, value: Any, dialect: Dialect, draft: Draft) -> _Match | Non
     if rule.fact:
         draft.facts[rule.fact] = ours
         draft.written.add(rule.fact)
+        draft.names[rule.fact] = key
         if rule.fact == "loss":
             draft.facts["loss_name"] = value
     return _Match(rule, rest, ours)

@@ -89,6 +89,8 @@ class Dialect:
     """Their documented defaults that differ from ours or take part in the arithmetic; used for whole runs."""
     model_key: str
     """A configuration that sets this key describes a whole run."""
+    programs: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    """Patterns of the modules that start their trainer, and the facts that each adds."""
 
     @property
     def rules(self) -> dict[str, Rule]:

@@ -291,7 +291,8 @@ def _algorithm() -> Section:
 
 def _dialect(name: str, title: str, strategies: dict[str, str], note: str, *own: tuple[str, Any]) -> Dialect:
     sections = (_run(), _data(), _algorithm(), training(strategies, note), generation())
-    return Dialect(name, title, sections, (*DEFAULTS, *own), "trainer.policy.model.path")
+    programs = ((r"skyrl(?:_train|\.train)\.entrypoints\.main_\w+", {}),)
+    return Dialect(name, title, sections, (*DEFAULTS, *own), "trainer.policy.model.path", programs)
 
 
 DEFAULTS: tuple[tuple[str, Any], ...] = (

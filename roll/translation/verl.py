@@ -185,7 +185,7 @@ DATA = Section(
         Rule("data.seed", ("seed",), "null: ours", fact="seed", computed=True),
         Rule("data.trust_remote_code", note="tokenizers are loaded as the models are: `model_args.trust_remote_code`"),
         Rule(
-            "reward.reward_kwargs.* reward_model.reward_kwargs.* custom_reward_function.reward_kwargs.*",
+            "reward.reward_kwargs.* reward_model.reward_kwargs.*",
             ("rewards.gsm8k_rule.reward_kwargs.{rest}",),
             "`method`, `score`, `format_score` mean the same; add `compare: string` to compare characters",
         ),
@@ -396,4 +396,17 @@ DEFAULTS = (
     ("trainer.resume_mode", "auto"),
 )
 
-VERL = Dialect("verl", "verl", (RUN, DATA, ALGORITHM, TRAINING, GENERATION, *SURROUNDINGS), DEFAULTS, f"{MODEL}.path")
+PROGRAMS = (
+    (r"verl\.trainer\.main_ppo\w*|verl\.experimental\.(?:transfer_queue|separation)\.main_\w+", {}),
+    (r"verl\.experimental\.one_step_off_policy\.(?:\w+\.)*main_\w+|recipe\.one_step_off_policy\.main_\w+", {"one_step_off": True}),
+    (r"recipe\.(?:dapo|entropy|char_count)\.(?:src\.)?main_\w+", {}),
+)
+"""Of the recipes those whose keys say all that they do."""
+VERL = Dialect(
+    "verl",
+    "verl",
+    (RUN, DATA, ALGORITHM, TRAINING, GENERATION, *SURROUNDINGS),
+    DEFAULTS,
+    f"{MODEL}.path",
+    PROGRAMS,
+)

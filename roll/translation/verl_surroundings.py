@@ -133,6 +133,10 @@ REWARDS = Section(
             computed=True,
         ),
         Rule(
+            "reward.custom_reward_function.reward_kwargs.* custom_reward_function.reward_kwargs.*",
+            ("rewards.custom.reward_kwargs.options.{rest}",),
+        ),
+        Rule(
             "reward_model.sandbox_fusion.url reward.sandbox_fusion.url",
             note="programs are run by `code_sandbox`",
             value=refused(REWARD_SERVICE, None),
@@ -293,7 +297,7 @@ ENGINES = Section(
         *(
             Rule(
                 f"{theirs}.megatron.seed {theirs}.fsdp_config.seed {theirs}.fsdp_config.forward_only "
-                f"{theirs}.megatron.forward_only {theirs}.nccl_timeout {theirs}.megatron.override_ddp_config.* "
+                f"{theirs}.megatron.forward_only {theirs}.megatron.override_ddp_config.* "
                 f"{theirs}.megatron.extra.* {theirs}.megatron.use_remove_padding {theirs}.rollout_n "
                 f"{theirs}.megatron.override_mcore_model_config.*",
                 note="no such choice here",
