@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
+from typing import Any
 
 from roll.translation.draft import Draft
 from roll.translation.judging import put_reward
@@ -47,6 +49,7 @@ def assemble(draft: Draft) -> None:
         put_models,
         put_steps,
         put_data,
+        put_stops,
         put_reward,
         put_tracking,
     ):
@@ -135,7 +138,7 @@ def put_batches(draft: Draft) -> None:
         if role == "reference" or not draft.states(*sizes, *layout, f"pipeline.{role}", f"context.{role}"):
             continue
         mini = draft.get(f"mini.{role}", "mini.actor")
-        micro = draft.get(f"micro.{role}", "micro", default=1 if draft.get(f"dynamic.{role}") else None)
+        micro = draft.get(f"micro.{role}", "micro", default=1 if draft.get(f"dynamic.{role}", "dynamic.actor") else None)
         of_all = draft.get(f"micro_of_all.{role}")
         if of_all is not None and draft.states(f"micro_of_all.{role}"):
             micro = max(1, of_all // device_count(draft, role))
@@ -173,15 +176,31 @@ def put_forward_batches(draft: Draft) -> None:
 def put_token_budgets(draft: Draft) -> None:
     """verl's token budgets count with ``use_dynamic_bsz`` only, which critic and reference have from the actor."""
     for role, section in draft.sections():
-        fact, phases = f"token_budget.{role}", ("infer",) if role == "reference" else ("train", "infer")
-        names = (f"dynamic.{role}", "dynamic.actor")
-        if draft.get(*names) and draft.states(*names):
-            for phase in phases:
-                draft.put(f"{section}.use_dynamic_batching_in_{phase}", True, *names)
-                budget = draft.get(fact, "token_budget.actor")
-                draft.put(f"{section}.max_tokens_per_microbatch_in_{phase}", budget, fact)
-        elif fact in draft.given:
-            draft.remark([fact], "left out: without use_dynamic_bsz it has no effect")
+        own, dynamic = f"token_budget.{role}", (f"dynamic.{role}", "dynamic.actor")
+        ranks = ranks_of_a_sequence(draft, role)
+        phases = {"train": (dynamic, (own, "token_budget.actor"))} if role != "reference" else {}
+        forward = (f"forward_dynamic.{role}", *dynamic)
+        phases["infer"] = (forward, (f"forward_budget.{role}", own, "token_budget.actor"))
+        for phase, (switches, budgets) in phases.items():
+            if not draft.states(*switches):
+                continue
+            asked = bool(draft.get(*switches, default=False))
+            if asked or draft.get(*dynamic):
+                draft.put(f"{section}.use_dynamic_batching_in_{phase}", asked, *switches)
+            budget = draft.get(*budgets)
+            if asked and budget is not None:
+                draft.put(f"{section}.max_tokens_per_microbatch_in_{phase}", int(budget) * ranks, *budgets)
+        for fact, switches in ((own, dynamic), (f"forward_budget.{role}", forward)):
+            if fact in draft.given and not (draft.states(*switches) and draft.get(*switches)):
+                draft.remark([fact], "left out: without use_dynamic_bsz it has no effect")
+
+
+def ranks_of_a_sequence(draft: Draft, role: str) -> int:
+    """Ranks that share the tokens of one sequence."""
+    strategy = strategy_of(draft, role)
+    if strategy == "megatron":
+        return int(draft.get(f"context.{role}", default=1))
+    return 1 if strategy == "deepspeed" else int(draft.get(f"ulysses.{role}", default=1))
 
 
 def put_optimizers(draft: Draft) -> None:
@@ -233,7 +252,7 @@ def put_steps(draft: Draft) -> None:
 def put_data(draft: Draft) -> None:
     for fact, section in (("train_files", "actor_train"), ("val_files", "validation")):
         if draft.states(fact):
-            draft.put(f"{section}.data_args.file_name", draft.facts[fact], fact)
+            draft.put(f"{section}.data_args.file_name", [file_or_folder(name) for name in draft.facts[fact]], fact)
     if draft.states("train_files", "prompt_key"):
         column = draft.get("prompt_key", default="prompt")
         draft.put("actor_train.data_args.messages", column, "train_files", "prompt_key")
@@ -242,6 +261,21 @@ def put_data(draft: Draft) -> None:
             draft.put(key, int(draft.facts[fact]), fact)
     if draft.whole and draft.states("val_files") and draft.get("val_temperature") == 0:
         draft.put("validation.greedy", False, "val_temperature")
+
+
+def file_or_folder(name: Any) -> Any:
+    """A name without an ending is a folder there."""
+    if not isinstance(name, str) or re.search(r"\.\w+$|[*?\[}]$|/$|^hub:", name):
+        return name
+    return f"{name}/"
+
+
+def put_stops(draft: Draft) -> None:
+    """Stop strings, which stay in the response."""
+    for fact, section in (("stop.train", "actor_infer"), ("stop.validation", "validation")):
+        if draft.get(fact):
+            draft.put(f"{section}.generating_args.stop_strings", draft.facts[fact], fact)
+            draft.put(f"{section}.generating_args.include_stop_str_in_output", True, fact)
 
 
 def put_tracking(draft: Draft) -> None:

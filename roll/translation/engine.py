@@ -260,8 +260,11 @@ def _match(key: str, value: Any, dialect: Dialect, draft: Draft) -> _Match | Non
     except ValueError as error:
         draft.problems.add(key, value, str(error))
         return None
-    if rule.fact:
+    if rule.fact and rest:
+        draft.facts.setdefault(rule.fact, {})[rest] = ours
+    elif rule.fact:
         draft.facts[rule.fact] = ours
+    if rule.fact:
         draft.written.add(rule.fact)
         draft.names[rule.fact] = key
         if rule.fact == "loss":
@@ -277,7 +280,7 @@ def _put_all(draft: Draft, matches: Mapping[str, _Match], values: Mapping[str, A
     for key, match in matches.items():
         direct[key] = []
         for template in () if match.rule.computed else match.rule.ours:
-            name = template.replace("{rest}", match.rest)
+            name = _own_key(template.replace("{rest}", match.rest), draft)
             draft.put(name, match.value)
             direct[key] += [name] if name in draft.keys else []
     assemble(draft)
@@ -296,6 +299,12 @@ def _put_all(draft: Draft, matches: Mapping[str, _Match], values: Mapping[str, A
             text = "; ".join(filter(None, [match.rule.note_for(values[key]), *said]))
             notes.append(Note(key, values[key], ours, text, key not in given))
     return notes
+
+
+def _own_key(name: str, draft: Draft) -> str:
+    """A key of our own for an engine's option that has one."""
+    stem, found, rest = name.partition(".engine_args.")
+    return f"{stem}.{rest}" if found and rest in strategy_keys(str(draft.get("engine"))) else name
 
 
 def _drop_idle_keys(draft: Draft) -> dict[str, str]:

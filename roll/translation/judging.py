@@ -38,6 +38,8 @@ def put_function(draft: Draft) -> bool:
     draft.put("rewards.custom.reward_kwargs.path", str(path), "reward_file")
     if draft.get("reward_function") is not None:
         draft.put("rewards.custom.reward_kwargs.name", str(draft.facts["reward_function"]), "reward_function")
+    for name, value in draft.get("reward_options", default={}).items():
+        draft.put(f"rewards.custom.reward_kwargs.options.{name}", value, "reward_options")
     if draft.get("reward_workers") is not None:
         draft.put("rewards.custom.world_size", max(1, draft.facts["reward_workers"]), "reward_workers")
     return True

@@ -149,7 +149,7 @@ def _converted(value: Any, hint: Any) -> Any:
 
 def never_below_zero(value: Any) -> int:
     """An interval in which 0 and -1 both mean never."""
-    return max(0, whole(value))
+    return 0 if value is False else max(0, whole(value))
 
 
 def optional(conversion: Convert) -> Convert:

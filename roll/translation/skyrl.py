@@ -13,6 +13,7 @@ from roll.translation.rules import (
     ENGINE,
     PROJECT,
     REFERENCE,
+    TURNS,
     Dialect,
     Rule,
     Section,
@@ -28,6 +29,7 @@ from roll.translation.rules import (
 )
 from roll.translation.skyrl_generation import generation
 from roll.translation.skyrl_roles import training
+from roll.translation.skyrl_surroundings import surroundings
 
 ALGORITHM = "trainer.algorithm"
 ESTIMATORS = {name: name for name in ("grpo", "gae", "rloo", "reinforce++")}
@@ -46,6 +48,19 @@ REDUCTIONS = {
     "seq_mean_token_sum_norm": "seq-mean-token-sum-norm",
 }
 ENVIRONMENTS = {"gsm8k": "gsm8k_rule", "gsm8k_multi_turn": "gsm8k_rule", "aime": "math_rule"}
+
+
+def environment(value: object) -> str:
+    """
+    Raises:
+        ValueError: an environment that is more than a rule.
+    """
+    if value in ENVIRONMENTS:
+        return ENVIRONMENTS[str(value)]
+    known = ", ".join(ENVIRONMENTS)
+    raise ValueError(f"is an environment of theirs, and {TURNS}; as rewards: {known}")
+
+
 OLDER = {"deepspeed": "deepspeed", "fsdp": "fsdp", "fsdp2": "fsdp2", "megatron": "megatron"}
 NEWER = {"fsdp": "fsdp2", "fsdp2": "fsdp2", "megatron": "megatron"}
 OLDER_NOTE = "`fsdp` stands beside `fsdp2` and DeepSpeed here: it is the legacy wrapper FSDP1 (`fsdp_train`)"
@@ -163,7 +178,7 @@ def _data() -> Section:
             Rule("data.val_data", ("validation.data_args.file_name",), value=listed, fact="val_files", computed=True),
             Rule("trainer.train_batch_size", ("rollout_batch_size",), "prompts", whole, "prompts"),
             Rule(
-                "trainer.max_prompt_length generator.max_input_length",
+                "trainer.max_prompt_length",
                 ("prompt_length",),
                 value=whole,
                 fact="prompt_length",
@@ -172,7 +187,7 @@ def _data() -> Section:
                 "environment.env_class",
                 ("rewards.<name>.worker_cls",),
                 "`gsm8k` is `gsm8k_rule`; several turns are not available yet",
-                one_of(ENVIRONMENTS),
+                environment,
                 "reward",
                 computed=True,
             ),
@@ -183,7 +198,7 @@ def _data() -> Section:
                 fact="reward_workers",
                 computed=True,
             ),
-            Rule("generator.max_turns", note="one turn", value=refused("several turns are not available yet", 1)),
+            Rule("generator.max_turns", note="one turn", value=refused(TURNS, 1)),
             Rule(
                 "generator.zero_reward_on_non_stop",
                 ("max_len_mask",),
@@ -290,7 +305,7 @@ def _algorithm() -> Section:
 
 
 def _dialect(name: str, title: str, strategies: dict[str, str], note: str, *own: tuple[str, Any]) -> Dialect:
-    sections = (_run(), _data(), _algorithm(), training(strategies, note), generation())
+    sections = (_run(), _data(), _algorithm(), training(strategies, note), generation(), *surroundings())
     programs = ((r"skyrl(?:_train|\.train)\.entrypoints\.main_\w+", {}),)
     return Dialect(name, title, sections, (*DEFAULTS, *own), "trainer.policy.model.path", programs)
 

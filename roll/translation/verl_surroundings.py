@@ -42,7 +42,7 @@ REWARDS = Section(
     (
         Rule(
             "reward_model.enable reward.reward_model.enable",
-            ("rewards.reward_model.worker_cls", "reward_model.strategy_args.strategy_name"),
+            ("rewards.<name>.worker_cls", "reward_model.strategy_args.strategy_name"),
             "true: the score of a role `reward_model` is the reward, as there",
             lambda value: value is not None and truth(value),
             "rm",
@@ -57,7 +57,7 @@ REWARDS = Section(
         ),
         Rule(
             "reward_model.model.input_tokenizer",
-            ("rewards.reward_model.reward_kwargs.input",),
+            ("rewards.<name>.reward_kwargs",),
             "null: it reads the policy's own tokens (`input: tokens`); else its own chat template (`input: chat`)",
             fact="rm_tokenizer",
             computed=True,
@@ -120,26 +120,34 @@ REWARDS = Section(
         ),
         Rule(
             "reward.custom_reward_function.path custom_reward_function.path",
-            ("rewards.custom.worker_cls", "rewards.custom.reward_kwargs.path"),
+            ("rewards.<name>.worker_cls", "rewards.<name>.reward_kwargs"),
             "the file is loaded as it is, and its function called as verl calls it",
             fact="reward_file",
             computed=True,
         ),
         Rule(
             "reward.custom_reward_function.name custom_reward_function.name",
-            ("rewards.custom.reward_kwargs.name",),
+            ("rewards.<name>.reward_kwargs",),
             "null: `compute_score`",
             fact="reward_function",
             computed=True,
         ),
         Rule(
             "reward.custom_reward_function.reward_kwargs.* custom_reward_function.reward_kwargs.*",
-            ("rewards.custom.reward_kwargs.options.{rest}",),
+            ("rewards.<name>.reward_kwargs",),
+            "under `options`: given to the function",
+            fact="reward_options",
+            computed=True,
         ),
         Rule(
             "reward_model.sandbox_fusion.url reward.sandbox_fusion.url",
             note="programs are run by `code_sandbox`",
             value=refused(REWARD_SERVICE, None),
+        ),
+        Rule(
+            "reward_model.reward_manager reward.reward_manager.name",
+            note="how verl walks through rows; the score of a row is the same",
+            value=one_of({name: name for name in ("naive", "dapo", "prime", "batch", None)}),
         ),
         Rule("reward_model.sandbox_fusion.* reward.sandbox_fusion.*", note="goes with the service's address"),
     ),
@@ -360,13 +368,6 @@ ENGINES = Section(
             note=SAME_NUMBERS,
         ),
         Rule("actor_rollout_ref.nccl_timeout critic.nccl_timeout", note="remote phases have deadlines of their own"),
-        Rule(
-            "critic.forward_max_token_len_per_gpu",
-            (f"{CRITIC}.max_tokens_per_microbatch_in_infer",),
-            value=whole,
-            fact="forward_budget.critic",
-            computed=True,
-        ),
         Rule("critic.kl_ctrl.*", note="belongs to the policy"),
     ),
 )
@@ -440,6 +441,8 @@ UNAVAILABLE = Section(
         Rule(f"{ACTOR_KEYS}.router_replay.mode", note="`disabled`", value=refused(EXPERTS, "disabled", None)),
         Rule(f"{ACTOR_KEYS}.router_replay.*", note="belongs to mixtures of experts"),
         Rule(f"{ACTOR_KEYS}.qat.enable", note="false", value=refused("training for quantisation is not available", False)),
+        Rule(f"{ROLLOUT}.engine_kwargs.trtllm.*", note="goes with the engine"),
+        Rule("env.*", note="belongs to simulated worlds", value=refused("simulated worlds are not supported yet")),
         Rule("data.gen_batch_size", note="groups are filled up until `rollout_batch_size` remain"),
     ),
 )

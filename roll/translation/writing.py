@@ -83,14 +83,16 @@ def load(translation: Translation, recipe: Path) -> LoadedConfig[Any]:
 def _without_unset(translation: Translation) -> Translation:
     """Variables that are not set here by their names: they are read where the run is started."""
 
-    def named(value: Any) -> Any:
+    def named(value: Any, is_file: bool) -> Any:
         if isinstance(value, list):
-            return [named(entry) for entry in value]
-        if isinstance(value, str):
-            return UNSET.sub(lambda match: match[0] if match[1] in os.environ else match[1], value)
-        return value
+            return [named(entry, is_file) for entry in value]
+        if not isinstance(value, str):
+            return value
+        text = UNSET.sub(lambda match: match[0] if match[1] in os.environ else match[1], value)
+        return f"{text}/" if is_file and text != value and UNSET.fullmatch(value) else text
 
-    return replace(translation, keys={key: named(value) for key, value in translation.keys.items()})
+    keys = {key: named(value, key.endswith(".file_name")) for key, value in translation.keys.items()}
+    return replace(translation, keys=keys)
 
 
 def shell_text(translation: Translation) -> str:
