@@ -72,6 +72,9 @@ def launch_of(words: Sequence[str]) -> Launch | None:
         return _launcher(rest[1:]) if rest[:1] == ["launch"] else None
     if name == "deepspeed":
         return _launcher(rest)
+    if name in ("bash", "sh"):
+        place = next((place for place, word in enumerate(rest) if word.endswith(".sh")), None)
+        return None if place is None else Launch(rest[place], False, tuple(rest[place + 1 :]))
     if name == "trl" and rest:
         return Launch(f"trl.{rest[0]}", True, tuple(rest[1:]))
     return None

@@ -31,7 +31,7 @@ SILENT = "sleep nvidia-smi rocm-smi npu-smi nproc hostname scontrol which tee uv
 
 _UNSET = "__UNSET_{}__"
 
-_STAND_IN = r"""#!/bin/bash --norc
+_STAND_IN = r"""#!/bin/bash
 name=${0##*/}
 write_down() {
     local tries=0
@@ -61,6 +61,15 @@ case $name in
             -c|-|'') exec "@PYTHON@" -I -S "$@" ;;
             *) write_down "$@" ;;
         esac ;;
+    bash|sh)
+        for word in "$@"; do
+            case $word in
+                -c) break ;;
+                -*) continue ;;
+                *) [[ -e $word ]] || { write_down "$@"; exit 0; }; break ;;
+            esac
+        done
+        exec "$ROLL_TOOLS/bash" "$@" ;;
     ray)
         write_down "$@"
         if [[ "${1-} ${2-}" == "job submit" ]]; then
@@ -130,11 +139,10 @@ def driver(
     lines = ["umask 022", "exec @DESCRIPTOR@>&4 4>&- 3<&-".replace("@DESCRIPTOR@", str(DESCRIPTOR)), base]
     lines += [f'[ "$(echo runs)" = runs ] || exit {PROBE_FAILED}', "shopt -s nullglob"]
     lines += [_put(".bin/every-shell", _every_shell(absolute, go_on)), f"stand_in={shlex.quote(_stand_in())}"]
-    names = shlex.join([*LAUNCHERS, "unknown", *FILE_TOOLS, *WRAPPERS, *SILENT])
+    names = shlex.join([*LAUNCHERS, "bash", "sh", "unknown", *FILE_TOOLS, *WRAPPERS, *SILENT])
     lines += [
-        _links(".bin", (*TEXT_TOOLS, "bash")),
-        _links(".tools", (*FILE_TOOLS, "sleep", "env", "cat")),
-        'ln -s bash "$ROLL_BASE/.bin/sh"',
+        _links(".bin", TEXT_TOOLS),
+        _links(".tools", (*FILE_TOOLS, "sleep", "env", "cat", "bash")),
         f'for name in {names}; do printf %s "$stand_in" > "$ROLL_BASE/.bin/$name"; done',
     ]
     for path, text in files.items():
@@ -147,7 +155,7 @@ def driver(
     lines += [f"export {name}={shlex.quote(marker(name))}" for name in unset]
     lines += [f"export {_UNSET.format(name)}={shlex.quote(f'{name} is not set')}" for name in unset]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
-    lines += ['cd "$ROLL_BASE/root"', f"exec bash {shlex.join([script, *arguments])}"]
+    lines += ['cd "$ROLL_BASE/root"', f'exec "$ROLL_TOOLS/bash" {shlex.join([script, *arguments])}']
     return "\n".join(lines) + "\n"
 
 

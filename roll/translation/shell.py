@@ -19,7 +19,7 @@ ARGUMENTS = re.compile(r"\$(?:\{[@*]\}|[@*])")
 
 PROGRAM = re.compile(
     r"\$\(|`|\(\(|\[\[|<<|=\(|\(\)|\$\{[#!]|\$\{\w+(?:\[|[#%/^,]|:?[+?]|:\s*-?\d)|\$\{\w+:?[-=][^}]*\$\{"
-    r"|^\s*(?:if|for|while|until|case|function|source|\.|set|exit|cd|read|local|declare|eval|\[)\s",
+    r"|^\s*(?:if|for|while|until|case|function|source|\.|read|local|declare|eval|\[)\s",
     re.MULTILINE,
 )
 """What makes a text a program of the shell: branches, loops, arithmetic, arrays, substitutions, other files."""

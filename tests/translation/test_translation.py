@@ -53,7 +53,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(translated: Translate) -> No
         ),
         ("VERL_ENABLE_PARAM_OFFLOAD=yes actor_rollout_ref.actor.deepspeed.zero_stage=3", "must be 0 or 1"),
         ("trainer.logger=[mlflow]", "known: console"),
-        ("generator.max_turns=5", "several turns are not available yet"),
+        ("generator.max_turns=5", "several turns, tools and agents are not supported yet"),
         (
             f"CUDA_VISIBLE_DEVICES=3 {VERL} trainer.n_gpus_per_node=2 "
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 critic.ppo_micro_batch_size_per_gpu=1",
