@@ -14,8 +14,8 @@ LAUNCHERS = ("python", "python3", "uv", "torchrun", "accelerate", "deepspeed", "
 """Programs that start a run, or something around one."""
 DESCRIPTOR = 50
 """Where stand-ins write; high enough to be out of the way of a script's own redirections."""
-PROBE_FAILED = 97
-"""Exit status of a shell that cannot start processes."""
+READY = "READY"
+"""The first word of every record: this shell can start processes."""
 DEVICES = 8
 """Accelerators, of which a script that counts them finds a whole node."""
 TEXT_TOOLS = """
@@ -29,6 +29,8 @@ WRAPPERS = "env nice nohup numactl nsys setsid srun stdbuf sudo taskset time tim
 """Commands that start the command behind their own options."""
 SILENT = "sleep nvidia-smi rocm-smi npu-smi nproc hostname scontrol which tee uvx pip pip3 conda git curl wget".split()
 
+NOT_SET = "variable_not_set_"
+"""Computing with a marker ends in bash's complaint about this word with the name behind it."""
 _UNSET = "__UNSET_{}__"
 
 _STAND_IN = r"""#!/bin/bash
@@ -137,7 +139,7 @@ def driver(
     """
     base = 'ROLL_BASE=$PWD\nmkdir -p "$ROLL_BASE/.bin" "$ROLL_BASE/.tools" "$ROLL_BASE/root"\n'
     lines = ["umask 022", "exec @DESCRIPTOR@>&4 4>&- 3<&-".replace("@DESCRIPTOR@", str(DESCRIPTOR)), base]
-    lines += [f'[ "$(echo runs)" = runs ] || exit {PROBE_FAILED}', "shopt -s nullglob"]
+    lines += [f"[ \"$(echo runs)\" = runs ] && printf '{READY}\\0' >&{DESCRIPTOR}"]
     lines += [_put(".bin/every-shell", _every_shell(absolute, go_on)), f"stand_in={shlex.quote(_stand_in())}"]
     names = shlex.join([*LAUNCHERS, "bash", "sh", "unknown", *FILE_TOOLS, *WRAPPERS, *SILENT])
     lines += [
@@ -147,13 +149,13 @@ def driver(
     ]
     for path, text in files.items():
         lines.append(_put(f"root/{path}", text))
-    lines.append('chmod -R u+rwx "$ROLL_BASE/root"; chmod u+rx "$ROLL_BASE"/.bin/*')
+    lines.append(f'chmod -R u+rwx "$ROLL_BASE/root"; (builtin cd "$ROLL_BASE/.bin" && chmod u+rx {names})')
     lines.append("for name in $(compgen -e); do unset \"$name\" 2>/dev/null; done")
     own = {"ROLL_BASE": "$ROLL_BASE", "ROLL_TOOLS": "$ROLL_BASE/.tools", "TMPDIR": "$ROLL_BASE"}
     own |= {"PATH": "$ROLL_BASE/.bin", "BASH_ENV": "$ROLL_BASE/.bin/every-shell"}
     lines += [f'export {name}="{value}"' for name, value in own.items()]
     lines += [f"export {name}={shlex.quote(marker(name))}" for name in unset]
-    lines += [f"export {_UNSET.format(name)}={shlex.quote(f'{name} is not set')}" for name in unset]
+    lines += [f"export {_UNSET.format(name)}={shlex.quote(f'1 {NOT_SET}{name}')}" for name in unset]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
     lines += ['cd "$ROLL_BASE/root"', f'exec "$ROLL_TOOLS/bash" {shlex.join([script, *arguments])}']
     return "\n".join(lines) + "\n"

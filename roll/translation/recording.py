@@ -11,20 +11,22 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
 from roll.config.errors import ConfigError, Problem
 from roll.rewards.sandbox import PROTECTIONS, Limits, MissingProtection, Sandbox, SandboxError, Settings
 from roll.translation.launching import launch_of
-from roll.translation.recorder import PROBE_FAILED, driver, marker
+from roll.translation.recorder import NOT_SET, READY, driver, marker
 
 REQUIRED = tuple(name for name in PROTECTIONS if name not in ("scratch", "user"))
 """Protections without which no script runs. A user id of its own and a private folder of limited size are other ways to
 what the rest gives; the size of each file is limited in any case."""
 LIMITS = Limits(wall=20.0, memory=1024 * 2**20, file_size=4 * 2**20, scratch=32 * 2**20, processes=64)
 MAX_SCRIPT = 2**20
+SHOWN = 2000
+"""Characters of its output that are kept, the last ones."""
 MAX_FILES = 64
 """Files that scripts name, which come along."""
 INSTEAD = (
@@ -44,6 +46,8 @@ _OF_THE_SHELL = re.compile(r"BASH\w*|PWD|OLDPWD|PATH|IFS|UID|EUID|PPID|RANDOM|SE
 _ABSOLUTE = re.compile(r"(?:/[\w.+-]+)+/(?:python[\d.]*|torchrun|accelerate|deepspeed|trl|uv|ray)\b")
 _MISSING = re.compile(r": (\S*/(?:python[\d.]*|torchrun|accelerate|deepspeed|trl|uv|ray)): No such file or directory")
 _SHELL_FILE = re.compile(r"([\w./@+-]*[\w@+-]+\.(?:sh|bash|env))\b|(?<![\w/])((?:\.{0,2}/)?[\w./-]*\.env)\b")
+_EXPANSION = re.compile(r"\$\((?:[^()]|\([^()]*\))*\)|\$\{[^}]*\}|\$\w+")
+_COMPUTED = re.compile(rf".*\b{NOT_SET}(\w+).*")
 _REDIRECTION = re.compile(r"(?<![<>&\d-])((?:[12&])?>>?\|?)[ \t]*(?![&>(])(\"[^\"\n]*\"|'[^'\n]*'|[^\s;&|()<>]+)")
 _ERREXIT = re.compile(r"^(\s*set\s+-)(\w+)", re.MULTILINE)
 _UNSET_MARK = re.compile(r"/?__UNSET_([A-Za-z_0-9]+?)__")
@@ -137,7 +141,7 @@ def companions(script: Path, text: str, root: Path) -> dict[str, str]:
     waiting = [(script.resolve(), text)]
     while waiting and len(found) < MAX_FILES:
         place, content = waiting.pop()
-        for match in _SHELL_FILE.finditer(content):
+        for match in _SHELL_FILE.finditer(_EXPANSION.sub("", content)):
             named = (match[1] or match[2]).lstrip("/")
             for folder in dict.fromkeys((place.parent, script.resolve().parent, Path.cwd(), root)):
                 path = (folder / named).resolve()
@@ -195,11 +199,13 @@ def _run(
             more = {"file_name": "driver", "command": ["/bin/bash", "--norc", "driver"]}
             ended = sandbox.spawn("command", descriptors, LIMITS, more).wait()
         printed, recorded = _read(out), _read(calls)
-    if ended.code == PROBE_FAILED:
+    ready, _, recorded = recorded.partition("\0")
+    if ready != READY:
         raise SandboxError("this host lets it start no process of its own")
     if ended.timed_out:
         printed += f"\nended after {LIMITS.wall:g} s"
-    return tuple(_commands(recorded, root, environment)), ended.code, _CONTROL.sub("?", printed.strip())[-2000:]
+    printed = _COMPUTED.sub(r"\1 is not set, and the script computes with it", _CONTROL.sub("?", printed.strip()))
+    return tuple(_commands(recorded, root, environment)), ended.code, printed[-SHOWN:]
 
 
 def _read(file: IO[bytes]) -> str:
