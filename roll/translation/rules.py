@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from roll.config.schema import Mismatch, closest, convert
@@ -84,6 +84,8 @@ class Dialect:
     """Their documented defaults that differ from ours or take part in the arithmetic; used for whole runs."""
     model_key: str
     """A configuration that sets this key describes a whole run."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What holds in every run of the project, whatever its keys say."""
 
     @property
     def rules(self) -> dict[str, Rule]:

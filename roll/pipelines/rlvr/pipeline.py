@@ -144,7 +144,7 @@ class RLVRPipeline:
 
     def learn(self, batch: DataProto, step: int) -> None:
         """All optimizer steps of actor and critic on this batch."""
-        norm_length = float(self.config.loss_norm_length or self.plan.response_length)
+        norm_length = float(self.plan.norm_length)
         with self.frame.phase("step_train"):
             if self.clusters.critic is not None:
                 self.residency.bring({"critic": TRAINING})
