@@ -6,11 +6,13 @@ import re
 from fractions import Fraction
 from typing import Any
 
+from roll.translation.algorithms import put_algorithm
 from roll.translation.draft import Draft
 from roll.translation.judging import put_reward
 from roll.translation.models import put_models
 from roll.translation.placement import device_count, put_devices, put_run_ahead
 from roll.translation.rules import OPTIONS
+from roll.translation.sampling import put_sampling
 
 CUTTING = ("tensor", "pipeline", "context")
 """Megatron's parallel sizes that leave fewer data-parallel ranks."""
@@ -51,6 +53,7 @@ def assemble(draft: Draft) -> None:
         put_data,
         put_stops,
         put_reward,
+        put_sampling,
         put_tracking,
     ):
         step(draft)
@@ -211,26 +214,6 @@ def put_optimizers(draft: Draft) -> None:
                 draft.put(f"{section}.training_args.adam_beta{number}", float(beta), f"betas.{section}")
 
 
-def put_algorithm(draft: Draft) -> None:
-    """Clipping, KL, and what an estimator does of itself there."""
-    if draft.states("clip_low", "clip_high"):
-        draft.put("use_pg_clip_range", True, "clip_low", "clip_high")
-        for side in ("low", "high"):
-            draft.put(f"pg_clip_{side}", draft.get(f"clip_{side}", default=0.2), f"clip_{side}")
-    bound, loss = draft.get("dual_clip", "dual_clip_bound"), draft.get("loss_name", default="vanilla")
-    is_dual = loss == ("vanilla" if "dual_clip" in draft.facts else "dual_clip")
-    if bound is not None and is_dual and draft.states("dual_clip", "dual_clip_bound", "loss"):
-        draft.put("dual_clip_loss", True, "dual_clip", "dual_clip_bound", "loss")
-        draft.put("dual_clip_coef", float(bound), "dual_clip", "dual_clip_bound")
-    elif is_dual and draft.states("loss"):
-        draft.put("dual_clip_loss", True, "loss")
-        draft.put("dual_clip_coef", 3.0, "loss")
-    if draft.states("kl_loss_coef", "kl_loss") and draft.get("kl_loss"):
-        draft.put("kl_loss_coef", draft.get("kl_loss_coef", default=0.001), "kl_loss_coef")
-    if draft.states("kl_control", "target_kl") and draft.get("kl_control") == "adaptive":
-        draft.put("target_kl", draft.get("target_kl", default=0.1), "target_kl", "kl_control")
-    if draft.states("estimator") and draft.get("estimator") == "gae" and "whiten" not in draft.facts:
-        draft.put("whiten_advantages", True, "estimator")
 
 
 def put_steps(draft: Draft) -> None:

@@ -40,7 +40,7 @@ SIZES = ("gpus", "nodes", "engine_gpus", "engine_nodes")
 SECTIONS = ("tracker_kwargs", "actor_train", "actor_infer", "reference", "critic", "rewards", "validation")
 IDLE_WITHOUT = {
     "reference": ("kl_loss_type", "kl_penalty", "init_kl_coef", "kl_horizon"),
-    "critic": ("value_clip", "lambd", "critic_warmup"),
+    "critic": ("value_clip", "value_loss_agg_mode", "lambd", "critic_warmup"),
 }
 """Keys that count only where the run has this role."""
 
@@ -96,6 +96,8 @@ def translate(
     draft = Draft(whole=whole)
     if train_rows is not None:
         draft.facts["rows"] = train_rows
+    draft.facts |= dialect.facts
+    draft.defaults = _default_facts(dialect)
     if not whole:
         draft.facts |= facts_of(recipe)
     draft.roles = {"actor_train", "actor_infer"} | (set() if whole else roles_of(recipe.config))
@@ -155,6 +157,12 @@ def facts_of(recipe: LoadedConfig[RLVRConfig]) -> dict[str, Any]:
         "loggers": [config.track_with] if isinstance(config.track_with, str) else config.track_with,
         "kl_loss": config.use_kl_loss,
         "kl_in_reward": config.add_token_level_kl,
+        "loss": config.pg_variant,
+        "clip_low": config.pg_clip_low if config.use_pg_clip_range else config.pg_clip,
+        "clip_high": config.pg_clip_high if config.use_pg_clip_range else config.pg_clip,
+        "aggregation": config.loss_agg_mode,
+        "entropy_coef": config.entropy_loss_coef,
+        "reward_names": list(config.rewards),
     }
     for role, section in ROLES.items():
         worker = getattr(config, section)
@@ -212,6 +220,12 @@ def _defaults(dialect: Dialect, given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _default_facts(dialect: Dialect) -> dict[str, Any]:
+    """What their defaults state, by fact."""
+    rules = ((dialect.rules.get(key), value) for key, value in dialect.defaults)
+    return {rule.fact: rule.value(value) for rule, value in rules if rule is not None and rule.fact}
+
+
 def _stated(dialect: Dialect, key: str, stated: set[str]) -> bool:
     rule = dialect.rules.get(key)
     return rule is not None and rule.fact in stated
@@ -266,9 +280,7 @@ def _match(key: str, value: Any, dialect: Dialect, draft: Draft) -> _Match | Non
         draft.facts[rule.fact] = ours
     if rule.fact:
         draft.written.add(rule.fact)
-        draft.names[rule.fact] = key
-        if rule.fact == "loss":
-            draft.facts["loss_name"] = value
+        draft.names[rule.fact], draft.raw[rule.fact] = key, value
     return _Match(rule, rest, ours)
 
 
