@@ -19,11 +19,14 @@ from roll.config.sources import shown
 
 OWN_FUNCTION_KEYS = (
     "adv_estimator",
+    "entropy_loss_agg_mode",
+    "kl_loss_agg_mode",
     "kl_loss_type",
     "kl_penalty",
     "loss_agg_mode",
     "sample_weighting",
     "train_infer_correction",
+    "value_loss_agg_mode",
     "value_loss_type",
 )
 """Keys at the top that take the dotted path of a function; ``pg_variant`` and filters bring options along."""

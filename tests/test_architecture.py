@@ -13,9 +13,9 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 FLOORS = {
     1: {"config", "protocol", "platforms"},
-    2: {"algorithms", "models", "datasets", "translation"},
+    2: {"algorithms", "models", "datasets"},
     3: {"strategies", "weight_sync", "distributed", "rewards", "rollout", "checkpoint", "tracking", "serving"},
-    4: {"workers"},
+    4: {"workers", "translation"},
     5: {"pipelines"},
     6: {"cli", "preflight"},
 }

@@ -53,15 +53,15 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
     """This micro-batch's share of the actor's loss over the whole optimizer step.
 
     loss = rl_loss_coef * pg + kl_loss_coef * KL(pi || ref) - entropy_loss_coef * entropy, each aggregated by
-    ``loss_agg_mode`` with the same global denominators.  Sample weights and corrections act on the first term.
+    ``loss_agg_mode`` (or a mode of its own) with the same global denominators.  Sample weights and corrections act on the first term.
 
     Raises ``ValueError`` where a term needs ``ref_log_probs``, ``entropy`` or ``rollout_log_probs`` and has none.
     """
     metrics = MetricBuilder()
     share = inputs.num_tokens.double() / max(denominators.tokens, 1.0)
 
-    def reduced(loss: Tensor, sample_weights: Tensor | None = None) -> Tensor:
-        return aggregate(loss, inputs.mask, options.loss_agg_mode, denominators, sample_weights)
+    def reduced(loss: Tensor, sample_weights: Tensor | None = None, mode: str | None = None) -> Tensor:
+        return aggregate(loss, inputs.mask, mode or options.loss_agg_mode, denominators, sample_weights)
 
     per_token = policy_losses.resolve(options.pg_variant)(inputs, options.pg, metrics)
     if inputs.policy_mask is not None:
@@ -74,11 +74,11 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
     metrics.mean("actor/weighted_pg_loss", total, share)
     metrics.mean("actor/pg_loss", total if _is_plain(inputs, options) else reduced(per_token.detach()), share)
     if options.use_kl_loss:
-        kl = reduced(_kl_per_token(inputs, options))
+        kl = reduced(_kl_per_token(inputs, options), mode=options.kl_loss_agg_mode)
         metrics.mean("actor/kl_loss", kl, share)
         total = total + options.kl_loss_coef * kl
     if inputs.entropy is not None:
-        entropy = reduced(inputs.entropy)
+        entropy = reduced(inputs.entropy, mode=options.entropy_loss_agg_mode)
         metrics.mean("actor/entropy", torch.where(inputs.mask, inputs.entropy.detach(), 0.0).sum(), inputs.num_tokens)
         total = total - options.entropy_loss_coef * entropy
     elif options.needs_entropy:

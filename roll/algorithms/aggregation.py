@@ -37,7 +37,7 @@ class LossDenominators:
     samples: float
     """Rows with at least one masked token."""
     norm_length: float | None = None
-    """The constant length of ``seq-mean-token-sum-norm``, in tokens (the configured response length)."""
+    """The constant length of ``seq-mean-token-sum-norm``, in tokens (``loss_norm_length``)."""
 
 
 def denominators_of(mask: Tensor) -> Tensor:

@@ -28,15 +28,25 @@ def token_covariance(inputs: LossInputs) -> Tensor:
 
 @register_policy_loss("clip_cov", options=ClipCovOptions, aliases=("clip-cov",))
 def clip_cov(inputs: LossInputs, options: ClipCovOptions, metrics: MetricBuilder) -> Tensor:
-    """PPO's clip, and no gradient for a random share of the tokens whose covariance lies in [low, high]."""
+    """PPO's clip, and no gradient for a random share of the tokens whose covariance lies in (low, high).
+
+    Tokens that PPO's clip leaves without gradient are not drawn.
+    """
     covariance = token_covariance(inputs)
-    eligible = inputs.mask & (covariance >= options.clip_cov_low) & (covariance <= options.clip_cov_high)
+    in_range = (covariance > options.clip_cov_low) & (covariance < options.clip_cov_high)
+    eligible = inputs.mask & in_range & ~_clipped_by_ppo(inputs, options)
     candidates = eligible.flatten().nonzero().squeeze(-1)
     wanted = max(int(options.clip_cov_ratio * int(inputs.num_tokens)), 1)
     chosen = candidates[torch.randperm(len(candidates), device=candidates.device)[:wanted]]
     keep = torch.ones(inputs.mask.numel(), device=inputs.mask.device).index_fill(0, chosen, 0.0)
     metrics.mean("actor/cov_clipfrac", float(len(chosen)), inputs.num_tokens)
     return ppo(inputs, options, metrics) * keep.view_as(inputs.mask)
+
+
+def _clipped_by_ppo(inputs: LossInputs, options: ClipCovOptions) -> Tensor:
+    """bool (B, L): the clipped surrogate is the smaller one."""
+    clipped = inputs.ratio.clamp(1.0 - options.clip_low, 1.0 + options.clip_high)
+    return clipped * inputs.advantages < inputs.ratio * inputs.advantages
 
 
 @register_policy_loss("kl_cov", options=KLCovOptions, aliases=("kl-cov",))

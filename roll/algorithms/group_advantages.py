@@ -11,7 +11,7 @@ from torch import Tensor
 from roll.algorithms.advantage_types import AdvantageInputs, AdvantageOptions, register_advantage
 from roll.algorithms.masked import Groups
 from roll.algorithms.ratios import segment_starts
-from roll.algorithms.returns import reverse_discounted_sum
+from roll.algorithms.returns import discounted_returns, reverse_discounted_sum
 from roll.algorithms.reward_processing import EPS
 
 
@@ -35,9 +35,12 @@ def rloo(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Te
 
 @register_advantage("remax")
 def remax(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
-    """R minus the reward of the greedy response to the same prompt; arXiv 2310.10505 eq. 4."""
-    rewards = inputs.response_rewards
-    return inputs.spread(rewards - inputs.require("baseline_rewards", "remax")), inputs.spread(rewards)
+    """Reward from each token on, minus the reward of the greedy response to the same prompt; arXiv 2310.10505 eq. 4.
+
+    Without a divergence in the reward this is one number for all tokens of a response.
+    """
+    returns = discounted_returns(inputs.token_level_rewards, inputs.mask, 1.0).float()
+    return returns - inputs.spread(inputs.require("baseline_rewards", "remax")), returns
 
 
 @register_advantage("opo")

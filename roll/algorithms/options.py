@@ -165,6 +165,10 @@ class ActorLossOptions:
     """Options of the variant, of its own dataclass."""
     loss_agg_mode: str = "seq-mean-token-mean"
     """One of :data:`roll.algorithms.aggregation.AGGREGATION_MODES`."""
+    kl_loss_agg_mode: str | None = None
+    """The mode of the divergence; null: ``loss_agg_mode``."""
+    entropy_loss_agg_mode: str | None = None
+    """The mode of the entropy bonus; null: ``loss_agg_mode``."""
     rl_loss_coef: float = 1.0
     """Weight of the policy-gradient term."""
     use_kl_loss: bool = False

@@ -126,7 +126,23 @@ def note_without_effect(config: RLVRConfig, checks: Checks) -> None:
     for key in ("pg_clip_low", "pg_clip_high"):
         if checks.written(key) and not config.use_pg_clip_range:
             checks.note(key, "has no effect without use_pg_clip_range: true")
+    note_unused_aggregations(config, checks)
     if config.rl_loss_coef == 0 and config.entropy_loss_coef == 0 and not config.use_kl_loss:
         checks.note("rl_loss_coef", "0 with no other loss term: the policy does not learn")
     if config.checkpoint_config.output_dir is None and checks.written("checkpoint_config.keep_local_file"):
         checks.note("checkpoint_config.keep_local_file", "has no effect without checkpoint_config.output_dir")
+
+
+def note_unused_aggregations(config: RLVRConfig, checks: Checks) -> None:
+    """Modes of a term that the loss does not have, and a length that no mode divides by."""
+    terms = {
+        "kl_loss_agg_mode": (config.use_kl_loss, "use_kl_loss: true"),
+        "entropy_loss_agg_mode": (config.entropy_loss_coef > 0, "entropy_loss_coef above 0"),
+        "value_loss_agg_mode": (needs_critic(config), "a critic"),
+    }
+    for key, (used, what) in terms.items():
+        if checks.written(key) and getattr(config, key) is not None and not used:
+            checks.note(key, f"has no effect without {what}")
+    modes = {config.loss_agg_mode, *(getattr(config, key) for key, (used, _) in terms.items() if used)}
+    if config.loss_norm_length is not None and "seq-mean-token-sum-norm" not in modes:
+        checks.note("loss_norm_length", "has no effect without the mode seq-mean-token-sum-norm")

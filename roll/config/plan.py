@@ -182,6 +182,8 @@ class RLVRPlan(Plan):
     response_length: int
     max_new_tokens: int
     """Most tokens that a response is given in training."""
+    norm_length: int
+    """Tokens that the mode ``seq-mean-token-sum-norm`` divides by."""
     validation_sets: tuple[ValidationSet, ...]
     validates_beside_training: bool
     """Validation goes on while other roles compute and train."""

@@ -301,6 +301,7 @@ def plan_rlvr(config: RLVRConfig, exp_name: str, written: Written) -> RLVRPlan:
         group_size=config.num_return_sequences_in_group,
         prompt_length=config.prompt_length,
         response_length=response,
+        norm_length=config.loss_norm_length or response,
         max_new_tokens=max_new_tokens(config),
         validation_sets=validation_sets(config, sequence, written),
         validates_beside_training=beside_training(config, started_roles(config)),

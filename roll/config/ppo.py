@@ -63,6 +63,14 @@ class PPOConfig(PolicyLossConfig):
     """The critic's error: half its square, or the Huber loss."""
     loss_agg_mode: str = setting("seq-mean-token-mean", choices=LOSS_AGG_MODES, dotted_path=True)
     """How token losses become one number. Denominators are always those of the whole optimizer step."""
+    kl_loss_agg_mode: str | None = setting(None, choices=LOSS_AGG_MODES, dotted_path=True, example="token-mean")
+    """The same for the KL in the loss; null: ``loss_agg_mode``."""
+    entropy_loss_agg_mode: str | None = setting(None, choices=LOSS_AGG_MODES, dotted_path=True, example="token-mean")
+    """The same for the entropy bonus; null: ``loss_agg_mode``."""
+    value_loss_agg_mode: str = setting("token-mean", choices=LOSS_AGG_MODES, dotted_path=True)
+    """The same for the critic's loss."""
+    loss_norm_length: int | None = setting(None, ge=1)
+    """Tokens that ``seq-mean-token-sum-norm`` divides by; null: the longest response."""
     rl_loss_coef: float = setting(1.0, ge=0)
     """Weight of the policy loss."""
     entropy_loss_coef: float = setting(0.0, ge=0)

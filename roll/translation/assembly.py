@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
+from typing import Any
 
+from roll.translation.algorithms import put_algorithm
 from roll.translation.draft import Draft
+from roll.translation.judging import put_reward
+from roll.translation.models import put_models
+from roll.translation.placement import device_count, put_devices, put_run_ahead
 from roll.translation.rules import OPTIONS
+from roll.translation.sampling import put_sampling
 
 CUTTING = ("tensor", "pipeline", "context")
 """Megatron's parallel sizes that leave fewer data-parallel ranks."""
 TRACKERS_WITH_PROJECT = {"wandb", "swanlab"}
-GSM8K = "gsm8k"
 
 
 def find_roles(draft: Draft) -> None:
@@ -36,15 +42,18 @@ def assemble(draft: Draft) -> None:
         put_switches,
         put_engine,
         put_devices,
+        put_run_ahead,
         put_batches,
         put_forward_batches,
         put_token_budgets,
         put_optimizers,
         put_algorithm,
-        put_lora,
+        put_models,
         put_steps,
         put_data,
+        put_stops,
         put_reward,
+        put_sampling,
         put_tracking,
     ):
         step(draft)
@@ -112,56 +121,6 @@ def put_engine(draft: Draft) -> None:
             draft.remark(["max_model_len"], text)
 
 
-def device_count(draft: Draft, role: str) -> int:
-    per_node = draft.get(f"gpus.{role}", "gpus", default=1)
-    return int(per_node) * int(draft.get(f"nodes.{role}", "nodes", default=1))
-
-
-def put_devices(draft: Draft) -> None:
-    """``device_mapping`` of every role, as lists that start at 0 within ``CUDA_VISIBLE_DEVICES``."""
-    own = [f"{name}{suffix}" for name in ("gpus", "nodes") for suffix in ("", ".actor", ".reference", ".critic")]
-    because = [*own, "engines", "colocate", "colocate_reference"]
-    if not draft.states(*because):
-        return
-    count, next_free = device_count(draft, "actor"), device_count(draft, "actor")
-    draft.put("num_gpus_per_node", int(draft.get("gpus.actor", "gpus", default=count)), "gpus", "gpus.actor")
-    draft.put("actor_train.device_mapping", devices(0, count), "gpus", "nodes", "gpus.actor", "nodes.actor")
-    together = draft.get("colocate", default=True)
-    for role, section in draft.sections()[1:]:
-        size, shares = device_count(draft, role), together
-        if role == "reference" and not together:
-            shares = draft.get("colocate_reference", default=True)
-        start = 0 if shares else next_free
-        next_free += 0 if shares else size
-        draft.put(f"{section}.device_mapping", devices(start, size), "gpus", "nodes", f"gpus.{role}", f"nodes.{role}")
-    put_engine_devices(draft, count, together, next_free)
-    visible = draft.get("visible")
-    names = [name for name in str(visible).split(",") if name.strip()] if visible is not None else []
-    per_node = int(draft.get("gpus.actor", "gpus", default=count))
-    if names and len(names) < per_node:
-        rule = f"names {len(names)} devices, but a node is to have {per_node}"
-        draft.problems.add("CUDA_VISIBLE_DEVICES", visible, rule)
-
-
-def put_engine_devices(draft: Draft, trainers: int, together: bool, next_free: int) -> None:
-    """Engines on the trainer's devices, or on those behind all others."""
-    size, engines = draft.get("engine_tensor", default=1), draft.get("engines")
-    wanted = trainers if engines is None else engines * size
-    if together and wanted != trainers:
-        rule = f"times {size} tensor-parallel ranks take {wanted} devices, but the trainer they share has {trainers}"
-        draft.problems.add("generator.num_inference_engines", engines, rule, max(1, trainers // size))
-    elif wanted % size:
-        rule = f"does not divide the {wanted} devices of the engines"
-        draft.problems.add("actor_rollout_ref.rollout.tensor_model_parallel_size", size, rule, 1)
-    else:
-        mapping = devices(0 if together else next_free, wanted)
-        draft.put("actor_infer.device_mapping", mapping, "gpus", "nodes", "engines", "colocate")
-
-
-def devices(start: int, count: int) -> str:
-    return f"list(range({start},{start + count}))"
-
-
 def data_parallel_size(draft: Draft, role: str) -> int:
     """Ranks that learn from different samples."""
     cut = 1
@@ -182,7 +141,7 @@ def put_batches(draft: Draft) -> None:
         if role == "reference" or not draft.states(*sizes, *layout, f"pipeline.{role}", f"context.{role}"):
             continue
         mini = draft.get(f"mini.{role}", "mini.actor")
-        micro = draft.get(f"micro.{role}", "micro", default=1 if draft.get(f"dynamic.{role}") else None)
+        micro = draft.get(f"micro.{role}", "micro", default=1 if draft.get(f"dynamic.{role}", "dynamic.actor") else None)
         of_all = draft.get(f"micro_of_all.{role}")
         if of_all is not None and draft.states(f"micro_of_all.{role}"):
             micro = max(1, of_all // device_count(draft, role))
@@ -220,15 +179,31 @@ def put_forward_batches(draft: Draft) -> None:
 def put_token_budgets(draft: Draft) -> None:
     """verl's token budgets count with ``use_dynamic_bsz`` only, which critic and reference have from the actor."""
     for role, section in draft.sections():
-        fact, phases = f"token_budget.{role}", ("infer",) if role == "reference" else ("train", "infer")
-        names = (f"dynamic.{role}", "dynamic.actor")
-        if draft.get(*names) and draft.states(*names):
-            for phase in phases:
-                draft.put(f"{section}.use_dynamic_batching_in_{phase}", True, *names)
-                budget = draft.get(fact, "token_budget.actor")
-                draft.put(f"{section}.max_tokens_per_microbatch_in_{phase}", budget, fact)
-        elif fact in draft.given:
-            draft.remark([fact], "left out: without use_dynamic_bsz it has no effect")
+        own, dynamic = f"token_budget.{role}", (f"dynamic.{role}", "dynamic.actor")
+        ranks = ranks_of_a_sequence(draft, role)
+        phases = {"train": (dynamic, (own, "token_budget.actor"))} if role != "reference" else {}
+        forward = (f"forward_dynamic.{role}", *dynamic)
+        phases["infer"] = (forward, (f"forward_budget.{role}", own, "token_budget.actor"))
+        for phase, (switches, budgets) in phases.items():
+            if not draft.states(*switches):
+                continue
+            asked = bool(draft.get(*switches, default=False))
+            if asked or draft.get(*dynamic):
+                draft.put(f"{section}.use_dynamic_batching_in_{phase}", asked, *switches)
+            budget = draft.get(*budgets)
+            if asked and budget is not None:
+                draft.put(f"{section}.max_tokens_per_microbatch_in_{phase}", int(budget) * ranks, *budgets)
+        for fact, switches in ((own, dynamic), (f"forward_budget.{role}", forward)):
+            if fact in draft.given and not (draft.states(*switches) and draft.get(*switches)):
+                draft.remark([fact], "left out: without use_dynamic_bsz it has no effect")
+
+
+def ranks_of_a_sequence(draft: Draft, role: str) -> int:
+    """Ranks that share the tokens of one sequence."""
+    strategy = strategy_of(draft, role)
+    if strategy == "megatron":
+        return int(draft.get(f"context.{role}", default=1))
+    return 1 if strategy == "deepspeed" else int(draft.get(f"ulysses.{role}", default=1))
 
 
 def put_optimizers(draft: Draft) -> None:
@@ -239,34 +214,6 @@ def put_optimizers(draft: Draft) -> None:
                 draft.put(f"{section}.training_args.adam_beta{number}", float(beta), f"betas.{section}")
 
 
-def put_algorithm(draft: Draft) -> None:
-    """Clipping, KL, and what an estimator does of itself there."""
-    if draft.states("clip_low", "clip_high"):
-        draft.put("use_pg_clip_range", True, "clip_low", "clip_high")
-        for side in ("low", "high"):
-            draft.put(f"pg_clip_{side}", draft.get(f"clip_{side}", default=0.2), f"clip_{side}")
-    bound, loss = draft.get("dual_clip", "dual_clip_bound"), draft.get("loss_name", default="vanilla")
-    is_dual = loss == ("vanilla" if "dual_clip" in draft.facts else "dual_clip")
-    if bound is not None and is_dual and draft.states("dual_clip", "dual_clip_bound", "loss"):
-        draft.put("dual_clip_loss", True, "dual_clip", "dual_clip_bound", "loss")
-        draft.put("dual_clip_coef", float(bound), "dual_clip", "dual_clip_bound")
-    elif is_dual and draft.states("loss"):
-        draft.put("dual_clip_loss", True, "loss")
-        draft.put("dual_clip_coef", 3.0, "loss")
-    if draft.states("kl_loss_coef", "kl_loss") and draft.get("kl_loss"):
-        draft.put("kl_loss_coef", draft.get("kl_loss_coef", default=0.001), "kl_loss_coef")
-    if draft.states("kl_control", "target_kl") and draft.get("kl_control") == "adaptive":
-        draft.put("target_kl", draft.get("target_kl", default=0.1), "target_kl", "kl_control")
-    if draft.states("estimator") and draft.get("estimator") == "gae" and "whiten" not in draft.facts:
-        draft.put("whiten_advantages", True, "estimator")
-
-
-def put_lora(draft: Draft) -> None:
-    rank = draft.get("lora_rank", default=0)
-    if draft.states("lora_rank") and rank > 0:
-        draft.put("actor_train.model_args.lora_rank", rank, "lora_rank")
-        draft.put("actor_train.model_args.lora_target", draft.get("lora_target", default="all-linear"), "lora_rank")
-        draft.put("actor_train.model_args.lora_alpha", draft.get("lora_alpha", default=16), "lora_alpha", "lora_rank")
 
 
 def put_steps(draft: Draft) -> None:
@@ -288,7 +235,7 @@ def put_steps(draft: Draft) -> None:
 def put_data(draft: Draft) -> None:
     for fact, section in (("train_files", "actor_train"), ("val_files", "validation")):
         if draft.states(fact):
-            draft.put(f"{section}.data_args.file_name", draft.facts[fact], fact)
+            draft.put(f"{section}.data_args.file_name", [file_or_folder(name) for name in draft.facts[fact]], fact)
     if draft.states("train_files", "prompt_key"):
         column = draft.get("prompt_key", default="prompt")
         draft.put("actor_train.data_args.messages", column, "train_files", "prompt_key")
@@ -299,20 +246,19 @@ def put_data(draft: Draft) -> None:
         draft.put("validation.greedy", False, "val_temperature")
 
 
-def put_reward(draft: Draft) -> None:
-    """The reward of a whole run: named by its environment, or told by the files' names."""
-    files = [str(name) for name in draft.get("train_files", default=[])]
-    reward = draft.get("reward") or ("gsm8k_rule" if files and all(GSM8K in name.lower() for name in files) else None)
-    own = [key for key in draft.keys if key.startswith("rewards.gsm8k_rule.")]
-    if draft.whole or draft.states("reward"):
-        if reward is None:
-            reward = "gsm8k_rule" if own else "math_rule"
-            text = f"{reward} is assumed for every row: their files name the reward by their column data_source"
-            draft.remark(["train_files"], text)
-        draft.put(f"rewards.{reward}.worker_cls", reward, "reward", "train_files")
-        draft.put(f"rewards.{reward}.tag_included", None, "reward", "train_files")
-        if draft.get("reward_workers") is not None:
-            draft.put(f"rewards.{reward}.world_size", max(1, draft.facts["reward_workers"]), "reward_workers")
+def file_or_folder(name: Any) -> Any:
+    """A name without an ending is a folder there."""
+    if not isinstance(name, str) or re.search(r"\.\w+$|[*?\[}]$|/$|^hub:", name):
+        return name
+    return f"{name}/"
+
+
+def put_stops(draft: Draft) -> None:
+    """Stop strings, which stay in the response."""
+    for fact, section in (("stop.train", "actor_infer"), ("stop.validation", "validation")):
+        if draft.get(fact):
+            draft.put(f"{section}.generating_args.stop_strings", draft.facts[fact], fact)
+            draft.put(f"{section}.generating_args.include_stop_str_in_output", True, fact)
 
 
 def put_tracking(draft: Draft) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import re
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,11 +16,14 @@ from roll.config.errors import ConfigError, Problem
 from roll.config.loader import load_config
 from roll.config.rlvr import RLVRConfig
 from roll.translation.engine import DIALECTS, Translation, dialect_of, translate
-from roll.translation.reading import Source, read_text, read_words, read_yaml
+from roll.translation.reading import Source, read_recording, read_text, read_words, read_yaml
+from roll.translation.recording import record
+from roll.translation.shell import is_program
 from roll.translation.writing import load, render_notes, shell_text, yaml_text
 
 RECIPE = "gsm8k/rlvr_config"
 """The quickstart: what changes are made to unless another recipe is named."""
+VARIABLE = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 WIDTH = 160
 EXIT_MISTAKES = 2
 
@@ -49,27 +55,49 @@ def translated(arguments: argparse.Namespace) -> Translation:
     Raises:
         ConfigError: text that cannot be read, or keys and values without a translation.
     """
-    source = read(arguments.source)
+    source = read(arguments.source, arguments.call)
     dialect = DIALECTS[arguments.dialect] if arguments.dialect else dialect_of(source)
     recipe = load_config(RLVRConfig, arguments.recipe, check_files=False)
     return translate(source, dialect, recipe, arguments.train_rows)
 
 
-def read(words: Sequence[str]) -> Source:
+def read(words: Sequence[str], call: int | None = None) -> Source:
     """A file, standard input (``-`` or nothing), one quoted command, or the words of a command.
+
+    A script that is there is run in the sandbox: ``[NAME=value ...] [bash] script.sh [argument ...]``.
 
     Raises:
         ConfigError: no such file, or text that cannot be read.
     """
     if not words or list(words) == ["-"]:
-        return read_text(sys.stdin.read())
-    if len(words) > 1 or "=" in words[0]:
-        return read_words(words) if len(words) > 1 or " " not in words[0].strip() else read_text(words[0])
-    file = Path(words[0])
-    if not file.is_file():
-        raise ConfigError([Problem("(file)", words[0], "no such file; a command is given as its words, or on stdin")])
-    text = file.read_text(encoding="utf-8")
-    return read_yaml(text, file.name) if file.suffix in (".yaml", ".yml") else read_text(text)
+        return read_pasted(sys.stdin.read(), call)
+    variables = dict(word.partition("=")[::2] for word in itertools.takewhile(VARIABLE.fullmatch, words))
+    rest = list(words[len(variables) :])
+    if rest and rest[0] in ("bash", "sh"):
+        rest = list(itertools.dropwhile(lambda word: word.startswith("-"), rest[1:]))
+    file = Path(rest[0]) if rest else None
+    if file is not None and file.is_file():
+        if file.suffix in (".yaml", ".yml"):
+            return read_yaml(file.read_text(encoding="utf-8"), file.name)
+        if file.suffix != ".py":
+            return read_recording(record(file, rest[1:], variables), file.name, call)
+    if len(words) > 1:
+        return read_words(words)
+    if " " in words[0].strip():
+        return read_pasted(words[0], call)
+    if "=" in words[0]:
+        return read_words(words)
+    raise ConfigError([Problem("(file)", words[0], "no such file; a command is given as its words, or on stdin")])
+
+
+def read_pasted(text: str, call: int | None = None) -> Source:
+    """A command as it stands in a document; text that is more than a command with its variables is run as a script."""
+    if not is_program(text):
+        return read_text(text)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "script.sh"
+        file.write_text(text, encoding="utf-8")
+        return read_recording(record(file), "(standard input)", call)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -84,6 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--recipe", default=RECIPE, help=f"recipe that single keys change, for its sizes and devices ({RECIPE})"
     )
     parser.add_argument("--train-rows", type=int, metavar="N", help="rows of the training data: epochs become steps")
+    parser.add_argument("--call", type=int, metavar="N", help="which run of a script that starts several, from 1")
     parser.add_argument("--quiet", action="store_true", help="no notes on stderr")
     parser.add_argument(
         "source", nargs=argparse.REMAINDER, metavar="FILE | COMMAND", help="a YAML file, a script, a command, or stdin"

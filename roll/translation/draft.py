@@ -22,6 +22,12 @@ class Draft:
     """Numbers and names that several keys of ours depend on; those of the recipe or the defaults first."""
     written: set[str] = field(default_factory=set)
     """Facts that their keys state (in a whole run: defaults too)."""
+    names: dict[str, str] = field(default_factory=dict)
+    """For each fact, their key that states it."""
+    raw: dict[str, Any] = field(default_factory=dict)
+    """For each fact, the value as their key states it."""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """For each fact, their tool's default, written or not."""
     given: set[str] = field(default_factory=set)
     """Facts that the text itself states."""
     roles: set[str] = field(default_factory=set)
@@ -45,6 +51,18 @@ class Draft:
             (self.facts[name] for name in known if name in self.written), self.facts[known[0]] if known else default
         )
 
+    def value_of(self, fact: str) -> Any:
+        """What holds for a fact: as written, else their default where a whole loss is described, else the recipe's."""
+        if fact in self.written:
+            return self.facts[fact]
+        if (self.whole or self.states("loss")) and fact in self.defaults:
+            return self.defaults[fact]
+        return self.facts.get(fact, self.defaults.get(fact))
+
+    def first_of(self, *facts: str) -> Any:
+        """The first of these facts for which a value holds."""
+        return next((value for fact in facts if (value := self.value_of(fact)) is not None), None)
+
     def put(self, key: str, value: Any, *because: str) -> None:
         """Set one of our keys, unless its role is not part of the run."""
         section = key.partition(".")[0]
@@ -61,6 +79,14 @@ class Draft:
                 said = self.remarks.setdefault(fact, [])
                 if text not in said:
                     said.append(text)
+
+    def without_effect(self, because: str, *facts: str) -> None:
+        """Say of those of the facts that the text itself states that nothing comes of them."""
+        self.remark([fact for fact in facts if fact in self.given], f"left out: {because}")
+
+    def refuse(self, fact: str, rule: str, example: Any = None) -> None:
+        """Note that what states a fact has no translation."""
+        self.problems.add(self.names.get(fact, fact), self.raw.get(fact, self.facts.get(fact)), rule, example)
 
     def sections(self) -> list[tuple[str, str]]:
         """Fact name and section of each role of the run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,7 +14,7 @@ from roll.config.rlvr import RLVRConfig
 from roll.config.strategy import strategy_keys
 from roll.translation.assembly import assemble, find_roles, strategy_of
 from roll.translation.draft import ROLES, Draft
-from roll.translation.reading import Source
+from roll.translation.reading import UNSET, Source
 from roll.translation.rules import Dialect, Rule
 from roll.translation.skyrl import SKYRL, SKYRL_TRAIN
 from roll.translation.verl import VERL
@@ -35,10 +36,11 @@ KEPT_IN_ENVIRONMENT = (
 OF_A_TOOL = ("VERL_", "SKYRL_")
 NEWER_EXAMPLES = "examples/train/"
 """Where the package ``skyrl`` keeps its scripts; the older one has them in ``examples/``."""
+SIZES = ("gpus", "nodes", "engine_gpus", "engine_nodes")
 SECTIONS = ("tracker_kwargs", "actor_train", "actor_infer", "reference", "critic", "rewards", "validation")
 IDLE_WITHOUT = {
     "reference": ("kl_loss_type", "kl_penalty", "init_kl_coef", "kl_horizon"),
-    "critic": ("value_clip", "lambd", "critic_warmup"),
+    "critic": ("value_clip", "value_loss_agg_mode", "lambd", "critic_warmup"),
 }
 """Keys that count only where the run has this role."""
 
@@ -72,6 +74,8 @@ class Translation:
     """Words and commands of the text that say nothing about the run."""
     unset: tuple[str, ...] = ()
     """Variables that the text uses and does not set: read where the configuration is loaded."""
+    remarks: tuple[str, ...] = ()
+    """What is to be said of the way that it was read."""
 
 
 def translate(
@@ -92,10 +96,14 @@ def translate(
     draft = Draft(whole=whole)
     if train_rows is not None:
         draft.facts["rows"] = train_rows
+    draft.facts |= dialect.facts
+    draft.defaults = _default_facts(dialect)
     if not whole:
         draft.facts |= facts_of(recipe)
     draft.roles = {"actor_train", "actor_infer"} | (set() if whole else roles_of(recipe.config))
     given = {**source.keys, **variables_of(source, dialect)}
+    left = _without_unset_sizes(given, dialect)
+    _check_program(source, dialect, draft)
     _refuse_doubles(given, dialect, draft)
     known = _defaults(dialect, given) if whole else {}
     matches = {key: _match(key, value, dialect, draft) for key, value in {**known, **given}.items()}
@@ -109,7 +117,8 @@ def translate(
     if draft.problems.errors:
         raise ConfigError(draft.problems.errors)
     kept = {name: value for name, value in source.environment.items() if name.startswith(KEPT_IN_ENVIRONMENT)}
-    return Translation(dialect, whole, in_order(draft.keys), kept, tuple(notes), tuple(source.left_out), source.unset)
+    notes = [*left, *notes]
+    return Translation(dialect, whole, in_order(draft.keys), kept, tuple(notes), tuple(source.left_out), source.unset, tuple(source.remarks))
 
 
 def dialect_of(source: Source) -> Dialect:
@@ -148,6 +157,12 @@ def facts_of(recipe: LoadedConfig[RLVRConfig]) -> dict[str, Any]:
         "loggers": [config.track_with] if isinstance(config.track_with, str) else config.track_with,
         "kl_loss": config.use_kl_loss,
         "kl_in_reward": config.add_token_level_kl,
+        "loss": config.pg_variant,
+        "clip_low": config.pg_clip_low if config.use_pg_clip_range else config.pg_clip,
+        "clip_high": config.pg_clip_high if config.use_pg_clip_range else config.pg_clip,
+        "aggregation": config.loss_agg_mode,
+        "entropy_coef": config.entropy_loss_coef,
+        "reward_names": list(config.rewards),
     }
     for role, section in ROLES.items():
         worker = getattr(config, section)
@@ -205,9 +220,39 @@ def _defaults(dialect: Dialect, given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _default_facts(dialect: Dialect) -> dict[str, Any]:
+    """What their defaults state, by fact."""
+    rules = ((dialect.rules.get(key), value) for key, value in dialect.defaults)
+    return {rule.fact: rule.value(value) for rule, value in rules if rule is not None and rule.fact}
+
+
 def _stated(dialect: Dialect, key: str, stated: set[str]) -> bool:
     rule = dialect.rules.get(key)
     return rule is not None and rule.fact in stated
+
+
+def _without_unset_sizes(given: dict[str, Any], dialect: Dialect) -> list[Note]:
+    """Take out numbers of devices and nodes that a variable of their cluster would give; the notes that say so."""
+    notes = []
+    for key, value in list(given.items()):
+        rule = dialect.rules.get(key)
+        if rule is not None and rule.fact.partition(".")[0] in SIZES and (name := UNSET.fullmatch(str(value))):
+            del given[key]
+            text = f"{name[1]} is not set, so their default holds; give it in front: roll translate {name[1]}=2 ..."
+            notes.append(Note(key, value, (), text))
+    return notes
+
+
+def _check_program(source: Source, dialect: Dialect, draft: Draft) -> None:
+    """Refuse programs of theirs that are not their trainer: their code decides what is trained."""
+    if not source.from_module:
+        return
+    meaning = next((facts for pattern, facts in dialect.programs if re.fullmatch(pattern, source.launcher)), None)
+    if meaning is None:
+        rule = f"is a program of its own: what it trains is in its code, not in keys of {dialect.title}"
+        draft.problems.add("(program)", source.launcher, rule)
+    else:
+        draft.facts |= meaning
 
 
 @dataclass(frozen=True)
@@ -229,11 +274,13 @@ def _match(key: str, value: Any, dialect: Dialect, draft: Draft) -> _Match | Non
     except ValueError as error:
         draft.problems.add(key, value, str(error))
         return None
-    if rule.fact:
+    if rule.fact and rest:
+        draft.facts.setdefault(rule.fact, {})[rest] = ours
+    elif rule.fact:
         draft.facts[rule.fact] = ours
+    if rule.fact:
         draft.written.add(rule.fact)
-        if rule.fact == "loss":
-            draft.facts["loss_name"] = value
+        draft.names[rule.fact], draft.raw[rule.fact] = key, value
     return _Match(rule, rest, ours)
 
 
@@ -245,7 +292,7 @@ def _put_all(draft: Draft, matches: Mapping[str, _Match], values: Mapping[str, A
     for key, match in matches.items():
         direct[key] = []
         for template in () if match.rule.computed else match.rule.ours:
-            name = template.replace("{rest}", match.rest)
+            name = _own_key(template.replace("{rest}", match.rest), draft)
             draft.put(name, match.value)
             direct[key] += [name] if name in draft.keys else []
     assemble(draft)
@@ -264,6 +311,12 @@ def _put_all(draft: Draft, matches: Mapping[str, _Match], values: Mapping[str, A
             text = "; ".join(filter(None, [match.rule.note_for(values[key]), *said]))
             notes.append(Note(key, values[key], ours, text, key not in given))
     return notes
+
+
+def _own_key(name: str, draft: Draft) -> str:
+    """A key of our own for an engine's option that has one."""
+    stem, found, rest = name.partition(".engine_args.")
+    return f"{stem}.{rest}" if found and rest in strategy_keys(str(draft.get("engine"))) else name
 
 
 def _drop_idle_keys(draft: Draft) -> dict[str, str]:

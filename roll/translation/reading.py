@@ -12,6 +12,8 @@ import yaml
 
 from roll.config.compose import parse_override
 from roll.config.errors import ConfigError, Problem
+from roll.translation.launching import Launch, launch_of
+from roll.translation.recording import Command, Recording
 from roll.translation.shell import Variables, commands
 
 COMMAND = "(command)"
@@ -20,6 +22,7 @@ ASSIGNMENT = re.compile(r"([A-Z_][A-Z0-9_]*)=(.*)", re.DOTALL)
 SCRIPT_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 """In a script a name without dots is a variable; among bare keys it may be one of theirs, if it is in small letters."""
 LAUNCH = re.compile(r"\s-m\s+[\w.]+|\.(?:sh|py)\s")
+UNSET = re.compile(r"\$\{oc\.env:(\w+)\}")
 KEY_VALUE = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*=", re.DOTALL)
 REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 HOUSEKEEPING = {
@@ -45,6 +48,10 @@ class Source:
     """Shell variables that the text uses and does not set."""
     left_out: list[str] = field(default_factory=list)
     """Words and commands that were passed over."""
+    options: dict[str, str] = field(default_factory=dict)
+    """Of the program that starts one process a device (``torchrun``, ``accelerate launch``, ``deepspeed``)."""
+    remarks: list[str] = field(default_factory=list)
+    """What is to be said of the way it was read."""
 
 
 def read_text(text: str) -> Source:
@@ -79,6 +86,75 @@ def read_text(text: str) -> Source:
     used = (str(value) for value in source.keys.values())
     source.unset = tuple(name for name in variables.unknown if any(f"oc.env:{name}}}" in text for text in used))
     return source
+
+
+def read_recording(recording: Recording, name: str, call: int | None = None) -> Source:
+    """Read what a script called.
+
+    Args:
+        call: which of several runs, from 1.
+
+    Raises:
+        ConfigError: no run, several without ``call``, or words that are no keys.
+    """
+    launches = [(command, launch) for command in recording.commands if (launch := launch_of(command.words))]
+    runs = [(command, launch) for command, launch in launches if launch.trains]
+    if not runs:
+        keys = [command for command in recording.commands if KEY_VALUE.match(command.words[0])]
+        if keys:
+            return _checked(*_of_words([word for command in keys for word in command.words], keys[0].environment))
+        raise ConfigError([Problem("(script)", name, _no_run(recording, launches))])
+    if call is None and len(runs) > 1:
+        shown = "; ".join(f"{number}: {_short(command)}" for number, (command, _) in enumerate(runs, start=1))
+        raise ConfigError([Problem("(script)", name, f"starts {len(runs)} runs: name one with --call N ({shown})")])
+    if call is not None and not 1 <= call <= len(runs):
+        raise ConfigError([Problem("--call", call, f"must be from 1 to {len(runs)}: {name} starts so many runs", 1)])
+    command, launch = runs[(call or 1) - 1]
+    source, mistakes = _of_words(launch.arguments, command.environment)
+    source.launcher, source.from_module = launch.module, launch.is_module
+    source.options = dict(launch.options)
+    source.left_out = [*dict.fromkeys(_short(other) for other in recording.commands if other is not command)]
+    source.left_out = source.left_out[:MAX_LEFT_OUT]
+    if recording.went_on:
+        source.remarks.append("the script ended before its launch, for files that are not here: its checks were passed over")
+    return _checked(source, mistakes)
+
+
+MAX_LEFT_OUT = 20
+"""Commands around a launch that the notes list."""
+
+
+def _of_words(words: Sequence[str], environment: Mapping[str, str]) -> tuple[Source, list[Problem]]:
+    source = Source(environment=dict(environment))
+    mistakes = _read_arguments(list(words), source)
+    used = (str(value) for value in source.keys.values())
+    source.unset = tuple(dict.fromkeys(name for text in used for name in UNSET.findall(text)))
+    return source, mistakes
+
+
+def _checked(source: Source, mistakes: Sequence[Problem]) -> Source:
+    if mistakes:
+        raise ConfigError(list(mistakes))
+    return source
+
+
+def _no_run(recording: Recording, launches: Sequence[tuple[Command, Launch]]) -> str:
+    """Why a script has nothing to translate."""
+    if launches:
+        started = ", ".join(dict.fromkeys(launch.program for _, launch in launches))
+        return f"starts {started}, and none of it is a training program that is known"
+    last = [line for line in recording.output.splitlines() if not line.startswith("+")][-3:]
+    said = f"; it printed: {' / '.join(last)}" if last else ""
+    rule = f"starts no training program (exit status {recording.status}){said}"
+    return f"{rule}. Variables are given in front, arguments behind: roll translate NAME=value {SCRIPT} argument"
+
+
+def _short(command: Command) -> str:
+    text = " ".join(command.words)
+    return text if len(text) <= SHORT else f"{text[:SHORT]}..."
+
+
+SCRIPT, SHORT = "script.sh", 120
 
 
 def read_words(words: Sequence[str]) -> Source:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from roll.config.schema import Mismatch, closest, convert
+from roll.translation.draft import Draft
 
 ACTOR, ENGINE, REFERENCE, CRITIC = "actor_train", "actor_infer", "reference", "critic"
 STRATEGY, OPTIONS = "strategy_args.strategy_name", "strategy_args.strategy_config"
 """Our sections and two keys that many rules end in."""
 REWARD_MODEL = "a reward model is a role and a reward of that name here; docs/rewards.md says how both are written"
+
+MULTIMODAL = "images, video and audio are not supported yet"
+EXPERTS = "mixtures of experts are not supported yet"
+TURNS = "several turns, tools and agents are not supported yet"
+"""What whole families of configurations are refused for."""
 
 Convert = Callable[[Any], Any]
 
@@ -84,6 +90,19 @@ class Dialect:
     """Their documented defaults that differ from ours or take part in the arithmetic; used for whole runs."""
     model_key: str
     """A configuration that sets this key describes a whole run."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What holds in every run of the project, whatever its keys say."""
+    programs: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    """Patterns of the modules that start their trainer, and the facts that each adds."""
+
+    prepare: Callable[[Draft], None] | None = None
+    """Arithmetic that comes before all other: facts of theirs in the terms of the common ones."""
+    algorithm: Callable[[Draft], None] | None = None
+    """Keys of the algorithm, for a project with a vocabulary of its own."""
+    steps: tuple[Callable[[Draft], None], ...] = ()
+    """All that its facts decide; empty: what an RLVR run has (:mod:`roll.translation.assembly`)."""
+    pipeline: str = "rlvr"
+    """What a whole run of it is."""
 
     @property
     def rules(self) -> dict[str, Rule]:
@@ -142,7 +161,12 @@ def _converted(value: Any, hint: Any) -> Any:
 
 def never_below_zero(value: Any) -> int:
     """An interval in which 0 and -1 both mean never."""
-    return max(0, whole(value))
+    return 0 if value is False else max(0, whole(value))
+
+
+def optional(conversion: Convert) -> Convert:
+    """A conversion that leaves null as it is."""
+    return lambda value: None if value is None else conversion(value)
 
 
 def listed(value: Any) -> list[Any]:

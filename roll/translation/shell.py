@@ -17,6 +17,19 @@ ARGUMENTS = re.compile(r"\$(?:\{[@*]\}|[@*])")
 """``$@``: what the script hands on."""
 
 
+PROGRAM = re.compile(
+    r"\$\(|`|\(\(|\[\[|<<|=\(|\(\)|\$\{[#!]|\$\{\w+(?:\[|[#%/^,]|:?[+?]|:\s*-?\d)|\$\{\w+:?[-=][^}]*\$\{"
+    r"|^\s*(?:if|for|while|until|case|function|source|\.|read|local|declare|eval|\[)\s",
+    re.MULTILINE,
+)
+"""What makes a text a program of the shell: branches, loops, arithmetic, arrays, substitutions, other files."""
+
+
+def is_program(text: str) -> bool:
+    """True for text that has to be run to be understood."""
+    return PROGRAM.search(text) is not None
+
+
 @dataclass(frozen=True)
 class Piece:
     """A part of a word under one kind of quotes (``'``, ``"``, or none)."""

@@ -13,6 +13,7 @@ from roll.translation.rules import (
     ENGINE,
     PROJECT,
     REFERENCE,
+    TURNS,
     Dialect,
     Rule,
     Section,
@@ -20,32 +21,31 @@ from roll.translation.rules import (
     listed,
     loggers,
     never_below_zero,
-    number,
     one_of,
     refused,
     truth,
     whole,
 )
+from roll.translation.skyrl_algorithm import DEFAULTS as ALGORITHM_DEFAULTS
+from roll.translation.skyrl_algorithm import FACTS, algorithm
 from roll.translation.skyrl_generation import generation
 from roll.translation.skyrl_roles import training
+from roll.translation.skyrl_surroundings import surroundings
 
-ALGORITHM = "trainer.algorithm"
-ESTIMATORS = {name: name for name in ("grpo", "gae", "rloo", "reinforce++")}
-LOSSES = {
-    "regular": "ppo",
-    "dual_clip": "ppo",
-    "gspo": "gspo",
-    "cispo": "cispo",
-    "sapo": "sapo",
-    "clip_cov": "clip_cov",
-    "kl_cov": "kl_cov",
-}
-REDUCTIONS = {
-    "token_mean": "token-mean",
-    "sequence_mean": "seq-mean-token-mean",
-    "seq_mean_token_sum_norm": "seq-mean-token-sum-norm",
-}
 ENVIRONMENTS = {"gsm8k": "gsm8k_rule", "gsm8k_multi_turn": "gsm8k_rule", "aime": "math_rule"}
+
+
+def environment(value: object) -> str:
+    """
+    Raises:
+        ValueError: an environment that is more than a rule.
+    """
+    if value in ENVIRONMENTS:
+        return ENVIRONMENTS[str(value)]
+    known = ", ".join(ENVIRONMENTS)
+    raise ValueError(f"is an environment of theirs, and {TURNS}; as rewards: {known}")
+
+
 OLDER = {"deepspeed": "deepspeed", "fsdp": "fsdp", "fsdp2": "fsdp2", "megatron": "megatron"}
 NEWER = {"fsdp": "fsdp2", "fsdp2": "fsdp2", "megatron": "megatron"}
 OLDER_NOTE = "`fsdp` stands beside `fsdp2` and DeepSpeed here: it is the legacy wrapper FSDP1 (`fsdp_train`)"
@@ -163,7 +163,7 @@ def _data() -> Section:
             Rule("data.val_data", ("validation.data_args.file_name",), value=listed, fact="val_files", computed=True),
             Rule("trainer.train_batch_size", ("rollout_batch_size",), "prompts", whole, "prompts"),
             Rule(
-                "trainer.max_prompt_length generator.max_input_length",
+                "trainer.max_prompt_length",
                 ("prompt_length",),
                 value=whole,
                 fact="prompt_length",
@@ -172,7 +172,7 @@ def _data() -> Section:
                 "environment.env_class",
                 ("rewards.<name>.worker_cls",),
                 "`gsm8k` is `gsm8k_rule`; several turns are not available yet",
-                one_of(ENVIRONMENTS),
+                environment,
                 "reward",
                 computed=True,
             ),
@@ -183,7 +183,7 @@ def _data() -> Section:
                 fact="reward_workers",
                 computed=True,
             ),
-            Rule("generator.max_turns", note="one turn", value=refused("several turns are not available yet", 1)),
+            Rule("generator.max_turns", note="one turn", value=refused(TURNS, 1)),
             Rule(
                 "generator.zero_reward_on_non_stop",
                 ("max_len_mask",),
@@ -197,104 +197,16 @@ def _data() -> Section:
     )
 
 
-def _advantages() -> tuple[Rule, ...]:
-    """Advantages and KL."""
-    return (
-        Rule(
-            f"{ALGORITHM}.advantage_estimator",
-            ("adv_estimator",),
-            "`gae` whitens advantages there, so `whiten_advantages` too",
-            one_of(ESTIMATORS),
-            "estimator",
-            about="gae",
-        ),
-        Rule(
-            f"{ALGORITHM}.grpo_norm_by_std",
-            ("norm_std_type",),
-            "true: group; false: null (Dr. GRPO)",
-            lambda value: "group" if truth(value) else None,
-        ),
-        Rule(f"{ALGORITHM}.advantage_batch_normalize", ("whiten_advantages",), value=truth, fact="whiten"),
-        Rule(f"{ALGORITHM}.gamma", ("gamma",), value=number),
-        Rule(f"{ALGORITHM}.lambd", ("lambd",), value=number),
-        Rule(f"{ALGORITHM}.use_kl_loss", ("use_kl_loss",), value=truth, fact="kl_loss"),
-        Rule(
-            f"{ALGORITHM}.kl_loss_coef",
-            ("kl_loss_coef",),
-            "counts with `use_kl_loss`",
-            number,
-            "kl_loss_coef",
-            computed=True,
-        ),
-        Rule(f"{ALGORITHM}.use_kl_in_reward", ("add_token_level_kl",), value=truth, fact="kl_in_reward"),
-        Rule(f"{ALGORITHM}.init_kl_coef {ALGORITHM}.kl_ctrl.kl_loss_coef", ("init_kl_coef",), value=number),
-        Rule(
-            f"{ALGORITHM}.kl_estimator_type",
-            ("kl_loss_type", "kl_penalty"),
-            value=one_of({"k1": "k1", "k2": "k2", "k3": "k3", "abs": "abs"}),
-        ),
-        Rule(
-            f"{ALGORITHM}.use_kl_estimator_k3",
-            ("kl_loss_type", "kl_penalty"),
-            "true: `k3`; false: `k1`",
-            lambda value: "k3" if truth(value) else "k1",
-        ),
-        Rule(f"{ALGORITHM}.kl_target", ("target_kl",)),
-    )
-
-
-def _losses() -> tuple[Rule, ...]:
-    """Policy and value loss."""
-    return (
-        Rule(
-            f"{ALGORITHM}.policy_loss_type {ALGORITHM}.ppo_loss_type",
-            ("pg_variant",),
-            "`dual_clip` is `ppo` with `dual_clip_loss`",
-            one_of(LOSSES),
-            "loss",
-        ),
-        Rule(f"{ALGORITHM}.loss_reduction", ("loss_agg_mode",), value=one_of(REDUCTIONS)),
-        Rule(
-            f"{ALGORITHM}.eps_clip_low",
-            ("pg_clip_low", "use_pg_clip_range"),
-            value=number,
-            fact="clip_low",
-            computed=True,
-        ),
-        Rule(
-            f"{ALGORITHM}.eps_clip_high",
-            ("pg_clip_high", "use_pg_clip_range"),
-            value=number,
-            fact="clip_high",
-            computed=True,
-        ),
-        Rule(
-            f"{ALGORITHM}.clip_ratio_c",
-            ("dual_clip_coef",),
-            "counts with `dual_clip`",
-            number,
-            "dual_clip_bound",
-            computed=True,
-        ),
-        Rule(f"{ALGORITHM}.value_clip", ("value_clip",), value=number),
-        Rule(
-            f"{ALGORITHM}.normalize_reward {ALGORITHM}.value_head_prefix {ALGORITHM}.use_abs_kl",
-            note="no such choice here",
-        ),
-        Rule("trainer.update_epochs_per_batch", ("ppo_epochs",), value=whole),
-    )
-
-
-def _algorithm() -> Section:
-    return Section("Algorithm", (*_advantages(), *_losses()))
-
-
 def _dialect(name: str, title: str, strategies: dict[str, str], note: str, *own: tuple[str, Any]) -> Dialect:
-    sections = (_run(), _data(), _algorithm(), training(strategies, note), generation())
-    return Dialect(name, title, sections, (*DEFAULTS, *own), "trainer.policy.model.path")
+    newer = name == "skyrl"
+    sections = (_run(), _data(), algorithm(newer), training(strategies, note), generation(), *surroundings())
+    facts = FACTS | {"masks_drop_tokens": not newer}
+    programs = ((r"skyrl(?:_train|\.train)\.entrypoints\.main_\w+", {}),)
+    return Dialect(name, title, sections, (*DEFAULTS, *own), "trainer.policy.model.path", facts, programs)
 
 
 DEFAULTS: tuple[tuple[str, Any], ...] = (
+    *ALGORITHM_DEFAULTS,
     ("trainer.placement.colocate_all", True),
     ("trainer.placement.colocate_policy_ref", True),
     ("trainer.placement.policy_num_gpus_per_node", 4),
@@ -310,13 +222,6 @@ DEFAULTS: tuple[tuple[str, Any], ...] = (
     ("trainer.critic.optimizer_config.weight_decay", 0.01),
     ("trainer.critic.optimizer_config.scheduler", "constant_with_warmup"),
     ("trainer.ref.fsdp_config.cpu_offload", True),
-    ("trainer.algorithm.advantage_estimator", "grpo"),
-    ("trainer.algorithm.use_kl_loss", True),
-    ("trainer.algorithm.kl_loss_coef", 0.001),
-    ("trainer.algorithm.use_kl_estimator_k3", True),
-    ("trainer.algorithm.loss_reduction", "token_mean"),
-    ("trainer.algorithm.lambd", 1.0),
-    ("trainer.algorithm.value_clip", 0.2),
     ("trainer.epochs", 1),
     ("trainer.train_batch_size", 1024),
     ("trainer.policy_mini_batch_size", 256),

@@ -6,6 +6,7 @@ from roll.config.deepspeed import numbers
 from roll.translation.rules import (
     ACTOR,
     CRITIC,
+    EXPERTS,
     OPTIONS,
     REFERENCE,
     REWARD_MODEL,
@@ -135,9 +136,9 @@ def _megatron(name: str) -> tuple[Rule, ...]:
                 ("tensor_model_parallel_size", "tensor"),
                 ("pipeline_model_parallel_size", "pipeline"),
                 ("context_parallel_size", "context"),
-                ("expert_model_parallel_size", "expert"),
             )
         ),
+        Rule(f"{theirs}.megatron_config.expert_model_parallel_size", note="1", value=refused(EXPERTS, 1, None)),
         Rule(f"{theirs}.megatron_config.torch_profiler_config.*", note="profiles are not available yet"),
         Rule(f"{theirs}.use_torch_compile {theirs}.record_memory", note="no such choice here"),
         Rule(f"{theirs}.megatron_config.transformer_config_kwargs.*", (f"{options}.additional_configs.{{rest}}",)),

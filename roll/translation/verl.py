@@ -8,8 +8,8 @@ from roll.translation.rules import (
     ENGINE,
     OPTIONS,
     PROJECT,
-    REWARD_MODEL,
     STRATEGY,
+    TURNS,
     Dialect,
     Rule,
     Section,
@@ -23,42 +23,28 @@ from roll.translation.rules import (
     truth,
     whole,
 )
+from roll.translation.verl_algorithm import ALGORITHM, FACTS
+from roll.translation.verl_algorithm import DEFAULTS as ALGORITHM_DEFAULTS
 from roll.translation.verl_roles import ACTOR_KEYS, MODEL, ROLLOUT, TRAINING
+from roll.translation.verl_surroundings import SURROUNDINGS
 
-ESTIMATORS = {
-    "gae": "gae",
-    "grpo": "grpo",
-    "rloo": "rloo",
-    "remax": "remax",
-    "opo": "opo",
-    "gpg": "gpg",
-    "grpo_passk": "pass@k",
-    "reinforce_plus_plus": "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
-}
-KL_TYPES = {
-    "kl": "k1",
-    "k1": "k1",
-    "abs": "abs",
-    "mse": "k2",
-    "k2": "k2",
-    "low_var_kl": "k3",
-    "k3": "k3",
-    "full": "full",
-}
-LOSSES = {
-    "vanilla": "ppo",
-    "gspo": "gspo",
-    "geo_mean": "gmpo",
-    "clip_cov": "clip_cov",
-    "kl_cov": "kl_cov",
-    "cispo": "cispo",
-    "sapo": "sapo",
-    "gpg": "vanilla",
-}
-AGGREGATIONS = {
-    mode: mode for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
-}
+CONFIG_FILES = {"ppo_trainer": "fsdp", "ppo_megatron_trainer": "megatron", "transfer_queue_ppo_trainer": "fsdp"}
+
+
+def config_name(value: object) -> str:
+    """
+    Raises:
+        ValueError: a file of settings beyond their defaults.
+    """
+    if value in CONFIG_FILES:
+        return CONFIG_FILES[str(value)]
+    if "multiturn" in str(value) or "tool" in str(value):
+        raise ValueError(TURNS)
+    raise ValueError(
+        "names a file of settings of theirs that is not in the command: translate a script that states them, or give "
+        f"the file itself; known: {', '.join(CONFIG_FILES)}"
+    )
+
 
 RUN = Section(
     "Run",
@@ -116,7 +102,7 @@ RUN = Section(
         Rule(
             CONFIG_NAME,
             note="`ppo_trainer`: the keys of this table; `ppo_megatron_trainer`: Megatron for all roles",
-            value=one_of({"ppo_trainer": "fsdp", "ppo_megatron_trainer": "megatron"}),
+            value=config_name,
             fact="config_name",
             computed=True,
         ),
@@ -166,109 +152,11 @@ DATA = Section(
         Rule("data.seed", ("seed",), "null: ours", fact="seed", computed=True),
         Rule("data.trust_remote_code", note="tokenizers are loaded as the models are: `model_args.trust_remote_code`"),
         Rule(
-            "reward.reward_kwargs.* reward_model.reward_kwargs.* custom_reward_function.reward_kwargs.*",
+            "reward.reward_kwargs.* reward_model.reward_kwargs.*",
             ("rewards.gsm8k_rule.reward_kwargs.{rest}",),
             "`method`, `score`, `format_score` mean the same; add `compare: string` to compare characters",
         ),
         Rule("reward.num_workers", ("rewards.gsm8k_rule.world_size",), value=whole, fact="reward_workers"),
-        Rule(
-            "reward.custom_reward_function.path custom_reward_function.path",
-            ("rewards.<name>.worker_cls",),
-            "write the dotted path of your function there",
-            refused(
-                "a function of your own goes into rewards.<name>."
-                "worker_cls by its dotted path; docs/rewards.md says what it is given",
-                None,
-            ),
-        ),
-        Rule(
-            "reward_model.enable reward.reward_model.enable",
-            note=REWARD_MODEL,
-            value=refused(REWARD_MODEL, False, None),
-        ),
-    ),
-)
-
-ALGORITHM = Section(
-    "Algorithm",
-    (
-        Rule(
-            "algorithm.adv_estimator",
-            ("adv_estimator",),
-            "`gae` whitens advantages there, so `whiten_advantages` too",
-            one_of(ESTIMATORS),
-            "estimator",
-            about="gae",
-        ),
-        Rule(
-            "algorithm.norm_adv_by_std_in_grpo",
-            ("norm_std_type",),
-            "true: group; false: null (Dr. GRPO)",
-            lambda value: "group" if truth(value) else None,
-        ),
-        Rule("algorithm.gamma", ("gamma",), value=number),
-        Rule("algorithm.lam", ("lambd",), value=number),
-        Rule("algorithm.use_kl_in_reward", ("add_token_level_kl",), value=truth, fact="kl_in_reward"),
-        Rule("algorithm.kl_penalty", ("kl_penalty",), value=one_of(KL_TYPES)),
-        Rule("algorithm.kl_ctrl.kl_coef", ("init_kl_coef",), value=number),
-        Rule(
-            "algorithm.kl_ctrl.type",
-            ("target_kl",),
-            "`fixed`: no `target_kl`",
-            fact="kl_control",
-            computed=True,
-            value=one_of({"fixed": "fixed", "adaptive": "adaptive"}),
-        ),
-        Rule(
-            "algorithm.kl_ctrl.target_kl", ("target_kl",), "with `type: adaptive`", number, "target_kl", computed=True
-        ),
-        Rule("algorithm.kl_ctrl.horizon", ("kl_horizon",), value=whole),
-        Rule(f"{ACTOR_KEYS}.use_kl_loss", ("use_kl_loss",), value=truth, fact="kl_loss"),
-        Rule(
-            f"{ACTOR_KEYS}.kl_loss_coef",
-            ("kl_loss_coef",),
-            "counts with `use_kl_loss`",
-            number,
-            "kl_loss_coef",
-            computed=True,
-        ),
-        Rule(f"{ACTOR_KEYS}.kl_loss_type", ("kl_loss_type",), value=one_of(KL_TYPES)),
-        Rule(f"{ACTOR_KEYS}.clip_ratio", ("pg_clip",), value=number),
-        Rule(
-            f"{ACTOR_KEYS}.clip_ratio_low",
-            ("pg_clip_low", "use_pg_clip_range"),
-            value=number,
-            fact="clip_low",
-            computed=True,
-        ),
-        Rule(
-            f"{ACTOR_KEYS}.clip_ratio_high",
-            ("pg_clip_high", "use_pg_clip_range"),
-            value=number,
-            fact="clip_high",
-            computed=True,
-        ),
-        Rule(
-            f"{ACTOR_KEYS}.clip_ratio_c",
-            ("dual_clip_loss", "dual_clip_coef"),
-            "verl always bounds the loss of negative advantages",
-            number,
-            "dual_clip",
-            computed=True,
-        ),
-        Rule(f"{ACTOR_KEYS}.policy_loss.loss_mode", ("pg_variant",), value=one_of(LOSSES), fact="loss"),
-        Rule(f"{ACTOR_KEYS}.loss_agg_mode", ("loss_agg_mode",), value=one_of(AGGREGATIONS)),
-        Rule(f"{ACTOR_KEYS}.entropy_coeff", ("entropy_loss_coef",), value=number),
-        Rule(f"{ACTOR_KEYS}.ppo_epochs", ("ppo_epochs",), value=whole),
-        Rule("critic.ppo_epochs", ("ppo_epochs",), "one number for both roles", whole),
-        Rule("critic.cliprange_value", ("value_clip",), value=number),
-        Rule(
-            "critic.enable",
-            note="the critic runs where `adv_estimator` is `gae`",
-            fact="critic",
-            computed=True,
-            value=lambda value: None if value is None else truth(value),
-        ),
     ),
 )
 
@@ -349,9 +237,7 @@ GENERATION = Section(
 )
 
 DEFAULTS = (
-    ("algorithm.adv_estimator", "gae"),
-    ("algorithm.gamma", 1.0),
-    ("algorithm.lam", 1.0),
+    *ALGORITHM_DEFAULTS,
     ("data.train_batch_size", 1024),
     ("data.max_prompt_length", 512),
     ("data.max_response_length", 512),
@@ -367,12 +253,6 @@ DEFAULTS = (
     ("critic.optim.lr", 1e-5),
     ("critic.optim.weight_decay", 0.01),
     ("critic.optim.lr_scheduler_type", "constant"),
-    (f"{ACTOR_KEYS}.clip_ratio_c", 3.0),
-    (f"{ACTOR_KEYS}.loss_agg_mode", "token-mean"),
-    (f"{ACTOR_KEYS}.kl_loss_coef", 0.001),
-    (f"{ACTOR_KEYS}.kl_loss_type", "low_var_kl"),
-    ("algorithm.kl_ctrl.kl_coef", 0.001),
-    ("critic.cliprange_value", 0.5),
     (f"{MODEL}.enable_gradient_checkpointing", True),
     (f"{MODEL}.use_remove_padding", True),
     (f"{ROLLOUT}.n", 1),
@@ -392,4 +272,18 @@ DEFAULTS = (
     ("trainer.resume_mode", "auto"),
 )
 
-VERL = Dialect("verl", "verl", (RUN, DATA, ALGORITHM, TRAINING, GENERATION), DEFAULTS, f"{MODEL}.path")
+PROGRAMS = (
+    (r"verl\.trainer\.main_ppo\w*|verl\.experimental\.(?:transfer_queue|separation)\.main_\w+", {}),
+    (r"verl\.experimental\.one_step_off_policy\.(?:\w+\.)*main_\w+|recipe\.one_step_off_policy\.main_\w+", {"one_step_off": True}),
+    (r"recipe\.(?:dapo|entropy|char_count)\.(?:src\.)?main_\w+", {}),
+)
+"""Of the recipes those whose keys say all that they do."""
+VERL = Dialect(
+    "verl",
+    "verl",
+    (RUN, DATA, ALGORITHM, TRAINING, GENERATION, *SURROUNDINGS),
+    DEFAULTS,
+    f"{MODEL}.path",
+    FACTS,
+    PROGRAMS,
+)

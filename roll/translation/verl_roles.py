@@ -7,6 +7,7 @@ from roll.translation.rules import (
     ACTOR,
     CRITIC,
     ENGINE,
+    EXPERTS,
     OPTIONS,
     REFERENCE,
     STRATEGY,
@@ -30,6 +31,7 @@ FSDP_NOTE = "`fsdp` is the legacy wrapper FSDP1 here as there, `fsdp2` is `fully
 ROLLOUT, ACTOR_KEYS, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "actor_rollout_ref.model"
 REF_KEYS = "actor_rollout_ref.ref"
 COMPUTED_BATCH = "prompts there, samples here: prompts x `n` / (micro-batch x data-parallel ranks), and must divide"
+PER_DEVICE = "of one device; times the ranks that share a sequence (Ulysses, context parallel)"
 BETWEEN_PHASES = "moving states off the devices between phases happens where roles share devices (`is_offload_states`)"
 
 
@@ -48,8 +50,8 @@ def _optimizer(theirs: str, ours: str) -> tuple[Rule, ...]:
         Rule(
             f"{theirs}.optim.lr_warmup_steps",
             (f"{arguments}.warmup_steps",),
-            value=never_below_zero,
-            note="-1 leaves it to the ratio",
+            value=lambda value: 0 if value is None else never_below_zero(value),
+            note="-1 and null leave it to the ratio",
         ),
         Rule(f"{theirs}.optim.lr_warmup_steps_ratio", (f"{arguments}.warmup_ratio",), value=number),
         Rule(
@@ -163,7 +165,7 @@ def _batches(theirs: str, ours: str, role: str) -> tuple[Rule, ...]:
             value=whole,
             fact=f"token_budget.{role}",
             computed=True,
-            note="counts with `use_dynamic_bsz` only, there as here",
+            note=f"{PER_DEVICE}; counts with `use_dynamic_bsz` only",
         ),
         Rule(
             f"{theirs}.ulysses_sequence_parallel_size",
@@ -186,7 +188,7 @@ def _batches(theirs: str, ours: str, role: str) -> tuple[Rule, ...]:
 
 def _megatron(theirs: str, ours: str, role: str) -> tuple[Rule, ...]:
     options = f"{ours}.{OPTIONS}"
-    sizes = ("tensor", "pipeline", "context", "expert", "virtual_pipeline")
+    sizes = ("tensor", "pipeline", "context", "virtual_pipeline")
     names = {"context": "context_parallel_size"}
     rules = [
         Rule(
@@ -198,6 +200,12 @@ def _megatron(theirs: str, ours: str, role: str) -> tuple[Rule, ...]:
     ]
     return (
         *rules,
+        Rule(
+            f"{theirs}.megatron.expert_model_parallel_size",
+            (f"{options}.expert_model_parallel_size",),
+            value=refused(EXPERTS, 1, None),
+            note="1",
+        ),
         Rule(f"{theirs}.megatron.sequence_parallel", (f"{options}.sequence_parallel",), value=truth),
         Rule(f"{theirs}.megatron.use_distributed_optimizer", (f"{options}.use_distributed_optimizer",), value=truth),
         Rule(f"{theirs}.megatron.override_transformer_config.*", (f"{options}.additional_configs.{{rest}}",)),
@@ -290,8 +298,8 @@ TRAINING = Section(
         Rule(f"{MODEL}.target_modules", (f"{ACTOR}.model_args.lora_target",), fact="lora_target", computed=True),
         Rule(
             f"{MODEL}.use_shm {MODEL}.use_liger {MODEL}.use_fused_kernels {MODEL}.enable_activation_offload",
-            note="no such choice here: log-probs have a fused head of their own",
-            value=refused("is not available", False, None),
+            note="the same numbers by other means: log-probs have a fused head of their own, and activations are computed "
+            "again rather than moved",
         ),
         *_optimizer(ACTOR_KEYS, ACTOR),
         *_optimizer("critic", CRITIC),
@@ -367,15 +375,31 @@ TRAINING = Section(
             "the pass that computes old log-probs runs in the trainer",
             whole,
         ),
-        Rule(f"{REF_KEYS}.log_prob_use_dynamic_bsz", (f"{REFERENCE}.use_dynamic_batching_in_infer",), value=truth),
-        Rule(
-            f"{REF_KEYS}.log_prob_max_token_len_per_gpu",
-            (f"{REFERENCE}.max_tokens_per_microbatch_in_infer",),
-            value=whole,
+        *(
+            Rule(
+                f"{theirs}.log_prob_use_dynamic_bsz",
+                (f"{ours}.use_dynamic_batching_in_infer",),
+                "not given: as the actor's `use_dynamic_bsz`",
+                truth,
+                f"forward_dynamic.{role}",
+                computed=True,
+            )
+            for theirs, ours, role in ((REF_KEYS, REFERENCE, "reference"), (ROLLOUT, ACTOR, "actor"))
         ),
-        Rule(f"{ROLLOUT}.log_prob_use_dynamic_bsz", (f"{ACTOR}.use_dynamic_batching_in_infer",), value=truth),
-        Rule(
-            f"{ROLLOUT}.log_prob_max_token_len_per_gpu", (f"{ACTOR}.max_tokens_per_microbatch_in_infer",), value=whole
+        *(
+            Rule(
+                theirs,
+                (f"{ours}.max_tokens_per_microbatch_in_infer",),
+                PER_DEVICE,
+                whole,
+                f"forward_budget.{role}",
+                computed=True,
+            )
+            for theirs, ours, role in (
+                (f"{REF_KEYS}.log_prob_max_token_len_per_gpu", REFERENCE, "reference"),
+                (f"{ROLLOUT}.log_prob_max_token_len_per_gpu", ACTOR, "actor"),
+                ("critic.forward_max_token_len_per_gpu", CRITIC, "critic"),
+            )
         ),
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import tempfile
@@ -19,6 +20,7 @@ from roll.config.errors import ConfigError
 from roll.config.loader import LoadedConfig, load_config
 from roll.config.masking import MASK, is_secret
 from roll.translation.engine import Translation, show
+from roll.translation.reading import UNSET
 
 PLAIN = re.compile(r"[A-Za-z_./][\w./+@:%-]*")
 """Text that hydra reads as itself without quotes."""
@@ -68,14 +70,29 @@ def load(translation: Translation, recipe: Path) -> LoadedConfig[Any]:
         ConfigError: every mistake that ``roll check`` finds.
     """
     if not translation.whole:
-        return load_config(None, recipe, overrides=overrides(translation), check_files=False)
+        return load_config(None, recipe, overrides=overrides(_without_unset(translation)), check_files=False)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "translation.yaml"
-        file.write_text(yaml_text(translation), encoding="utf-8")
+        file.write_text(yaml_text(_without_unset(translation)), encoding="utf-8")
         try:
             return load_config(None, file, check_files=False)
         except ConfigError as error:
             raise ConfigError([replace(problem, source="translated") for problem in error.problems]) from None
+
+
+def _without_unset(translation: Translation) -> Translation:
+    """Variables that are not set here by their names: they are read where the run is started."""
+
+    def named(value: Any, is_file: bool) -> Any:
+        if isinstance(value, list):
+            return [named(entry, is_file) for entry in value]
+        if not isinstance(value, str):
+            return value
+        text = UNSET.sub(lambda match: match[0] if match[1] in os.environ else match[1], value)
+        return f"{text}/" if is_file and text != value and UNSET.fullmatch(value) else text
+
+    keys = {key: named(value, key.endswith(".file_name")) for key, value in translation.keys.items()}
+    return replace(translation, keys=keys)
 
 
 def shell_text(translation: Translation) -> str:
@@ -98,6 +115,7 @@ def render_notes(translation: Translation, console: Console) -> None:
     lines = [
         f"stays in the environment: {name}={shown(name, value)}" for name, value in translation.environment.items()
     ]
+    lines += list(translation.remarks)
     lines += [f"must be in the environment: {name}" for name in translation.unset]
     lines += [f"passed over: {words}" + (DATA_HINT if "dataset" in words else "") for words in translation.passed_over]
     for line in lines:

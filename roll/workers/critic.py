@@ -18,7 +18,7 @@ from roll.workers.training import TrainingWorker, mini_batches
 
 class CriticWorker(TrainingWorker):
     """``critic`` on one rank. ``context.extra["loss"]``: ``value_clip``, which bounds the change of a value in one
-    update, and ``value_loss_type``."""
+    update, ``value_loss_type``, and ``loss_agg_mode``, the key ``value_loss_agg_mode``."""
 
     head = ModelHead.VALUE
 
@@ -31,7 +31,7 @@ class CriticWorker(TrainingWorker):
     def update(self, batch: DataProto) -> Metrics:
         """Collective. ``meta_info["mini_batches"]`` optimizer steps over the rows, ``meta_info["epochs"]`` times."""
         shares = mini_batches(batch.batch, batch.meta_info["mini_batches"])
-        denominators = self.denominators([s["loss_mask"] for s in shares])
+        denominators = self.denominators([s["loss_mask"] for s in shares], batch.meta_info["norm_length"])
         metrics = []
         for _ in range(batch.meta_info["epochs"]):
             for share, denominator in zip(shares, denominators, strict=True):
@@ -45,6 +45,7 @@ def value_update_loss(
     batch: TensorBatch,
     value_clip: float | None,
     value_loss_type: str,
+    loss_agg_mode: str,
     denominators: LossDenominators,
 ) -> tuple[torch.Tensor, Metrics]:
     """The critic's loss as a strategy's :class:`~roll.strategies.base.LossFunction`."""
@@ -55,6 +56,7 @@ def value_update_loss(
         mask=batch["loss_mask"],
         value_clip=value_clip,
         value_loss_type=value_loss_type,
+        loss_agg_mode=loss_agg_mode,
         denominators=denominators,
     )
     return result.loss, result.metrics

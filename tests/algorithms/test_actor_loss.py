@@ -41,6 +41,25 @@ def whole(batch: Batch) -> LossDenominators:
     return denominators_from(denominators_of(batch.mask), norm_length=10.0)
 
 
+def test_terms_may_be_aggregated_by_modes_of_their_own() -> None:
+    """Each term is what it is alone under its mode; null is ``loss_agg_mode``."""
+    batch = make_batch(5, 6, 7)
+    terms = {
+        "token-mean": {"rl_loss_coef": 0.5},
+        "seq-mean-token-mean": {"rl_loss_coef": 0.0, "use_kl_loss": True, "kl_loss_coef": 0.1},
+        "seq-mean-token-sum-norm": {"rl_loss_coef": 0.0, "entropy_loss_coef": 0.2},
+    }
+    everything = {key: value for term in terms.values() for key, value in term.items()} | {"rl_loss_coef": 0.5}
+    own = dict(zip(("loss_agg_mode", "kl_loss_agg_mode", "entropy_loss_agg_mode"), terms, strict=True))
+    together = with_gradient(batch, [slice(None)], everything | own)
+    alone = [with_gradient(batch, [slice(None)], term | {"loss_agg_mode": mode}) for mode, term in terms.items()]
+    assert_close(together[0], torch.stack([loss for loss, _, _ in alone]).sum())
+    assert_close(together[1], torch.stack([gradient for _, gradient, _ in alone]).sum(0))
+    null = {"kl_loss_agg_mode": None, "entropy_loss_agg_mode": None}
+    shared = everything | {"loss_agg_mode": "token-mean"}
+    assert_close(with_gradient(batch, [slice(None)], shared | null)[0], with_gradient(batch, [slice(None)], shared)[0])
+
+
 def with_gradient(
     batch: Batch, splits: list[slice | torch.Tensor], settings: dict[str, object]
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:

@@ -108,6 +108,16 @@ def test_group_estimators_equal_the_loop(formula, batch: Batch) -> None:
     assert_close(result.returns, rows_of(batch, rewards), rtol=1e-5, atol=1e-5)
 
 
+def test_remax_counts_the_divergence_in_the_reward_from_each_token_on() -> None:
+    batch = make_batch(3, 5, 6)
+    result = estimate_advantages(replace(inputs_of(batch), token_level_rewards=batch.rewards), AdvantageOptions("remax"))
+    expected = torch.zeros(batch.mask.shape)
+    for i, row in enumerate(batch.mask.tolist()):
+        for t in (t for t, masked in enumerate(row) if masked):
+            expected[i, t] = batch.rewards[i, t:].sum() - batch.sample_weights[i]
+    assert_close(result.advantages, expected, rtol=1e-5, atol=1e-5)
+
+
 @given(batch=batches)
 def test_gdpo_normalises_each_reward_apart(batch: Batch) -> None:
     ids = batch.group_ids.tolist()

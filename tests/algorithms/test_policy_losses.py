@@ -212,6 +212,18 @@ def test_clip_cov_takes_the_gradient_from_tokens_of_high_covariance() -> None:
     assert bool((without <= eligible).all())
 
 
+def test_clip_cov_does_not_draw_what_the_clip_of_ppo_has_cut_already() -> None:
+    batch = make_batch(8, 6, 12, density=1.0)
+    log_probs = batch.log_probs.clone().requires_grad_()
+    inputs = inputs_of(batch, log_probs=log_probs)
+    settings = {"clip_cov_ratio": 1.0, "clip_cov_low": -math.inf, "clip_cov_high": math.inf, "pg_clip": 0.1}
+    loss, plain = per_token("clip_cov", inputs, **settings), per_token("ppo", inputs, pg_clip=0.1).detach()
+    unclipped = -(inputs.log_ratio.exp() * batch.advantages).detach()
+    cut = batch.mask & (plain > unclipped)
+    assert cut.any() and (batch.mask & ~cut).any()
+    assert_close(loss.detach(), torch.where(cut, plain, 0.0))
+
+
 def test_kl_cov_penalises_the_tokens_of_highest_covariance() -> None:
     batch = make_batch(7, 6, 12, density=1.0)
     inputs = inputs_of(batch)

@@ -53,7 +53,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(translated: Translate) -> No
         ),
         ("VERL_ENABLE_PARAM_OFFLOAD=yes actor_rollout_ref.actor.deepspeed.zero_stage=3", "must be 0 or 1"),
         ("trainer.logger=[mlflow]", "known: console"),
-        ("generator.max_turns=5", "several turns are not available yet"),
+        ("generator.max_turns=5", "several turns, tools and agents are not supported yet"),
         (
             f"CUDA_VISIBLE_DEVICES=3 {VERL} trainer.n_gpus_per_node=2 "
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 critic.ppo_micro_batch_size_per_gpu=1",
@@ -140,20 +140,24 @@ def test_clipping_kl_and_dynamic_batches(translated: Translate) -> None:
     keys = translated(
         f"{VERL} algorithm.adv_estimator=grpo {actor}.use_kl_loss=true {actor}.kl_loss_type=mse "
         f"{actor}.clip_ratio_high=0.28 {actor}.use_dynamic_bsz=true {actor}.ppo_max_token_len_per_gpu=4096 "
-        "actor_rollout_ref.rollout.temperature=0.7 algorithm.kl_ctrl.type=adaptive"
+        "actor_rollout_ref.rollout.temperature=0.7"
     ).keys
     assert (keys["use_pg_clip_range"], keys["pg_clip_low"], keys["pg_clip_high"]) == (True, 0.2, 0.28)
     assert (keys["dual_clip_loss"], keys["dual_clip_coef"]) == (True, 3.0)
     assert (keys["use_kl_loss"], keys["kl_loss_coef"], keys["kl_loss_type"]) == (True, 0.001, "k2")
     assert keys["reference.strategy_args.strategy_name"] == "fsdp_infer"
-    assert keys["target_kl"] == 0.1
+    assert "target_kl" not in keys and "init_kl_coef" not in keys
+    in_reward = "algorithm.adv_estimator=rloo algorithm.use_kl_in_reward=true algorithm.kl_ctrl.type=adaptive"
+    keys_in_reward = translated(f"{VERL} {in_reward} {actor}.use_dynamic_bsz=true").keys
+    expected = {"init_kl_coef": 0.001, "target_kl": 0.1, "kl_horizon": 10000, "kl_penalty": "k1"}
+    assert {key: keys_in_reward[key] for key in expected} == expected
     assert keys["actor_train.use_dynamic_batching_in_train"] is True
     assert keys["actor_train.max_tokens_per_microbatch_in_train"] == 4096
     assert keys["actor_train.training_args.per_device_train_batch_size"] == 1
     others = translated(
         f"{VERL} algorithm.adv_estimator=grpo {actor}.policy_loss.loss_mode=gspo {actor}.use_dynamic_bsz=true"
     )
-    assert others.keys["pg_variant"] == "gspo" and "dual_clip_loss" not in others.keys
+    assert others.keys["pg_variant"] == "gspo_token" and "dual_clip_loss" not in others.keys
     dual = translated("bash x.sh trainer.algorithm.policy_loss_type=dual_clip trainer.algorithm.clip_ratio_c=4").keys
     assert (dual["pg_variant"], dual["dual_clip_loss"], dual["dual_clip_coef"]) == ("ppo", True, 4.0)
 

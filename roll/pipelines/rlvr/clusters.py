@@ -113,7 +113,11 @@ def start_clusters(loaded: LoadedConfig[RLVRConfig], resources: ResourceManager)
         "max_grad_norm": config.max_grad_norm,
         "old_is_rollout": plan.engine_log_probs_as_old,
     }
-    critic_loss = {"value_clip": config.value_clip, "value_loss_type": config.value_loss_type}
+    critic_loss = {
+        "value_clip": config.value_clip,
+        "value_loss_type": config.value_loss_type,
+        "loss_agg_mode": config.value_loss_agg_mode,
+    }
     critic_extra = {"loss": critic_loss, "max_grad_norm": config.max_grad_norm}
     has_reference = "reference" in plan.roles
     clusters = Clusters(

@@ -156,10 +156,12 @@ class RLVRPipeline:
 
     def learn(self, batch: DataProto, step: int) -> None:
         """All optimizer steps of actor and critic on this batch."""
+        norm_length = float(self.plan.norm_length)
         with self.frame.phase("step_train"):
             if self.clusters.critic is not None:
                 self.residency.bring({"critic": TRAINING})
-                self.frame.record(update_model(batch, self.clusters.critic, self.plan.training["critic"]))
+                training = self.plan.training["critic"]
+                self.frame.record(update_model(batch, self.clusters.critic, training, norm_length=norm_length))
             if step >= self.config.critic_warmup or self.clusters.critic is None:
                 self.residency.bring({"actor_train": TRAINING})
                 self.frame.record(
@@ -168,7 +170,7 @@ class RLVRPipeline:
                         self.clusters.actor_train,
                         self.plan.training["actor_train"],
                         temperature=self.temperature,
-                        norm_length=float(self.plan.response_length),
+                        norm_length=norm_length,
                     )
                 )
 

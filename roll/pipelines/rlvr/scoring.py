@@ -18,7 +18,7 @@ from roll.algorithms.advantages import (
 from roll.algorithms.batch_watch import BatchWatch
 from roll.algorithms.data_metrics import BatchColumns, compute_data_metrics
 from roll.algorithms.kl import KLOptions, kl_estimate, make_kl_controller
-from roll.algorithms.masked import masked_mean
+from roll.algorithms.masked import masked_mean, row_mean
 from roll.algorithms.reward_processing import (
     RewardOptions,
     RewardPostprocessor,
@@ -140,7 +140,8 @@ class Scoring:
                 tensors["old_log_probs"], tensors["ref_log_probs"], KLOptions(estimator=self._config.kl_penalty)
             )
             mean_kl = float(masked_mean(kl, tensors["response_mask"]))
-            self._kl_controller.update(mean_kl, num_samples=len(batch))
+            # The controller follows the mean over responses, whatever their lengths, as published ones do.
+            self._kl_controller.update(float(row_mean(kl, tensors["response_mask"]).mean()), num_samples=len(batch))
             metrics.append({"critic/kl": Mean(mean_kl), "critic/kl_coef": Mean(kl_coef)})
             rewards = token_level_rewards(rewards, tensors["response_mask"], kl, kl_coef)
         return rewards, merge_metrics(metrics)

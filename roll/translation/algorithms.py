@@ -1,0 +1,260 @@
+"""Algorithms: from the facts that SkyRL's or verl's keys state to keys of ours with the same loss and gradient.
+
+Their keys act on one another (a clip range counts for some losses, others replace the mode of aggregation), so none of
+them is translated alone.  ``tests/translation/test_algorithms.py`` computes both sides on one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from roll.config.schema import closest
+from roll.translation.draft import Draft
+from roll.translation.sampling import put_bypass, put_correction
+
+DISCOUNTING = ("gae", "reinforce_plus_plus", "reinforce++")
+"""Estimators in which both projects discount; the others have no gamma there."""
+NORMALISING = ("grpo", "reinforce_plus_plus_baseline")
+"""Estimators that compare a group's rewards: there with the KL inside, here before it is subtracted."""
+CLIPPING = ("ppo", "gspo_token", "gspo", "raft++", "clip_cov")
+"""Losses that clip the ratio."""
+SEQUENCE_MEAN, NORM = "seq-mean-token-mean", "seq-mean-token-sum-norm"
+OPTIONS_OF_LOSS: dict[str, dict[str, str]] = {
+    "cispo": {"cispo_epsilon_low": "cispo_low", "cispo_epsilon_high": "cispo_high"},
+    "gmpo": {"gmpo_clip_low": "clip_low", "gmpo_clip_high": "clip_high"},
+    "sapo": {"sapo_tau_pos": "tau_pos", "sapo_tau_neg": "tau_neg"},
+    "clip_cov": {"clip_cov_ratio": "clip_cov_ratio", "clip_cov_low": "clip_cov_low", "clip_cov_high": "clip_cov_high"},
+    "kl_cov": {"kl_cov_ratio": "kl_cov_ratio", "kl_cov_coef": "kl_cov_coef"},
+    "dppo": {"dppo_threshold": "clip_low", "dppo_ratio_bound": "dual_clip"},
+}
+"""Our keys of a loss, and the facts that they come from."""
+SHARED_CLIP = {"cispo_low": "clip_low", "cispo_high": "clip_high"}
+"""Facts that a project without keys of their own takes from others."""
+LOSS_FACTS = (
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    *(f for options in OPTIONS_OF_LOSS.values() for f in options.values()),
+)
+
+
+def named(table: Mapping[Any, str], refusals: Mapping[str, str] | None = None) -> Callable[[Any], str]:
+    """A conversion by a table of their names; those in ``refusals`` say why they have no translation."""
+    reasons = refusals or {}
+
+    def look_up(value: Any) -> str:
+        if value in table:
+            return table[value]
+        if value in reasons:
+            raise ValueError(f"has no translation: {reasons[value]}")
+        known = [str(name) for name in table]
+        nearest = closest(str(value), known)
+        hint = f"; the nearest is {nearest}" if nearest else ""
+        raise ValueError(f"has no translation; known: {', '.join(known)}{hint}")
+
+    return look_up
+
+
+def put_algorithm(draft: Draft) -> None:
+    """Every key of the algorithm that is one for all rewards."""
+    steps = (put_bypass, put_advantages, put_kl, put_loss, put_aggregation, put_critic, put_passes, put_correction)
+    for step in steps:
+        step(draft)
+
+
+def put_advantages(draft: Draft) -> None:
+    """Estimator, normalisation and discounts."""
+    estimator = str(draft.get("estimator", default="gae"))
+    stated = draft.states("estimator")
+    if stated:
+        draft.put("adv_estimator", estimator, "estimator")
+        if estimator == "gae" or not draft.whole:
+            draft.put("whiten_advantages", estimator == "gae", "estimator")
+    if estimator == "grpo" and (stated or draft.states("grpo_std")):
+        draft.put("norm_std_type", "group" if draft.value_of("grpo_std") else None, "grpo_std")
+    elif stated and not draft.whole:
+        draft.put("norm_std_type", "auto", "estimator")
+    if stated and not draft.whole:
+        draft.put("norm_mean_type", "auto", "estimator")
+    if estimator != "grpo":
+        draft.without_effect(f"{estimator} does not divide by the spread, there as here", "grpo_std")
+    discounts = estimator in DISCOUNTING
+    if draft.states("estimator", "gamma") and (discounts or not draft.whole):
+        draft.put("gamma", draft.value_of("gamma") if discounts else 1.0, "gamma")
+    if not discounts:
+        draft.without_effect(f"{estimator} does not discount there", "gamma")
+    if estimator == "gae" and draft.states("estimator", "lam"):
+        draft.put("lambd", draft.value_of("lam"), "lam")
+    elif estimator != "gae":
+        draft.without_effect(f"{estimator} has no lambda", "lam")
+    if estimator in NORMALISING and draft.get("kl_in_reward") and draft.states("estimator", "kl_in_reward"):
+        rule = f"subtracts the KL there before {estimator} compares the rewards of a group, here after it"
+        draft.refuse("kl_in_reward", f"{rule}; put the KL into the loss, or take rloo", False)
+
+
+def put_kl(draft: Draft) -> None:
+    """KL in the loss and in the reward."""
+    in_loss, in_reward = bool(draft.get("kl_loss")), bool(draft.get("kl_in_reward"))
+    if draft.states("kl_loss"):
+        draft.put("use_kl_loss", in_loss, "kl_loss")
+    if in_loss and draft.states("kl_loss", "kl_loss_coef", "kl_loss_type", "kl_type"):
+        draft.put("kl_loss_coef", draft.value_of("kl_loss_coef"), "kl_loss_coef")
+        draft.put("kl_loss_type", draft.first_of("kl_loss_type", "kl_type"), "kl_loss_type", "kl_type")
+    if draft.states("kl_in_reward"):
+        draft.put("add_token_level_kl", in_reward, "kl_in_reward")
+    facts = ("kl_in_reward", "reward_kl_coef", "reward_kl_type", "kl_type", "kl_control", "target_kl", "kl_horizon")
+    if in_reward and draft.states(*facts, "kl_loss_coef"):
+        put_kl_in_reward(draft)
+    if not in_loss:
+        unused = () if in_reward and draft.facts.get("one_kl_coef") else ("kl_loss_coef",)
+        draft.without_effect("no KL in the loss", *unused, "kl_loss_type")
+    if not in_reward:
+        draft.without_effect("no KL in the reward", *(fact for fact in facts[1:] if fact != "kl_type"))
+
+
+def put_kl_in_reward(draft: Draft) -> None:
+    """Its weight, estimator and controller. SkyRL has one weight for both places."""
+    weights = ("reward_kl_coef", "kl_loss_coef") if draft.facts.get("one_kl_coef") else ("reward_kl_coef",)
+    draft.put("init_kl_coef", draft.first_of(*weights), *weights)
+    draft.put("kl_penalty", draft.first_of("reward_kl_type", "kl_type"), "reward_kl_type", "kl_type")
+    if draft.value_of("kl_control") == "adaptive":
+        draft.put("target_kl", draft.value_of("target_kl"), "target_kl", "kl_control")
+        draft.put("kl_horizon", draft.value_of("kl_horizon"), "kl_horizon")
+    else:
+        if not draft.whole:
+            draft.put("target_kl", None, "kl_control")
+        draft.without_effect("the weight stays fixed", "target_kl", "kl_horizon")
+
+
+def put_loss(draft: Draft) -> None:
+    """The policy loss with every option that it has."""
+    variant = str(draft.get("loss", default="ppo"))
+    if draft.states("loss"):
+        draft.put("pg_variant", variant, "loss")
+    if draft.states("loss", *LOSS_FACTS):
+        used = put_clip_range(draft, variant) | put_options(draft, variant)
+        name = draft.raw.get("loss", variant)
+        for fact in LOSS_FACTS:
+            if fact not in used:
+                draft.without_effect(f"{name} does not read it, there as here", fact)
+    refuse_symmetric_clip(draft, variant)
+    if draft.states("entropy_coef", "entropy_on"):
+        on = draft.value_of("entropy_on") is not False
+        draft.put("entropy_loss_coef", draft.value_of("entropy_coef") if on else 0.0, "entropy_coef", "entropy_on")
+
+
+def put_clip_range(draft: Draft, variant: str) -> set[str]:
+    """Clip range and dual clip of the losses that have them; returns the facts that count."""
+    if variant not in CLIPPING:
+        return set()
+    low, high = float(draft.value_of("clip_low")), float(draft.value_of("clip_high"))
+    draft.put("use_pg_clip_range", True, "clip_low", "clip_high")
+    draft.put("pg_clip_low", min(low, 1.0), "clip_low")  # ratios are positive: 1 is as good as no bound
+    draft.put("pg_clip_high", high, "clip_high")
+    dual = variant == "ppo" and is_dual(draft)
+    if dual:
+        draft.put("dual_clip_loss", True, "dual_clip", "loss")
+        draft.put("dual_clip_coef", float(draft.value_of("dual_clip")), "dual_clip")
+    elif draft.states("loss") and not draft.whole:
+        draft.put("dual_clip_loss", False, "loss")
+    return {"clip_low", "clip_high"} | ({"dual_clip"} if dual else set())
+
+
+def is_dual(draft: Draft) -> bool:
+    """True where their loss bounds negative advantages: verl's ``vanilla`` always, SkyRL's ``dual_clip``."""
+    names = draft.facts.get("dual_names", ())
+    return draft.raw["loss"] in names if "loss" in draft.raw else "vanilla" in names
+
+
+def put_options(draft: Draft, variant: str) -> set[str]:
+    """Options that belong to one loss; returns the facts that count."""
+    used = set()
+    for key, fact in OPTIONS_OF_LOSS.get(variant, {}).items():
+        source = fact if draft.value_of(fact) is not None else SHARED_CLIP.get(fact, fact)
+        draft.put(key, draft.value_of(source), source)
+        used.add(source)
+    if variant == "dppo":
+        used.add("clip_high")
+        if draft.value_of("clip_low") != draft.value_of("clip_high"):
+            draft.refuse("clip_high", "must equal clip_ratio_low with this loss: dppo has one threshold here")
+        divergence = "kl" if str(draft.raw.get("loss")).endswith("kl") else "tv"
+        draft.put("dppo_divergence", divergence, "loss")
+    return used
+
+
+def refuse_symmetric_clip(draft: Draft, variant: str) -> None:
+    """verl's ``clip_ratio``: its losses read the two sides, which its files set to 0.2."""
+    if "clip" not in draft.given:
+        return
+    both = {"clip_low", "clip_high"} <= draft.given
+    if both or variant not in (*CLIPPING, "cispo", "gmpo", "dppo"):
+        draft.without_effect("clip_ratio_low and clip_ratio_high are what counts" if both else "not read", "clip")
+    elif draft.facts["clip"] != 0.2:
+        rule = "has no effect in verl since clip_ratio_low and clip_ratio_high are 0.2 in its own files, and was all "
+        draft.refuse("clip", f"{rule}there was before: write clip_ratio_low and clip_ratio_high")
+
+
+def put_aggregation(draft: Draft) -> None:
+    """How each term of the actor's loss becomes one number."""
+    facts = ("aggregation", "loss", "kl_loss", "entropy_coef", "entropy_on", "norm_length")
+    if not draft.states(*facts):
+        return
+    written, variant = str(draft.get("aggregation")), str(draft.get("loss", default="ppo"))
+    forced = variant in draft.facts.get("sequence_mean_losses", ())
+    policy = SEQUENCE_MEAN if forced else written
+    if draft.states("aggregation") or forced:
+        draft.put("loss_agg_mode", policy, "aggregation", *(("loss",) if forced else ()))
+    if forced and policy != written:
+        name = draft.raw.get("loss", variant)
+        draft.remark(
+            ["aggregation"], f"{name} always takes the mean over responses there; it counts for the other terms"
+        )
+    modes = {policy}
+    terms = (
+        ("kl", bool(draft.get("kl_loss"))),
+        ("entropy", bool(draft.get("entropy_coef")) and draft.facts.get("entropy_on") is not False),
+    )
+    for term, used in terms:
+        mode = str(draft.facts.get(f"{term}_aggregation", written))
+        if used:
+            modes.add(mode)
+            if mode != policy:
+                draft.put(f"{term}_loss_agg_mode", mode, "aggregation", "kl_loss" if term == "kl" else "entropy_coef")
+    put_norm_length(draft, NORM in modes)
+
+
+def put_norm_length(draft: Draft, used: bool) -> None:
+    """What ``seq-mean-token-sum-norm`` divides by."""
+    length = draft.value_of("norm_length")
+    if not used:
+        draft.without_effect(f"no term is divided by it: {NORM} is not used", "norm_length")
+        return
+    if length is None and draft.facts.get("norm_is_sequence"):
+        length = draft.get("prompt_length", default=0) + draft.get("response_length", default=0)
+    if length is not None:
+        draft.put("loss_norm_length", int(length), "norm_length", "aggregation")
+
+
+def put_critic(draft: Draft) -> None:
+    """The critic's loss: clip range and mode."""
+    if "critic" not in draft.roles:
+        draft.without_effect("no critic in this run", "value_aggregation", "value_clip")
+        return
+    if draft.states("value_clip"):
+        draft.put("value_clip", draft.facts["value_clip"], "value_clip")
+    if draft.states("aggregation", "value_aggregation", "estimator"):
+        mode = str(draft.facts.get("value_aggregation") or draft.get("aggregation"))
+        draft.put("value_loss_agg_mode", mode, "value_aggregation", "aggregation")
+        if mode == NORM and draft.facts.get("norm_length") is not None and not draft.facts.get("norm_is_sequence"):
+            draft.refuse("norm_length", "counts for the actor alone there; here actor and critic have one length")
+
+
+def put_passes(draft: Draft) -> None:
+    """Passes over a batch, one number for both roles."""
+    if draft.states("passes"):
+        draft.put("ppo_epochs", draft.facts["passes"], "passes")
+    if "passes.critic" in draft.given and "critic" in draft.roles:
+        passes = draft.facts["passes.critic"]
+        if passes != draft.first_of("passes"):
+            draft.refuse("passes.critic", "must equal the actor's: there is one number of passes here")

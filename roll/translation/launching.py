@@ -1,0 +1,130 @@
+"""Finds in the words of a command what Python is started with: a module or a script, and its arguments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+PYTHON = re.compile(r"python[\d.]*|pypy\d?")
+UV_VALUES = {
+    *("--extra", "--with", "--with-editable", "--with-requirements", "--python", "-p", "--project", "--directory"),
+    *("--group", "--only-group", "--no-group", "--no-extra", "--env-file", "--index", "--index-url", "--index-strategy"),
+    *("--extra-index-url", "--find-links", "-f", "--cache-dir", "--config-file", "--prerelease", "--resolution", "--link-mode"),
+    *("--package", "-P", "--upgrade-package", "--refresh-package", "--reinstall-package", "--no-build-package"),
+}
+"""Options of ``uv run`` that take the next word."""
+PYTHON_VALUES = {"-W", "-X", "--check-hash-based-pycs"}
+LAUNCHER_SWITCHES = {
+    *("--standalone", "--no_python", "--no-python", "--run_path", "--multi_gpu", "--multi-gpu", "--cpu", "--use_deepspeed"),
+    *("--use_fsdp", "--same_network", "--quiet", "-q", "--debug", "--tpu", "--mps", "--no_local_rank", "--enable_each_rank_log"),
+    *("--use_megatron_lm", "--use_xpu", "--save_pid", "--force_multi", "--bind_cores_to_rank", "--no_ssh", "--fsdp_cpu_ram_efficient_loading"),
+}
+"""Options of ``torchrun``, ``accelerate launch`` and ``deepspeed`` that take no value."""
+TRAINING = re.compile(
+    r"(?:verl|recipe|skyrl|skyrl_train|openrlhf|trl)(?:\.[\w-]+)*"
+    r"\.(?:main\w*|train\w*|\w*_trainer|grpo|sft|dpo|rloo|reward|kto|gkd)"
+    r"|examples(?:\.[\w-]+)*\.main\w*"
+)
+"""Modules that train; paths of scripts are read as modules."""
+OF_DATA = re.compile(r"data(?:set)?|preprocess|prepare|download|merge|convert", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Python, started on something."""
+
+    program: str
+    """A dotted module, or the path of a script."""
+    is_module: bool
+    arguments: tuple[str, ...]
+    options: tuple[tuple[str, str], ...] = ()
+    """Of ``torchrun``, ``accelerate launch`` or ``deepspeed``, which share out devices."""
+
+    @property
+    def module(self) -> str:
+        """The program as a dotted name."""
+        return self.program if self.is_module else ".".join(PurePath(self.program).with_suffix("").parts).strip(".")
+
+    @property
+    def trains(self) -> bool:
+        """True for the modules of the projects that are known, and for scripts that take ``key=value`` words."""
+        if OF_DATA.search(self.module.rpartition(".")[2]):
+            return False
+        if TRAINING.search(self.module):
+            return True
+        return any(re.match(r"[+~]{0,2}(?:trainer|actor_rollout_ref|algorithm|data|generator)\.[\w.]+=", word) for word in self.arguments)
+
+
+def launch_of(words: Sequence[str]) -> Launch | None:
+    """The Python that a command starts; None: it starts none, or not on a module or script."""
+    if not words:
+        return None
+    name, rest = PurePath(words[0]).name, list(words[1:])
+    if PYTHON.fullmatch(name):
+        return _python(rest)
+    if name == "uv":
+        return _uv(rest[1:]) if rest[:1] == ["run"] else None
+    if name == "torchrun":
+        return _launcher(rest)
+    if name == "accelerate":
+        return _launcher(rest[1:]) if rest[:1] == ["launch"] else None
+    if name == "deepspeed":
+        return _launcher(rest)
+    if name in ("bash", "sh"):
+        place = next((place for place, word in enumerate(rest) if word.endswith(".sh")), None)
+        return None if place is None else Launch(rest[place], False, tuple(rest[place + 1 :]))
+    if name == "trl" and rest:
+        return Launch(f"trl.{rest[0]}", True, tuple(rest[1:]))
+    return None
+
+
+def _python(words: list[str]) -> Launch | None:
+    while words:
+        word = words.pop(0)
+        if word == "-m" and words:
+            module = words.pop(0)
+            if module in ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"):
+                return _launcher(words)
+            return Launch(module, True, tuple(words))
+        if word in PYTHON_VALUES:
+            words = words[1:]
+        elif word in ("-c", "-"):
+            return None
+        elif not word.startswith("-"):
+            return Launch(word, False, tuple(words))
+    return None
+
+
+def _uv(words: list[str]) -> Launch | None:
+    while words:
+        word = words.pop(0)
+        if word in ("-m", "--module") and words:
+            return Launch(words[0], True, tuple(words[1:]))
+        if word in UV_VALUES:
+            words = words[1:]
+        elif word == "--":
+            continue
+        elif not word.startswith("-"):
+            return Launch(word, False, tuple(words)) if word.endswith(".py") else launch_of([word, *words])
+    return None
+
+
+def _launcher(words: list[str]) -> Launch | None:
+    """``torchrun``, ``accelerate launch`` and ``deepspeed``: options, then ``-m MODULE`` or a script."""
+    options: list[tuple[str, str]] = []
+    while words:
+        word = words.pop(0)
+        if word in ("-m", "--module") and words:
+            return Launch(words[0], True, tuple(words[1:]), tuple(options))
+        if not word.startswith("-"):
+            return Launch(word, False, tuple(words), tuple(options))
+        flag, equals, value = word.partition("=")
+        if not equals and flag not in LAUNCHER_SWITCHES and words and not words[0].startswith("-"):
+            # A switch that is not known here stands before the script.
+            if words[0].endswith(".py"):
+                continue
+            value = words.pop(0)
+        options.append((flag.lstrip("-").replace("-", "_"), value))
+    return None

@@ -1,0 +1,248 @@
+"""Runs a launch script in the sandbox and says which programs it called, with which words and variables.
+
+The script is text from anywhere. It runs where model-written code runs (:mod:`roll.rewards.sandbox`): without network,
+without the user's files and processes, in a scratch folder that is thrown away, with little time and memory. Where the
+host cannot give that, nothing runs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO
+
+from roll.config.errors import ConfigError, Problem
+from roll.rewards.sandbox import PROTECTIONS, Limits, MissingProtection, Sandbox, SandboxError, Settings
+from roll.translation.launching import launch_of
+from roll.translation.recorder import NOT_SET, READY, driver, marker
+
+REQUIRED = tuple(name for name in PROTECTIONS if name not in ("scratch", "user"))
+"""Protections without which no script runs. A user id of its own and a private folder of limited size are other ways to
+what the rest gives; the size of each file is limited in any case."""
+LIMITS = Limits(wall=20.0, memory=1024 * 2**20, file_size=4 * 2**20, scratch=32 * 2**20, processes=64)
+MAX_SCRIPT = 2**20
+SHOWN = 2000
+"""Characters of its output that are kept, the last ones."""
+MAX_FILES = 64
+"""Files that scripts name, which come along."""
+INSTEAD = (
+    "give the command line itself instead: roll translate python3 -m verl.trainer.main_ppo key=value ... "
+    "(echo before the command in the script prints it)"
+)
+
+_NAME = r"[A-Za-z_]\w*"
+_USED = re.compile(rf"\$(?:\{{({_NAME})\}}|({_NAME}))")
+_SET_OR_TESTED = re.compile(
+    rf"\$\{{[!#]?({_NAME})(?:\[[^\]]*\])?(?!:?\?)[^}}\w]|-[nzv]\s+\"?\$?\{{?({_NAME})|(?:^|[\s;({{&|])({_NAME})(?:\[[^\]]*\])?\+?="
+    rf"|\bfor\s+({_NAME})|\b(?:read|mapfile|readarray|declare|local|typeset|getopts)\b([^\n;|]*)",
+    re.MULTILINE,
+)
+_OF_THE_SHELL = re.compile(r"BASH\w*|PWD|OLDPWD|PATH|IFS|UID|EUID|PPID|RANDOM|SECONDS|LINENO|SHLVL|FUNCNAME|OPTARG|"
+                           r"OPTIND|HOSTNAME|HOSTTYPE|OSTYPE|MACHTYPE|REPLY|PIPESTATUS|SHELLOPTS|EPOCH\w*|TMPDIR|_|ROLL_\w+")
+_ABSOLUTE = re.compile(r"(?:/[\w.+-]+)+/(?:python[\d.]*|torchrun|accelerate|deepspeed|trl|uv|ray)\b")
+_MISSING = re.compile(r": (\S*/(?:python[\d.]*|torchrun|accelerate|deepspeed|trl|uv|ray)): No such file or directory")
+_SHELL_FILE = re.compile(r"([\w./@+-]*[\w@+-]+\.(?:sh|bash|env))\b|(?<![\w/])((?:\.{0,2}/)?[\w./-]*\.env)\b")
+_EXPANSION = re.compile(r"\$\((?:[^()]|\([^()]*\))*\)|\$\{[^}]*\}|\$\w+")
+_COMPUTED = re.compile(rf".*\b{NOT_SET}(\w+).*")
+_REDIRECTION = re.compile(r"(?<![<>&\d-])((?:[12&])?>>?\|?)[ \t]*(?![&>(])(\"[^\"\n]*\"|'[^'\n]*'|[^\s;&|()<>]+)")
+_ERREXIT = re.compile(r"^(\s*set\s+-)(\w+)", re.MULTILINE)
+_UNSET_MARK = re.compile(r"/?__UNSET_([A-Za-z_0-9]+?)__")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that the script ran."""
+
+    words: tuple[str, ...]
+    environment: dict[str, str]
+    """Variables exported to it, without those that the sandbox sets."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a script did."""
+
+    commands: tuple[Command, ...]
+    status: int
+    output: str
+    """The last lines that it printed."""
+    went_on: bool = False
+    """It ended before a launch at first; this is the second try, which passed over its checks."""
+
+
+def record(
+    script: Path, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None, sandbox: Sandbox | None = None
+) -> Recording:
+    """Run ``script`` as ``bash script arguments`` under stand-ins for all programs.
+
+    Args:
+        environment: variables set in front of it; nothing of the caller's own environment is passed on.
+
+    Raises:
+        ConfigError: a script that is too large, or a host that cannot confine it.
+    """
+    text = read_script(script)
+    root = root_of(script)
+    files = {str(script.resolve().relative_to(root)): text} | companions(script, text, root)
+    given = dict(environment or {})
+    own = sandbox or Sandbox(Settings(require=REQUIRED))
+    try:
+        own.start()
+        first = _run(own, script, root, files, arguments, given, [], go_on=False)
+        if any(is_launch(command) for command in first[0]):
+            return Recording(*first)
+        calmed = {path: calm(content) for path, content in files.items()}
+        second = _run(own, script, root, calmed, arguments, given, _MISSING.findall(first[2]), go_on=True)
+        if any(is_launch(command) for command in second[0]):
+            return Recording(*second, went_on=True)
+        return Recording(*first)
+    except (SandboxError, MissingProtection) as error:
+        raise refusal(script, str(error)) from None
+    finally:
+        if sandbox is None:
+            own.close()
+
+
+def refusal(script: Path, reason: str) -> ConfigError:
+    text = f"is not run: scripts run only where they can be confined, and {reason}; {INSTEAD}"
+    return ConfigError([Problem("(script)", str(script), text)])
+
+
+def read_script(path: Path) -> str:
+    """
+    Raises:
+        ConfigError: not a text file of at most ``MAX_SCRIPT`` bytes.
+    """
+    with path.open("rb") as file:
+        content = file.read(MAX_SCRIPT + 1)
+    if len(content) > MAX_SCRIPT or b"\0" in content:
+        raise ConfigError([Problem("(script)", str(path), f"must be a text file of at most {MAX_SCRIPT} bytes")])
+    return content.decode("utf-8", errors="replace").replace("\r\n", "\n")
+
+
+def root_of(script: Path) -> Path:
+    """The folder that the script sees: its repository, else the working folder above it, else its own."""
+    place = script.resolve().parent
+    for folder in (place, *place.parents):
+        if (folder / ".git").exists():
+            return folder
+    here = Path.cwd()
+    return here if place.is_relative_to(here) else place
+
+
+def companions(script: Path, text: str, root: Path) -> dict[str, str]:
+    """Shell files within ``root`` that the text names, and those that they name: paths below ``root`` and contents."""
+    found: dict[str, str] = {}
+    waiting = [(script.resolve(), text)]
+    while waiting and len(found) < MAX_FILES:
+        place, content = waiting.pop()
+        for match in _SHELL_FILE.finditer(_EXPANSION.sub("", content)):
+            named = (match[1] or match[2]).lstrip("/")
+            for folder in dict.fromkeys((place.parent, script.resolve().parent, Path.cwd(), root)):
+                path = (folder / named).resolve()
+                if not path.is_relative_to(root) or path == script.resolve() or not path.is_file():
+                    continue
+                below = str(path.relative_to(root))
+                if below not in found and path.stat().st_size <= MAX_SCRIPT:
+                    found[below] = read_script(path)
+                    waiting.append((path, found[below]))
+    return found
+
+
+def unset_names(texts: Sequence[str]) -> list[str]:
+    """Variables that are used plainly and neither set nor tested anywhere."""
+    used, other = {"HOME", "USER"}, set()
+    for text in texts:
+        used |= {match[1] or match[2] for match in _USED.finditer(text)}
+        for match in _SET_OR_TESTED.finditer(text):
+            other |= {name for group in match.groups() if group for name in re.findall(_NAME, group)}
+    return sorted(name for name in used - other if not _OF_THE_SHELL.fullmatch(name))
+
+
+def calm(text: str) -> str:
+    """The text without ``set -e`` and ``-u``, and with output going nowhere: its folders are not here."""
+    text = _ERREXIT.sub(lambda match: match[1] + (re.sub("[eu]", "", match[2]) or "+e"), text)
+    return _REDIRECTION.sub(lambda match: f"{match[1]}/dev/null" if "/dev/" not in match[2] else match[0], text)
+
+
+def is_launch(command: Command) -> bool:
+    found = launch_of(command.words)
+    return found is not None and found.trains
+
+
+def _run(
+    sandbox: Sandbox,
+    script: Path,
+    root: Path,
+    files: Mapping[str, str],
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    missing: Sequence[str],
+    go_on: bool,
+) -> tuple[tuple[Command, ...], int, str]:
+    """One run: commands, exit status, and the end of what was printed."""
+    texts = list(files.values())
+    unset = [name for name in unset_names(texts) if name not in environment]
+    absolute = sorted({match for text in texts for match in _ABSOLUTE.findall(text)} | set(missing))
+    below = str(script.resolve().relative_to(root))
+    program = driver(below, files, list(arguments), environment, unset, absolute, go_on)
+    with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as calls:
+        source.write(program.encode("utf-8", errors="replace"))
+        source.seek(0)
+        with open(os.devnull, "rb") as nothing:
+            descriptors = [file.fileno() for file in (nothing, out, out, source, calls)]
+            more = {"file_name": "driver", "command": ["/bin/bash", "--norc", "driver"]}
+            ended = sandbox.spawn("command", descriptors, LIMITS, more).wait()
+        printed, recorded = _read(out), _read(calls)
+    ready, _, recorded = recorded.partition("\0")
+    if ready != READY:
+        raise SandboxError("this host lets it start no process of its own")
+    if ended.timed_out:
+        printed += f"\nended after {LIMITS.wall:g} s"
+    printed = _COMPUTED.sub(r"\1 is not set, and the script computes with it", _CONTROL.sub("?", printed.strip()))
+    return tuple(_commands(recorded, root, environment)), ended.code, printed[-SHOWN:]
+
+
+def _read(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(LIMITS.file_size).decode("utf-8", errors="replace")
+
+
+def _commands(recorded: str, root: Path, environment: Mapping[str, str]) -> list[Command]:
+    """The records in order; a torn one at the end is left out."""
+    fields = recorded.split("\0")
+    found, place = [], 0
+    while place + 4 <= len(fields) and fields[place] == "CALL" and fields[place + 3].isdecimal():
+        name, count = fields[place + 1], int(fields[place + 3])
+        start = place + 4
+        end = next((i for i in range(start + count, len(fields)) if not fields[i]), None)
+        if end is None:
+            break
+        variables = dict(entry.partition("=")[::2] for entry in fields[start + count : end])
+        base = variables.get("ROLL_BASE", "\0")
+        words = tuple(_outside(word, base, root) for word in (name, *fields[start : start + count]))
+        kept = {
+            key: _outside(value, base, root)
+            for key, value in variables.items()
+            if not _OF_THE_SHELL.fullmatch(key) and not key.startswith(("__UNSET_", "BASH_FUNC")) and value != marker(key)
+        }
+        found.append(Command(words, kept))
+        place = end + 1
+    return found
+
+
+def _outside(text: str, base: str, root: Path) -> str:
+    """A recorded word with the paths and markers of the sandbox replaced.
+
+    Raises:
+        ConfigError: control characters, which would reach a terminal.
+    """
+    if _CONTROL.search(text):
+        raise ConfigError([Problem("(script)", _CONTROL.sub("?", text)[:200], "holds control characters")])
+    text = text.replace(f"{base}/root", str(root))
+    return _UNSET_MARK.sub(lambda match: f"${{oc.env:{match[1]}}}", text)

@@ -1,0 +1,167 @@
+"""Between sampling and loss: corrections of the engine's mismatch, dynamic sampling, over-long responses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from roll.translation.draft import Draft
+
+DAPO_SCORES = 0.5
+"""DAPO's mathematics is scored with -1 and 1 in verl, with 0 and 1 here: half the distance between right and wrong."""
+WITH_PENALTY = ("score", "seq_reward", "seq_final_reward")
+"""Metrics of ``filter_groups`` that contain the over-long punishment."""
+
+
+def put_bypass(draft: Draft) -> None:
+    """verl's ``bypass_mode``: the engine's log-probs stand in for the old ones, with a loss of its own."""
+    if not draft.get("bypass"):
+        draft.without_effect("without bypass_mode it does not count", "bypass_loss")
+        return
+    if draft.raw.get("loss", "vanilla") != "vanilla":
+        draft.refuse("loss", "is replaced by rollout_correction.loss_type with bypass_mode: leave it out", "vanilla")
+    if draft.value_of("bypass_loss") == "reinforce":
+        draft.facts["loss"] = "vanilla"
+        draft.written.add("loss")
+    else:
+        draft.put("force_disable_old_logprobs_recompute", True, "bypass", "bypass_loss")
+
+
+def put_correction(draft: Draft) -> None:
+    """Weights and masks against the mismatch of engine and trainer."""
+    rules = [*verl_rules(draft), *skyrl_rules(draft)]
+    if rules:
+        because = ("is_level", "is_bound", "bypass_loss", "tis_type", "use_tis", "tis_cap", "mask_metric")
+        draft.put("train_infer_correction", rules, *because)
+
+
+def verl_rules(draft: Draft) -> list[dict[str, Any]]:
+    """verl's ``rollout_correction``: importance weights, truncated (TIS) or 0 outside a band (IcePop)."""
+    if draft.get("rejection") is not None:
+        rule = (
+            "also takes what it rejects out of the denominators; masks of train_infer_correction leave them as they are"
+        )
+        draft.refuse("rejection", rule)
+    cap = draft.get("actor_tis_cap")
+    if cap is not None and cap > 0:
+        return [{"level": "token", "action": "truncate", "high": float(cap)}]
+    level, bypass = draft.get("is_level"), bool(draft.get("bypass"))
+    if level is None:
+        draft.without_effect("without rollout_is there are no weights", "is_bound")
+        return []
+    if bypass and draft.value_of("bypass_loss") != "reinforce":
+        draft.without_effect("ppo_clip in bypass_mode has no weights beside its ratio", "is_level", "is_bound")
+        return []
+    low, high = bounds(draft.value_of("is_bound"))
+    band = {"action": "truncate", "high": high} if low is None else {"action": "both", "low": low, "high": high}
+    return [{"level": level, **band, **({"policy": "current"} if bypass else {})}]
+
+
+def bounds(threshold: Any) -> tuple[float | None, float]:
+    """Of ``2.0`` and ``"0.5_5.0"``: (None, 2.0) and (0.5, 5.0)."""
+    low, _, high = str(threshold).rpartition("_")
+    return (float(low) if low else None), float(high)
+
+
+def skyrl_rules(draft: Draft) -> list[dict[str, Any]]:
+    """SkyRL's ``off_policy_correction``, and its older ``use_tis``."""
+    level, metric = draft.get("tis_type"), draft.get("mask_metric")
+    if draft.get("use_tis"):
+        cap = draft.get("tis_cap", default=-1.0)
+        if cap <= 0 or draft.get("loss", default="ppo") != "ppo":
+            draft.refuse("use_tis", "needs a positive tis_imp_ratio_cap, and the losses regular or dual_clip")
+            return []
+        return [{"level": "token", "action": "truncate", "high": float(cap)}]
+    rules: list[dict[str, Any]] = []
+    if level is not None:
+        rules.append({"level": level, "action": "truncate", "high": draft.value_of(f"tis_{level}_cap")})
+    masks = sequence_rules(draft, metric) + token_rules(draft, level, metric)
+    if masks and draft.facts.get("masks_drop_tokens") and draft.value_of("aggregation") == "token-mean":
+        rule = "takes what it masks out of the number of tokens in this version; here the denominators stay as they are"
+        draft.refuse("mask_metric", f"{rule}: loss_reduction sequence_mean counts responses and is the same")
+    return rules + masks
+
+
+def sequence_rules(draft: Draft, metric: Any) -> list[dict[str, Any]]:
+    """Sequences by the product or the geometric mean of their ratios."""
+    if metric is None:
+        return []
+    name = "geo" if metric == "geometric" else "product"
+    low, high = draft.value_of(f"{name}_low"), draft.value_of(f"{name}_high")
+    return [{"level": "geometric" if name == "geo" else "sequence", "action": "mask", "low": low, "high": high}]
+
+
+def token_rules(draft: Draft, level: Any, metric: Any) -> list[dict[str, Any]]:
+    """Tokens by their own ratio; there only beside another correction."""
+    given = {side: bound for side in ("low", "high") if (bound := draft.get(f"token_mask_{side}")) is not None}
+    facts = tuple(f"token_mask_{side}" for side in given)
+    if not given:
+        return []
+    if level is None and metric is None:
+        draft.without_effect("without tis_ratio_type or sequence_mask_metric it does not count there", *facts)
+        return []
+    if level == "sequence" or metric is not None:
+        draft.refuse(facts[0], "leaves masked tokens out of the ratio of the sequence there; here it does not")
+    return [{"level": "token", "action": "mask", **given}]
+
+
+def put_sampling(draft: Draft) -> None:
+    """What depends on the rewards: groups that are kept, and responses that are too long."""
+    put_group_filter(draft)
+    put_overlong(draft)
+    put_truncated(draft)
+
+
+def put_group_filter(draft: Draft) -> None:
+    """Dynamic sampling: groups whose scores are all the same are replaced."""
+    if not draft.get("filter_on"):
+        draft.without_effect("groups are not filtered", "filter_metric", "filter_limit")
+        return
+    metric = draft.get("filter_metric", default="acc")
+    if metric in WITH_PENALTY and draft.get("overlong_on"):
+        draft.refuse(
+            "filter_metric", "contains the over-long punishment there; groups are judged by their scores here", "acc"
+        )
+    if metric == "seq_final_reward" and draft.get("kl_in_reward"):
+        draft.refuse("filter_metric", "contains the KL there; groups are judged by their scores here", "acc")
+    own = [key.split(".")[1] for key in draft.keys if key.startswith("rewards.") and key.endswith(".worker_cls")]
+    for name in own or draft.get("reward_names", default=[]):
+        draft.put(f"rewards.{name}.query_filter_config.type", "std_filter", "filter_on")
+
+
+def put_overlong(draft: Draft) -> None:
+    """DAPO's soft punishment of responses near the length limit."""
+    facts = ("overlong_len", "overlong_factor", "max_response")
+    if not draft.get("overlong_on"):
+        draft.without_effect("the over-long buffer is not enabled", *facts[:2])
+        return
+    if draft.get("reward_manager", default="dapo") != "dapo":
+        draft.refuse("overlong_on", "counts with reward_manager dapo only")
+    limit, response = draft.get("max_response"), draft.get("response_length")
+    if limit is not None and limit != response:
+        draft.refuse(
+            "max_response", f"must be the longest response, {response} tokens: the punishment ends there", response
+        )
+    factor = float(draft.value_of("overlong_factor"))
+    files = [str(name).lower() for name in draft.get("train_files", default=[])]
+    if files and all("dapo" in name for name in files) and draft.get("reward_file") is None:
+        factor *= DAPO_SCORES
+        text = "halved: this data is scored with -1 and 1 there, with 0 and 1 by math_rule"
+        draft.remark(["overlong_factor"], text)
+    draft.put("overlong_buffer_length", int(draft.value_of("overlong_len")), "overlong_on", "overlong_len")
+    draft.put("overlong_penalty_factor", factor, "overlong_factor")
+
+
+def put_truncated(draft: Draft) -> None:
+    """SkyRL's over-long filtering: responses that were cut off stay out of the loss."""
+    if not draft.states("mask_truncated"):
+        return
+    asked = bool(draft.facts["mask_truncated"])
+    if asked and (draft.value_of("aggregation") != "token-mean" or draft.get("kl_loss")):
+        rule = (
+            "counts such responses in every mean over responses there, also in that of the KL loss; here max_len_mask "
+        )
+        draft.refuse(
+            "mask_truncated", f"{rule}leaves them out of it: token_mean without use_kl_loss is the same", False
+        )
+    if asked or not draft.whole:
+        draft.put("max_len_mask", asked, "mask_truncated")

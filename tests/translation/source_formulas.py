@@ -1,0 +1,379 @@
+"""Losses of SkyRL and verl, written down from their definitions: plain loops in float64, with their own defaults.
+
+Columns are (B, R): responses side by side, right-padded, ``mask`` 1.0 on their tokens. verl: ``core_algos.py``,
+``rollout_corr_helper.py``, ``actor.yaml``, ``algorithm.yaml``. SkyRL: ``ppo_utils.py``, ``off_policy_correction_utils.py``
+and the configurations of both packages. Settings are their keys without the common beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Settings = Mapping[str, Any]
+
+
+@dataclass
+class Responses:
+    """What both projects know of a batch."""
+
+    mask: Tensor
+    group: Tensor
+    scores: Tensor
+    log_probs: Tensor
+    """With gradient."""
+    entropy: Tensor
+    """With gradient."""
+    new_values: Tensor
+    """With gradient."""
+    old: Tensor
+    rollout: Tensor
+    reference: Tensor
+    values: Tensor
+    greedy_scores: Tensor
+    prompt_length: int
+    response_length: int
+
+
+def mean(values: Tensor, mask: Tensor) -> Tensor:
+    return (values * mask).sum() / mask.sum()
+
+
+def row_means(values: Tensor, mask: Tensor) -> Tensor:
+    return (values * mask).sum(-1) / mask.sum(-1)
+
+
+def whitened(values: Tensor, mask: Tensor) -> Tensor:
+    centred = values - mean(values, mask)
+    variance = (centred**2 * mask).sum() / (mask.sum() - 1)
+    return centred / (variance + 1e-8).sqrt() * mask
+
+
+def divergence(policy: Tensor, reference: Tensor, kind: str) -> Tensor:
+    """Both projects hold the third estimator and its exponent within bounds."""
+    distance = policy - reference
+    if kind in ("k1", "kl"):
+        return distance
+    if kind in ("k2", "mse"):
+        return distance**2 / 2
+    if kind == "abs":
+        return distance.abs()
+    assert kind in ("k3", "low_var_kl")
+    return (torch.exp((-distance).clamp(-20, 20)) - (-distance).clamp(-20, 20) - 1).clamp(-10, 10)
+
+
+# Advantages
+
+
+def rewards_of(batch: Responses, kl: Tensor, weight: float, scores: Tensor) -> Tensor:
+    """The score on the last token, minus the weighted divergence of every token."""
+    rewards = -weight * kl * batch.mask
+    for i, length in enumerate(batch.mask.sum(-1).int().tolist()):
+        rewards[i, length - 1] += scores[i]
+    return rewards
+
+
+def advantages_of(batch: Responses, estimator: str, rewards: Tensor, gamma: float, lam: float, by_std: bool) -> Tensor:
+    mask, total = batch.mask, rewards.sum(-1)
+    if estimator == "gae":
+        return whitened(gae(batch, rewards, gamma, lam)[0], mask)
+    if estimator in ("reinforce_plus_plus", "reinforce++"):
+        return whitened(to_go(rewards, gamma), mask)
+    if estimator == "remax":
+        return (to_go(rewards, 1.0) - batch.greedy_scores[:, None]) * mask
+    result = torch.zeros_like(total)
+    for i in range(len(total)):
+        group = [j for j in range(len(total)) if batch.group[j] == batch.group[i]]
+        own = total[group]
+        if estimator == "grpo":
+            result[i] = (total[i] - own.mean()) / (own.std() + 1e-6 if by_std else 1.0)
+        elif estimator == "reinforce_plus_plus_baseline":
+            result[i] = total[i] - own.mean()
+        elif estimator == "rloo":
+            result[i] = (total[i] - own.mean()) * len(group) / (len(group) - 1)
+        else:
+            assert estimator == "opo"
+            lengths = mask[group].sum(-1)
+            result[i] = total[i] - (lengths * own).sum() / lengths.sum()
+    spread = result[:, None] * mask
+    return whitened(spread, mask) if estimator == "reinforce_plus_plus_baseline" else spread
+
+
+def to_go(rewards: Tensor, gamma: float) -> Tensor:
+    returns, running = torch.zeros_like(rewards), torch.zeros(len(rewards), dtype=rewards.dtype)
+    for t in reversed(range(rewards.shape[1])):
+        running = rewards[:, t] + gamma * running
+        returns[:, t] = running
+    return returns
+
+
+def gae(batch: Responses, rewards: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    advantages, running, following = torch.zeros_like(rewards), 0.0, 0.0
+    values = batch.values * batch.mask
+    for t in reversed(range(rewards.shape[1])):
+        running = rewards[:, t] + gamma * following - values[:, t] + gamma * lam * running
+        advantages[:, t], following = running, values[:, t]
+    return advantages, advantages + values
+
+
+def value_loss(batch: Responses, returns: Tensor, clip: float) -> Tensor:
+    near = torch.maximum(torch.minimum(batch.new_values, batch.values + clip), batch.values - clip)
+    return torch.maximum((batch.new_values - returns) ** 2, (near - returns) ** 2) / 2
+
+
+# Policy losses per token, of the advantage A (B, R)
+
+
+def ratio_of(batch: Responses) -> Tensor:
+    return (batch.log_probs - batch.old).exp()
+
+
+def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
+
+
+def dual_clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, bound: float) -> Tensor:
+    loss = clipped(ratio, advantages, low, high)
+    return torch.where(advantages < 0, torch.minimum(loss, -advantages * bound), loss)
+
+
+def gspo(batch: Responses, advantages: Tensor, low: float, high: float) -> Tensor:
+    """GSPO-token: the value of the response's ratio, the gradient of each token's own."""
+    sequence = row_means(batch.log_probs - batch.old, batch.mask).detach()[:, None]
+    return clipped((batch.log_probs - batch.log_probs.detach() + sequence).exp(), advantages, low, high)
+
+
+def cispo(batch: Responses, advantages: Tensor, low: float, high: float) -> Tensor:
+    return -ratio_of(batch).clamp(1 - low, 1 + high).detach() * advantages * batch.log_probs
+
+
+def sapo(batch: Responses, advantages: Tensor, positive: float, negative: float) -> Tensor:
+    tau = torch.where(advantages > 0, positive, negative)
+    return -torch.sigmoid(tau * (ratio_of(batch) - 1)) * 4 / tau * advantages
+
+
+def geo_mean(batch: Responses, advantages: Tensor, low: float, high: float) -> Tensor:
+    """One number a response, (B,)."""
+    log_ratio, sign = batch.log_probs - batch.old, advantages.sign()
+    kept = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-low, high))
+    return -row_means(advantages, batch.mask) * row_means(kept, batch.mask).exp()
+
+
+def covariance(batch: Responses, advantages: Tensor) -> Tensor:
+    log_probs = batch.log_probs.detach()
+    return (advantages - mean(advantages, batch.mask)) * (log_probs - mean(log_probs, batch.mask))
+
+
+def clip_cov(batch: Responses, advantages: Tensor, low: float, high: float, share: float, least: float, most: float):
+    ratio, valid = ratio_of(batch), batch.mask.bool()
+    cut = -advantages * ratio.clamp(1 - low, 1 + high) > -advantages * ratio
+    cov = covariance(batch, advantages)
+    candidates = (valid & ~cut & (cov > least) & (cov < most)).nonzero()
+    drawn = candidates[torch.randperm(len(candidates))[: max(int(share * int(batch.mask.sum())), 1)]]
+    keep = torch.ones_like(advantages)
+    keep[drawn[:, 0], drawn[:, 1]] = 0.0
+    return clipped(ratio, advantages, low, high) * keep
+
+
+def kl_cov(batch: Responses, advantages: Tensor, share: float, weight: float) -> Tensor:
+    ratio = ratio_of(batch)
+    cov = covariance(batch, advantages).masked_fill(~batch.mask.bool(), -torch.inf).flatten()
+    penalised = torch.zeros_like(cov)
+    penalised[cov.argsort(descending=True)[: max(1, int(share * int(batch.mask.sum())))]] = weight
+    return -advantages * ratio + penalised.view_as(ratio) * (batch.log_probs - batch.old).abs()
+
+
+def dppo(batch: Responses, advantages: Tensor, kind: str, low: float, high: float, bound: float) -> Tensor:
+    new, old = batch.log_probs.detach().exp(), batch.old.exp()
+    if kind == "dppo_tv":
+        kept = torch.where(advantages > 0, new - old <= high, new - old >= -low)
+    else:
+        other = (1 - old) * torch.log((1 - old + 1e-8) / (1 - new + 1e-8))
+        distance = old * (batch.old - batch.log_probs.detach()) + other
+        kept = torch.where(advantages > 0, (distance <= high) | (new <= old), (distance <= low) | (new >= old))
+    return -advantages * ratio_of(batch).clamp(max=bound).detach() * batch.log_probs * kept
+
+
+# verl
+
+
+def verl_aggregate(batch: Responses, loss: Tensor, mode: str, length: float | None = None) -> Tensor:
+    rows = (loss * batch.mask).sum(-1)
+    if mode == "token-mean":
+        return rows.sum() / batch.mask.sum()
+    if mode == "seq-mean-token-mean":
+        return row_means(loss, batch.mask).mean()
+    return rows.mean() / ((length or batch.response_length) if mode == "seq-mean-token-sum-norm" else 1.0)
+
+
+def verl_actor(batch: Responses, settings: Settings) -> Tensor:
+    """The actor's loss of one optimizer step."""
+    get = settings.get
+    advantages, _ = verl_advantages(batch, settings)
+    low, high = get("actor.clip_ratio_low", 0.2), get("actor.clip_ratio_high", 0.2)
+    bound = get("actor.clip_ratio_c", 3.0)
+    name = get("actor.policy_loss.loss_mode", "vanilla")
+    losses: dict[str, Callable[[], Tensor]] = {
+        "vanilla": lambda: dual_clipped(ratio_of(batch), advantages, low, high, bound),
+        "gspo": lambda: gspo(batch, advantages, low, high),
+        "sapo": lambda: sapo(batch, advantages, get("actor.tau_pos", 1.0), get("actor.tau_neg", 1.05)),
+        "cispo": lambda: cispo(batch, advantages, low, high),
+        "gpg": lambda: -advantages * batch.log_probs,
+        "clip_cov": lambda: clip_cov(
+            batch,
+            advantages,
+            low,
+            high,
+            get("actor.policy_loss.clip_cov_ratio", 0.0002),
+            get("actor.policy_loss.clip_cov_lb", 1.0),
+            get("actor.policy_loss.clip_cov_ub", 5.0),
+        ),
+        "kl_cov": lambda: kl_cov(
+            batch, advantages, get("actor.policy_loss.kl_cov_ratio", 0.0002), get("actor.policy_loss.ppo_kl_coef", 0.1)
+        ),
+        "dppo_tv": lambda: dppo(batch, advantages, name, low, high, bound),
+        "dppo_kl": lambda: dppo(batch, advantages, name, low, high, bound),
+    }
+    mode, length = get("actor.loss_agg_mode", "token-mean"), get("actor.loss_scale_factor")
+    if name == "geo_mean":
+        total = geo_mean(batch, advantages, low, high).mean()
+    else:
+        of_policy = "seq-mean-token-mean" if name in ("gspo", "sapo") else mode
+        total = verl_aggregate(batch, verl_weights(batch, settings) * losses[name](), of_policy, length)
+    if get("actor.use_kl_loss", False):
+        kl = divergence(batch.log_probs, batch.reference, get("actor.kl_loss_type", "low_var_kl"))
+        total = total + get("actor.kl_loss_coef", 0.001) * verl_aggregate(batch, kl, mode, length)
+    return total - get("actor.entropy_coeff", 0.0) * verl_aggregate(batch, batch.entropy, mode, length)
+
+
+def verl_advantages(batch: Responses, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Advantages, and the critic's targets."""
+    get = settings.get
+    weight = get("algorithm.kl_ctrl.kl_coef", 0.001) if get("algorithm.use_kl_in_reward", False) else 0.0
+    kl = divergence(batch.old, batch.reference, get("algorithm.kl_penalty", "kl"))
+    scores = batch.scores
+    if get("overlong.enable", False):
+        excess = batch.mask.sum(-1) - (batch.response_length - get("overlong.len"))
+        scores = scores - (excess / get("overlong.len") * get("overlong.penalty_factor", 1.0)).clamp(min=0)
+    rewards = rewards_of(batch, kl, weight, scores)
+    gamma, lam = get("algorithm.gamma", 1.0), get("algorithm.lam", 1.0)
+    estimator = get("algorithm.adv_estimator", "gae")
+    advantages = advantages_of(batch, estimator, rewards, gamma, lam, get("algorithm.norm_adv_by_std_in_grpo", True))
+    return advantages, gae(batch, rewards, gamma, lam)[1]
+
+
+def verl_weights(batch: Responses, settings: Settings) -> Tensor:
+    """Importance weights of the engine's mismatch."""
+    get = settings.get
+    level, threshold = get("algorithm.rollout_correction.rollout_is"), get("actor.tis_imp_ratio_cap", -1)
+    if threshold > 0:
+        level = "token"
+    else:
+        threshold = get("algorithm.rollout_correction.rollout_is_threshold", 2.0)
+    if level is None:
+        return torch.ones_like(batch.mask)
+    log_ratio = batch.old - batch.rollout
+    if level == "sequence":
+        log_ratio = (log_ratio * batch.mask).sum(-1, keepdim=True).expand_as(batch.mask)
+    weights = log_ratio.clamp(-20, 20).exp()
+    if "_" in str(threshold):
+        low, high = map(float, str(threshold).split("_"))
+        return torch.where((weights >= low) & (weights <= high), weights, 0.0)
+    return weights.clamp(max=float(threshold))
+
+
+def verl_critic(batch: Responses, settings: Settings) -> Tensor:
+    returns = verl_advantages(batch, settings)[1]
+    mode = settings.get("critic.loss_agg_mode", settings.get("actor.loss_agg_mode", "token-mean"))
+    return verl_aggregate(batch, value_loss(batch, returns, settings.get("critic.cliprange_value", 0.5)), mode)
+
+
+# SkyRL
+
+
+def skyrl_advantages(batch: Responses, settings: Settings) -> tuple[Tensor, Tensor]:
+    get = settings.get
+    weight = get("kl_loss_coef", 0.001) if get("use_kl_in_reward", False) else 0.0
+    kl = divergence(batch.old, batch.reference, get("kl_estimator_type", "k3"))
+    rewards = rewards_of(batch, kl, weight, batch.scores)
+    gamma, lam = get("gamma", 1.0), get("lambd", 1.0)
+    estimator, by_std = get("advantage_estimator", "grpo"), get("grpo_norm_by_std", True)
+    return advantages_of(batch, estimator, rewards, gamma, lam, by_std), gae(batch, rewards, gamma, lam)[1]
+
+
+def skyrl_actor(batch: Responses, settings: Settings) -> Tensor:
+    """The policy's loss of one optimizer step: divergence over responses, entropy over tokens."""
+    get = settings.get
+    advantages, _ = skyrl_advantages(batch, settings)
+    low, high, name = get("eps_clip_low", 0.2), get("eps_clip_high", 0.2), get("policy_loss_type", "regular")
+    losses: dict[str, Callable[[], Tensor]] = {
+        "regular": lambda: clipped(ratio_of(batch), advantages, low, high),
+        "dual_clip": lambda: dual_clipped(ratio_of(batch), advantages, low, high, get("clip_ratio_c", 3.0)),
+        "gspo": lambda: gspo(batch, advantages, low, high),
+        "cispo": lambda: cispo(
+            batch, advantages, get("cispo.cispo_eps_clip_low", 0.0), get("cispo.cispo_eps_clip_high", 5.0)
+        ),
+        "sapo": lambda: sapo(batch, advantages, get("sapo.tau_pos", 1.0), get("sapo.tau_neg", 1.05)),
+        "clip_cov": lambda: clip_cov(
+            batch,
+            advantages,
+            low,
+            high,
+            get("clip_cov.clip_ratio", 0.0002),
+            get("clip_cov.clip_cov_lb", 1.0),
+            get("clip_cov.clip_cov_ub", 5.0),
+        ),
+        "kl_cov": lambda: kl_cov(batch, advantages, get("kl_cov.kl_cov_frac", 0.2), get("kl_cov.ppo_kl_coef", 1.0)),
+    }
+    loss = losses[name]() * skyrl_weights(batch, settings)
+    mode = get("loss_reduction", "token_mean")
+    if mode == "token_mean":
+        total = mean(loss, batch.mask)
+    elif mode == "sequence_mean":
+        total = row_means(loss, batch.mask).mean()
+    else:
+        assert mode == "seq_mean_token_sum_norm"
+        length = get("max_seq_len") or batch.prompt_length + batch.response_length
+        total = (loss * batch.mask).sum(-1).mean() / length
+    if get("use_kl_loss", True):
+        kl = divergence(batch.log_probs, batch.reference, get("kl_estimator_type", "k3"))
+        total = total + get("kl_loss_coef", 0.001) * row_means(kl, batch.mask).mean()
+    if get("use_entropy_loss", False):
+        total = total - get("entropy_loss_coef", 0.01) * mean(batch.entropy, batch.mask)
+    return total
+
+
+def skyrl_weights(batch: Responses, settings: Settings) -> Tensor:
+    """Truncated weights times the masks of sequences and tokens."""
+    get, log_ratio = settings.get, (batch.old - batch.rollout) * batch.mask
+    product = log_ratio.sum(-1, keepdim=True).exp().expand_as(log_ratio)
+    weights = torch.ones_like(log_ratio)
+    if get("use_tis", False):
+        return log_ratio.exp().clamp(max=get("tis_imp_ratio_cap"))
+    level = get("off_policy_correction.tis_ratio_type")
+    metric = get("off_policy_correction.sequence_mask_metric")
+    if level == "token":
+        weights = log_ratio.exp().clamp(max=get("off_policy_correction.token_tis_ratio_clip_high", 2.0))
+    elif level == "sequence":
+        weights = product.clamp(max=get("off_policy_correction.sequence_tis_ratio_clip_high", 5.0))
+    if metric == "product":
+        low, high = (
+            get(f"off_policy_correction.product_mask_{side}", at) for side, at in (("low", 0.5), ("high", 2.0))
+        )
+        weights = weights * ((product >= low) & (product <= high))
+    elif metric == "geometric":
+        low, high = (get(f"off_policy_correction.geo_mask_{side}", at) for side, at in (("low", 0.99), ("high", 1.01)))
+        ratio = row_means(log_ratio, batch.mask).exp()[:, None]
+        weights = weights * ((ratio >= low) & (ratio <= high))
+    if (level or metric) and (least := get("off_policy_correction.token_mask_is_threshold_low")) is not None:
+        weights = weights * (log_ratio.exp() >= least)
+    return weights
+
+
+def skyrl_critic(batch: Responses, settings: Settings) -> Tensor:
+    returns = skyrl_advantages(batch, settings)[1]
+    return row_means(value_loss(batch, returns, settings.get("value_clip", 0.2)), batch.mask).mean()

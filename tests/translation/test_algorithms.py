@@ -1,0 +1,452 @@
+"""Every translated algorithm has the loss and the gradient of the project that it comes from.
+
+The project's formula (:mod:`tests.translation.source_formulas`) and the translated configuration, run through the scoring
+and the losses of a run, on one batch: ragged responses, groups of several sizes, tokens on either side of every bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from roll.algorithms.actor_loss import actor_loss_options
+from roll.algorithms.aggregation import denominators_from, denominators_of
+from roll.config.errors import ConfigError
+from roll.config.loader import LoadedConfig
+from roll.config.planning import actor_keys
+from roll.pipelines.rlvr.scoring import Scoring
+from roll.protocol import DataProto
+from roll.rollout.batch import build_batch
+from roll.strategies.base import Output
+from roll.translation.engine import Translation
+from roll.translation.writing import load
+from roll.workers.actor import policy_update_loss
+from roll.workers.critic import value_update_loss
+from tests.rollout.helpers import make_group
+from tests.translation.conftest import QUICKSTART, Translate
+from tests.translation.source_formulas import (
+    Responses,
+    covariance,
+    skyrl_actor,
+    skyrl_critic,
+    verl_actor,
+    verl_advantages,
+    verl_critic,
+)
+
+PROMPT, LONGEST = 3, 12
+LENGTHS = ((5, 12, 3, 7), (9, 1, 6, 4), (12, 8, 2, 10))
+Settings = dict[str, Any]
+VERL = (
+    "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.name=vllm actor_rollout_ref.model.path=m "
+    f"data.train_files=[gsm8k.parquet] data.max_prompt_length={PROMPT} data.max_response_length={LONGEST} "
+    "data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=4 actor_rollout_ref.rollout.n=4 "
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 critic.ppo_mini_batch_size=4 "
+    "critic.ppo_micro_batch_size_per_gpu=1 trainer.n_gpus_per_node=1 "
+)
+SKYRL = (
+    "python -m skyrl_train.entrypoints.main_base trainer.policy.model.path=m data.train_data=[gsm8k.parquet] "
+    f"trainer.max_prompt_length={PROMPT} generator.sampling_params.max_generate_length={LONGEST} "
+    "trainer.train_batch_size=8 trainer.policy_mini_batch_size=4 trainer.critic_mini_batch_size=4 "
+    "generator.n_samples_per_prompt=4 trainer.placement.policy_num_gpus_per_node=1 "
+    "trainer.placement.ref_num_gpus_per_node=1 trainer.placement.critic_num_gpus_per_node=1 "
+)
+SECTIONS = {
+    "actor": "actor_rollout_ref.actor",
+    "overlong": "+reward_model.reward_kwargs.overlong_buffer_cfg",
+    "manager": "reward_model.reward_manager",
+}
+
+
+def make_responses() -> Responses:
+    """Log-ratios of either sign up to 2 or so: every bound of the cases below binds somewhere."""
+    generator = torch.Generator().manual_seed(7)
+    lengths = torch.tensor([length for group in LENGTHS for length in group])
+    mask = (torch.arange(LONGEST)[None, :] < lengths[:, None]).double()
+
+    def column(scale: float) -> Tensor:
+        return torch.randn(mask.shape, generator=generator, dtype=torch.float64) * scale * mask
+
+    log_probs = (-column(1.5).abs() - 0.3) * mask
+    old = (log_probs + column(0.9)).clamp(max=-0.02) * mask
+    return Responses(
+        mask=mask,
+        group=torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor([len(group) for group in LENGTHS])),
+        scores=torch.tensor([0.0, 1.0, 0.25, 1.0, 0.0, 0.0, 1.0, 0.5, 1.0, 0.75, 0.0, 1.0], dtype=torch.float64),
+        log_probs=log_probs.requires_grad_(),
+        entropy=column(0.5).abs().requires_grad_(),
+        new_values=column(1.0).requires_grad_(),
+        old=old,
+        rollout=(old + column(0.3)).clamp(max=-0.01) * mask,
+        reference=(log_probs.detach() + column(0.7)).clamp(max=-0.01) * mask,
+        values=column(1.0),
+        greedy_scores=torch.tensor([0.5, 1.0, 0.0], dtype=torch.float64).repeat_interleave(4),
+        prompt_length=PROMPT,
+        response_length=LONGEST,
+    )
+
+
+RESPONSES = make_responses()
+
+
+class OurSide:
+    """The batch as a run has it, and what a configuration makes of it."""
+
+    def __init__(self, loaded: LoadedConfig[Any], responses: Responses) -> None:
+        self.config, self.plan, self._responses = loaded.config, loaded.plan, responses
+        self.batch = self._build()
+        self.mask: Tensor = self.batch.batch["response_mask"]
+        self.scoring = Scoring(self.config, self.plan.norm_types, self.plan.max_new_tokens)
+        self._add_columns()
+
+    def _build(self) -> DataProto:
+        groups, scores = [], iter(self._responses.scores.tolist())
+        for order, lengths in enumerate(LENGTHS):
+            texts = [[5] * length for length in lengths]
+            groups.append(make_group(order, [1, 2, 3][: 1 + order], texts, [next(scores) for _ in lengths]))
+        return build_batch(groups, pad_token_id=0)
+
+    def spread(self, column: Tensor) -> Tensor:
+        """From (B, R), responses side by side, to the layout of a run, (B, L)."""
+        there = self._responses.mask.bool()
+        return torch.zeros(self.mask.shape, dtype=column.dtype).masked_scatter(self.mask, column[there])
+
+    def _add_columns(self) -> None:
+        there, tensors = self._responses, self.batch.batch
+        tensors["rollout_log_probs"] = self.spread(there.rollout)
+        tensors["old_log_probs"] = self.spread(there.rollout if self.plan.engine_log_probs_as_old else there.old)
+        tensors["ref_log_probs"], tensors["values"] = self.spread(there.reference), self.spread(there.values)
+        if self.plan.needs_greedy_baseline:
+            tensors["baseline_scores"] = there.greedy_scores.float()
+            tensors["baseline_lengths"] = torch.ones(len(there.scores), dtype=torch.int64)
+        self.scoring(self.batch)
+
+    @property
+    def denominators(self) -> Any:
+        return denominators_from(denominators_of(self.batch.batch["loss_mask"]), float(self.plan.norm_length))
+
+    def actor_loss(self) -> Tensor:
+        options = actor_loss_options(actor_keys(self.config))
+        outputs = {Output.LOG_PROBS: self.spread(self._responses.log_probs)}
+        if options.needs_entropy:
+            outputs[Output.ENTROPY] = self.spread(self._responses.entropy)
+        as_old = self.plan.engine_log_probs_as_old
+        return policy_update_loss(outputs, self.batch.batch, options, self.denominators, as_old)[0]
+
+    def critic_loss(self) -> Tensor:
+        config, outputs = self.config, {Output.VALUES: self.spread(self._responses.new_values)}
+        options = (config.value_clip, config.value_loss_type, config.value_loss_agg_mode)
+        return value_update_loss(outputs, self.batch.batch, *options, self.denominators)[0]
+
+
+def command(base: str, settings: Settings) -> str:
+    words = []
+    for key, value in settings.items():
+        section, _, rest = key.partition(".")
+        if base == VERL:
+            name = ".".join(filter(None, (SECTIONS.get(section, section), rest)))
+        else:
+            name = key if section in ("trainer", "generator") else f"trainer.algorithm.{key}"
+        words.append(f"{name}={'null' if value is None else value}")
+    return base + " ".join(words)
+
+
+def translate_whole(translated: Translate, text: str) -> tuple[Translation, LoadedConfig[Any]]:
+    translation = translated(text)
+    assert translation.whole
+    return translation, load(translation, QUICKSTART)
+
+
+def assert_equal(ours: Tensor, theirs: Tensor, leaf: Tensor) -> None:
+    """Advantages are float32 in a run: 1e-6 of the largest entry."""
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-6, abs=1e-7)
+    gradients = [torch.autograd.grad(loss, leaf, allow_unused=True)[0] for loss in (ours, theirs)]
+    ours_gradient, theirs_gradient = (torch.zeros_like(leaf) if g is None else g for g in gradients)
+    assert float(theirs_gradient.abs().max()) > 0
+    difference = (ours_gradient - theirs_gradient).abs().max()
+    assert float(difference) <= 1e-6 * float(theirs_gradient.abs().max())
+
+
+def compare(translated: Translate, base: str, settings: Settings) -> LoadedConfig[Any]:
+    """Loss and gradient of the actor, and of the critic where there is one."""
+    _, loaded = translate_whole(translated, command(base, settings))
+    ours = OurSide(loaded, RESPONSES)
+    actor, critic = (verl_actor, verl_critic) if base == VERL else (skyrl_actor, skyrl_critic)
+    formula = {key: value for key, value in settings.items() if value is not None}
+    torch.manual_seed(3)
+    own = ours.actor_loss()
+    torch.manual_seed(3)
+    theirs = actor(RESPONSES, formula)
+    assert_equal(own, theirs, RESPONSES.log_probs)
+    if loaded.config.entropy_loss_coef > 0:
+        assert_equal(ours.actor_loss(), actor(RESPONSES, formula), RESPONSES.entropy)
+    if loaded.plan.needs_critic:
+        assert_equal(ours.critic_loss(), critic(RESPONSES, formula), RESPONSES.new_values)
+    return loaded
+
+
+GRPO: Settings = {"algorithm.adv_estimator": "grpo"}
+IN_REWARD: Settings = {"algorithm.use_kl_in_reward": True}
+IN_LOSS: Settings = {"actor.use_kl_loss": True}
+ADVANTAGES: list[Settings] = [
+    {},
+    {"algorithm.gamma": 0.9, "algorithm.lam": 0.8, **IN_REWARD, "algorithm.kl_ctrl.kl_coef": 0.1},
+    GRPO,
+    GRPO | {"algorithm.norm_adv_by_std_in_grpo": False},
+    GRPO | {"algorithm.gamma": 0.9},
+    *(
+        {"algorithm.adv_estimator": name, **IN_REWARD, "algorithm.kl_penalty": kind, "algorithm.gamma": 0.9}
+        for name, kind in (("rloo", "kl"), ("remax", "abs"), ("opo", "low_var_kl"), ("reinforce_plus_plus", "mse"))
+    ),
+    *(
+        {"algorithm.adv_estimator": name, **IN_REWARD, "algorithm.kl_ctrl.kl_coef": 0.3}
+        for name in ("rloo", "remax", "opo", "reinforce_plus_plus")
+    ),
+    {"algorithm.adv_estimator": "reinforce_plus_plus_baseline", "algorithm.norm_adv_by_std_in_grpo": True},
+    {"algorithm.adv_estimator": "rloo", "algorithm.norm_adv_by_std_in_grpo": True},
+]
+LOSSES: list[Settings] = [
+    *({"actor.policy_loss.loss_mode": name} for name in ("vanilla", "gspo", "sapo", "geo_mean", "cispo", "gpg")),
+    *({"actor.policy_loss.loss_mode": name} for name in ("clip_cov", "kl_cov", "dppo_tv", "dppo_kl")),
+    *(
+        {"actor.policy_loss.loss_mode": name, "actor.clip_ratio_low": low, "actor.clip_ratio_high": high}
+        for name, low, high in (
+            ("vanilla", 0.1, 0.3),
+            ("vanilla", 10, 0.2),
+            ("gspo", 0.003, 0.004),
+            ("geo_mean", 0.4, 0.3),
+            ("cispo", 10, 0.2),
+            ("clip_cov", 0.1, 0.4),
+            ("dppo_tv", 0.1, 0.1),
+            ("dppo_kl", 0.05, 0.05),
+        )
+    ),
+    {"actor.clip_ratio_c": 1.5},
+    {"actor.policy_loss.loss_mode": "dppo_tv", "actor.clip_ratio_c": 1.5},
+    {"actor.policy_loss.loss_mode": "sapo", "actor.tau_pos": 2.0, "actor.tau_neg": 3.0},
+    {
+        "actor.policy_loss.loss_mode": "clip_cov",
+        "actor.policy_loss.clip_cov_ratio": 0.1,
+        "actor.policy_loss.clip_cov_lb": 0.2,
+        "actor.policy_loss.clip_cov_ub": 3.0,
+    },
+    {
+        "actor.policy_loss.loss_mode": "kl_cov",
+        "actor.policy_loss.kl_cov_ratio": 0.2,
+        "actor.policy_loss.ppo_kl_coef": 0.7,
+    },
+]
+MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+EVERY_TERM = GRPO | IN_LOSS | {"actor.kl_loss_coef": 0.2, "actor.entropy_coeff": 0.1}
+AGGREGATIONS: list[Settings] = [
+    *(EVERY_TERM | {"actor.loss_agg_mode": mode} for mode in MODES),
+    *(
+        EVERY_TERM | {"actor.policy_loss.loss_mode": name, "actor.loss_agg_mode": mode}
+        for name in ("gspo", "sapo", "geo_mean")
+        for mode in ("token-mean", "seq-mean-token-sum-norm")
+    ),
+    EVERY_TERM | {"actor.loss_agg_mode": "seq-mean-token-sum-norm", "actor.loss_scale_factor": 30},
+    *({"actor.loss_agg_mode": mode} for mode in MODES),
+    {"actor.loss_agg_mode": "seq-mean-token-mean", "critic.loss_agg_mode": "token-mean", "critic.cliprange_value": 0.1},
+]
+IN_THE_LOSS: list[Settings] = [
+    GRPO | IN_LOSS,
+    *(GRPO | IN_LOSS | {"actor.kl_loss_type": kind, "actor.kl_loss_coef": 0.3} for kind in ("kl", "mse", "abs", "k3")),
+]
+IS, BOUND = "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_is_threshold"
+CORRECTIONS: list[Settings] = [
+    GRPO | {IS: "token"},
+    GRPO | {IS: "sequence", BOUND: 1.1},
+    GRPO | {IS: "token", BOUND: "0.8_1.2"},
+    GRPO | {IS: "sequence", BOUND: "0.5_1.5", "actor.policy_loss.loss_mode": "cispo"},
+    GRPO | {"actor.tis_imp_ratio_cap": 1.1},
+    GRPO | {IS: None, BOUND: 3.0},
+]
+OVERLONG: list[Settings] = [
+    GRPO | {"manager": "dapo", "overlong.enable": True, "overlong.len": 6, "overlong.penalty_factor": 0.5},
+    GRPO | {"manager": "dapo", "overlong.enable": True, "overlong.len": 4},
+]
+
+
+def name_of(settings: Settings) -> str:
+    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items()) or "defaults"
+
+
+@pytest.mark.parametrize(
+    "settings", [*ADVANTAGES, *LOSSES, *AGGREGATIONS, *IN_THE_LOSS, *CORRECTIONS, *OVERLONG], ids=name_of
+)
+def test_verl(settings: Settings, translated: Translate) -> None:
+    compare(translated, VERL, settings)
+
+
+NO_KL: Settings = {"use_kl_loss": False}
+SKYRL_CASES: list[Settings] = [
+    {},
+    {"advantage_estimator": "gae", "gamma": 0.9, "lambd": 0.8},
+    {"advantage_estimator": "gae", "value_clip": 0.5, "loss_reduction": "sequence_mean"},
+    {"grpo_norm_by_std": False, "gamma": 0.9},
+    NO_KL,
+    {"kl_loss_coef": 0.3, "kl_estimator_type": "k2", "use_entropy_loss": True},
+    *(
+        {
+            "advantage_estimator": name,
+            **NO_KL,
+            "use_kl_in_reward": True,
+            "kl_loss_coef": weight,
+            "kl_estimator_type": kind,
+        }
+        for name, weight, kind in (
+            ("rloo", 0.001, "k3"),
+            ("rloo", 0.2, "k1"),
+            ("reinforce++", 0.3, "k2"),
+            ("gae", 0.2, "abs"),
+        )
+    ),
+    {"advantage_estimator": "rloo", **NO_KL, "use_kl_in_reward": True},
+    {"advantage_estimator": "reinforce++", **NO_KL, "use_kl_in_reward": True, "gamma": 0.9},
+    *({"policy_loss_type": name} for name in ("dual_clip", "gspo", "cispo", "sapo", "clip_cov", "kl_cov")),
+    {"policy_loss_type": "dual_clip", "clip_ratio_c": 1.5, "eps_clip_low": 0.1, "eps_clip_high": 0.4},
+    {"policy_loss_type": "gspo", "eps_clip_low": 0.003, "eps_clip_high": 0.004, "loss_reduction": "sequence_mean"},
+    {"policy_loss_type": "cispo", "cispo.cispo_eps_clip_low": 0.1, "cispo.cispo_eps_clip_high": 0.2},
+    {"policy_loss_type": "sapo", "sapo.tau_pos": 2.0, "sapo.tau_neg": 3.0, "loss_reduction": "sequence_mean"},
+    {"policy_loss_type": "clip_cov", "clip_cov.clip_ratio": 0.1, "clip_cov.clip_cov_lb": 0.2, "eps_clip_low": 0.1},
+    {"policy_loss_type": "kl_cov", "kl_cov.kl_cov_frac": 0.1, "kl_cov.ppo_kl_coef": 0.5},
+    *(
+        {"loss_reduction": mode, "use_entropy_loss": True, "entropy_loss_coef": 0.2, "kl_loss_coef": 0.2}
+        for mode in ("token_mean", "sequence_mean", "seq_mean_token_sum_norm")
+    ),
+    {"loss_reduction": "seq_mean_token_sum_norm", "max_seq_len": 40},
+    {"use_tis": True, "tis_imp_ratio_cap": 1.1},
+    {"off_policy_correction.tis_ratio_type": "token"},
+    {"off_policy_correction.tis_ratio_type": "sequence", "off_policy_correction.sequence_tis_ratio_clip_high": 1.2},
+]
+MASKS: list[Settings] = [
+    {"off_policy_correction.sequence_mask_metric": "product"},
+    {
+        "off_policy_correction.sequence_mask_metric": "geometric",
+        "off_policy_correction.geo_mask_low": 0.9,
+        "off_policy_correction.geo_mask_high": 1.1,
+        "off_policy_correction.tis_ratio_type": "token",
+    },
+    {
+        "off_policy_correction.tis_ratio_type": "token",
+        "off_policy_correction.token_mask_is_threshold_low": 0.8,
+    },
+]
+
+
+@pytest.mark.parametrize("settings", SKYRL_CASES, ids=name_of)
+def test_skyrl_train(settings: Settings, translated: Translate) -> None:
+    compare(translated, SKYRL, settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *(case for case in SKYRL_CASES if case.get("policy_loss_type") not in ("clip_cov", "kl_cov")),
+        *MASKS,
+        *(case | {"loss_reduction": "sequence_mean"} for case in MASKS),
+    ],
+    ids=name_of,
+)
+def test_skyrl(settings: Settings, translated: Translate) -> None:
+    compare(translated, SKYRL.replace("skyrl_train", "skyrl.train"), settings)
+
+
+def test_the_masks_of_the_older_package_with_a_mean_over_responses(translated: Translate) -> None:
+    for settings in MASKS[:2]:
+        compare(translated, SKYRL, settings | {"loss_reduction": "sequence_mean"})
+
+
+def test_the_batch_reaches_every_bound() -> None:
+    """Else the comparisons above could not see a bound that is missing."""
+    there = RESPONSES
+    valid, log_ratio = there.mask.bool(), (there.log_probs - there.old).detach()
+    advantages = (there.scores - there.scores.mean())[:, None].expand_as(log_ratio)
+    for bound in (0.9, 0.8, 1.2, 1.4):
+        beyond = (log_ratio.exp() > bound) if bound > 1 else (log_ratio.exp() < bound)
+        assert (beyond & valid & (advantages > 0)).any() and (beyond & valid & (advantages < 0)).any()
+    assert (valid & (log_ratio.exp() > 3.0) & (advantages < 0)).any()
+    candidates = covariance(there, verl_advantages(there, GRPO)[0])[valid]
+    assert int(((candidates > 1) & (candidates < 5)).sum()) > 3 and (candidates > 0.2).sum() > 10
+    mismatch = (there.old - there.rollout)[valid].exp()
+    assert (mismatch > 2.0).any() and (mismatch < 0.8).any()
+    products = ((there.old - there.rollout) * there.mask).sum(-1).exp()
+    assert (products > 2.0).any() and (products < 0.5).any() and ((products > 0.5) & (products < 2.0)).any()
+
+
+def test_an_adaptive_weight_follows_the_mean_over_responses(translated: Translate) -> None:
+    """verl: ``masked_mean`` of each response, then their mean; the reward has the weight of before."""
+    settings = IN_REWARD | {"algorithm.adv_estimator": "rloo", "algorithm.kl_ctrl.type": "adaptive"}
+    settings |= {"algorithm.kl_ctrl.horizon": 50, "algorithm.kl_ctrl.target_kl": 0.3, "algorithm.kl_ctrl.kl_coef": 0.2}
+    loaded = compare(translated, VERL, settings)
+    scoring = OurSide(loaded, RESPONSES).scoring
+    current = float(((RESPONSES.old - RESPONSES.reference).sum(-1) / RESPONSES.mask.sum(-1)).mean())
+    expected = 0.2 * (1 + min(max(current / 0.3 - 1, -0.2), 0.2) * len(RESPONSES.scores) / 50)
+    assert scoring.state_dict()["kl"]["value"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_scores_of_minus_one_and_one(translated: Translate) -> None:
+    """DAPO's data: -1 and 1 there, 0 and 1 here, so that half of the punishment weighs as much."""
+    settings = GRPO | {"manager": "dapo", "overlong.enable": True, "overlong.len": 6, "overlong.penalty_factor": 0.5}
+    text = command(VERL, settings).replace("gsm8k.parquet", "dapo-math-17k.parquet")
+    translation, loaded = translate_whole(translated, text)
+    assert translation.keys["overlong_penalty_factor"] == 0.25
+    right_or_wrong = (RESPONSES.scores > 0.5).double()
+    here, there = replace(RESPONSES, scores=right_or_wrong), replace(RESPONSES, scores=2 * right_or_wrong - 1)
+    ours, theirs = OurSide(loaded, here).actor_loss(), verl_actor(there, settings)
+    # The 1e-6 that is added to a spread counts twice as much in scores half as far apart.
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+REFUSED: list[tuple[str, Settings, str]] = [
+    *((VERL, {"algorithm.adv_estimator": name} | IN_REWARD, "put the KL into the loss") for name in ("grpo",)),
+    (
+        VERL,
+        {"algorithm.adv_estimator": "reinforce_plus_plus_baseline"} | IN_REWARD,
+        "before reinforce_plus_plus_baseline",
+    ),
+    *(
+        (VERL, {"algorithm.adv_estimator": name}, message)
+        for name, message in (
+            ("grpo_passk", "2503.19595"),
+            ("gpg", "whose reward is not 0"),
+            ("gdpo", "over tokens there"),
+            ("optimal_token_baseline", "sum of squared probabilities"),
+        )
+    ),
+    (VERL, GRPO | {"actor.policy_loss.loss_mode": "up"}, "known: vanilla"),
+    (VERL, GRPO | {"actor.clip_ratio": 0.3}, "write clip_ratio_low and clip_ratio_high"),
+    (VERL, GRPO | {"actor.policy_loss.loss_mode": "dppo_tv", "actor.clip_ratio_high": 0.3}, "one threshold"),
+    (VERL, GRPO | IN_LOSS | {"actor.kl_loss_type": "full"}, "not implemented in verl"),
+    (VERL, GRPO | {"algorithm.rollout_correction.rollout_rs": "token_k1"}, "out of the denominators"),
+    (VERL, GRPO | {IS: "token", "algorithm.rollout_correction.rollout_is_batch_normalize": True}, "mean of 1"),
+    (VERL, {"actor.loss_agg_mode": MODES[3], "actor.loss_scale_factor": 30}, "counts for the actor alone"),
+    (VERL, {"critic.ppo_epochs": 2}, "one number of passes"),
+    (VERL, GRPO | {"algorithm.use_pf_ppo": True}, "PF-PPO"),
+    (VERL, GRPO | {"overlong.enable": True, "overlong.len": 4}, "reward_manager dapo only"),
+    (SKYRL, {"use_kl_in_reward": True}, "compares the rewards of a group"),
+    (SKYRL, {"advantage_batch_normalize": True}, "biased spread"),
+    (SKYRL, {"policy_loss_type": "dppo"}, "engine's log-probs"),
+    (SKYRL, {"policy_loss_type": "cispo", "cispo.cispo_anchor": "rollout"}, "engine's log-probs"),
+    (SKYRL.replace("skyrl_train", "skyrl.train"), {"policy_loss_type": "kl_cov"}, "divides advantages"),
+    (SKYRL, MASKS[0], "out of the number of tokens"),
+    (SKYRL, MASKS[2] | {"off_policy_correction.tis_ratio_type": "sequence"}, "ratio of the sequence"),
+    (SKYRL, {"loss_reduction": "token_mean_legacy"}, "micro-batches"),
+    (SKYRL, {"dynamic_sampling.type": "replace"}, "never by copies"),
+    (SKYRL, {"zero_variance_filter": True}, "difficulty_mask: true is the same"),
+    (SKYRL, {"generator.apply_overlong_filtering": True}, "token_mean without use_kl_loss"),
+]
+
+
+@pytest.mark.parametrize(
+    ("base", "settings", "message"), REFUSED, ids=lambda value: name_of(value) if isinstance(value, dict) else ""
+)
+def test_what_cannot_be_kept_is_refused(base: str, settings: Settings, message: str, translated: Translate) -> None:
+    with pytest.raises(ConfigError) as error:
+        translated(command(base, settings))
+    assert message in str(error.value)

@@ -1,0 +1,145 @@
+"""Launch scripts are run, not parsed: each feature of the shell reaches the translation as bash means it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from roll.config.errors import ConfigError
+from roll.rewards.sandbox import Sandbox, Settings
+from roll.translation import command
+from roll.translation.reading import Source, read_recording
+from roll.translation.recording import REQUIRED, record
+
+RUN = "python3 -m verl.trainer.main_ppo"
+BATCH = "data.train_batch_size"
+
+FEATURES = {
+    "arithmetic": (f"a=$((4 * 2)); {RUN} {BATCH}=$((a + (1 << 3)))", 16),
+    "array": (f'args=({BATCH}=8 trainer.nnodes=1)\nargs+=({BATCH}=24)\n{RUN} "${{args[@]}}"', 24),
+    "associative array": (f"declare -A sizes=([small]=8 [large]=32)\n{RUN} {BATCH}=${{sizes[large]}}", 32),
+    "branch": (f"n=2\nif [ $n -gt 1 ]; then b=8; else b=4; fi\n{RUN} {BATCH}=$b", 8),
+    "test with pattern": (f"m=Qwen3-8B\nif [[ $m == *8B* ]]; then b=8; else b=4; fi\n{RUN} {BATCH}=$b", 8),
+    "case": (f"m=fsdp\ncase $m in fsdp*) b=12 ;; *) b=1 ;; esac\n{RUN} {BATCH}=$b", 12),
+    "quoted arguments": (f'set -- {BATCH}=40 "trainer.experiment_name=a b"\n{RUN} "$@"', 40),
+    "nested defaults": (f"{RUN} {BATCH}=${{SIZE:-${{OTHER:-48}}}}", 48),
+    "assigned default": (f': "${{SIZE:=56}}"\n{RUN} {BATCH}=$SIZE', 56),
+    "alternative value": (f"on=1\n{RUN} {BATCH}=8 ${{on:+{BATCH}=64}}", 64),
+    "heredoc": (f"read -r b <<END\n72\nEND\n{RUN} {BATCH}=$b", 72),
+    "heredoc of a file": (f"cat > sizes.env <<'END'\nb=80\nEND\nsource sizes.env\n{RUN} {BATCH}=$b", 80),
+    "function": (f'launch() {{ local b=$1; shift; {RUN} {BATCH}=$b "$@"; }}\nlaunch 88 trainer.nnodes=1', 88),
+    "loop": (f"b=0\nfor i in 1 2 3; do b=$((b + 32)); done\n{RUN} {BATCH}=$b", 96),
+    "substring and replacement": (f"t='n=104x'\n{RUN} {BATCH}=${{t:2:3}} trainer.experiment_name=${{t//=/_}}", 104),
+    "command substitution": (f"b=$(echo 56 56 | awk '{{print $1 + $2}}')\n{RUN} {BATCH}=$b", 112),
+    "python as a calculator": (f"b=$(python3 -c 'print(60 * 2)')\n{RUN} {BATCH}=$b", 120),
+    "counted devices": (f"n=$(nvidia-smi -L | wc -l)\n{RUN} {BATCH}=$((n * 16))", 128),
+    "trace": (f"set -euxo pipefail\nulimit -n 65535\n{RUN} {BATCH}=136 2>&1 | tee run.log", 136),
+    "continued lines": (f"{RUN} \\\n  {BATCH}=8 \\\n  trainer.nnodes=1 \\\n  {BATCH}=144 \\\n", 144),
+    "launcher in a variable": (f"PYTHON=/opt/conda/envs/rl/bin/python\n$PYTHON -u -m verl.trainer.main_ppo {BATCH}=152", 152),
+    "wrappers": (f"nohup timeout 3600 env A=1 {RUN} {BATCH}=160 > /var/log/none/run.log 2>&1 &\nwait", 160),
+    "ray job": (f"ray stop\nray start --head\nray job submit --address=http://h:1 --no-wait -- {RUN} {BATCH}=168", 168),
+    "uv": (f"uv run --isolated --extra vllm --with ray==2.1 -m verl.trainer.main_ppo {BATCH}=176", 176),
+    "torchrun": (f"torchrun --standalone --nproc_per_node 8 -m verl.trainer.main_ppo {BATCH}=184", 184),
+    "waiting for a service": (f"until curl -sf http://localhost:1; do sleep 60; done\n{RUN} {BATCH}=192", 192),
+    "data checked for": (f'[ -f /data/none.parquet ] || {{ echo "no data"; exit 1; }}\n{RUN} {BATCH}=200', 200),
+    "missing folder": (f"set -e\ncd /work/none\nsource /opt/none/activate\n{RUN} {BATCH}=208", 208),
+    "data prepared before": (f"python3 examples/data_preprocess/gsm8k.py --local_dir d\n{RUN} {BATCH}=216", 216),
+    "eval": (f"line='{RUN} {BATCH}=224'\neval $line", 224),
+}
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    box = Sandbox(Settings(require=REQUIRED))
+    yield box
+    box.close()
+
+
+def run(folder: Path, text: str, sandbox: Sandbox, *arguments: str, call: int | None = None, **variables: str) -> Source:
+    file = folder / "run.sh"
+    file.write_text(text, encoding="utf-8")
+    return read_recording(record(file, arguments, variables, sandbox), file.name, call)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_of_the_shell(name: str, tmp_path: Path, sandbox: Sandbox) -> None:
+    text, expected = FEATURES[name]
+    source = run(tmp_path, text, sandbox)
+    assert source.keys[BATCH] == expected
+    assert source.launcher == "verl.trainer.main_ppo" and source.from_module
+
+
+def test_variables_that_are_not_set_are_read_where_the_run_starts(tmp_path: Path, sandbox: Sandbox) -> None:
+    text = f'{RUN} data.train_files=$HOME/d.parquet trainer.default_local_dir="${{CKPTS}}/x" trainer.nnodes=${{N:-2}}'
+    source = run(tmp_path, text, sandbox)
+    assert source.keys["data.train_files"] == "${oc.env:HOME}/d.parquet"
+    assert source.keys["trainer.default_local_dir"] == "${oc.env:CKPTS}/x"
+    assert source.keys["trainer.nnodes"] == 2
+    assert source.unset == ("HOME", "CKPTS")
+    assert run(tmp_path, text, sandbox, CKPTS="/ckpts").keys["trainer.default_local_dir"] == "/ckpts/x"
+
+
+def test_an_unset_number_is_not_taken_as_zero(tmp_path: Path, sandbox: Sandbox) -> None:
+    with pytest.raises(ConfigError, match="NODES is not set"):
+        run(tmp_path, f"{RUN} {BATCH}=$((NODES * 8)) trainer.nnodes=$NODES", sandbox)
+    assert run(tmp_path, f"{RUN} {BATCH}=$((NODES * 8)) trainer.nnodes=$NODES", sandbox, NODES="2").keys[BATCH] == 16
+
+
+def test_arguments_and_exports_reach_the_run(tmp_path: Path, sandbox: Sandbox) -> None:
+    text = f'export VERL_ENABLE_PARAM_OFFLOAD=1\nlocal_only=1\nNCCL_DEBUG=INFO {RUN} {BATCH}=8 "$@"'
+    source = run(tmp_path, text, sandbox, f"{BATCH}=16")
+    assert source.keys[BATCH] == 16
+    assert source.environment == {"VERL_ENABLE_PARAM_OFFLOAD": "1", "NCCL_DEBUG": "INFO"}
+
+
+def test_files_that_a_script_names_come_along(tmp_path: Path, sandbox: Sandbox) -> None:
+    """From its own folder and those of the files that they name; nothing else of the folder."""
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "env.sh").write_text('source "$(dirname "${BASH_SOURCE[0]}")/parts/more.sh"\n', encoding="utf-8")
+    (tmp_path / "parts/more.sh").write_text("export b=232\n", encoding="utf-8")
+    (tmp_path / "run_all.sh").write_text(f'{RUN} {BATCH}=$b "$@"', encoding="utf-8")
+    (tmp_path / "secret.txt").write_text("secret", encoding="utf-8")
+    text = 'here="$(cd "$(dirname "$0")" && pwd)"\nsource "$here/env.sh"\n'
+    text += 'bash "$here/run_all.sh" trainer.experiment_name="$(cat secret.txt)x" trainer.default_local_dir="$here/out"'
+    source = run(tmp_path, text, sandbox)
+    assert source.keys[BATCH] == 232
+    assert source.keys["trainer.experiment_name"] == "x"
+    assert source.keys["trainer.default_local_dir"] == f"{tmp_path}/out"
+
+
+def test_of_several_runs_one_is_asked_for(tmp_path: Path, sandbox: Sandbox) -> None:
+    text = f"for b in 8 16; do {RUN} {BATCH}=$b; done"
+    with pytest.raises(ConfigError, match="starts 2 runs: name one with --call N"):
+        run(tmp_path, text, sandbox)
+    assert [run(tmp_path, text, sandbox, call=call).keys[BATCH] for call in (1, 2)] == [8, 16]
+    with pytest.raises(ConfigError, match="must be from 1 to 2"):
+        run(tmp_path, text, sandbox, call=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("echo nothing", "starts no training program"),
+        ('if [ $# -lt 2 ]; then echo "usage: run.sh NODES PATH"; fi', "it printed: usage: run.sh NODES PATH"),
+        ("python3 tools/merge.py --x 1", "starts tools/merge.py, and none of it is a training program"),
+        (f"{RUN} {BATCH}=$'a\\e[2Jb'", "control characters"),
+        ("while true; do :; done", "starts no training program"),
+    ],
+    ids=["none", "usage", "other", "terminal", "endless"],
+)
+def test_scripts_without_a_run_say_why(text: str, reason: str, tmp_path: Path, sandbox: Sandbox) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        run(tmp_path, text, sandbox)
+
+
+def test_the_command_runs_scripts_and_only_programs_of_the_shell(tmp_path: Path) -> None:
+    file = tmp_path / "run.sh"
+    file.write_text(f'{RUN} {BATCH}=$(({{1,}} 4 * SIZE)) "$@"'.replace("{1,}", ""), encoding="utf-8")
+    source = command.read(["SIZE=3", "bash", str(file), "trainer.nnodes=2"])
+    assert source.keys == {BATCH: 12, "trainer.nnodes": 2}
+    pasted = command.read_pasted(f"n=3\nif true; then {RUN} {BATCH}=$((n * 4)); fi")
+    assert pasted.keys == {BATCH: 12}
+    plain = command.read_pasted(f"n=3\n{RUN} {BATCH}=$n")
+    assert plain.keys == {BATCH: 3}
