@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -42,6 +43,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.optim import Optimizer
 
+from roll.checkpoint import CheckpointDamagedError
 from roll.checkpoint.contents import ModelContents
 from roll.strategies.trainer_state import load_trainer_state, restore_rng_states, save_trainer_state
 
@@ -136,13 +138,16 @@ def load(path: Path, checkpointed: Checkpointed, contents: ModelContents) -> dic
     Raises:
         FileNotFoundError: ``path`` is no such checkpoint.
         CheckpointMismatchError: something of it would be left behind by a model with ``contents``.
-        CheckpointException: the tensors cannot be read.
+        CheckpointDamagedError: the tensors cannot be read.
     """
     state = load_trainer_state(path, contents)
     restored = checkpointed.state(with_optimizer=state["has_optimizer"])
-    load_distributed(
-        _tensors_of(restored), storage_reader=SafeReader(path / _TENSORS), planner=checkpointed.planner()
-    )
+    reader = SafeReader(path / _TENSORS)
+    try:
+        load_distributed(_tensors_of(restored), storage_reader=reader, planner=checkpointed.planner())
+    except CheckpointException as error:  # not an Exception, so it would pass by whoever reports errors
+        reason = next(iter(error.failures.values()))[0]
+        raise CheckpointDamagedError(f"{path / _TENSORS} cannot be read: {reason}") from error
     checkpointed.restore(restored)
     if not state["has_optimizer"]:
         logger.warning("%s holds no optimizer state (save_only_model): the moments start from zero", path)

@@ -123,10 +123,10 @@ class DeepSpeedTrainStrategy(DataParallelTrainStrategy, DeepSpeedInferStrategy):
         return float(self.engine.get_global_grad_norm())
 
     def save(self, path: Path) -> None:
-        checkpoint.save(path, self.engine, self.step)
+        checkpoint.save(path, self.engine, self.contents, {"step": self.step})
 
     def load(self, path: Path) -> None:
-        self.step = checkpoint.load(path, self.engine)
+        self.step = int(checkpoint.load(path, self.engine, self.contents)["step"])
 
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
         optimizer = self.engine.basic_optimizer if hasattr(self, "engine") else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -17,7 +18,9 @@ from megatron.core.distributed import (
 )
 from torch import nn
 
+from roll.checkpoint.contents import ModelContents, trained_under
 from roll.config.micro_batching import micro_batching
+from roll.models.tensor_files import fingerprint
 from roll.protocol.metrics import Mean, Metrics, Sum
 from roll.strategies.base import LossFunction, Output, StateKind, TensorBatch, TrainStrategy
 from roll.strategies.megatron import checkpoint, cpu_compat
@@ -127,11 +130,26 @@ class MegatronTrainStrategy(TrainStrategy, MegatronInferStrategy):
 
     def save(self, path: Path) -> None:
         assert self.masters is not None
-        checkpoint.save(path, self.parameters, self.masters, self.step, self._info)
+        state = {"step": self.step}
+        checkpoint.save(path, self.parameters, self.masters, self._info, self.contents, state)
 
     def load(self, path: Path) -> None:
         assert self.masters is not None
-        self.step = checkpoint.load(path, self.parameters, self.masters, self._info)
+        self.step = int(checkpoint.load(path, self.parameters, self.masters, self._info, self.contents)["step"])
+
+    @cached_property
+    def contents(self) -> ModelContents:
+        """What a checkpoint says of the model."""
+        args = self.role.model_args
+        shapes = {name: list(parameter.shape) for name, parameter in self._skeleton.named_parameters()}
+        trained = trained_under(shapes, args.freeze_module_prefix)
+        frozen = [name for name in shapes if name not in trained]
+        return ModelContents(
+            strategy=self.role.strategy_args.strategy_name,
+            trained={name: shape for name, shape in shapes.items() if name in trained},
+            frozen=frozen,
+            base=fingerprint(args.model_name_or_path) if frozen else None,
+        )
 
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
         if kind is StateKind.OTHER_PARAMS and self.masters is not None:
