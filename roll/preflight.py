@@ -127,7 +127,10 @@ def _resumption_problems(folder: Path, section: WorkerConfig) -> Iterator[tuple[
         return
     if strategy not in readers_of(written.strategy):
         readers = " and ".join(readers_of(written.strategy))
-        yield "strategy_args.strategy_name", f"{folder} was written by {written.strategy}, which {readers} can go on from"
+        yield (
+            "strategy_args.strategy_name",
+            f"{folder} was written by {written.strategy}, which {readers} can go on from",
+        )
         return
     had_adapters = any(".lora_" in name for name in written.trained)
     if had_adapters != uses_lora(args):
@@ -144,7 +147,10 @@ def _resumption_problems(folder: Path, section: WorkerConfig) -> Iterator[tuple[
             yield "model_args.lora_rank", f"{folder} holds adapters of rank {', '.join(map(str, sorted(ranks)))}"
         elif scalings != {own}:
             alphas = ", ".join(f"{scaling * args.lora_rank:g}" for scaling in sorted(scalings))
-            yield "model_args.lora_alpha", f"{folder} holds adapters whose alpha is {alphas}, here {own * args.lora_rank:g}"
+            yield (
+                "model_args.lora_alpha",
+                f"{folder} holds adapters whose alpha is {alphas}, here {own * args.lora_rank:g}",
+            )
 
 
 def has_samples_ahead(folder: Path) -> bool:

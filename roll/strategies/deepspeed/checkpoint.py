@@ -111,5 +111,3 @@ def _opened(folder: Path) -> Iterator[_WrittenRuns]:
             for name, start in json.loads((file.metadata() or {})["starts"]).items():
                 written.runs.setdefault(name, []).append((int(start), file))
         yield written
-
-
