@@ -106,24 +106,28 @@ class RolloutContext:
         finished: FinishedGroup = await self.start(token_ids, num_samples, params)
         return finished
 
-    def group(self, prompt: PromptRow, *parts: FinishedGroup) -> SampleGroup:
+    def group(self, prompt: PromptRow, *parts: FinishedGroup, earlier_rounds: bool = False) -> SampleGroup:
         """The samples of ``parts`` as the group of ``prompt``: what was sampled, behind the context it was sampled with.
 
-        A part may answer a context that goes on behind the prompt.  Tokens of that context that are an earlier sample of
-        this prompt are trained as such, in each of the samples that go on from it, with the log-probs that they were
-        sampled with; all others were given, and are context only.  Text and finish reason are those of the last round.
+        A part may answer a context that goes on behind the prompt: with an earlier sample, and whatever the loop puts
+        there.  All of it is context; text and finish reason of a sample are those of its last round.
+
+        Args:
+            earlier_rounds: train the earlier samples in that context, too, with the log-probs that they were sampled
+                with; only what the loop put there stays mere context.
 
         Raises:
             ValueError: a part whose context does not begin with the prompt's tokens, or that was asked for otherwise.
         """
-        return SampleGroup(self.order, prompt, joined(str(self.order), [self._behind(prompt, part) for part in parts]))
+        whole = [self._behind(prompt, part, earlier_rounds) for part in parts]
+        return SampleGroup(self.order, prompt, joined(str(self.order), whole))
 
     async def compute_rewards(self, group: SampleGroup) -> SampleGroup:
         """``group`` with ``rewards`` from the reward workers of its prompt's domain."""
         scored: SampleGroup = await self._flow.score(self.order, group)
         return scored
 
-    def _behind(self, prompt: PromptRow, part: FinishedGroup) -> FinishedGroup:
+    def _behind(self, prompt: PromptRow, part: FinishedGroup, earlier_rounds: bool) -> FinishedGroup:
         """``part`` with all that stands between the prompt and its samples in front of each of them."""
         if part.request_id not in self._asked:
             if part.request_id == str(self.order):
@@ -139,7 +143,8 @@ class RolloutContext:
             )
         if len(context) == count:
             return part
-        return _prolonged(self._earlier(context, count), part)
+        passage = self._earlier(context, count) if earlier_rounds else _Passage.of_given(context[count:])
+        return _prolonged(passage, part)
 
     def _earlier(self, context: list[int], count: int) -> _Passage:
         """The tokens of ``context`` behind the first ``count``, with what is known of those that were sampled."""
