@@ -21,7 +21,7 @@ from roll.config.loader import PIPELINES, LoadedConfig, load_config
 from roll.config.masking import dump_yaml, masked_text
 from roll.config.packages import require_packages
 from roll.config.render import render_plan
-from roll.preflight import check_parts
+from roll.preflight import check_parts, check_resumption
 
 EXIT_CONFIG = 2
 """Exit status of a configuration that cannot be run."""
@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "run":
             loaded: LoadedConfig[Any] = load_config(None, arguments.config, None, arguments.overrides)
             check_parts(loaded)
+            check_resumption(loaded)
             require_packages(loaded)
             return run(loaded)
         other = {"inspect-data": inspect_data, "serve": serve}
@@ -64,6 +65,7 @@ def launch(pipeline: str, default_path: str, default_name: str, argv: Sequence[s
             PIPELINES[pipeline], arguments.config_path, arguments.config_name, arguments.overrides
         )
         check_parts(loaded)
+        check_resumption(loaded)
         require_packages(loaded)
     except ConfigError as error:
         sys.exit(refuse(error))
@@ -137,6 +139,8 @@ def check(arguments: argparse.Namespace) -> int:
         None, arguments.config, None, arguments.overrides, check_files=not arguments.skip_files
     )
     check_parts(loaded)
+    if not arguments.skip_files:
+        check_resumption(loaded)
     if arguments.resolved:
         sys.stdout.write(dump_yaml(loaded.resolved))
     else:

@@ -19,6 +19,7 @@ pi / pi_old with its gradient, which makes value and gradient unbiased when the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,6 +28,8 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.registry import Registry
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,9 @@ class FixedKLController:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = float(state["value"])
+        """A constant is the configuration's, as a learning rate is; another one in a checkpoint is not gone back to."""
+        if float(state["value"]) != self.value:
+            logger.warning("the KL coefficient is %g from here on; before it was %g", self.value, state["value"])
 
 
 class AdaptiveKLController(FixedKLController):
@@ -171,6 +176,9 @@ class AdaptiveKLController(FixedKLController):
         """``current_kl``: measured divergence, in the target's unit; ``num_samples``: responses it was measured on."""
         error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * num_samples / self.horizon
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = float(state["value"])
 
 
 def make_kl_controller(init_kl_coef: float, target_kl: float | None, kl_horizon: float) -> KLController:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -222,6 +222,31 @@ class CheckpointManager:
                 logger.info("removed %s (max_ckpt_to_keep: %d)", checkpoint.path, self._max_to_keep)
 
 
+def glance(resume_from_checkpoint: bool | str, folders: Sequence[Path]) -> Checkpoint | None:
+    """The checkpoint that :meth:`CheckpointManager.resolve` would probably give, from names and sizes alone.
+
+    Nothing is changed or logged. None: there is none yet, or nothing is to be resumed.
+
+    Args:
+        folders: of the run's own checkpoints.
+
+    Raises: as :meth:`CheckpointManager.resolve`.
+    """
+    if resume_from_checkpoint is False:
+        return None
+    if resume_from_checkpoint is True:
+        return _latest(folders, contents=False)
+    path = Path(resume_from_checkpoint).expanduser()
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is not a folder; name a checkpoint-<step>, or write true for the latest")
+    if _NAME.fullmatch(path.name) or (path / MANIFEST_NAME).exists():
+        return Checkpoint(path, verify_folder(path, contents=False).step)
+    found = _latest([path], contents=False)
+    if found is None:
+        raise FileNotFoundError(f"{path} holds no whole checkpoint-<step> folder")
+    return found
+
+
 def _checkpoints(folder: Path) -> list[Checkpoint]:
     if not folder.is_dir():
         return []
@@ -229,14 +254,15 @@ def _checkpoints(folder: Path) -> list[Checkpoint]:
     return [Checkpoint(entry, int(match.group(1))) for entry, match in matches if match is not None]
 
 
-def _latest(folders: list[Path]) -> Checkpoint | None:
+def _latest(folders: Sequence[Path], contents: bool = True) -> Checkpoint | None:
     candidates = [candidate for folder in folders for candidate in _checkpoints(folder)]
     # The sort is stable: at equal steps the copy in the first folder stays in front.
     for candidate in sorted(candidates, key=lambda candidate: -candidate.step):
         try:
-            verify_folder(candidate.path)
+            verify_folder(candidate.path, contents)
         except CheckpointDamagedError as error:
-            logger.warning("skipped a damaged checkpoint: %s", error)
+            if contents:
+                logger.warning("skipped a damaged checkpoint: %s", error)
         else:
             return candidate
     return None

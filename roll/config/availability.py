@@ -79,11 +79,6 @@ REFUSALS = (
         Refusal(f"{role}.model_args.model_type", f"{CLASSIFIER} but for reward_model", "~", one_of(CLASSIFIER))
         for role in ("actor_*", "reference", "critic", "validation", "sft_train", "student_*")
     ),
-    Refusal(
-        "actor_train.model_args.dtype", "fp16 training under DeepSpeed", "bf16", one_of("fp16"), under="deepspeed_"
-    ),
-    Refusal("critic.model_args.dtype", "fp16 training under DeepSpeed", "bf16", one_of("fp16"), under="deepspeed_"),
-    Refusal("sft_train.model_args.dtype", "fp16 training under DeepSpeed", "bf16", one_of("fp16"), under="deepspeed_"),
     Refusal("**.strategy_config.ep_size", "expert parallelism", applies=above(1)),
     Refusal("**.strategy_config.expert_model_parallel_size", "expert parallelism", applies=above(1)),
     Refusal("**.strategy_config.expert_tensor_parallel_size", "expert parallelism", applies=above(1)),

@@ -23,8 +23,6 @@ def check_megatron(
     Args:
         name: of the role's section.
     """
-    if role.model_args.dtype == "fp16":
-        problems.not_available(f"{name}.model_args.dtype", "fp16", "fp16 under Megatron", "bf16")
     path = f"{name}.strategy_args.strategy_config"
     if world_size % ranks_of_a_replica(options):
         tensor, pipeline = options.tensor_model_parallel_size, options.pipeline_model_parallel_size

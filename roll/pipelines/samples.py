@@ -29,7 +29,13 @@ def sample_table(groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:
         }
         for group in groups
         for index, (text, reward, reason, length) in enumerate(
-            zip(group.finished.texts, group.rewards, group.finished.finish_reasons, group.finished.lengths, strict=True)
+            zip(
+                group.finished.texts,
+                group.rewards,
+                group.finished.finish_reasons,
+                group.finished.sampled_lengths,
+                strict=True,
+            )
         )
     ]
 

@@ -16,8 +16,8 @@ def build_batch(groups: Sequence[SampleGroup], pad_token_id: int) -> DataProto:
     """One row a sample, the samples of a group adjacent, right-padded to the longest sample of the batch.
 
     Returns:
-        DataProto with tensors ``input_ids`` int64, ``attention_mask`` and ``response_mask`` bool, ``rollout_log_probs``
-        float32, ``weight_versions`` int32, all (B, L); ``scores`` float32 (B,), NaN where a sample has no reward;
+        DataProto with tensors ``input_ids`` int64, ``attention_mask`` and ``response_mask`` (what the policy sampled, in
+        all rounds) bool, ``rollout_log_probs`` float32, ``weight_versions`` int32, all (B, L); ``scores`` float32 (B,), NaN where a sample has no reward;
         ``group_ids`` int64 (B,); object columns ``prompt_id``, ``sample_id``, ``domain``, ``tag``, ``finish_reason``.
     """
     sizes = np.array([group.num_samples for group in groups])
@@ -27,14 +27,16 @@ def build_batch(groups: Sequence[SampleGroup], pad_token_id: int) -> DataProto:
 
     positions = np.arange(int(total_lengths.max()))
     attention_mask = positions < total_lengths[:, None]
-    response_mask = attention_mask & (positions >= prompt_lengths[:, None])
+    behind_prompt = attention_mask & (positions >= prompt_lengths[:, None])
+    response_mask = behind_prompt.copy()
+    response_mask[behind_prompt] = np.concatenate([group.finished.sampled for group in groups])
     input_ids = np.full(attention_mask.shape, pad_token_id, dtype=np.int64)
-    input_ids[attention_mask & ~response_mask] = np.concatenate(
+    input_ids[attention_mask & ~behind_prompt] = np.concatenate(
         [np.tile(np.asarray(group.prompt.token_ids, dtype=np.int64), group.num_samples) for group in groups]
     )
-    input_ids[response_mask] = np.concatenate([group.finished.token_ids for group in groups])
+    input_ids[behind_prompt] = np.concatenate([group.finished.token_ids for group in groups])
     rollout_log_probs = np.zeros(attention_mask.shape, dtype=np.float32)
-    rollout_log_probs[response_mask] = np.concatenate([group.finished.log_probs for group in groups])
+    rollout_log_probs[behind_prompt] = np.concatenate([group.finished.log_probs for group in groups])
 
     weight_versions = np.zeros(attention_mask.shape, dtype=np.int32)
     weight_versions[response_mask] = _versions_of_tokens(groups)
@@ -52,7 +54,7 @@ def build_batch(groups: Sequence[SampleGroup], pad_token_id: int) -> DataProto:
 
 
 def _versions_of_tokens(groups: Sequence[SampleGroup]) -> np.ndarray:
-    """int32 (response tokens,): the version of the weights that each was sampled with, sample after sample."""
+    """int32 (sampled tokens,): the version of the weights that each was sampled with, sample after sample."""
     spans = [span for group in groups for spans in group.finished.weight_versions for span in spans]
     version, start, end = np.array(spans, dtype=np.int32).reshape(-1, 3).T
     return np.repeat(version, end - start)
@@ -93,7 +95,7 @@ def greedy_baseline(groups: Sequence[SampleGroup], baselines: Sequence[SampleGro
     """
     sizes = [group.num_samples for group in groups]
     scores = np.array([baseline.scores()[0] for baseline in baselines])
-    lengths = np.array([baseline.finished.lengths[0] for baseline in baselines])
+    lengths = np.array([baseline.finished.sampled_lengths[0] for baseline in baselines])
     return {
         "baseline_scores": torch.from_numpy(np.repeat(scores, sizes)),
         "baseline_lengths": torch.from_numpy(np.repeat(lengths, sizes)),

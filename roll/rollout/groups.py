@@ -42,7 +42,11 @@ class SampleGroup:
                 model_result=model_result,
             )
             for text, reason, length, model_result in zip(
-                self.finished.texts, self.finished.finish_reasons, self.finished.lengths, model_results, strict=True
+                self.finished.texts,
+                self.finished.finish_reasons,
+                self.finished.sampled_lengths,
+                model_results,
+                strict=True,
             )
         ]
 

@@ -17,7 +17,7 @@ from roll.rollout.flow import DrawPrompts, GroupFlow, GroupSettings, OpenPrompt,
 from roll.rollout.groups import SampleGroup
 from roll.rollout.messages import FinishedGroup
 from roll.rollout.rewarding import RewardRouter
-from roll.strategies.generation import GenerationRequest, SamplingParams
+from roll.strategies.generation import GenerationRequest, SamplingParams, VersionSpan
 
 
 class RolloutLoop(Protocol):
@@ -77,7 +77,9 @@ class RolloutContext:
     """How training samples."""
     _flow: LoopFlow
     _open: dict[str, Generation] = field(default_factory=dict)
-    _num_requests: int = 0
+    _asked: dict[str, list[int]] = field(default_factory=dict)
+    """The context of every request."""
+    _finished: list[FinishedGroup] = field(default_factory=list)
 
     def start(
         self, token_ids: Sequence[int], num_samples: int | None = None, params: SamplingParams | None = None
@@ -87,10 +89,10 @@ class RolloutContext:
         Each request of a prompt draws from random streams of its own, the first from those of the default loop.
         """
         seed = self.params.seed
-        if self._num_requests:
-            seed = random.Random(f"{seed}/{self._num_requests}").getrandbits(63)
-        name = f"{self.order}.{self._num_requests}"
-        self._num_requests += 1
+        if self._asked:
+            seed = random.Random(f"{seed}/{len(self._asked)}").getrandbits(63)
+        name = f"{self.order}.{len(self._asked)}"
+        self._asked[name] = list(map(int, token_ids))
         own = replace(params or self.params, seed=seed)
         generation = Generation(GenerationRequest(name, token_ids, own, num_samples or self.group_size), self._stop)
         self._open[name] = generation
@@ -104,18 +106,117 @@ class RolloutContext:
         finished: FinishedGroup = await self.start(token_ids, num_samples, params)
         return finished
 
-    def group(self, prompt: PromptRow, *parts: FinishedGroup) -> SampleGroup:
-        """The samples of ``parts`` as the group of ``prompt``, which they all answer."""
-        return SampleGroup(self.order, prompt, joined(str(self.order), parts))
+    def group(self, prompt: PromptRow, *parts: FinishedGroup, earlier_rounds: bool = False) -> SampleGroup:
+        """The samples of ``parts`` as the group of ``prompt``: what was sampled, behind the context it was sampled with.
+
+        A part may answer a context that goes on behind the prompt: with an earlier sample, and whatever the loop puts
+        there.  All of it is context; text and finish reason of a sample are those of its last round.
+
+        Args:
+            earlier_rounds: train the earlier samples in that context, too, with the log-probs that they were sampled
+                with; only what the loop put there stays mere context.
+
+        Raises:
+            ValueError: a part whose context does not begin with the prompt's tokens, or that was asked for otherwise.
+        """
+        whole = [self._behind(prompt, part, earlier_rounds) for part in parts]
+        return SampleGroup(self.order, prompt, joined(str(self.order), whole))
 
     async def compute_rewards(self, group: SampleGroup) -> SampleGroup:
         """``group`` with ``rewards`` from the reward workers of its prompt's domain."""
         scored: SampleGroup = await self._flow.score(self.order, group)
         return scored
 
+    def _behind(self, prompt: PromptRow, part: FinishedGroup, earlier_rounds: bool) -> FinishedGroup:
+        """``part`` with all that stands between the prompt and its samples in front of each of them."""
+        if part.request_id not in self._asked:
+            if part.request_id == str(self.order):
+                return part  # of a group that was put together before
+            raise ValueError(
+                f"context.group was given {part.request_id!r}, which context.generate or start did not give"
+            )
+        context, count = self._asked[part.request_id], len(prompt.token_ids)
+        if context[:count] != list(prompt.token_ids):
+            raise ValueError(
+                "context.group was given samples of a context that does not begin with the prompt's tokens; they would "
+                "be trained behind another context than they were sampled with. Ask with prompt.token_ids in front"
+            )
+        if len(context) == count:
+            return part
+        passage = self._earlier(context, count) if earlier_rounds else _Passage.of_given(context[count:])
+        return _prolonged(passage, part)
+
+    def _earlier(self, context: list[int], count: int) -> _Passage:
+        """The tokens of ``context`` behind the first ``count``, with what is known of those that were sampled."""
+        best: tuple[FinishedGroup, list[int], np.ndarray, int] | None = None
+        for group in self._finished:
+            asked = self._asked[group.request_id]
+            for index, tokens in enumerate(group.split(group.token_ids)):
+                whole = len(asked) + len(tokens)
+                longer = best is None or whole > len(best[1]) + len(best[2])
+                if longer and len(asked) >= count and context[:whole] == asked + tokens.tolist():
+                    best = (group, asked, tokens, index)
+        if best is None:
+            return _Passage.of_given(context[count:])
+        group, asked, tokens, index = best
+        start = int((np.cumsum(group.lengths) - group.lengths)[index])
+        passage = self._earlier(asked, count) if len(asked) > count else _Passage.of_given([])
+        passage.add_sampled(tokens, group.log_probs[start : start + len(tokens)], group.weight_versions[index])
+        passage.add_given(context[len(asked) + len(tokens) :])
+        return passage
+
     def _stop(self, request_id: str) -> None:
         del self._open[request_id]
         self._flow.stop([request_id])
+
+
+@dataclass
+class _Passage:
+    """Tokens behind a prompt, sampled and given."""
+
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    given: list[bool] = field(default_factory=list)
+    weight_versions: list[VersionSpan] = field(default_factory=list)
+
+    @staticmethod
+    def of_given(tokens: Sequence[int]) -> _Passage:
+        passage = _Passage()
+        passage.add_given(tokens)
+        return passage
+
+    def add_given(self, tokens: Sequence[int]) -> None:
+        self.token_ids += tokens
+        self.log_probs += [0.0] * len(tokens)
+        self.given += [True] * len(tokens)
+
+    def add_sampled(self, tokens: np.ndarray, log_probs: np.ndarray, spans: Sequence[VersionSpan]) -> None:
+        self.weight_versions += _shifted(spans, len(self.token_ids))
+        self.token_ids += tokens.tolist()
+        self.log_probs += log_probs.tolist()
+        self.given += [False] * len(tokens)
+
+
+def _shifted(spans: Sequence[VersionSpan], by: int) -> list[VersionSpan]:
+    return [(version, start + by, end + by) for version, start, end in spans]
+
+
+def _prolonged(passage: _Passage, part: FinishedGroup) -> FinishedGroup:
+    """The samples of ``part``, each with ``passage`` in front."""
+    count, size = len(part.lengths), len(passage.token_ids)
+
+    def in_front(tokens: Sequence[Any], own: np.ndarray) -> np.ndarray:
+        head = np.asarray(tokens, dtype=own.dtype)
+        return np.concatenate([np.zeros(0, own.dtype), *(piece for one in part.split(own) for piece in (head, one))])
+
+    return replace(
+        part,
+        token_ids=in_front(passage.token_ids, part.token_ids),
+        log_probs=in_front(passage.log_probs, part.log_probs),
+        given=in_front(passage.given, np.zeros(len(part.token_ids), dtype=bool)),
+        lengths=part.lengths + size,
+        weight_versions=[[*passage.weight_versions, *_shifted(part.weight_versions[i], size)] for i in range(count)],
+    )
 
 
 @dataclass(eq=False)
@@ -180,6 +281,7 @@ class LoopFlow(GroupFlow):
             prompt = self._prompts.get(int(finished.request_id.partition(".")[0]))
             if prompt is None or finished.request_id not in prompt.context._open:
                 continue  # a loop that went on just now has given it up
+            prompt.context._finished.append(finished)
             prompt.context._open.pop(finished.request_id).finish(finished)
             self._go_on(prompt, progress)
         for group in [group for call in done for group in self._rewards.take(call)]:
@@ -247,6 +349,11 @@ class LoopFlow(GroupFlow):
                 f"{self._name}.answer gave a group of {group.num_samples} samples with {len(group.rewards)} rewards; "
                 f"it must have {size} of each: use context.group and context.compute_rewards"
             )
+        if group.prompt.token_ids != prompt.one.prompt.token_ids or group.finished.request_id != str(group.order):
+            raise ValueError(
+                f"{self._name}.answer gave a group that context.group did not make of its prompt; its samples would be "
+                "trained behind another context than they were sampled with"
+            )
         progress.generated.append(group)
         (progress.accepted if self._settings.keeps(group) else progress.rejected).append(group)
 
@@ -284,4 +391,11 @@ def joined(request_id: str, parts: Sequence[FinishedGroup]) -> FinishedGroup:
         finish_reasons=[reason for part in parts for reason in part.finish_reasons],
         texts=[text for part in parts for text in part.texts],
         weight_versions=[spans for part in parts for spans in part.weight_versions],
+        given=_joined_given(parts),
     )
+
+
+def _joined_given(parts: Sequence[FinishedGroup]) -> np.ndarray | None:
+    if all(part.given is None for part in parts):
+        return None
+    return np.concatenate([~part.sampled for part in parts])

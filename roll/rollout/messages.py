@@ -36,7 +36,8 @@ class EngineCommand:
 
 @dataclass(slots=True)
 class FinishedGroup:
-    """All samples of one request. Sample i owns ``lengths[i]`` consecutive entries of the flat arrays."""
+    """All samples of one request, or of one prompt in several rounds. Sample i owns ``lengths[i]`` consecutive entries of
+    the flat arrays: the tokens behind the prompt."""
 
     request_id: str
     token_ids: np.ndarray
@@ -49,10 +50,26 @@ class FinishedGroup:
     texts: list[str]
     """The decoded responses, without special tokens; for rewards and people, never tokenised again."""
     weight_versions: list[list[tuple[int, int, int]]]
+    """By sample: (version, first, behind last) of its tokens; together they cover those that were sampled."""
     top_log_probs: list[list[list[tuple[int, float]]]] = field(default_factory=list)
     """By sample and position the likeliest tokens, where they were asked for."""
     error: str | None = None
     """Why the engine refused the request; such a group has no samples."""
+    given: np.ndarray | None = None
+    """bool (sum of lengths,): tokens that a rollout loop put between those that were sampled; their log-probs are 0,
+    and no version is theirs. None: all tokens were sampled."""
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """bool (sum of lengths,): tokens that the policy sampled."""
+        return np.ones(len(self.token_ids), dtype=bool) if self.given is None else ~self.given
+
+    @property
+    def sampled_lengths(self) -> np.ndarray:
+        """int64 (num_samples,): sampled tokens of each sample."""
+        if self.given is None:
+            return self.lengths
+        return np.array([int(part.sum()) for part in self.split(self.sampled)], dtype=np.int64)
 
     @staticmethod
     def from_samples(samples: Sequence[GenerationOutput], texts: list[str]) -> FinishedGroup:
@@ -77,6 +94,8 @@ class FinishedGroup:
 
     def split(self, flat: np.ndarray) -> list[np.ndarray]:
         """The per-sample views of one of the flat arrays."""
+        if not len(self.lengths):
+            return []
         return np.split(flat, np.cumsum(self.lengths)[:-1])
 
 

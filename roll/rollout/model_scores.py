@@ -66,6 +66,11 @@ class ModelScorer:
         if self._inputs[prompt.domain] == TOKENS:
             responses = finished.split(finished.token_ids)
             return [ModelInput(token_ids=[*prompt.token_ids, *response.tolist()]) for response in responses]
+        if finished.given is not None:
+            problem = (
+                "a sample of several rounds has no messages; a reward model that reads the policy's tokens sees all"
+            )
+            return [ModelInput(error=problem)] * group.num_samples
         try:
             messages = self._messages(prompt.row)
         except DataError as error:

@@ -30,16 +30,21 @@ def prompt_from(state: Mapping[str, Any], find: FindPrompt) -> PromptRow:
 def group_state(group: SampleGroup) -> State:
     """A group with all of its samples, scored or not."""
     finished = group.finished
-    return prompt_state(group.prompt) | {
-        "order": group.order,
-        "token_ids": finished.token_ids,
-        "log_probs": finished.log_probs,
-        "lengths": finished.lengths,
-        "finish_reasons": list(finished.finish_reasons),
-        "texts": list(finished.texts),
-        "weight_versions": _spans(finished.weight_versions),
-        "rewards": [asdict(result) for result in group.rewards],
-    }
+    given = {} if finished.given is None else {"given": finished.given}
+    return (
+        prompt_state(group.prompt)
+        | given
+        | {
+            "order": group.order,
+            "token_ids": finished.token_ids,
+            "log_probs": finished.log_probs,
+            "lengths": finished.lengths,
+            "finish_reasons": list(finished.finish_reasons),
+            "texts": list(finished.texts),
+            "weight_versions": _spans(finished.weight_versions),
+            "rewards": [asdict(result) for result in group.rewards],
+        }
+    )
 
 
 def group_from(state: Mapping[str, Any], find: FindPrompt) -> SampleGroup:
@@ -52,6 +57,7 @@ def group_from(state: Mapping[str, Any], find: FindPrompt) -> SampleGroup:
         finish_reasons=state["finish_reasons"],
         texts=state["texts"],
         weight_versions=_tuples(state["weight_versions"]),
+        given=state.get("given"),
     )
     rewards = [RewardResult(**result) for result in state["rewards"]]
     return SampleGroup(int(state["order"]), prompt_from(state, find), finished, rewards)

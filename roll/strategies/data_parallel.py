@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from roll.checkpoint.contents import ModelContents
 from roll.config.lora import uses_lora
 from roll.config.micro_batching import MicroBatching, micro_batching
 from roll.config.roles import WorkerConfig
@@ -25,6 +27,7 @@ from roll.models.context_parallel import sum_of_parts
 from roll.models.layouts import TokenLayout, padded
 from roll.models.lora import Adapters, MergedWeight, add_adapters
 from roll.models.response_model import ResponseModel
+from roll.models.tensor_files import fingerprint
 from roll.platforms import current_platform
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import (
@@ -108,6 +111,8 @@ class DataParallelStrategy(ModelStrategy):
             use_layout_attention(language_model, "model_args.ulysses_size", neutral="1")
         elif needed_by:
             use_layout_attention(language_model, needed_by[0])
+        self._shapes = {name: list(parameter.shape) for name, parameter in language_model.named_parameters()}
+        self._trained_names = {name for name, parameter in language_model.named_parameters() if parameter.requires_grad}
         self.model = ResponseModel(language_model, self._context_group())
 
     def _context_group(self) -> ProcessGroup | None:
@@ -290,6 +295,18 @@ class DataParallelTrainStrategy(TrainStrategy, DataParallelStrategy):
     @abstractmethod
     def _update(self) -> Metrics:
         """Collective. Clip, step and clear; ``grad_norm`` and ``lr``."""
+
+    @cached_property
+    def contents(self) -> ModelContents:
+        """What a checkpoint says of the model."""
+        frozen = [name for name in self._shapes if name not in self._trained_names]
+        return ModelContents(
+            strategy=self.role.strategy_args.strategy_name,
+            trained={name: shape for name, shape in self._shapes.items() if name in self._trained_names},
+            frozen=frozen,
+            scalings=self.adapter_scalings(),
+            base=fingerprint(self.role.model_args.model_name_or_path) if frozen else None,
+        )
 
     def train_step(
         self,

@@ -1,24 +1,36 @@
 """Training state on disk: PyTorch distributed checkpoints, which any number of ranks can read.
 
-A folder holds ``model_and_optimizer/`` (each rank wrote its shards), ``rng_rank<r>.pt`` for each rank, and
-``trainer_state.json``.  Whoever calls makes the folder appear at once or not at all.  Tensors have their Hugging Face
-names, so that what FSDP2 wrote can be continued under FSDP1 and the other way round.
+A folder holds ``model_and_optimizer/`` (each rank wrote its shards) and what :mod:`roll.strategies.trainer_state`
+writes.  Whoever calls makes the folder appear at once or not at all.  Tensors have their Hugging Face names, so that
+what FSDP2 wrote can be continued under FSDP1 and the other way round.
+
+Only tensors are written: hyperparameters of the optimizer are those of the configuration that goes on.  PyTorch keeps
+the index of the tensors as a pickle; it is read by :class:`SafeReader`, which knows the few classes of an index and no
+other, so that a rewritten file cannot run code.
 """
 
 from __future__ import annotations
 
+import io
 import logging
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, ClassVar
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -31,11 +43,15 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.optim import Optimizer
 
+from roll.checkpoint import CheckpointDamagedError
+from roll.checkpoint.contents import ModelContents
 from roll.strategies.trainer_state import load_trainer_state, restore_rng_states, save_trainer_state
 
 logger = logging.getLogger(__name__)
 
 _TENSORS = "model_and_optimizer"
+_INDEX = ".metadata"
+_METADATA = metadata.__name__
 
 
 @dataclass(frozen=True)
@@ -73,7 +89,7 @@ class Checkpointed:
 
     def planner(self) -> DefaultLoadPlanner:
         """Frozen parameters that a checkpoint does not hold stay as they are."""
-        return DefaultLoadPlanner(allow_partial_load=bool(self.with_frozen and self._frozen()))
+        return _TensorPlanner(allow_partial_load=bool(self.with_frozen and self._frozen()))
 
     def _frozen(self) -> set[str]:
         named = self.module.named_parameters(remove_duplicate=False)
@@ -89,6 +105,7 @@ class Checkpointed:
 def save(
     path: Path,
     checkpointed: Checkpointed,
+    contents: ModelContents,
     state: dict[str, Any],
     model_only: bool = False,
     background: ProcessGroup | None = None,
@@ -103,8 +120,8 @@ def save(
         With ``background``: done when this rank's part is on disk.
     """
     path.mkdir(parents=True, exist_ok=True)
-    save_trainer_state(path, {**state, "has_optimizer": not model_only})
-    tensors = checkpointed.state(with_optimizer=not model_only)
+    save_trainer_state(path, contents, {**state, "has_optimizer": not model_only})
+    tensors = _tensors_of(checkpointed.state(with_optimizer=not model_only))
     if background is None:
         save_distributed(tensors, checkpoint_id=path / _TENSORS)
         return None
@@ -113,22 +130,96 @@ def save(
     return writing
 
 
-def load(path: Path, checkpointed: Checkpointed) -> dict[str, Any]:
+def load(path: Path, checkpointed: Checkpointed, contents: ModelContents) -> dict[str, Any]:
     """Collective. Put back what :func:`save` wrote, for any number of ranks; returns its ``state``.
 
     RNG states are put back where as many ranks run as wrote them.
 
     Raises:
         FileNotFoundError: ``path`` is no such checkpoint.
+        CheckpointMismatchError: something of it would be left behind by a model with ``contents``.
+        CheckpointDamagedError: the tensors cannot be read.
     """
-    state = load_trainer_state(path)
+    state = load_trainer_state(path, contents)
     restored = checkpointed.state(with_optimizer=state["has_optimizer"])
-    load_distributed(restored, checkpoint_id=path / _TENSORS, planner=checkpointed.planner())
+    reader = SafeReader(path / _TENSORS)
+    try:
+        load_distributed(_tensors_of(restored), storage_reader=reader, planner=checkpointed.planner())
+    except CheckpointException as error:  # not an Exception, so it would pass by whoever reports errors
+        reason = next(iter(error.failures.values()))[0]
+        raise CheckpointDamagedError(f"{path / _TENSORS} cannot be read: {reason}") from error
     checkpointed.restore(restored)
     if not state["has_optimizer"]:
         logger.warning("%s holds no optimizer state (save_only_model): the moments start from zero", path)
     restore_rng_states(path, state)
     return state
+
+
+class SafeReader(FileSystemReader):
+    """Reads what :func:`save` wrote, and runs nothing that a file might say."""
+
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        """
+        Raises:
+            pickle.UnpicklingError: the index holds other things than an index has.
+        """
+        with open(Path(self.path) / _INDEX, "rb") as file:
+            index = _IndexUnpickler(file).load()
+        if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
+            raise pickle.UnpicklingError(f"{self.path}/{_INDEX} is no index of tensors")
+        for info in index.storage_data.values():
+            if not isinstance(info, _StorageInfo) or Path(info.relative_path).name != info.relative_path:
+                raise pickle.UnpicklingError(f"{self.path}/{_INDEX} names {info!r}, which is no file of this folder")
+        index.storage_meta = StorageMeta(load_id=self.load_id)
+        return index
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Knows what PyTorch puts into the index of a checkpoint of tensors."""
+
+    _CLASSES: ClassVar[dict[tuple[str, str], Any]] = {
+        **{
+            (_METADATA, name): getattr(metadata, name)
+            for name in (
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        },
+        (_StorageInfo.__module__, "_StorageInfo"): _StorageInfo,
+        ("pathlib", "PosixPath"): PurePosixPath,
+        ("torch", "Size"): torch.Size,
+        ("torch.serialization", "_get_layout"): {str(torch.strided): torch.strided}.__getitem__,
+        **{
+            ("torch", name): getattr(torch, name)
+            for name in ("float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool")
+        },
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self._CLASSES:
+            raise pickle.UnpicklingError(
+                f"{_INDEX} refers to {module}.{name}, which no index of tensors does; the checkpoint has been changed"
+            )
+        return self._CLASSES[module, name]
+
+
+class _TensorPlanner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """PyTorch would unpickle these."""
+        raise ValueError(f"{read_item.dest_index.fqn} is no tensor; the checkpoint has been changed")
+
+
+def _tensors_of(state: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of :meth:`Checkpointed.state`, the same objects, without the optimizer's hyperparameters."""
+    by_kind = {"model": state["model"]}
+    if "optimizer" in state:
+        by_kind["optimizer"] = state["optimizer"]["state"]
+    return by_kind
 
 
 @contextmanager

@@ -159,6 +159,7 @@ class ShardedTrainStrategy(DataParallelTrainStrategy, ShardedStrategy):
         self._writing = distributed_checkpoint.save(
             path,
             self._checkpointed(),
+            self.contents,
             self._state(),
             model_only=self.config.save_only_model,
             background=self._background,
@@ -175,7 +176,7 @@ class ShardedTrainStrategy(DataParallelTrainStrategy, ShardedStrategy):
 
     def load(self, path: Path) -> None:
         self.saved()
-        state = distributed_checkpoint.load(path, self._checkpointed())
+        state = distributed_checkpoint.load(path, self._checkpointed(), self.contents)
         self.step = int(state["step"])
         if self.loss_scale is not None and "loss_scale" in state:
             self.loss_scale.restore(state["loss_scale"])

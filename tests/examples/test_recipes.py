@@ -48,6 +48,15 @@ def test_recipe_sets_nothing_that_has_no_effect(recipe: Path) -> None:
     assert [str(warning) for warning in loaded.warnings] == []
 
 
+def test_recipes_that_resume_share_no_folder() -> None:
+    """A checkpoint is for the backend that wrote it, and for one task."""
+    plans = {recipe: load_config(None, recipe, check_files=False).plan for recipe in RECIPES}
+    folders: dict[Path, Path] = {}
+    for recipe, plan in plans.items():
+        other = folders.setdefault(plan.checkpoint_dir, recipe)
+        assert other == recipe, f"{recipe} and {other} both write to {plan.checkpoint_dir}"
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_preset_loads_into_a_recipe_as_its_comment_says(preset: str, tmp_path: Path) -> None:
     comment = (ROOT / "configs" / f"{preset}.yaml").read_text(encoding="utf-8")

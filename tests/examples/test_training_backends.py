@@ -51,3 +51,10 @@ def test_a_backend_s_script_trains_under_it(script: str, recorder: Path) -> None
     backend = Path(script).stem.removeprefix("run_")
     loaded = launched(recorder, FOLDER / script, *OWN)
     assert loaded.plan.roles["actor_train"].strategy_name == f"{backend}_train"
+
+
+def test_no_two_scripts_share_a_folder_from_which_they_resume(recorder: Path) -> None:
+    runs = [launched(recorder, FOLDER / script, *OWN) for script in SCRIPTS]
+    runs.append(launched(recorder, ROOT / "examples/gsm8k/run_gsm8k.sh", *OWN))
+    assert all(run.config.resume_from_checkpoint for run in runs)
+    assert len({run.plan.checkpoint_dir for run in runs}) == len(runs)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from roll.checkpoint.state import load_state, save_state
 from roll.datasets.types import PromptRow
+from roll.rollout.batch import build_batch
 from roll.rollout.groups import SampleGroup
 from roll.rollout.loops import RolloutContext, rollout_loops
+from roll.rollout.messages import FinishedGroup
+from roll.rollout.replay_state import group_from, group_state
 from roll.rollout.scheduler import RolloutScheduler
 from tests.rollout.test_asynchronous import GROUP_SIZE, PARAMS, Bench, bench, resume, row, validate
 from tests.rollout.token_engines import response
@@ -97,6 +102,101 @@ def test_synchronous(bench: Any) -> None:
 def test_mistakes_of_a_loop_are_told(bench: Any, loop: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"{loop.__name__}.answer .*{message}"):
         collect(bench(), loop())
+
+
+OBSERVATION = [7, 7, 7]
+
+
+class ThreeRounds:
+    """A draft, an observation, two answers to it; a hint, and one last answer to the first of these and one without."""
+
+    def __init__(self, earlier_rounds: bool) -> None:
+        self.earlier_rounds = earlier_rounds
+        self.calls: dict[int, list[tuple[list[int], FinishedGroup]]] = {}
+        """By prompt: every context that an engine was asked with, and what it sampled."""
+
+    async def answer(self, prompt: PromptRow, context: RolloutContext) -> SampleGroup | None:
+        self.calls[context.order] = []
+
+        async def ask(tokens: list[int], count: int) -> FinishedGroup:
+            finished = await context.generate(tokens, count)
+            self.calls[context.order].append((tokens, finished))
+            return finished
+
+        draft = await ask(prompt.token_ids, 1)
+        seen = [*prompt.token_ids, *draft.token_ids.tolist(), *OBSERVATION]
+        answers = await ask(seen, 2)
+        first, second = (part.tolist() for part in answers.split(answers.token_ids))
+        last = await ask([*seen, *first, 8, 9], 1)
+        hinted = await ask([*prompt.token_ids, 5, 6], 1)
+        alone = await ask([*seen, *second], 1)  # it goes on at once, with nothing given in between
+        group = context.group(prompt, alone, last, hinted, earlier_rounds=self.earlier_rounds)
+        again = context.group(prompt, group.finished)
+        assert np.array_equal(again.finished.token_ids, group.finished.token_ids)
+        return await context.compute_rewards(group)
+
+
+def rows_of(result: Any) -> Iterator[tuple[int, dict[str, list[Any]]]]:
+    """Prompt and columns, without padding, of every row of a batch."""
+    batch = build_batch(result.groups, 0).batch
+    orders = [group.order for group in result.groups for _ in range(group.num_samples)]
+    for row, order in enumerate(orders):
+        there = batch["attention_mask"][row]
+        yield order, {name: batch[name][row][there].tolist() for name in TOKEN_COLUMNS}
+
+
+TOKEN_COLUMNS = ("input_ids", "response_mask", "rollout_log_probs", "weight_versions")
+
+
+@pytest.mark.parametrize(("earlier_rounds", "stored"), [(False, False), (True, False), (True, True)])
+def test_what_was_sampled_is_trained_behind_what_it_was_sampled_with(
+    bench: Any, earlier_rounds: bool, stored: bool
+) -> None:
+    loop = ThreeRounds(earlier_rounds)
+    result = collect(bench(), loop)
+    if stored:
+        rows = {group.prompt.prompt_id: group.prompt for group in result.groups}
+        result.groups[:] = [group_from(group_state(group), lambda _, name: rows[name]) for group in result.groups]
+    calls = {0: (0, 1, 4), 1: (0, 1, 2), 2: (3,)}  # the calls whose tokens a sample of the group is made of
+    wanted = calls if earlier_rounds else {sample: rounds[-1:] for sample, rounds in calls.items()}
+    for index, (order, row) in enumerate(rows_of(result)):
+        trained = 0
+        for call in wanted[index % GROUP_SIZE]:
+            context, finished = loop.calls[order][call]
+            samples = finished.split(finished.token_ids)
+            # Of the two answers the first goes on in `last`, the second in `alone`.
+            sample = 1 if call == 1 and index % GROUP_SIZE == 0 else 0
+            begin, end = len(context), len(context) + len(samples[sample])
+            assert row["input_ids"][:end] == [*context, *samples[sample].tolist()]
+            assert all(row["response_mask"][begin:end])
+            assert row["rollout_log_probs"][begin:end] == finished.split(finished.log_probs)[sample].tolist()
+            (span,) = finished.weight_versions[sample]
+            assert row["weight_versions"][begin:end] == [span[0]] * (end - begin)
+            trained += end - begin
+        assert sum(row["response_mask"]) == trained and len(row["input_ids"]) == end
+        group = result.groups[index // GROUP_SIZE]
+        assert group.reward_samples()[index % GROUP_SIZE].num_tokens == trained
+    assert index == 6 * GROUP_SIZE - 1
+
+
+class OtherContext:
+    """Asks about something else than its prompt, and gives the answer out for the prompt's."""
+
+    def __init__(self, made_by_hand: bool = False) -> None:
+        self.made_by_hand = made_by_hand
+
+    async def answer(self, prompt: PromptRow, context: RolloutContext) -> SampleGroup | None:
+        finished = await context.generate([99, *prompt.token_ids])
+        if not self.made_by_hand:
+            return context.group(prompt, finished)
+        return await context.compute_rewards(SampleGroup(context.order, prompt, finished))
+
+
+def test_samples_of_another_context_are_refused(bench: Any) -> None:
+    with pytest.raises(ValueError, match=r"context that does not begin with the prompt's tokens.*another context"):
+        collect(bench(), OtherContext())
+    with pytest.raises(ValueError, match=r"OtherContext.answer gave a group that context.group did not make"):
+        collect(bench(), OtherContext(made_by_hand=True))
 
 
 def test_loops_are_found_by_path() -> None:

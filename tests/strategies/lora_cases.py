@@ -124,6 +124,7 @@ def train_and_save(start: Start, role: WorkerConfig, batch: TensorBatch, folder:
             strategy.save(folder / "checkpoint")
         strategy.train_step(batch, policy_loss, POLICY)
     strategy.save_hf(folder / "export")
+    strategy.saved()  # it may be written in the background, and another job reads it next
     return weights_of(strategy)
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K, trained under DeepSpeed (ZeRO-3): examples/training_backends/deepspeed/run_deepspeed.sh [key=value ...]
-# The quickstart with one key changed; whatever follows is handed on.
+# The quickstart with one key changed and an output folder of its own; whatever follows is handed on.
 set -euo pipefail
 here="$(dirname "${BASH_SOURCE[0]}")"
-exec "$here/../../gsm8k/run_gsm8k.sh" actor_train.strategy_args.strategy_name=deepspeed_train "$@"
+exec "$here/../../gsm8k/run_gsm8k.sh" exp_name=gsm8k_grpo_deepspeed actor_train.strategy_args.strategy_name=deepspeed_train "$@"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K, trained under FSDP2 (the default): examples/training_backends/fsdp/run_fsdp2.sh [key=value ...]
-# The quickstart with one key changed; whatever follows is handed on.
+# The quickstart with one key changed and an output folder of its own; whatever follows is handed on.
 set -euo pipefail
 here="$(dirname "${BASH_SOURCE[0]}")"
-exec "$here/../../gsm8k/run_gsm8k.sh" actor_train.strategy_args.strategy_name=fsdp2_train "$@"
+exec "$here/../../gsm8k/run_gsm8k.sh" exp_name=gsm8k_grpo_fsdp2 actor_train.strategy_args.strategy_name=fsdp2_train "$@"

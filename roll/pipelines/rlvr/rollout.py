@@ -130,8 +130,9 @@ class RolloutPhase:
 
     def _size_metrics(self, groups: list[SampleGroup]) -> Metrics:
         """Samples and tokens of the step, and what the engines did since the last one."""
-        tokens = float(sum(group.finished.lengths.sum() for group in groups))
-        prompt_tokens = sum(len(group.prompt.token_ids) * group.num_samples for group in groups)
+        tokens = float(sum(group.finished.sampled.sum() for group in groups))
+        given = sum(group.finished.lengths.sum() for group in groups) - tokens
+        prompt_tokens = sum(len(group.prompt.token_ids) * group.num_samples for group in groups) + float(given)
         busy = self._engines.busy_seconds - self._busy_before
         self._busy_before = self._engines.busy_seconds
         return {

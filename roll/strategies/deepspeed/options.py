@@ -7,6 +7,7 @@ from typing import Any
 
 from roll.config.deepspeed import ZeroPlan, numbers
 from roll.config.strategy import DeepSpeedStrategyConfig
+from roll.strategies.loss_scale import INITIAL_SCALE
 
 PASSED_THROUGH = ("activation_checkpointing", "aio", "comms_logger", "flops_profiler", "communication_data_type")
 
@@ -48,7 +49,8 @@ def engine_options(
     if dtype == "bf16":
         options["bf16"] = {"check_grad_overflow": True, **numbers(config.bf16), "enabled": True}
     if dtype == "fp16":
-        options["fp16"] = {"enabled": True}
+        # A scale that DeepSpeed does not move: the strategy does, as under every other backend.
+        options["fp16"] = {"enabled": True, "loss_scale": INITIAL_SCALE}
     accumulation = {"grad_accum_dtype": "fp32"} if fp32_accumulation and plan.stage > 0 and dtype == "bf16" else {}
     data_types = accumulation | numbers(config.data_types)
     if data_types:

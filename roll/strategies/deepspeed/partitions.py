@@ -1,7 +1,10 @@
-"""Parameters that ZeRO-3 has cut into partitions, one for each rank: put together many at a time."""
+"""What each rank has of parameters, float32 weights and moments that ZeRO has cut over them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll.strategies.pieces import Pieces, gather_to_rank0
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def is_partitioned(tensor: Tensor) -> bool:
@@ -34,20 +39,158 @@ def set_master_weights(parameter: Any, whole: Tensor) -> None:
         safe_set_full_fp32_param(parameter, whole)
 
 
-def set_optimizer_part(parameter: Any, whole: Tensor, moment: str | None) -> None:
-    """Put float32 ``whole`` into a moment of ``parameter``, or (None) into its master weights and the parameter."""
-    from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+@dataclass(frozen=True)
+class Run:
+    """The consecutive elements of a trained parameter, flattened, whose float32 weight and moments this rank keeps."""
 
-    if moment is None:
-        set_master_weights(parameter, whole)
-        if is_partitioned(parameter):
-            parameter.ds_tensor.copy_(_own_part(parameter, whole).view_as(parameter.ds_tensor))
+    name: str
+    """Of the parameter, in the Hugging Face model."""
+    parameter: Any
+    start: int
+    length: int
+
+    @property
+    def size(self) -> int:
+        """Elements of the whole parameter."""
+        return full_size(self.parameter)
+
+    @property
+    def has_whole_parameter(self) -> bool:
+        """Every stage but 3 leaves the whole parameter, in the compute type, on every rank."""
+        return not is_partitioned(self.parameter)
+
+
+class MasterStates:
+    """Float32 weights and AdamW moments by parameter, the same for every ZeRO stage."""
+
+    # Four ways to keep them: ZeRO-3 cuts every parameter; ZeRO-1 and 2 cut a flat tensor of all of a group's
+    # parameters; ZeRO-0 has a float32 copy of each on every rank, or in float32 the parameters themselves.
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._stage = int(engine.zero_optimization_stage())
+        self._optimizer = engine.optimizer
+        self._adam: torch.optim.Optimizer = engine.basic_optimizer
+        self._copies: dict[int, Tensor] = {}
+        if self._stage == 0 and self._optimizer is not self._adam:
+            for rounded, masters in zip(self._optimizer.fp16_groups, self._optimizer.fp32_groups, strict=True):
+                self._copies |= {id(parameter): master for parameter, master in zip(rounded, masters, strict=True)}
+
+    def runs(self) -> list[Run]:
+        """One for each trained parameter; of length 0 where other ranks keep it."""
+        named = self._engine.module.language_model.named_parameters()
+        return [self._run(name, parameter) for name, parameter in named if parameter.requires_grad]
+
+    @property
+    def updates(self) -> int:
+        """Updates made so far, the same for all parameters; 0 before the first."""
+        steps = [float(state["step"]) for state in self._adam.state.values() if "step" in state]
+        return int(max(steps, default=0.0))
+
+    def writes(self, run: Run) -> bool:
+        """Whether it is for this rank to write the run: under ZeRO-0 all ranks have all of it."""
+        return bool(run.length) and (self._stage > 0 or dist.get_rank() == 0)
+
+    def get(self, run: Run, moment: str | None) -> Tensor:
+        """float32 (length,): the moment of the run, or (None) its weight."""
+        from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+        parameter = run.parameter
+        if self._stage == 3:
+            part = (
+                safe_get_local_fp32_param(parameter)
+                if moment is None
+                else safe_get_local_optimizer_state(parameter, moment)
+            )
+            return part.detach().flatten()[: run.length]
+        if self._stage == 0:
+            master = self._copies.get(id(parameter), parameter)
+            return (master if moment is None else self._adam.state[master][moment]).detach().flatten()
+        mapping = parameter._hp_mapping
+        (master,) = self._adam.param_groups[mapping.param_group_index]["params"]
+        # DeepSpeed's own link to the moments is made after the first of the groups has stepped, for that group only.
+        whole = master if moment is None else self._adam.state[master][moment]
+        place = mapping.hp_fragment_address
+        return whole.detach().flatten()[place.start : place.start + place.numel]
+
+    @torch.no_grad()
+    def set_weight(self, run: Run, weight: Tensor) -> None:
+        """Give the parameter and its float32 master the values of ``weight``.
+
+        Args:
+            weight: float32, of the whole parameter where every rank has it, else of the run.
+        """
+        parameter = run.parameter
+        if not run.has_whole_parameter:
+            from deepspeed.utils import safe_set_local_fp32_param
+
+            part = _fitted(weight, parameter.ds_tensor).to(parameter.ds_tensor.device)
+            safe_set_local_fp32_param(parameter, part)
+            parameter.ds_tensor.copy_(part.view_as(parameter.ds_tensor))
+            return
+        parameter.data.copy_(weight.view(parameter.shape))
+        if run.length and (self._stage > 0 or self._copies):
+            self.get(run, None).copy_(weight[run.start : run.start + run.length])
+
+    @torch.no_grad()
+    def set_moment(self, run: Run, moment: str, values: Tensor) -> None:
+        """Give AdamW the ``values`` (float32, of the run) of a moment; :meth:`make_moments` comes first."""
+        if self._stage == 3:
+            from deepspeed.utils import safe_set_local_optimizer_state
+
+            safe_set_local_optimizer_state(run.parameter, _fitted(values, run.parameter.ds_tensor), moment)
+        elif run.length:
+            self.get(run, moment).copy_(values)
+
+    def make_moments(self, updates: int) -> None:
+        """Moments of zeros after ``updates`` updates, where there are none yet: as AdamW makes them when it steps."""
+        for index, master in enumerate(self._masters()):
+            with self._on_device(index):
+                state: dict[str, Any] = self._adam.state[master]
+                for name in MOMENTS:
+                    if name not in state:
+                        state[name] = torch.zeros_like(master)
+                state["step"] = torch.full((), float(updates), device=_device_of_step(state, master))
+
+    def _run(self, name: str, parameter: Any) -> Run:
+        size = full_size(parameter)
+        if self._stage == 3:
+            part = parameter.ds_tensor.numel()
+            start = min(dist.get_rank() * part, size)
+            return Run(name, parameter, start, min(part, size - start))
+        if self._stage == 0:
+            return Run(name, parameter, 0, size)
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return Run(name, parameter, 0, 0)
+        return Run(name, parameter, mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel)
+
+    def _masters(self) -> list[Tensor]:
+        """The float32 tensors that the optimizer updates."""
+        if self._stage == 3:
+            # Its groups are filled during a step only.
+            return list(self._optimizer.fp32_partitioned_groups_flat)
+        return [master for group in self._adam.param_groups for master in group["params"]]
+
+    @contextmanager
+    def _on_device(self, index: int) -> Iterator[None]:
+        """A group of ZeRO-3 that is kept on a disk comes from there, and goes back at the end of the block."""
+        if self._stage == 3 and self._optimizer._swappable_optimizer_subgroup(index):
+            self._optimizer._optimizer_states_and_gradient_swap_in(index)
+            yield
+            self._optimizer._optimizer_states_and_gradient_swap_out(index)
         else:
-            parameter.data.copy_(whole)
-    elif is_partitioned(parameter):
-        safe_set_local_optimizer_state(parameter, _own_part(parameter, whole), moment)
-    else:
-        safe_set_full_optimizer_state(parameter, whole, moment)
+            yield
+
+
+def _device_of_step(state: dict[str, Any], master: Tensor) -> torch.device:
+    """The fused AdamW counts where the weights are, others on the host; as it has begun, it goes on."""
+    return state["step"].device if isinstance(state.get("step"), Tensor) else master.device
+
+
+def _fitted(values: Tensor, partition: Tensor) -> Tensor:
+    """``values`` with zeros behind them, as many as ZeRO-3 pads the last rank's part with."""
+    return torch.nn.functional.pad(values, (0, partition.numel() - values.numel()))
 
 
 def _own_part(parameter: Any, whole: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from roll.strategies.data_parallel import DataParallelTrainStrategy
 from roll.strategies.deepspeed import checkpoint
 from roll.strategies.deepspeed.partitions import set_master_weights
 from roll.strategies.deepspeed.strategy import DeepSpeedInferStrategy
+from roll.strategies.loss_scale import DynamicLossScale
 from roll.strategies.optimizer import build_adamw, state_tensors
 from roll.strategies.schedule import LearningRateSchedule
 
@@ -36,11 +37,7 @@ class DeepSpeedTrainStrategy(DataParallelTrainStrategy, DeepSpeedInferStrategy):
         max_grad_norm: float | None = None,
     ) -> None:
         super().__init__(role, head, seed, max_grad_norm)
-        if self.compute_dtype is torch.float16:
-            raise ValueError(
-                f"{role.name}.model_args.dtype: not available yet: fp16 training under DeepSpeed; use bf16 or fp32, or "
-                "fsdp2_train, which trains in fp16"
-            )
+        self.loss_scale = DynamicLossScale() if self.compute_dtype is torch.float16 else None
         self.steps_each_micro_batch = switch(self.config, "step_each_micro_batch", self.environ)
 
     def initialize(self, num_training_steps: int = 0) -> None:
@@ -68,7 +65,7 @@ class DeepSpeedTrainStrategy(DataParallelTrainStrategy, DeepSpeedInferStrategy):
         self.model.train()
 
     def _restore_master_weights(self, loaded: dict[str, torch.Tensor]) -> None:
-        """DeepSpeed made its float32 weights from those it had just rounded to bf16; put the loaded ones in."""
+        """DeepSpeed made its float32 weights from those it had just rounded; put the loaded ones in."""
         if self.plan.stage == 0:
             optimizer = self.engine.optimizer
             names = {id(parameter): name for name, parameter in self.model.named_parameters()}
@@ -88,7 +85,10 @@ class DeepSpeedTrainStrategy(DataParallelTrainStrategy, DeepSpeedInferStrategy):
 
     def _differentiate(self, loss: torch.Tensor) -> None:
         """DeepSpeed takes the mean over ranks; the loss is this rank's share of a sum."""
-        self.engine.backward(loss * self.world_size, scale_wrt_gas=False)
+        share = loss * self.world_size
+        if self.loss_scale is not None and self.plan.stage == 0:
+            share = share * self.loss_scale.value  # the higher stages' optimizers multiply by it themselves
+        self.engine.backward(share, scale_wrt_gas=False)
         if self.steps_each_micro_batch and not self._is_last:
             self.engine.step()
 
@@ -99,9 +99,14 @@ class DeepSpeedTrainStrategy(DataParallelTrainStrategy, DeepSpeedInferStrategy):
             group["lr"] = learning_rate
         norm = self._step_plain() if self._is_plain() else self._step_zero()
         metrics: Metrics = {"grad_norm": Mean(norm), "lr": Mean(learning_rate)}
-        if not math.isfinite(norm):
+        finite = math.isfinite(norm)
+        if not finite:
             logger.warning("optimizer step %d: gradient norm is %s; the update is skipped", self.step, norm)
             metrics["skipped_updates"] = Sum(1.0 / self.world_size)
+        if self.loss_scale is not None:
+            metrics["loss_scale"] = Mean(self.loss_scale.value)
+            self.loss_scale.adapt(finite)
+            self.engine.optimizer.loss_scale = self.loss_scale.value
         self.step += 1
         return metrics
 
@@ -120,13 +125,20 @@ class DeepSpeedTrainStrategy(DataParallelTrainStrategy, DeepSpeedInferStrategy):
 
     def _step_zero(self) -> float:
         self.engine.step()
-        return float(self.engine.get_global_grad_norm())
+        norm = float(self.engine.get_global_grad_norm())
+        # ZeRO-0 tells the norm of the scaled gradient.
+        return norm / self.loss_scale.value if self.loss_scale is not None and self.plan.stage == 0 else norm
 
     def save(self, path: Path) -> None:
-        checkpoint.save(path, self.engine, self.step)
+        scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}
+        checkpoint.save(path, self.engine, self.contents, {"step": self.step, **scale})
 
     def load(self, path: Path) -> None:
-        self.step = checkpoint.load(path, self.engine)
+        state = checkpoint.load(path, self.engine, self.contents)
+        self.step = int(state["step"])
+        if self.loss_scale is not None and "loss_scale" in state:
+            self.loss_scale.restore(state["loss_scale"])
+            self.engine.optimizer.loss_scale = self.loss_scale.value
 
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
         optimizer = self.engine.basic_optimizer if hasattr(self, "engine") else None

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from roll.checkpoint.contents import ModelContents
 from roll.protocol.rank import RankInfo
 from roll.strategies.megatron.optimizer import MOMENTS, MasterStates
 from roll.strategies.megatron.weights import OwnParameter
@@ -26,8 +27,15 @@ _FOLDER = "model_and_optimizer"
 _KINDS = ("weight", *MOMENTS)
 
 
-def save(path: Path, parameters: list[OwnParameter], masters: MasterStates, step: int, info: RankInfo) -> None:
-    """Collective. Write weights, moments, steps and RNG states."""
+def save(
+    path: Path,
+    parameters: list[OwnParameter],
+    masters: MasterStates,
+    info: RankInfo,
+    contents: ModelContents,
+    state: dict[str, Any],
+) -> None:
+    """Collective. Write weights, moments, ``state`` (JSON values) and RNG states."""
     folder = path / _FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
@@ -39,25 +47,27 @@ def save(path: Path, parameters: list[OwnParameter], masters: MasterStates, step
                 tensors[f"{kind}/{own.correspondence.name}"] = whole.cpu()
     if writes:
         save_file(tensors, folder / f"stage{info.pp_rank:03d}_tensor{info.tp_rank:03d}.safetensors")
-    state = {"step": step, "updates": masters.step, "tensor_parallel_size": info.tp_size}
-    save_trainer_state(path, state)
+    save_trainer_state(path, contents, {**state, "updates": masters.step, "tensor_parallel_size": info.tp_size})
 
 
-def load(path: Path, parameters: list[OwnParameter], masters: MasterStates, info: RankInfo) -> int:
-    """Collective. Put back what :func:`save` wrote, under any parallel sizes; returns the step.
+def load(
+    path: Path, parameters: list[OwnParameter], masters: MasterStates, info: RankInfo, contents: ModelContents
+) -> dict[str, Any]:
+    """Collective. Put back what :func:`save` wrote, under any parallel sizes; returns its ``state``.
 
     Frozen parameters are not in a checkpoint: they are as the model folder has them.
 
     Raises:
         FileNotFoundError: ``path`` is no such checkpoint.
+        CheckpointMismatchError: something of it would be left behind by a model with ``contents``.
     """
-    state = load_trainer_state(path)
+    state = load_trainer_state(path, contents)
     with _open(path / _FOLDER) as files:
         for own in parameters:
             if own.parameter.requires_grad:
                 _load_parameter(own, masters, files, state, info)
     restore_rng_states(path, state)
-    return int(state["step"])
+    return state
 
 
 def _load_parameter(

@@ -1,7 +1,7 @@
 """AdamW under Megatron, plain or distributed over data-parallel ranks, and its states by parameter.
 
 With the distributed optimizer a rank holds float32 weights and moments of an interval of each parameter (ZeRO stage 1);
-with bfloat16 parameters there are float32 master weights beside them.  :class:`MasterStates` hides both: what it hands
+with parameters of 16 bits there are float32 master weights beside them.  :class:`MasterStates` hides both: what it hands
 out and takes is always a parameter's whole float32 tensor on this tensor- and pipeline-parallel rank.
 """
 
@@ -45,6 +45,9 @@ def build_optimizer(
         adam_eps=args.adam_epsilon,
         clip_grad=0.0,  # done by the strategy, which must see the norm first
         bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        # The strategy scales the loss and divides gradients by it, as under every other backend.
+        loss_scale=1.0 if dtype is torch.float16 else None,
         params_dtype=dtype,
         use_distributed_optimizer=distributed,
     )

@@ -55,8 +55,6 @@ class MegatronInferStrategy(ModelStrategy):
         self.config = config
         self.sizes = ParallelSizes.from_config(config)
         self.compute_dtype = DTYPES[role.model_args.dtype]
-        if self.compute_dtype is torch.float16:
-            raise ValueError(f"{role.name}.model_args.dtype: not available yet: fp16 under Megatron; set bf16 or fp32")
         self.platform = current_platform()
         self.platform.set_device()
         self.device = self.platform.device()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,9 +19,13 @@ from megatron.core.distributed import (
 )
 from torch import nn
 
+from roll.checkpoint.contents import ModelContents, trained_under
 from roll.config.micro_batching import micro_batching
+from roll.models.tensor_files import fingerprint
 from roll.protocol.metrics import Mean, Metrics, Sum
 from roll.strategies.base import LossFunction, Output, StateKind, TensorBatch, TrainStrategy
+from roll.strategies.gradients import clip_factor, scale_
+from roll.strategies.loss_scale import DynamicLossScale
 from roll.strategies.megatron import checkpoint, cpu_compat
 from roll.strategies.megatron.optimizer import MasterStates, build_optimizer
 from roll.strategies.megatron.schedule import run_training
@@ -35,6 +41,7 @@ class MegatronTrainStrategy(TrainStrategy, MegatronInferStrategy):
     """Float32 master weights and AdamW moments; forward and backward in the compute dtype, gradients in float32."""
 
     masters: MasterStates | None = None
+    loss_scale: DynamicLossScale | None = None
 
     def initialize(self, num_training_steps: int = 0) -> None:
         """Collective. With ``num_training_steps`` 0 the model can be computed and saved, but not trained."""
@@ -49,6 +56,9 @@ class MegatronTrainStrategy(TrainStrategy, MegatronInferStrategy):
         self.ddp_chunks = [self._with_gradients(chunk, index) for index, chunk in enumerate(self.gpt_chunks)]
         self.chunks: list[nn.Module] = list(self.ddp_chunks)
         self._set_reductions()
+        if self.compute_dtype is torch.float16:
+            self.loss_scale = scale = DynamicLossScale()
+            self.transformer_config.grad_scale_func = lambda loss: loss * scale.value
         distributed = self.config.use_distributed_optimizer
         self.optimizer = build_optimizer(self.chunks, args, self.compute_dtype, distributed)
         self.masters = MasterStates(self.optimizer)
@@ -102,20 +112,23 @@ class MegatronTrainStrategy(TrainStrategy, MegatronInferStrategy):
     def _update(self) -> Metrics:
         """Clip and step. A gradient that is not finite is dropped: the step counts, the weights stay."""
         self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        norm = float(self.optimizer.get_grad_norm()) / scale
         learning_rate = self.schedule(self.step)
         metrics: Metrics = {"grad_norm": Mean(norm), "lr": Mean(learning_rate)}
-        if math.isfinite(norm):
-            if self.max_grad_norm is not None and norm > self.max_grad_norm:
-                gradients = [main.grad for main in self.optimizer.get_parameters() if main.grad is not None]
-                if gradients:
-                    torch._foreach_mul_(gradients, self.max_grad_norm / (norm + 1e-6))
+        finite = math.isfinite(norm)
+        if finite:
+            gradients = [main.grad for main in self.optimizer.get_parameters() if main.grad is not None]
+            scale_(gradients, clip_factor(norm, self.max_grad_norm) / scale)
             for group in self.optimizer.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step_with_ready_grads()
         else:
             logger.warning("optimizer step %d: gradient norm is %s; the update is skipped", self.step, norm)
             metrics["skipped_updates"] = Sum(1.0 / self._info.dp_size)
+        if self.loss_scale is not None:
+            metrics["loss_scale"] = Mean(scale)
+            self.loss_scale.adapt(finite)
         self.step += 1
         return metrics
 
@@ -127,11 +140,31 @@ class MegatronTrainStrategy(TrainStrategy, MegatronInferStrategy):
 
     def save(self, path: Path) -> None:
         assert self.masters is not None
-        checkpoint.save(path, self.parameters, self.masters, self.step, self._info)
+        state: dict[str, Any] = {"step": self.step}
+        if self.loss_scale is not None:
+            state["loss_scale"] = self.loss_scale.state()
+        checkpoint.save(path, self.parameters, self.masters, self._info, self.contents, state)
 
     def load(self, path: Path) -> None:
         assert self.masters is not None
-        self.step = checkpoint.load(path, self.parameters, self.masters, self._info)
+        state = checkpoint.load(path, self.parameters, self.masters, self._info, self.contents)
+        self.step = int(state["step"])
+        if self.loss_scale is not None and "loss_scale" in state:
+            self.loss_scale.restore(state["loss_scale"])
+
+    @cached_property
+    def contents(self) -> ModelContents:
+        """What a checkpoint says of the model."""
+        args = self.role.model_args
+        shapes = {name: list(parameter.shape) for name, parameter in self._skeleton.named_parameters()}
+        trained = trained_under(shapes, args.freeze_module_prefix)
+        frozen = [name for name in shapes if name not in trained]
+        return ModelContents(
+            strategy=self.role.strategy_args.strategy_name,
+            trained={name: shape for name, shape in shapes.items() if name in trained},
+            frozen=frozen,
+            base=fingerprint(args.model_name_or_path) if frozen else None,
+        )
 
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
         if kind is StateKind.OTHER_PARAMS and self.masters is not None:

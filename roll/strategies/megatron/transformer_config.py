@@ -76,6 +76,7 @@ def _parallelism(options: MegatronStrategyConfig, sizes: ParallelSizes, dtype: t
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
         # Losses come divided by global denominators: Megatron is to scale neither losses nor gradients.
         "calculate_per_token_loss": True,
         # Every weight is read from a file.

@@ -87,18 +87,58 @@ def whole_state(strategy: DeepSpeedTrainStrategy) -> dict[str, torch.Tensor]:
     """Master weights and moments by parameter, whole, and AdamW's step count."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+    named = dict(strategy.model.language_model.named_parameters())
+    adam, optimizer = strategy.engine.basic_optimizer, strategy.engine.optimizer
+    steps = {float(state["step"]) for state in adam.state.values()}
+    counts = {"steps": torch.tensor(sorted(steps)), "step": torch.tensor(float(strategy.step))}
+    if strategy.plan.stage == 0:
+        masters = {id(parameter): parameter for parameter in named.values()}
+        if optimizer is not adam:
+            pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+            masters = {id(p): master for group, copies in pairs for p, master in zip(group, copies, strict=True)}
+        whole = {}
+        for name, parameter in named.items():
+            master = masters[id(parameter)]
+            whole[name] = master.detach().clone()
+            whole |= {f"{name}.{moment}": adam.state[master][moment].clone() for moment in ("exp_avg", "exp_avg_sq")}
+        return whole | counts
     if strategy.plan.stage < 3:
-        optimizer = strategy.engine.optimizer
         # DeepSpeed links parameters to their moments when the first of its groups has stepped, and then never again.
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
     state: dict[str, torch.Tensor] = {}
-    for name, parameter in strategy.model.language_model.named_parameters():
+    for name, parameter in named.items():
         state[name] = safe_get_full_fp32_param(parameter).clone()
         for moment in ("exp_avg", "exp_avg_sq"):
             state[f"{name}.{moment}"] = safe_get_full_optimizer_state(parameter, moment).clone()
-    steps = {float(state["step"]) for state in strategy.engine.basic_optimizer.state.values()}
-    return state | {"steps": torch.tensor(sorted(steps)), "step": torch.tensor(float(strategy.step))}
+    return state | counts
+
+
+def between_stages(roles: dict[str, WorkerConfig], batch: TensorBatch, path: Path) -> dict[tuple[str, str], Any]:
+    """Two steps and a checkpoint under each role, loaded under every role: states and weights by writer and reader;
+    the writer's own under its name twice, before it is saved."""
+    results: dict[tuple[str, str], Any] = {}
+    for name, role in roles.items():
+        strategy = started(role)
+        for _ in range(2):
+            strategy.train_step(batch, policy_loss, POLICY)
+        results[name, name] = {"state": whole_state(strategy), "weights": weights_of(strategy)}
+        strategy.save(path / name)
+    for reader, role in roles.items():
+        for writer in roles:
+            if writer != reader:
+                strategy = started(role)
+                strategy.load(path / writer)
+                results[writer, reader] = {"state": whole_state(strategy), "weights": weights_of(strategy)}
+                metrics = to_floats(strategy.train_step(batch, policy_loss, POLICY))
+                assert 0 < metrics["grad_norm"] < 1e3 and strategy.step == 3
+    return results
+
+
+def started(role: WorkerConfig) -> DeepSpeedTrainStrategy:
+    strategy = DeepSpeedTrainStrategy(role, max_grad_norm=1.0)
+    strategy.initialize(num_training_steps=10)
+    return strategy
 
 
 def train_save_and_show(role: WorkerConfig, batch: TensorBatch, path: Path, after: TensorBatch) -> dict[str, Any]:

@@ -82,12 +82,18 @@ def test_another_number_of_ranks_continues(
         assert float(error) <= relative * float(wanted.float().abs().max()), key
 
 
-def test_another_stage_is_refused(run_ranks: RunRanks, tied_model: Path, tmp_path: Path) -> None:
-    role = make_role(tied_model, "deepspeed_train", config=zero(2), **OPTIONS)
-    run_ranks(2, cases.train_and_save, role, split_rows(make_batch(), (6, 6)), tmp_path, 1)
-    other = make_role(tied_model, "deepspeed_train", config=zero(1), **OPTIONS)
-    with pytest.raises(AssertionError, match=r"written under ZeRO-2, this role has ZeRO-1"):
-        run_ranks(2, cases.load_and_train, other, split_rows(make_batch(), (6, 6)), tmp_path, 1)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_every_stage_continues_every_other(run_ranks: RunRanks, tied_model: Path, tmp_path: Path, dtype: str) -> None:
+    """Float32 weights and moments, and the weights that go to engines, to the last bit."""
+    names = [f"zero{stage}" for stage in range(4)]
+    roles = {name: make_role(tied_model, "deepspeed_train", dtype=dtype, config=CONFIGS[name]) for name in names}
+    results = run_ranks(2, cases.between_stages, roles, split_rows(make_batch(), (7, 5)), tmp_path)
+    for rank in results:
+        assert len(rank) == len(names) ** 2
+        for (writer, reader), loaded in rank.items():
+            for kind, wanted in rank[writer, writer].items():
+                assert loaded[kind].keys() == wanted.keys() and (wanted or rank is not results[0])
+                assert all(torch.equal(loaded[kind][key], wanted[key]) for key in wanted), (writer, reader, kind)
 
 
 def test_a_folder_without_checkpoint_is_named(run_ranks: RunRanks, tied_model: Path, tmp_path: Path) -> None:

@@ -1,0 +1,155 @@
+"""A checkpoint of which another configuration would leave something behind is refused, and says what and why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.checkpoint.contents import (
+    FORMAT,
+    STATE_NAME,
+    CheckpointMismatchError,
+    ModelContents,
+    check_contents,
+    read_contents,
+    read_trainer_state,
+)
+from roll.checkpoint.manifest import write_manifest
+from roll.config.errors import ConfigError
+from roll.preflight import check_resumption
+from tests.config.good import GOOD_SFT, changed, load
+
+BODY, HEAD = "model.layers.0.mlp.weight", "lm_head.weight"
+DOWN, UP = "model.q_proj.lora_A.default.weight", "model.q_proj.lora_B.default.weight"
+BASE = "model.q_proj.base_layer.weight"
+PLAIN = ModelContents("fsdp2_train", {BODY: [8, 4], HEAD: [16, 4]})
+FROZEN = ModelContents("fsdp2_train", {HEAD: [16, 4]}, [BODY], base="aa")
+ADAPTED = ModelContents(
+    "fsdp2_train", {DOWN: [4, 8], UP: [8, 4]}, [BASE, BODY, HEAD], scalings={"model.q_proj.weight": 2.0}, base="aa"
+)
+
+
+def adapted(**changes: Any) -> ModelContents:
+    return ModelContents(**{**ADAPTED.as_json(), **changes})
+
+
+@pytest.mark.parametrize(
+    ("written", "present", "words"),
+    [
+        (PLAIN, FROZEN, rf"trained weights of {BODY}, which model_args.freeze_module_prefix freezes"),
+        (FROZEN, PLAIN, rf"{BODY} were frozen \(model_args.freeze_module_prefix\)"),
+        (ADAPTED, PLAIN, r"trained weights of .*lora_A.*lora_target"),
+        (PLAIN, ADAPTED, r"trained weights of .*holds nothing of .*lora_A.*lora_target"),
+        (ADAPTED, adapted(trained={DOWN: [2, 8], UP: [8, 2]}), r"\[4, 8\] there and \[2, 8\] here \(model_args.lora_rank"),
+        (ADAPTED, adapted(scalings={"model.q_proj.weight": 4.0}), r"scaled by 2 there and by 4 here \(model_args.lora_alpha"),
+        (ADAPTED, adapted(base="bb"), r"frozen parameters were those of another model folder \(pretrain"),
+        (PLAIN, ModelContents("fsdp2_train", {BODY: [9, 4], HEAD: [16, 4]}), r"\[8, 4\] there and \[9, 4\] here \(pretrain"),
+        (PLAIN, ModelContents("fsdp2_train", {BODY: [8, 4], "score.weight": [1, 4]}), "lm_head.weight.*another model, head"),
+        (FROZEN, ModelContents("fsdp2_train", {HEAD: [16, 4]}, ["model.other"]), "other layers: .*model.other"),
+        (PLAIN, ModelContents("deepspeed_train", PLAIN.trained), "written by fsdp2_train.*go on with fsdp2_train or fsdp_train"),
+    ],
+)  # fmt: skip
+def test_what_would_be_left_behind_is_named(written: ModelContents, present: ModelContents, words: str) -> None:
+    with pytest.raises(CheckpointMismatchError, match=words):
+        check_contents(written, present, Path("checkpoint-1/actor_train"))
+
+
+def test_the_same_goes_on() -> None:
+    for contents in (PLAIN, FROZEN, ADAPTED):
+        again = ModelContents(**json.loads(json.dumps(contents.as_json())))
+        check_contents(again, contents, Path())
+    check_contents(PLAIN, ModelContents("fsdp_train", PLAIN.trained), Path())
+    check_contents(FROZEN, ModelContents("fsdp2_train", FROZEN.trained, FROZEN.frozen, base=None), Path())
+
+
+def write_checkpoint(root: Path, roles: dict[str, ModelContents], step: int = 3, ahead: bool = False) -> Path:
+    """A checkpoint as far as anything but tensors goes."""
+    folder = root / f"checkpoint-{step}"
+    for role, contents in roles.items():
+        (folder / role).mkdir(parents=True)
+        state = {"format": FORMAT, "world_size": 2, "step": step, "model": contents.as_json()}
+        (folder / role / STATE_NAME).write_text(json.dumps(state))
+    (folder / "pipeline").mkdir(parents=True)
+    rollout = {"ahead": {"unfinished": [], "complete": [{"order": 1}]}} if ahead else {}
+    (folder / "pipeline/state.json").write_text(json.dumps({"rollout": rollout}))
+    write_manifest(folder, step)
+    return folder
+
+
+ASYNC = {"async_generation_ratio": 1, "actor_train.device_mapping": [0], "actor_infer.device_mapping": [1]}
+REFUSALS: list[tuple[dict[str, ModelContents], dict[str, Any], str, str]] = [
+    ({"actor_train": ModelContents("megatron_train", PLAIN.trained)}, {}, "actor_train.strategy_args.strategy_name",
+     "written by megatron_train, which megatron_train can go on from"),
+    ({"actor_train": PLAIN}, {"actor_train.model_args.freeze_module_prefix": "model"},
+     "actor_train.model_args.freeze_module_prefix", f"trained weights of {BODY}"),
+    ({"actor_train": FROZEN}, {}, "actor_train.model_args.freeze_module_prefix", f"{BODY} were frozen"),
+    ({"actor_train": ADAPTED}, {}, "actor_train.model_args.lora_target", "holds adapters, and this role has none"),
+    ({"actor_train": PLAIN}, {"actor_train.model_args.lora_target": "q_proj"}, "actor_train.model_args.lora_target",
+     "holds a model without adapters"),
+    ({"actor_train": ADAPTED}, {"actor_train.model_args.lora_target": "q_proj", "actor_train.model_args.lora_rank": 8},
+     "actor_train.model_args.lora_rank", "adapters of rank 4"),
+    ({"actor_train": ADAPTED},
+     {"actor_train.model_args.lora_target": "q_proj", "actor_train.model_args.lora_rank": 4,
+      "actor_train.model_args.lora_alpha": 16}, "actor_train.model_args.lora_alpha", "alpha is 8, here 16"),
+    ({"actor_train": PLAIN, "critic": PLAIN}, {}, "resume_from_checkpoint", "a trained critic, which this run has not"),
+    ({"sft_train": PLAIN}, {}, "resume_from_checkpoint", "holds nothing of actor_train; it holds sft_train"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("roles", "changes", "key", "words"), REFUSALS)
+@pytest.mark.parametrize("by_path", [False, True])
+def test_roll_check_refuses_before_anything_starts(
+    tmp_path: Path, roles: dict[str, ModelContents], changes: dict[str, Any], key: str, words: str, by_path: bool
+) -> None:
+    checkpoint = write_checkpoint(tmp_path / "out/checkpoints", roles)
+    resume = {"resume_from_checkpoint": str(checkpoint) if by_path else True, "output_dir": str(tmp_path / "out")}
+    loaded = load(tmp_path, changed(changes | resume))
+    with pytest.raises(ConfigError) as caught:
+        check_resumption(loaded)
+    (problem, *_) = [problem for problem in caught.value.problems if problem.key == key]
+    assert words in str(problem) and "start a new run" in str(problem)
+
+
+def test_what_goes_on_is_not_refused(tmp_path: Path) -> None:
+    output = {"output_dir": str(tmp_path / "out")}
+    check_resumption(load(tmp_path, changed(output | {"resume_from_checkpoint": True})))
+    write_checkpoint(tmp_path / "out/checkpoints", {"actor_train": ADAPTED}, step=2)
+    write_checkpoint(tmp_path / "out/checkpoints", {"actor_train": PLAIN}, ahead=True)
+    check_resumption(load(tmp_path, changed(output)))
+    check_resumption(load(tmp_path, changed(output | ASYNC | {"resume_from_checkpoint": True})))
+    with pytest.raises(ConfigError, match=r"async_generation_ratio.*generated ahead"):
+        check_resumption(load(tmp_path, changed(output | {"resume_from_checkpoint": True})))
+    (tmp_path / "out/checkpoints/checkpoint-3/actor_train" / STATE_NAME).write_text("torn")
+    lora = {"actor_train.model_args.lora_target": "q_proj", "actor_train.model_args.lora_rank": 4}
+    check_resumption(load(tmp_path, changed(output | lora | {"resume_from_checkpoint": True})))
+    write_checkpoint(tmp_path / "sft/checkpoints", {"sft_train": PLAIN})
+    sft = {"output_dir": str(tmp_path / "sft"), "resume_from_checkpoint": True}
+    check_resumption(load(tmp_path, changed(sft, GOOD_SFT)))
+
+
+def test_a_path_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
+    for path, words in ((tmp_path / "gone", "is not a folder"), (tmp_path, "holds no whole checkpoint")):
+        with pytest.raises(ConfigError, match=f"resume_from_checkpoint.*{words}"):
+            check_resumption(load(tmp_path, changed({"resume_from_checkpoint": str(path)})))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"step": 1}', "format 1 is not the one known here"),
+        ("[]", "format None"),
+        ("\x80", "not readable"),
+        (json.dumps({"format": FORMAT}), "no description of the model"),
+        (
+            json.dumps({"format": FORMAT, "model": {"strategy": "fsdp2_train", "more": 1}}),
+            "no description of the model",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / STATE_NAME).write_text(text, encoding="latin-1")
+    with pytest.raises(CheckpointMismatchError, match=words):
+        read_contents(read_trainer_state(tmp_path), tmp_path)

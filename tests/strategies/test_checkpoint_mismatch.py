@@ -1,0 +1,105 @@
+"""A strategy does not load a checkpoint of which its model would leave something behind."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from roll.checkpoint.contents import CheckpointMismatchError
+from roll.config.roles import WorkerConfig
+from roll.strategies.base import ModelHead
+from roll.strategies.factory import create_strategy
+from tests.strategies.samples import TensorBatch, make_batch, make_role, policy_loss
+from tests.strategies.sharded_cases import POLICY, weights_of
+
+RunRanks = Callable[..., list[Any]]
+ADAPTERS = {"lora_target": ["q_proj", "v_proj"], "lora_rank": 4, "lora_alpha": 8}
+ROLES: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "frozen": {"freeze_module_prefix": "model.embed_tokens,model.layers.0"},
+    "adapters": ADAPTERS,
+    "fewer adapters": ADAPTERS | {"lora_target": ["q_proj"]},
+    "rank": ADAPTERS | {"lora_rank": 2},
+    "alpha": ADAPTERS | {"lora_alpha": 16},
+}
+REFUSED = [  # written, loaded, words
+    ("whole", "frozen", r"trained weights of model.embed_tokens.weight, .* which model_args.freeze_module_prefix freezes"),
+    ("frozen", "whole", r"were frozen \(model_args.freeze_module_prefix\) and are trained here"),
+    ("whole", "adapters", r"this run does not train"),
+    ("adapters", "whole", r"lora_A.default.weight.* which this run does not train \(model_args.lora_target"),
+    ("adapters", "fewer adapters", r"v_proj.lora_A.default.weight.* which this run does not train \(model_args.lora_target"),
+    ("fewer adapters", "adapters", r"holds nothing of .*v_proj.lora_A"),
+    ("adapters", "rank", r"\(model_args.lora_rank\)"),
+    ("adapters", "alpha", r"scaled by 2 there and by 4 here"),
+    ("whole", "critic", r"lm_head.weight, which this run does not train"),
+    ("frozen", "frozen in another model", r"another model folder \(pretrain"),
+    ("adapters", "adapters in another model", r"another model folder \(pretrain"),
+]  # fmt: skip
+
+
+def cross(roles: dict[str, WorkerConfig], batch: TensorBatch, folder: Path) -> dict[tuple[str, str], str]:
+    """What loading under each role says of what others wrote, by writer and reader; empty where it goes on."""
+    writers = {writer for writer, *_ in REFUSED} & roles.keys()
+    for name in writers:
+        strategy = started(name, roles[name])
+        strategy.train_step(batch, policy_loss, POLICY)
+        strategy.save(folder / name)
+        strategy.saved()
+    said = {}
+    for name, role in roles.items():
+        strategy = started(name, role)
+        before = weights_of(strategy)
+        for writer in writers - {name}:
+            try:
+                strategy.load(folder / writer)
+                said[writer, name] = ""
+            except CheckpointMismatchError as error:
+                said[writer, name] = str(error)
+        now = weights_of(strategy)
+        assert all(torch.equal(now[key], before[key]) for key in before), "nothing was loaded"
+    return said
+
+
+def started(name: str, role: WorkerConfig) -> Any:
+    if parallel_state := sys.modules.get("megatron.core.parallel_state"):
+        parallel_state.destroy_model_parallel()  # a process has one such strategy at a time
+    strategy = create_strategy(role, ModelHead.VALUE if name == "critic" else ModelHead.CAUSAL_LM)
+    strategy.initialize(num_training_steps=10)
+    return strategy
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2_train", "fsdp_train", "deepspeed_train", "megatron_train"])
+def test_nothing_of_a_checkpoint_is_dropped(
+    run_ranks: RunRanks, untied_model: Path, tmp_path: Path, strategy: str
+) -> None:
+    pytest.importorskip({"deepspeed_train": "deepspeed", "megatron_train": "megatron.core"}.get(strategy, "peft"))
+    other = another(untied_model, tmp_path / "model")
+    has_adapters = strategy != "megatron_train"
+    kinds = {name: args for name, args in ROLES.items() if has_adapters or "lora_target" not in args}
+    roles = {name: make_role(untied_model, strategy, model_args=args) for name, args in kinds.items()}
+    roles["critic"] = make_role(untied_model, strategy)
+    for name in {"frozen", "adapters"} & kinds.keys():
+        roles[f"{name} in another model"] = make_role(other, strategy, model_args=kinds[name])
+    (said,) = run_ranks(1, cross, roles, make_batch(), tmp_path / "saved")
+    assert all(said.values()), "each of these roles differs from each other"
+    matching = [case for case in REFUSED if case[0] in kinds and case[1] in roles]
+    assert len(matching) == (len(REFUSED) if has_adapters else 4)
+    for writer, reader, words in matching:
+        assert re.search(words, said[writer, reader]), said[writer, reader]
+
+
+def another(model: Path, folder: Path) -> Path:
+    """A model like ``model`` in which one number is another."""
+    from transformers import Qwen2ForCausalLM
+
+    changed = Qwen2ForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        changed.model.layers[0].mlp.up_proj.weight[0, 0] += 1
+    changed.save_pretrained(folder)
+    return folder
