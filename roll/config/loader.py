@@ -18,6 +18,7 @@ from roll.config.compose import Composed, compose_file
 from roll.config.errors import ConfigError, Notice, Problem, Problems
 from roll.config.plan import Plan
 from roll.config.planning import plan_rlvr, plan_sft
+from roll.config.recipes import recipes_root
 from roll.config.rlvr import RLVRConfig
 from roll.config.schema import SchemaReader, build, closest, known_keys
 from roll.config.sft import SFTConfig
@@ -173,7 +174,7 @@ def find_file(config_path: Path, config_name: str | None) -> Path:
     Raises:
         ConfigError: there is none; the message lists where it was looked for, and what is there.
     """
-    roots = [Path(), Path("examples"), Path(__file__).resolve().parents[2] / "examples"]
+    roots = [Path(), Path("examples"), recipes_root() / "examples"]
     names = [config_path] if config_name is None else [config_path / config_name]
     candidates = [root / name for root in roots for name in names]
     for candidate in candidates:

@@ -42,7 +42,7 @@ class SwanLabTracker(Tracker):
         try:
             import swanlab
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError("track_with: swanlab is not installed; pip install 'roll[swanlab]'") from error
+            raise ModuleNotFoundError("track_with: swanlab is not installed; pip install 'roll-rl[swanlab]'") from error
         mode = mode or os.environ.get("SWANLAB_MODE", "online")
         # Asked for here and not by swanlab.init, which would wait at a prompt where there is a terminal.
         if mode == "online" and not os.environ.get("SWANLAB_API_KEY"):

@@ -44,7 +44,7 @@ class WandbTracker(Tracker):
         try:
             import wandb
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError("track_with: wandb is not installed; pip install 'roll[wandb]'") from error
+            raise ModuleNotFoundError("track_with: wandb is not installed; pip install 'roll-rl[wandb]'") from error
         mode = mode or os.environ.get("WANDB_MODE", "online")
         # Asked for here and not by wandb.init, which would wait at a prompt where there is a terminal.
         if mode == "online" and not wandb.login(prompt=False):

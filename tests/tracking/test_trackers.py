@@ -227,7 +227,7 @@ def test_online_tracker_says_what_is_missing(tmp_path: Path, name: str, monkeypa
     with pytest.raises((ModuleNotFoundError, ValueError)) as raised:
         build(tmp_path, name)
     if isinstance(raised.value, ModuleNotFoundError):
-        assert str(raised.value) == f"track_with: {name} is not installed; pip install 'roll[{name}]'"
+        assert str(raised.value) == f"track_with: {name} is not installed; pip install 'roll-rl[{name}]'"
     else:
         assert f"{name.upper()}_API_KEY" in str(raised.value)
 
