@@ -15,7 +15,7 @@ PACKAGES = {
     "sglang": ("sglang", "on GPUs pip install 'roll-rl[sglang]'; see docs/sglang.md"),
     "vllm": (
         "vllm",
-        "on GPUs pip install 'roll-rl[vllm]', on a CPU make install-vllm in a clone; see docs/installation.md",
+        "on GPUs pip install 'roll-rl[vllm]', on a CPU make install-vllm; see docs/installation.md",
     ),
 }
 """By the first word of a strategy's name: the module it needs, and how that is installed."""

@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+TOTALS = frozenset({"time/step_total", "time/val_step_total"})
+"""Durations that include phases counted by themselves, or run concurrently with them: no phase of the step."""
+
 PeakMemory = Callable[[], Mapping[str, float]]
 """Peak bytes since the last call, by a name such as a role's; a call starts a new measurement."""
 

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from roll.tracking.logs import STEP_LOGGER
+from roll.tracking.phases import TOTALS
 
 logger = logging.getLogger(STEP_LOGGER)
 
@@ -117,7 +118,7 @@ class ProgressReporter:
         phases = [
             f"{phase_label(name)} {seconds:.2f}s"
             for name, seconds in metrics.items()
-            if name.startswith("time/") and name.count("/") == 1 and name != "time/step_total"
+            if name.startswith("time/") and name.count("/") == 1 and name not in TOTALS
         ]
         if phases:
             parts.append(f"({', '.join(phases)})")

@@ -12,6 +12,8 @@ from rich.text import Text
 
 from roll.tracking.progress import format_seconds
 
+INTERVAL_ENDS = ("_low", "_high")
+
 
 @dataclass(frozen=True)
 class RunSummary:
@@ -47,16 +49,31 @@ class RunSummary:
         return f"{self.title}: {self.steps} steps in {format_seconds(self.seconds)}"
 
     def table(self) -> Table:
-        """Every metric that ``before`` or ``after`` has, with the change."""
+        """Every metric that ``before`` or ``after`` has, with its interval of 95% where there is one, and the change.
+
+        ``pass@1``, ``maj@1`` and ``best@1`` are left out where the accuracy says the same.
+        """
         table = Table(title=Text(self.heading()), title_justify="left")
         for column in ("validation", "before", "after", "change"):
             table.add_column(column, justify="left" if column == "validation" else "right")
         for name in dict.fromkeys((*self.before, *self.after)):
+            if name.endswith(INTERVAL_ENDS) or self._repeats_accuracy(name):
+                continue
             before, after = self.before.get(name), self.after.get(name)
             change = f"{after - before:+.3f}" if before is not None and after is not None else ""
-            table.add_row(name, _number(before), _number(after), change)
+            table.add_row(name, _number(self.before, name), _number(self.after, name), change)
         return table
 
+    def _repeats_accuracy(self, name: str) -> bool:
+        accuracy = f"{name.rpartition('/')[0]}/accuracy"
+        return name.endswith("@1") and all(
+            values.get(name) == values.get(accuracy) for values in (self.before, self.after) if name in values
+        )
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
+
+def _number(values: Mapping[str, float], name: str) -> str:
+    if name not in values:
+        return ""
+    ends = [values.get(name + end) for end in INTERVAL_ENDS]
+    interval = "" if None in ends else f" [{ends[0]:.3f}, {ends[1]:.3f}]"
+    return f"{values[name]:.3f}{interval}"
