@@ -32,8 +32,8 @@ from roll.tracking import (
     build_trackers,
     setup_logging,
 )
+from roll.tracking.console import INTERVAL_ENDS
 from roll.tracking.plots import RLVR_PANELS, SFT_PANELS, plot_run
-from roll.tracking.summary import INTERVAL_ENDS
 
 logger = logging.getLogger(__name__)
 

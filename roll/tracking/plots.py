@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll.tracking.jsonl import read_metrics
-from roll.tracking.phases import TOTALS
-from roll.tracking.progress import phase_label
+from roll.tracking.console import TOTALS, phase_label
+from roll.tracking.trackers import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from roll.tracking import LOG_NAME, SFT_HEADLINES, ProgressReporter, RunSummary, setup_logging
-from roll.tracking.progress import format_seconds
+from roll.tracking.console import format_seconds
 
 METRICS = {
     "critic/score/mean": 0.4123,
