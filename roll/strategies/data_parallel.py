@@ -19,12 +19,11 @@ from torch.distributed import ProcessGroup
 from roll.config.lora import uses_lora
 from roll.config.micro_batching import MicroBatching, micro_batching
 from roll.config.roles import WorkerConfig
-from roll.models.attention import check_context_size, use_layout_attention
+from roll.models.attention import check_context_size, sum_of_parts, use_layout_attention
 from roll.models.build import build_model, has_tied_embeddings
-from roll.models.context_parallel import sum_of_parts
 from roll.models.layouts import TokenLayout, padded
+from roll.models.log_probs import ResponseModel
 from roll.models.lora import Adapters, MergedWeight, add_adapters
-from roll.models.response_model import ResponseModel
 from roll.platforms import current_platform
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import (
