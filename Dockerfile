@@ -23,7 +23,7 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     python3 -m venv /opt/venv \
     && pip install --quiet --no-cache-dir ${TORCH} \
     && pip install --quiet --no-cache-dir -c constraints/cpu.txt ".${EXTRAS}" \
-    && pip uninstall --quiet --yes roll
+    && pip uninstall --quiet --yes roll-rl
 
 COPY --chown=roll:roll . .
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \

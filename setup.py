@@ -1,10 +1,36 @@
 """Packaging of `roll`: the base install runs the whole CPU pipeline, everything that needs more is an extra."""
 
+import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
+
+
+def version() -> str:
+    """`__version__` of the package, read without importing it."""
+    source = ROOT / "roll" / "__init__.py"
+    # The Dockerfile installs the dependencies before it copies the code.
+    found = re.search(r'__version__ = "(.+)"', source.read_text(encoding="utf-8")) if source.is_file() else None
+    return found[1] if found else "0"
+
+
+class BuildWithRecipes(build_py):
+    """Puts `examples` and `configs` into the wheel as `roll/shipped`: recipes and presets work outside a clone."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        ignored = shutil.ignore_patterns("__pycache__", "artifacts", "output")
+        for name in ("examples", "configs"):
+            if (ROOT / name).is_dir():
+                target = Path(self.build_lib) / "roll" / "shipped" / name
+                shutil.copytree(ROOT / name, target, ignore=ignored, dirs_exist_ok=True)
+
 
 BASE = [
     "torch>=2.13",
@@ -13,7 +39,12 @@ BASE = [
     "hydra-core>=1.3.2",
     "omegaconf>=2.3",
     "dacite>=1.9",
+    "PyYAML>=6.0",
     "numpy>=2.0",
+    "packaging>=24",
+    "regex>=2024.5",
+    "huggingface_hub>=1.0",
+    "shtab>=1.7",
     "safetensors>=0.6",
     "xxhash>=3.5",
     "datasets>=5.0",
@@ -64,13 +95,15 @@ EXTRAS = {
 }
 
 setup(
-    name="roll",
-    version="0.1.0",
+    # `roll` belongs to another project on the package index; the import keeps the name.
+    name="roll-rl",
+    version=version(),
     description="Reinforcement-learning post-training of language models, driven by YAML",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
+    cmdclass={"build_py": BuildWithRecipes},
     packages=find_packages(include=["roll", "roll.*"]),
     package_data={"roll": ["py.typed", "**/*.yaml", "**/*.json", "**/*.jinja"]},
     python_requires=">=3.11",

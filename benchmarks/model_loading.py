@@ -34,7 +34,7 @@ class WholeLoading(Fsdp2TrainStrategy):
     """Every rank loads the whole model before it is sharded."""
 
     def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
-        self._unread = None
+        self._meta = None
         return build_model(self.role.model_args, self.head.value, storage_dtype)
 
 

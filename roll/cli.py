@@ -1,4 +1,5 @@
-"""The command line: ``roll run | check | plan | serve | prepare-data | inspect-data | translate``.
+"""The command line: ``roll run | check | plan | serve | prepare-data | inspect-data | translate | explain | schema |
+init | completion``.
 
 Heavy packages are imported by the command that needs them, so that ``roll check`` answers at once.
 """
@@ -7,14 +8,17 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from roll import __version__
 from roll.config.cli_args import parse_launcher_args
 from roll.config.errors import ConfigError, Problem
 from roll.config.loader import PIPELINES, LoadedConfig, load_config
@@ -43,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = [word for word in rest if word.startswith("-")]
     if unknown:
         parser.error(f"unknown flag {unknown[0]}; overrides are written key=value")
-    arguments.overrides += rest
+    if rest and not hasattr(arguments, "overrides"):
+        parser.error(f"{arguments.command} takes no argument {rest[0]}")
+    if rest:
+        arguments.overrides += rest
     try:
         if arguments.command == "run":
             loaded: LoadedConfig[Any] = load_config(None, arguments.config, None, arguments.overrides)
@@ -51,7 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_resumption(loaded)
             require_packages(loaded)
             return run(loaded)
-        other = {"inspect-data": inspect_data, "serve": serve}
+        other = {
+            "inspect-data": inspect_data,
+            "serve": serve,
+            "explain": explain_key,
+            "schema": print_schema,
+            "init": init,
+            "completion": print_completion,
+        }
         return other.get(arguments.command, check)(arguments)
     except ConfigError as error:
         return refuse(error)
@@ -163,6 +177,45 @@ def inspect_data(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def explain_key(arguments: argparse.Namespace) -> int:
+    """Type, default and meaning of a key in every section that has it."""
+    from roll.config.explain import explain
+
+    console = Console(emoji=False)
+    for found in explain(arguments.key):
+        console.print(f"{found.key}  in {found.section}", style="bold", markup=False, highlight=False, soft_wrap=True)
+        default = f", default {found.default}" if found.default else ""
+        console.print(f"  {found.type}{default}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"  {found.text.replace('`', '')}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def print_schema(arguments: argparse.Namespace) -> int:
+    """The JSON schema of a pipeline's file, for editors."""
+    from roll.config.explain import json_schema
+
+    schema = json_schema(PIPELINES[arguments.pipeline], f"roll: {arguments.pipeline} pipeline")
+    sys.stdout.write(json.dumps(schema, indent=1) + "\n")
+    return 0
+
+
+def init(arguments: argparse.Namespace) -> int:
+    """Copy the recipes and presets into a folder."""
+    from roll.config.recipes import copy_recipes
+
+    for folder in copy_recipes(Path(arguments.folder)):
+        Console(emoji=False).print(f"wrote {folder}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def print_completion(arguments: argparse.Namespace) -> int:
+    """The completion script of a shell."""
+    import shtab
+
+    sys.stdout.write(shtab.complete(build_parser(), arguments.shell) + "\n")
+    return 0
+
+
 def refuse(error: ConfigError) -> int:
     show_error(error)
     return EXIT_CONFIG
@@ -194,6 +247,7 @@ def translate(argv: Sequence[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="roll", description="Train language models by reinforcement.")
+    parser.add_argument("--version", action="version", version=f"roll {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     add_config_command(commands, "run", "run the pipeline of a configuration")
     for name, text in (("check", "check a configuration and print its plan"), ("plan", "the same as check")):
@@ -214,12 +268,21 @@ def build_parser() -> argparse.ArgumentParser:
     prepare = f"turn published files into this project's columns: {', '.join(DATA_SETS)}"
     commands.add_parser("prepare-data", help=prepare, add_help=False)
     commands.add_parser("translate", help="turn keys of SkyRL or verl into this project's", add_help=False)
+    explained = commands.add_parser("explain", help="say what a key does, its type and its default")
+    explained.add_argument("key", help="a key, also with its section: learning_rate, training_args.learning_rate")
+    schema = commands.add_parser("schema", help="print the JSON schema of a configuration, for editors")
+    schema.add_argument("pipeline", nargs="?", default="rlvr", choices=tuple(PIPELINES), help="(default: %(default)s)")
+    copied = commands.add_parser("init", help="copy the recipes (examples/) and presets (configs/) into a folder")
+    copied.add_argument("folder", nargs="?", default=".", help="where to (default: the working directory)")
+    completion = commands.add_parser("completion", help="print a completion script for a shell")
+    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
     return parser
 
 
 def add_config_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    command.add_argument("config", help="YAML file, also relative to examples/")
+    config = command.add_argument("config", help="YAML file, also relative to examples/")
+    config.complete = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}  # type: ignore[attr-defined]
     command.add_argument("overrides", nargs="*", metavar="key=value", help="changes: key=value, +new.key=value, '~key'")
     return command
 

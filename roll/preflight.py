@@ -61,7 +61,7 @@ def check_parts(loaded: LoadedConfig[Any]) -> None:
     check_rewards(loaded)
     check_own_functions(loaded)
     check_transport(loaded)
-    from roll.tracking.build import tracker_options
+    from roll.tracking.trackers import tracker_options
 
     kwargs = loaded.config.tracker_kwargs
     try:

@@ -19,7 +19,7 @@ from roll.config.judges import section_of
 from roll.config.lora import check_lora
 from roll.config.megatron import check_megatron
 from roll.config.micro_batching import check_micro_batching
-from roll.config.names import TEMPLATE_ENDINGS, UNPUBLISHED_TRACKERS
+from roll.config.names import DECAY_TYPES, LR_SCHEDULER_OPTIONS, TEMPLATE_ENDINGS, UNPUBLISHED_TRACKERS
 from roll.config.planning import (
     devices_per_worker,
     lengths,
@@ -252,7 +252,17 @@ def check_resume(config: RLVRConfig | SFTConfig, checks: Checks) -> None:
 
 
 def check_schedule(name: str, role: WorkerConfig, total_steps: int | None, checks: Checks) -> None:
-    """Warm-up within the run."""
+    """Warm-up within the run, and options that the schedule has."""
+    kind, options = role.training_args.lr_scheduler_type, role.training_args.lr_scheduler_kwargs
+    known = LR_SCHEDULER_OPTIONS.get(kind, tuple(options))
+    for option, value in options.items():
+        path = f"{name}.training_args.lr_scheduler_kwargs.{option}"
+        if option not in known:
+            checks.add(path, value, f"{kind} has no such option; it has {', '.join(known) or 'none'}")
+        elif option == "decay_type" and value not in DECAY_TYPES:
+            checks.add(path, value, f"must be one of {', '.join(DECAY_TYPES)}", DECAY_TYPES[0])
+        elif option != "decay_type" and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+            checks.add(path, value, "must be a number of at least 0", 0.5)
     warmup, key = role.training_args.warmup_steps, f"{name}.training_args.warmup_steps"
     total = role.training_args.max_steps or total_steps
     if total is not None and warmup >= total > 0:

@@ -19,6 +19,7 @@ from roll.config.errors import ConfigError, Notice, Problem, Problems
 from roll.config.masking import register_secrets
 from roll.config.plan import Plan
 from roll.config.planning import plan_rlvr, plan_sft
+from roll.config.recipes import recipes_root
 from roll.config.rlvr import RLVRConfig
 from roll.config.schema import SchemaReader, build, closest, known_keys
 from roll.config.sft import SFTConfig
@@ -188,7 +189,7 @@ def find_file(config_path: Path, config_name: str | None) -> Path:
     Raises:
         ConfigError: there is none; the message lists where it was looked for, and what is there.
     """
-    roots = [Path(), Path("examples"), Path(__file__).resolve().parents[2] / "examples"]
+    roots = [Path(), Path("examples"), recipes_root() / "examples"]
     names = [config_path] if config_name is None else [config_path / config_name]
     candidates = [root / name for root in roots for name in names]
     for candidate in candidates:

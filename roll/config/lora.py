@@ -65,7 +65,7 @@ def check_lora(name: str, role: WorkerConfig, trains: bool, in_rl: bool, checks:
         checks.problems.not_available(key, value, f"LoRA under {strategy}", "~")
         return
     if checks.check_files and find_spec("peft") is None:
-        checks.add(key, value, "needs peft, an optional package: pip install 'roll[peft]'")
+        checks.add(key, value, "needs peft, an optional package: pip install 'roll-rl[peft]'")
     if args.freeze_module_prefix:
         rule = "goes with full training: under LoRA the whole base is frozen; leave one of them out"
         checks.add(f"{path}.freeze_module_prefix", args.freeze_module_prefix, rule, "~")

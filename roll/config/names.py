@@ -73,7 +73,21 @@ CORRECTION_PRESETS = (
     "opsm",
     "decoupled",
 )
-LR_SCHEDULERS = ("linear", "cosine", "constant")
+LR_SCHEDULER_OPTIONS: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "cosine": ("num_cycles",),
+    "constant": (),
+    "constant_with_warmup": (),
+    "cosine_with_restarts": ("num_cycles",),
+    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
+    "polynomial": ("lr_end", "power"),
+    "inverse_sqrt": ("timescale",),
+    "warmup_stable_decay": ("num_decay_steps", "num_stable_steps", "decay_type", "min_lr_ratio", "num_cycles"),
+}
+"""Hugging Face's schedules that are a function of the step alone, each with its ``lr_scheduler_kwargs``."""
+DECAY_TYPES = ("cosine", "linear", "1-sqrt")
+"""Of ``warmup_stable_decay``."""
+LR_SCHEDULERS = tuple(LR_SCHEDULER_OPTIONS)
 ATTENTION = ("sdpa", "eager", "fa2", "flash_attention_2", "auto")
 TRACKERS = ("tensorboard", "stdout", "jsonl", "wandb", "swanlab", "ml_tracker")
 PLANNED_TRACKERS = ("trackio",)

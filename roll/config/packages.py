@@ -10,10 +10,13 @@ from roll.config.loader import LoadedConfig
 from roll.config.sources import shown
 
 PACKAGES = {
-    "deepspeed": ("deepspeed", "pip install 'roll[deepspeed]'"),
-    "megatron": ("megatron.core", "pip install 'roll[megatron]'"),
-    "sglang": ("sglang", "on GPUs pip install 'roll[sglang]'; see docs/sglang.md"),
-    "vllm": ("vllm", "on GPUs pip install 'roll[vllm]', on a CPU make install-vllm; see docs/installation.md"),
+    "deepspeed": ("deepspeed", "pip install 'roll-rl[deepspeed]'"),
+    "megatron": ("megatron.core", "pip install 'roll-rl[megatron]'"),
+    "sglang": ("sglang", "on GPUs pip install 'roll-rl[sglang]'; see docs/sglang.md"),
+    "vllm": (
+        "vllm",
+        "on GPUs pip install 'roll-rl[vllm]', on a CPU make install-vllm; see docs/installation.md",
+    ),
 }
 """By the first word of a strategy's name: the module it needs, and how that is installed."""
 

@@ -70,7 +70,13 @@ class TrainingArguments:
     learning_rate: float = setting(5.0e-5, ge=0, example=1.0e-6)
     """Peak learning rate of AdamW."""
     lr_scheduler_type: str = setting("linear", choices=LR_SCHEDULERS)
-    """``linear``, ``cosine`` or ``constant``, each after the warm-up."""
+    """Schedule after the warm-up, by Hugging Face's name: ``linear``, ``cosine``, ``constant``,
+    ``constant_with_warmup`` (the same), ``cosine_with_restarts``, ``cosine_with_min_lr``, ``polynomial``,
+    ``inverse_sqrt`` or ``warmup_stable_decay``."""
+    lr_scheduler_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of the schedule: ``num_cycles`` (cosine), ``min_lr`` or ``min_lr_rate`` (cosine_with_min_lr), ``lr_end``
+    and ``power`` (polynomial), ``timescale`` (inverse_sqrt), ``num_decay_steps``, ``num_stable_steps`` and
+    ``decay_type`` (warmup_stable_decay)."""
     min_lr_ratio: float = setting(0.0, ge=0, le=1)
     """The learning rate at the end of a decaying schedule, as a share of ``learning_rate``."""
     weight_decay: float = setting(0.0, ge=0)

@@ -1,6 +1,15 @@
-"""Causal attention for tokens laid out by :mod:`roll.models.layouts`: in rows, packed, or behind shared prompts.
+"""Causal attention for tokens laid out by :mod:`roll.models.layouts`: in rows, packed, behind shared prompts, or in
+sequence shards.
 
 All other layers of a transformer work on each token alone, so they need not know of the layout.
+
+Sequence parallelism (Jacobs et al., 2023, "DeepSpeed Ulysses", arXiv:2309.14509): each rank holds a contiguous chunk of
+the sequence. Attention is the only layer that needs the whole of it, and it does with some of its heads.  An all-to-all
+before attention turns a chunk of the sequence with all heads into the whole sequence with some heads, and one after it
+turns it back.  Ranks exchange queries, keys, values and outputs once each; no rank needs to know of masks or of the
+order of chunks.
+
+Shared prompts: prompts attend to themselves; each response part attends to its prompt's keys and its own.
 """
 
 from __future__ import annotations
@@ -8,16 +17,127 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
-from roll.models.context_parallel import divisible_heads, heads_for_sequence, sequence_for_heads
 from roll.models.layouts import AttentionPattern, PackedSequences, PromptParts
-from roll.models.shared_prompt import shared_prompt_attention
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+
+def heads_for_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """(s / n, b, heads, dim) of each of n ranks to (s, b, heads / n, dim): the whole sequence, some heads."""
+    chunk, rows, heads, dim = tensor.shape
+    ranks = group.size()
+    parts = tensor.reshape(chunk, rows, ranks, heads // ranks, dim).permute(2, 0, 1, 3, 4).contiguous()
+    return _AllToAll.apply(parts, group).view(ranks * chunk, rows, heads // ranks, dim)
+
+
+def sequence_for_heads(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """The inverse of :func:`heads_for_sequence`."""
+    length, rows, heads, dim = tensor.shape
+    ranks = group.size()
+    parts = tensor.reshape(ranks, length // ranks, rows, heads, dim).contiguous()
+    received = _AllToAll.apply(parts, group)
+    return received.permute(1, 2, 0, 3, 4).reshape(length // ranks, rows, ranks * heads, dim)
+
+
+def divisible_heads(tensor: Tensor, query_heads: int, group: ProcessGroup) -> Tensor:
+    """Keys or values (s / n, b, heads, dim) with heads that n ranks can share evenly.
+
+    Where there are fewer than ranks, each query head brings its own copy.
+    """
+    heads = tensor.shape[2]
+    return tensor if heads % group.size() == 0 else tensor.repeat_interleave(query_heads // heads, 2)
+
+
+def sum_of_parts(part: Tensor, group: ProcessGroup) -> Tensor:
+    """Collective. The sum over ranks, the same on each; a gradient flows back to each rank's own part only.
+
+    So ranks that all compute the same loss of the sum differentiate it once, not once each.
+    """
+    return _SumOfParts.apply(part, group)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Part i of the first dimension goes to rank i. Its own inverse, and so its own gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _AllToAll.apply(gradient.contiguous(), ctx.group), None
+
+
+class _SumOfParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def shared_prompt_attention(
+    query: Tensor, key: Tensor, value: Tensor, prompt_parts: PromptParts, scaling: float | None
+) -> Tensor:
+    """(1, T, heads, head_dim) for queries, keys and values (1, heads, T, head_dim) of T tokens.
+
+    Args:
+        scaling: of the scores; None: head_dim ** -0.5.
+    """
+    heads, head_dim = query.shape[1], query.shape[3]
+    num_prompts, prompt_width = prompt_parts.prompts.shape
+    num_parts, part_width = prompt_parts.parts.shape
+    prompt_query, part_query = _split(query, prompt_parts)
+    prompt_key, part_key = _split(key, prompt_parts)
+    prompt_value, part_value = _split(value, prompt_parts)
+
+    def by_head(rows: Tensor) -> Tensor:
+        return rows.unflatten(2, (heads, head_dim)).transpose(1, 2)
+
+    def with_prompt(prompts: Tensor, parts: Tensor) -> Tensor:
+        return by_head(torch.cat([prompts.index_select(0, prompt_parts.prompt_of_part), parts], dim=1))
+
+    prompt_output = scaled_dot_product_attention(
+        by_head(prompt_query), by_head(prompt_key), by_head(prompt_value), is_causal=prompt_width > 1, scale=scaling
+    )
+    part_output = scaled_dot_product_attention(
+        by_head(part_query),
+        with_prompt(prompt_key, part_key),
+        with_prompt(prompt_value, part_value),
+        attn_mask=prompt_parts.part_mask,
+        scale=scaling,
+    )
+    output = torch.cat(
+        [
+            prompt_output.transpose(1, 2).reshape(num_prompts * prompt_width, heads * head_dim),
+            part_output.transpose(1, 2).reshape(num_parts * part_width, heads * head_dim),
+        ]
+    ).index_select(0, prompt_parts.restore)
+    return output.view(1, -1, heads, head_dim)
+
+
+def _split(tensor: Tensor, prompt_parts: PromptParts) -> tuple[Tensor, Tensor]:
+    """(1, heads, N, head_dim) -> prompts (G, P, heads * head_dim) and parts (B, R, heads * head_dim)."""
+    rows = tensor[0].transpose(0, 1).flatten(1)
+    prompts, parts = prompt_parts.prompts, prompt_parts.parts
+    return (
+        rows.index_select(0, prompts.flatten()).view(*prompts.shape, -1),
+        rows.index_select(0, parts.flatten()).view(*parts.shape, -1),
+    )
+
 
 ATTENTION_NAME = "roll_layouts"
 _REPLACEABLE = ("sdpa", "flash_attention_2")

@@ -187,7 +187,7 @@ def _import_peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ImportError("model_args.lora_target needs peft, an optional package: pip install 'roll[peft]'") from error
+        raise ImportError("model_args.lora_target needs peft: pip install 'roll-rl[peft]'") from error
     return peft
 
 

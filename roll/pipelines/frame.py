@@ -36,6 +36,7 @@ from roll.tracking import (
     build_trackers,
     setup_logging,
 )
+from roll.tracking.console import INTERVAL_ENDS
 from roll.tracking.plots import drawing_command, panels_of, plot_run
 
 logger = logging.getLogger(__name__)
@@ -221,8 +222,8 @@ class RunFrame:
         validations = sorted(self._validations)
         RunSummary(
             title=self.plan.exp_name,
-            before=_overall(self._validations[validations[0]]) if len(validations) > 1 else {},
-            after=_overall(self._validations[validations[-1]]) if validations else {},
+            before=_overall(self._validations[validations[0]], True) if len(validations) > 1 else {},
+            after=_overall(self._validations[validations[-1]], True) if validations else {},
             seconds=time.perf_counter() - self._began,
             steps=steps,
             files=files,
@@ -383,10 +384,10 @@ class RunFrame:
         return state
 
 
-def _overall(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Without what is told by tag or under a second name, and without the ends of intervals."""
+def _overall(metrics: Mapping[str, float], intervals: bool = False) -> dict[str, float]:
+    """Metrics of whole validation sets: none by tag or under a second name, ends of intervals only where asked for."""
     return {
         name: value
         for name, value in metrics.items()
-        if name.startswith("val/") and name.count("/") <= 2 and not name.endswith(("_low", "_high"))
+        if name.startswith("val/") and name.count("/") <= 2 and (intervals or not name.endswith(INTERVAL_ENDS))
     }

@@ -12,10 +12,17 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from roll.protocol import joining, wire
+from roll.protocol import joining, storage
 from roll.protocol.columns import Column, ObjectColumns, PackedColumn, TensorColumns, object_array
-from roll.protocol.equality import first_difference
-from roll.protocol.rows import RowIndex, check_group_sizes, mini_batch_rows, row_groups, row_numbers
+from roll.protocol.joining import (
+    RowIndex,
+    check_group_sizes,
+    first_difference,
+    mini_batch_rows,
+    row_groups,
+    row_numbers,
+)
+from roll.protocol.packing import from_wire, to_wire
 
 Names = str | Collection[str]
 
@@ -271,7 +278,10 @@ class DataProto:
             ValueError: no batch at all, different columns, dtypes or devices, other dimensions than the second that
                 differ, or a ``meta_info`` key with different values.
         """
-        return joining.concat(data, fill or {})
+        if not data:
+            raise ValueError("concat needs at least one batch, got an empty list")
+        columns, objects, meta_info = joining.concat(data, fill or {})
+        return data[0].select() if len(data) == 1 else data[0]._build(columns, objects, meta_info)
 
     def group_by(self, key: str) -> dict[Any, DataProto]:
         """Rows by their value in column ``key`` (objects that hash, or a 1-dimensional tensor): value -> batch, in the
@@ -335,19 +345,17 @@ class DataProto:
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, atomically: see :mod:`roll.protocol.storage` for what objects may hold."""
-        from roll.protocol import storage
-
-        storage.save(self, Path(path))
+        self.check()
+        storage.save(self.batch, self.non_tensor_batch, self.meta_info, Path(path))
 
     @staticmethod
     def load(path: str | Path) -> DataProto:
         """Read what :meth:`save` wrote. Nothing in the file is executed, so files of others are safe to read."""
-        from roll.protocol import storage
-
-        return storage.load(Path(path))
+        return DataProto.from_dict(*storage.load(Path(path)))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return wire.reduce(self)
+        self.check()
+        return _rebuild, to_wire(dict(self.batch.stored()), self.non_tensor_batch, self.meta_info)
 
     def __copy__(self) -> DataProto:
         return self.select()
@@ -418,3 +426,7 @@ def _pick(kind: str, columns: Mapping[str, Any], keys: Names | None) -> dict[str
     if missing := [key for key in names if key not in columns]:
         raise KeyError(f"{kind} has no {missing[0]!r}; there are {list(columns)}")
     return {key: columns[key] for key in names}
+
+
+def _rebuild(states: list[tuple[Any, ...]], objects: dict[str, list[Any]], meta_info: dict[str, Any]) -> DataProto:
+    return DataProto._build(*from_wire(states, objects), meta_info)

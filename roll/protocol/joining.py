@@ -1,27 +1,102 @@
-"""Bringing several batches together: by rows (concat) and by columns (union)."""
+"""Rows and columns of several batches: exact comparison, ``concat``, ``union``, groups and mini-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from roll.protocol.columns import Column
-from roll.protocol.equality import same_value
+from roll.protocol.columns import Column, ObjectColumns, TensorColumns, flat_view
 from roll.protocol.metrics import merge_metrics
 
-if TYPE_CHECKING:
-    from roll.protocol.data_proto import DataProto
+
+class Batch(Protocol):
+    """The part of a :class:`~roll.protocol.DataProto` that is compared and joined."""
+
+    non_tensor_batch: ObjectColumns
+    meta_info: dict[str, Any]
+
+    @property
+    def batch(self) -> TensorColumns: ...
+
+    def check(self) -> None: ...
+
+    def __len__(self) -> int: ...
+
+
+def first_difference(left: Batch, right: Batch) -> str | None:
+    """What differs first between two batches, in words; None where nothing does.
+
+    The order of columns makes no difference.
+    """
+    kinds: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
+        ("batch", left.batch, right.batch),
+        ("non_tensor_batch", left.non_tensor_batch, right.non_tensor_batch),
+        ("meta_info", left.meta_info, right.meta_info),
+    ]
+    for kind, ours, theirs in kinds:
+        if ours.keys() != theirs.keys():
+            return f"{kind} has {sorted(ours)} and {sorted(theirs)}"
+        for key in ours:
+            if not same_value(ours[key], theirs[key]):
+                return f"{kind}[{key!r}] differs: {_describe(ours[key])} and {_describe(theirs[key])}"
+    return None
+
+
+def same_value(left: Any, right: Any) -> bool:
+    """Equality that reaches into containers: tensors and arrays by dtype, shape and values, exactly.
+
+    A NaN equals a NaN, and -0.0 equals 0.0.
+    """
+    if left is right:
+        return True
+    if isinstance(left, torch.Tensor):
+        return isinstance(right, torch.Tensor) and _same_tensor(left, right)
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, np.ndarray):
+        if left.dtype != right.dtype or left.shape != right.shape:
+            return False
+        if left.dtype == object:
+            return all(map(same_value, left.flat, right.flat))
+        return bool(np.array_equal(left, right, equal_nan=left.dtype.kind in "fc"))
+    if isinstance(left, Mapping):
+        return left.keys() == right.keys() and all(same_value(left[key], right[key]) for key in left)
+    if isinstance(left, Sequence) and not isinstance(left, str | bytes):
+        return len(left) == len(right) and all(map(same_value, left, right))
+    if isinstance(left, float) and left != left:
+        return bool(right != right)
+    return bool(left == right)
+
+
+def _same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.dtype != right.dtype or left.shape != right.shape or left.device != right.device:
+        return False
+    if torch.equal(flat_view(left).view(torch.uint8), flat_view(right).view(torch.uint8)):
+        return True
+    if not (left.is_floating_point() or left.is_complex()):
+        return False
+    wide = torch.complex128 if left.is_complex() else torch.float64
+    return torch.allclose(left.to(wide), right.to(wide), rtol=0, atol=0, equal_nan=True)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {value.flatten()[:8].tolist()}"
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "..."
+
 
 METRICS = "metrics"
 """The ``meta_info`` key whose values (``roll.protocol.metrics.Metrics``) are merged, not compared."""
 
 
-def concat(parts: Sequence[DataProto], fill: Mapping[str, float]) -> DataProto:
-    if not parts:
-        raise ValueError("concat needs at least one batch, got an empty list")
+def concat(
+    parts: Sequence[Batch], fill: Mapping[str, float]
+) -> tuple[dict[str, Column], ObjectColumns, dict[str, Any]]:
+    """Columns and ``meta_info`` of ``DataProto.concat``; ``parts`` holds at least one batch."""
     first = parts[0]
     for number, part in enumerate(parts):
         part.check()
@@ -34,13 +109,11 @@ def concat(parts: Sequence[DataProto], fill: Mapping[str, float]) -> DataProto:
                     f"batches of one concat must have the same columns, but {kind} of number 0 has {sorted(ours)} and "
                     f"that of number {number} has {sorted(theirs)}"
                 )
-    if len(parts) == 1:
-        return first.select()
     tensors: dict[str, Column] = {
         key: _concat_column(key, [part.batch.peek(key) for part in parts], fill.get(key, 0)) for key in first.batch
     }
     objects = {key: np.concatenate([part.non_tensor_batch[key] for part in parts]) for key in first.non_tensor_batch}
-    return first._build(tensors, objects, _concat_meta([part.meta_info for part in parts]))
+    return tensors, objects, _concat_meta([part.meta_info for part in parts])
 
 
 def _concat_column(key: str, tensors: list[torch.Tensor], fill: float) -> torch.Tensor:
@@ -84,7 +157,7 @@ def _concat_meta(metas: list[dict[str, Any]]) -> dict[str, Any]:
     return joined
 
 
-def check_union(left: DataProto, right: DataProto) -> None:
+def check_union(left: Batch, right: Batch) -> None:
     """Raise ``ValueError`` unless the columns of ``right`` can join those of ``left``."""
     left.check()
     right.check()
@@ -102,3 +175,76 @@ def check_union(left: DataProto, right: DataProto) -> None:
 def _check_same(name: str, left: Any, right: Any) -> None:
     if not same_value(left, right):
         raise ValueError(f"{name} has different values in the two batches of a union: rename or pop one of them first")
+
+
+RowIndex = int | slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
+
+
+def row_numbers(index: Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor, size: int) -> np.ndarray:
+    """The rows (int64, each in 0..size-1) that a list of indices or a mask of ``size`` bools names.
+
+    Raises:
+        IndexError: a row outside the batch, a mask of another length, or neither integers nor bools.
+    """
+    rows = index.numpy(force=True) if isinstance(index, torch.Tensor) else np.asarray(index)
+    if rows.ndim != 1:
+        raise IndexError(f"rows are picked by a 1-dimensional index, got shape {rows.shape}")
+    if rows.dtype == bool:
+        if len(rows) != size:
+            raise IndexError(f"a mask of {len(rows)} values for a batch of {size} rows")
+        return np.flatnonzero(rows)
+    if len(rows) and not np.issubdtype(rows.dtype, np.integer):
+        raise IndexError(f"rows are picked by integers or a bool mask, got {rows.dtype}")
+    rows = rows.astype(np.int64)
+    if len(rows) and not (-size <= rows.min() and rows.max() < size):
+        raise IndexError(f"rows {rows.min()} to {rows.max()} of a batch of {size} rows")
+    return np.where(rows < 0, rows + size, rows)
+
+
+def row_groups(values: Iterable[Hashable]) -> dict[Hashable, np.ndarray]:
+    """Value -> its rows (int64, ascending), in the order in which the values first appear."""
+    numbers: dict[Hashable, int] = {}
+    codes = np.fromiter((numbers.setdefault(value, len(numbers)) for value in values), np.int64)
+    bounds = np.cumsum(np.bincount(codes, minlength=len(numbers)))[:-1]
+    return dict(zip(numbers, np.split(np.argsort(codes, kind="stable"), bounds), strict=False))
+
+
+def check_group_sizes(key: str, groups: Mapping[Hashable, np.ndarray], size: int) -> None:
+    """Raise ``ValueError`` if a group has more than ``size`` rows."""
+    for value, rows in groups.items():
+        if len(rows) > size:
+            raise ValueError(
+                f"the group {key} = {value!r} has {len(rows)} rows and cannot stay together in a mini-batch of {size}: "
+                f"mini_batch_size must be at least {len(rows)}"
+            )
+
+
+def mini_batch_rows(
+    num_rows: int, size: int, epochs: int, seed: int | None, groups: Mapping[Hashable, np.ndarray] | None
+) -> Iterator[np.ndarray | slice]:
+    """The rows of each mini-batch; a slice where they are consecutive. See ``DataProto.make_iterator``."""
+    generator = None if seed is None else np.random.default_rng(seed)
+    for _ in range(epochs):
+        if groups is not None:
+            rows = list(groups.values())
+            order = range(len(rows)) if generator is None else generator.permutation(len(rows))
+            yield from (np.concatenate(run) for run in _runs([rows[i] for i in order], size))
+        elif generator is None:
+            yield from (slice(start, start + size) for start in range(0, num_rows, size))
+        else:
+            permutation = generator.permutation(num_rows)
+            yield from (permutation[start : start + size] for start in range(0, num_rows, size))
+
+
+def _runs(groups: list[np.ndarray], size: int) -> Iterator[list[np.ndarray]]:
+    """Runs of consecutive groups with at most ``size`` rows each, as many as fit."""
+    run: list[np.ndarray] = []
+    rows = 0
+    for group in groups:
+        if run and rows + len(group) > size:
+            yield run
+            run, rows = [], 0
+        run.append(group)
+        rows += len(group)
+    if run:
+        yield run

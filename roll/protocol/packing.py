@@ -1,4 +1,4 @@
-"""Columns without their padding.
+"""Columns without their padding, and the pickled form of a batch that is made of them.
 
 A per-token column (B, L, ...) of a right- or left-padded batch is constant outside one span of each row.  Packing finds
 that constant and those spans and keeps the tokens inside, one after another (the *payload*); unpacking restores every
@@ -8,11 +8,20 @@ can, and what is left of int64 is narrowed to the smallest integer that holds it
 padding is left as it is: readers then see it without a copy.
 
 Everything works on numpy arrays of integers as wide as the column's dtype (its *bits*), since numpy has no bfloat16.
+
+With pickle protocol 5 (Ray's arguments, results and ``ray.put``; multiprocessing falls back to copies) the payload of
+each column is a buffer of its own, so Ray writes it to the object store once and readers map it.  On arrival nothing is
+unpacked: a column costs its reader something when it is first touched, ``select``, ``chunk`` and slices work on the
+packed form, and a batch that is passed on is sent as it came.
+
+What a reader gets from ``batch[key]`` is private and writable, ``batch.peek(key)`` is read-only and free for dense
+columns.  Tensors inside objects and ``meta_info`` arrive as private copies.  Devices and gradients do not travel:
+every tensor arrives on the CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,8 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from roll.protocol.columns import PackedColumn
-from roll.protocol.views import flat_view, tensor_over
+from roll.protocol.columns import Column, ObjectColumns, PackedColumn, flat_view, tensor_over
 
 _BITS: dict[int, tuple[torch.dtype, type[Any]]] = {
     1: (torch.uint8, np.uint8),
@@ -280,3 +288,64 @@ def _narrowed(values: np.ndarray) -> np.ndarray:
 def _filled(shape: Sequence[int], value: int, dtype: type[Any]) -> np.ndarray:
     # Zeros come from untouched pages of the operating system: only what is written later costs memory traffic.
     return np.zeros(shape, dtype) if value == 0 else np.full(shape, value, dtype)
+
+
+_PLAIN = {type(None), bool, int, float, complex, str, bytes}
+
+
+WireState = tuple[list[tuple[Any, ...]], dict[str, list[Any]], dict[str, Any]]
+"""Tensor columns, object columns and ``meta_info`` in the form that is pickled."""
+
+
+def to_wire(stored: Mapping[str, Column], objects: ObjectColumns, meta_info: Mapping[str, Any]) -> WireState:
+    """What of a batch is pickled; columns that arrived packed are passed on as they came."""
+    fresh = {key: column for key, column in stored.items() if isinstance(column, torch.Tensor)}
+    packed = dict(zip(fresh, pack(list(fresh.values())), strict=True))
+    states = [_state(key, packed.get(key, column)) for key, column in stored.items()]
+    plain = {key: _without_tensors(list(values)) for key, values in objects.items()}
+    return states, plain, _without_tensors(dict(meta_info))
+
+
+def from_wire(states: list[tuple[Any, ...]], objects: dict[str, list[Any]]) -> tuple[dict[str, Column], ObjectColumns]:
+    """The columns of :func:`to_wire`; nothing is unpacked."""
+    columns: dict[str, Column] = {}
+    for key, dtype, shape, payload, spans, padding in states:
+        columns[key] = Packed(getattr(torch, dtype), torch.Size(shape), payload, spans, padding)
+    return columns, {key: np.fromiter(values, dtype=object, count=len(values)) for key, values in objects.items()}
+
+
+def _state(key: str, column: Column) -> tuple[str, str, tuple[int, ...], np.ndarray | int, Spans | None, int]:
+    assert isinstance(column, Packed)
+    return key, _name(column.dtype), tuple(column.shape), column.payload, column.spans, column.padding
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _without_tensors(value: Any) -> Any:
+    """``value`` with the tensors in its lists, tuples and dicts in a form that pickles without torch.save."""
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return _TensorInTransit(value)
+    if kind is list or kind is tuple:
+        return value if _PLAIN.issuperset(map(type, value)) else kind(map(_without_tensors, value))
+    if kind is dict:
+        if _PLAIN.issuperset(map(type, value.values())):
+            return value
+        return {key: _without_tensors(entry) for key, entry in value.items()}
+    return value
+
+
+class _TensorInTransit:
+    """Stands for a tensor while it is pickled; unpickling gives the tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (to_bits(self._tensor), _name(self._tensor.dtype))
+
+
+def _arrived(bits: np.ndarray, dtype: str) -> torch.Tensor:
+    return torch.from_numpy(bits.copy()).view(getattr(torch, dtype))

@@ -12,39 +12,37 @@ import base64
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from roll.protocol.data_proto import DataProto
+from roll.protocol.columns import ObjectColumns, TensorColumns
 
 _FORMAT = "roll.DataProto 1"
 _STRUCTURE = "structure"
 _ENCODING = ("utf-8", "surrogatepass")  # half of a character, as a cut token stream leaves, is a valid Python str
 
 
-def save(data: DataProto, path: Path) -> None:
-    """Write ``data`` to ``path`` (its folder must exist), through a temporary file that replaces it when complete.
+def save(columns: TensorColumns, objects: ObjectColumns, meta_info: Mapping[str, Any], path: Path) -> None:
+    """Write a batch to ``path`` (its folder must exist), through a temporary file that replaces it when complete.
 
     Raises:
         TypeError: an object of a kind that the format does not hold; the message names its column.
     """
     from safetensors.torch import save_file
 
-    data.check()
-    tensors = {f"batch/{key}": _storable(data.batch.peek(key)) for key in data.batch}
+    tensors = {f"batch/{key}": _storable(columns.peek(key)) for key in columns}
     encoder = _Encoder(tensors)
     structure = {
-        "columns": list(data.batch),
+        "columns": list(columns),
         "non_tensor_batch": {
             key: [encoder.encode(value, f"non_tensor_batch[{key!r}]") for value in values]
-            for key, values in data.non_tensor_batch.items()
+            for key, values in objects.items()
         },
-        "meta_info": encoder.encode(data.meta_info, "meta_info"),
+        "meta_info": encoder.encode(dict(meta_info), "meta_info"),
     }
     text = bytearray(json.dumps(structure, ensure_ascii=False, separators=(",", ":")).encode(*_ENCODING))
     tensors[_STRUCTURE] = torch.frombuffer(text, dtype=torch.uint8)
@@ -58,15 +56,13 @@ def save(data: DataProto, path: Path) -> None:
         raise
 
 
-def load(path: Path) -> DataProto:
-    """Read a file of :func:`save`; tensors come to the CPU.
+def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, list[Any]], dict[str, Any]]:
+    """Columns, objects and ``meta_info`` in a file of :func:`save`; tensors come to the CPU.
 
     Raises:
         ValueError: a safetensors file that holds no DataProto.
     """
     from safetensors import safe_open
-
-    from roll.protocol.data_proto import DataProto
 
     with safe_open(path, framework="pt") as file:
         found = (file.metadata() or {}).get("format")
@@ -78,7 +74,7 @@ def load(path: Path) -> DataProto:
             key: [_decode(value, file.get_tensor) for value in values]
             for key, values in structure["non_tensor_batch"].items()
         }
-        return DataProto.from_dict(tensors, objects, _decode(structure["meta_info"], file.get_tensor))
+        return tensors, objects, _decode(structure["meta_info"], file.get_tensor)
 
 
 def _storable(tensor: torch.Tensor) -> torch.Tensor:

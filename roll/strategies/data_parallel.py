@@ -21,12 +21,11 @@ from roll.checkpoint.contents import ModelContents
 from roll.config.lora import uses_lora
 from roll.config.micro_batching import MicroBatching, micro_batching
 from roll.config.roles import WorkerConfig
-from roll.models.attention import check_context_size, use_layout_attention
+from roll.models.attention import check_context_size, sum_of_parts, use_layout_attention
 from roll.models.build import build_model, has_tied_embeddings
-from roll.models.context_parallel import sum_of_parts
 from roll.models.layouts import TokenLayout, padded
+from roll.models.log_probs import ResponseModel
 from roll.models.lora import Adapters, MergedWeight, add_adapters
-from roll.models.response_model import ResponseModel
 from roll.models.tensor_files import fingerprint
 from roll.platforms import current_platform
 from roll.protocol.metrics import Metrics

@@ -8,7 +8,7 @@ from torch import nn
 from roll.config.roles import ModelArguments
 from roll.config.strategy import ShardedStrategyConfig, WrapPolicy
 from roll.models.build import DTYPES, has_tied_embeddings
-from roll.models.response_model import ResponseModel, output_matrices
+from roll.models.log_probs import ResponseModel, output_matrices
 
 
 def compute_dtype(args: ModelArguments, config: ShardedStrategyConfig) -> torch.dtype:

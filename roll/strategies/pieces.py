@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from roll.protocol.views import copy_into, flat_view
+from roll.protocol.columns import copy_into, flat_view
 
 
 @dataclass(frozen=True)

@@ -1,31 +1,52 @@
-"""Learning-rate schedules: a pure function of the step, so that a step count is all there is to save."""
+"""Learning-rate schedules under Hugging Face's names: a pure function of the step, with nothing to save.
+
+After the warm-up they equal those of ``transformers.get_scheduler``. The warm-up is ``(step + 1) / warmup_steps``: no
+optimizer step is wasted on a learning rate of 0.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+from roll.config.names import LR_SCHEDULER_OPTIONS
 from roll.config.roles import TrainingArguments
 
-SCHEDULES = ("linear", "cosine", "constant")
+INVERSE_SQRT_TIMESCALE = 10_000
+"""Of ``inverse_sqrt`` without a warm-up."""
+POLYNOMIAL_LR_END = 1e-7
 
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
     """A linear warm-up to ``peak`` over ``warmup_steps`` steps, then the decay of ``kind`` down to
-    ``peak * min_ratio`` at ``total_steps``, and that value from there on."""
+    ``peak * min_ratio`` at ``total_steps``, and that value from there on.
+
+    Attributes:
+        options: ``training_args.lr_scheduler_kwargs``.
+
+    Raises:
+        ValueError: an unknown kind, an option that it does not have, a ``min_ratio`` outside [0, 1].
+    """
 
     kind: str
     peak: float
     warmup_steps: int
     total_steps: int
     min_ratio: float = 0.0
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.kind not in SCHEDULES:
-            raise ValueError(
-                f"training_args.lr_scheduler_type: {self.kind!r}; must be one of {', '.join(SCHEDULES)}, e.g. cosine"
-            )
+        known = LR_SCHEDULER_OPTIONS.get(self.kind)
+        if known is None:
+            names = ", ".join(LR_SCHEDULER_OPTIONS)
+            raise ValueError(f"training_args.lr_scheduler_type: {self.kind!r}; must be one of {names}, e.g. cosine")
+        for name in self.options:
+            if name not in known:
+                listed = ", ".join(known) or "none"
+                raise ValueError(f"training_args.lr_scheduler_kwargs.{name}: no option of {self.kind}; it has {listed}")
         if not 0.0 <= self.min_ratio <= 1.0:
             raise ValueError(f"training_args.min_lr_ratio: {self.min_ratio}; must lie between 0 and 1, e.g. 0.1")
 
@@ -33,14 +54,85 @@ class LearningRateSchedule:
     def from_arguments(cls, args: TrainingArguments, total_steps: int) -> LearningRateSchedule:
         """``warmup_steps`` where it is set, else ``warmup_ratio`` of ``total_steps`` (rounded up)."""
         warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total_steps)
-        return cls(args.lr_scheduler_type, args.learning_rate, warmup, total_steps, args.min_lr_ratio)
+        options = dict(args.lr_scheduler_kwargs)
+        return cls(args.lr_scheduler_type, args.learning_rate, warmup, total_steps, args.min_lr_ratio, options)
 
     def __call__(self, step: int) -> float:
         """The learning rate of optimizer step ``step``, counted from 0. The first step's is never 0."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
-        if self.kind == "constant":
-            return self.peak
-        progress = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
-        decay = 1.0 - progress if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-        return self.peak * (self.min_ratio + (1.0 - self.min_ratio) * decay)
+        return self.peak * _DECAYS[self.kind](self, step - self.warmup_steps)
+
+    def progress(self, step: int) -> float:
+        """The decay's share that is over after ``step`` steps behind the warm-up, at most 1."""
+        return min(1.0, step / max(1, self.total_steps - self.warmup_steps))
+
+    def above(self, minimum: float, decay: float) -> float:
+        """``decay`` in [0, 1] squeezed into [minimum, 1]."""
+        return minimum + (1.0 - minimum) * decay
+
+    def minimum(self) -> float:
+        """The least share of ``peak``: ``min_lr``, ``min_lr_rate`` or ``min_lr_ratio``, whichever is written."""
+        if "min_lr" in self.options:
+            return float(self.options["min_lr"]) / self.peak if self.peak else 0.0
+        return float(self.options.get("min_lr_rate", self.options.get("min_lr_ratio", self.min_ratio)))
+
+
+def _constant(schedule: LearningRateSchedule, step: int) -> float:
+    return 1.0
+
+
+def _linear(schedule: LearningRateSchedule, step: int) -> float:
+    return schedule.above(schedule.min_ratio, 1.0 - schedule.progress(step))
+
+
+def _cosine(schedule: LearningRateSchedule, step: int) -> float:
+    waves = float(schedule.options.get("num_cycles", 0.5))
+    wave = 0.5 * (1.0 + math.cos(math.pi * 2.0 * waves * schedule.progress(step)))
+    return schedule.above(schedule.minimum(), wave)
+
+
+def _cosine_with_restarts(schedule: LearningRateSchedule, step: int) -> float:
+    progress = schedule.progress(step)
+    cycles = float(schedule.options.get("num_cycles", 1))
+    wave = 0.5 * (1.0 + math.cos(math.pi * (cycles * progress % 1.0))) if progress < 1.0 else 0.0
+    return schedule.above(schedule.min_ratio, wave)
+
+
+def _polynomial(schedule: LearningRateSchedule, step: int) -> float:
+    end = float(schedule.options.get("lr_end", schedule.min_ratio * schedule.peak or POLYNOMIAL_LR_END))
+    remaining = 1.0 - schedule.progress(step)
+    share = end / schedule.peak if schedule.peak else 0.0
+    return schedule.above(share, remaining ** float(schedule.options.get("power", 1.0)))
+
+
+def _inverse_sqrt(schedule: LearningRateSchedule, step: int) -> float:
+    timescale = float(schedule.options.get("timescale") or schedule.warmup_steps or INVERSE_SQRT_TIMESCALE)
+    return max(schedule.min_ratio, math.sqrt(timescale / (step + timescale)))
+
+
+def _warmup_stable_decay(schedule: LearningRateSchedule, step: int) -> float:
+    """``num_decay_steps`` (a tenth of all steps unless written) at the end fall from the peak to the minimum."""
+    decay_steps = int(schedule.options.get("num_decay_steps", max(1, schedule.total_steps // 10)))
+    stable = schedule.options.get("num_stable_steps", schedule.total_steps - schedule.warmup_steps - decay_steps)
+    progress = min(1.0, max(0.0, (step - int(stable)) / max(1, decay_steps)))
+    waves = float(schedule.options.get("num_cycles", 0.5))
+    shapes = {
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * 2.0 * waves * progress)) if progress < 1.0 else 0.0,
+        "1-sqrt": 1.0 - math.sqrt(progress),
+    }
+    return schedule.above(schedule.minimum(), shapes[schedule.options.get("decay_type", "cosine")])
+
+
+_DECAYS: Mapping[str, Callable[[LearningRateSchedule, int], float]] = {
+    "linear": _linear,
+    "cosine": _cosine,
+    "constant": _constant,
+    "constant_with_warmup": _constant,
+    "cosine_with_restarts": _cosine_with_restarts,
+    "cosine_with_min_lr": _cosine,
+    "polynomial": _polynomial,
+    "inverse_sqrt": _inverse_sqrt,
+    "warmup_stable_decay": _warmup_stable_decay,
+}

@@ -1,12 +1,26 @@
 """Metrics, logs, progress, and what a run ends with. Nothing here imports torch or ray."""
 
-from roll.tracking.build import TrackedRun, build_trackers
-from roll.tracking.jsonl import METRICS_NAME, read_metrics
-from roll.tracking.logs import ENDING_LOGGER, LOG_NAME, setup_logging
-from roll.tracking.phases import PeakMemory, PhaseTimer
-from roll.tracking.progress import RLVR_HEADLINES, SFT_HEADLINES, Headline, ProgressReporter
-from roll.tracking.summary import RunSummary
-from roll.tracking.tracker import CompositeTracker, SampleTable, Tracker
+from roll.tracking.console import (
+    ENDING_LOGGER,
+    LOG_NAME,
+    RLVR_HEADLINES,
+    SFT_HEADLINES,
+    Headline,
+    PeakMemory,
+    PhaseTimer,
+    ProgressReporter,
+    RunSummary,
+    setup_logging,
+)
+from roll.tracking.trackers import (
+    METRICS_NAME,
+    CompositeTracker,
+    SampleTable,
+    TrackedRun,
+    Tracker,
+    build_trackers,
+    read_metrics,
+)
 
 __all__ = [
     "ENDING_LOGGER",

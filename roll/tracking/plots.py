@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll.tracking.jsonl import read_metrics
-from roll.tracking.progress import phase_label
+from roll.tracking.console import TOTALS, phase_label
+from roll.tracking.trackers import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -128,7 +128,7 @@ def _phases(rows: Sequence[dict[str, Any]]) -> Series:
     """Seconds of each phase (``time/<phase>``) in every training step; a phase that a step did without counts 0."""
     timed = [row for row in rows if "time/step_total" in row]
     present = dict.fromkeys(name for row in timed for name in row if _matches("time/*", name))
-    names = [name for name in present if name != "time/step_total"]
+    names = [name for name in present if name not in TOTALS]
     steps = [row["step"] for row in timed]
     return {phase_label(name): (steps, [row.get(name, 0.0) for row in timed]) for name in names}
 

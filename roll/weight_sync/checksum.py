@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 import xxhash
 
-from roll.protocol.views import flat_view
+from roll.protocol.columns import flat_view
 
 _WORD_BYTES = 8
 _CPU_CHUNK_WORDS = 1 << 16  # three 512 KiB buffers: about the second-level cache of one core

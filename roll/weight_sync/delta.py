@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from roll.protocol.views import flat_view
+from roll.protocol.columns import flat_view
 
 INDICES_PART, VALUES_PART = "#indices", "#values"
 """Behind the name of a tensor: which elements of it (int32, of the flattened tensor), and their new values."""

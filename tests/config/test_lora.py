@@ -85,7 +85,7 @@ def test_without_peft_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     files = {"actor_train.data_args.file_name": [str(tmp_path / "train.jsonl")], "validation": GONE}
     data = changed({f"{MODEL}.lora_target": "all-linear", **files})
     (problem,) = mistakes(tmp_path, data, check_files=True)
-    assert problem.key == f"{MODEL}.lora_target" and "pip install 'roll[peft]'" in problem.rule
+    assert problem.key == f"{MODEL}.lora_target" and "pip install 'roll-rl[peft]'" in problem.rule
     assert mistakes(tmp_path, data) == (), "a check on another machine does not look"
 
 

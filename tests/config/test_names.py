@@ -80,7 +80,7 @@ def test_rewards() -> None:
 
 
 def test_trackers() -> None:
-    from roll.tracking.build import OPTIONS
+    from roll.tracking.trackers import OPTIONS
 
     assert set(names.TRACKERS) == set(OPTIONS)
 

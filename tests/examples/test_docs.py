@@ -18,7 +18,7 @@ from tests.examples.pages import FENCE, ROOT, name_of, named_files
 
 PAGES = sorted(
     page
-    for folder in ("", "docs", "examples", "examples/*", "benchmarks", "configs")
+    for folder in ("", "docs", "docs/design", "examples", "examples/*", "benchmarks", "configs")
     for page in ROOT.glob(f"{folder}/*.md".lstrip("/"))
 )
 
@@ -48,9 +48,12 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
 
 def test_every_page_is_on_the_map_and_in_the_navigation() -> None:
     pages = {page.name for page in (ROOT / "docs").glob("*.md")}
-    assert {target for target in links(ROOT / "docs/index.md") if "/" not in target} == pages - {"index.md"}
+    records = {f"design/{page.name}" for page in (ROOT / "docs/design").glob("*.md")}
+    listed = {target for target in links(ROOT / "docs/index.md") if not target.startswith("../")}
+    assert listed == (pages - {"index.md"}) | {"design/index.md"}
+    assert {f"design/{target}" for target in links(ROOT / "docs/design/index.md")} == records - {"design/index.md"}
     navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    assert set(re.findall(r"[\w-]+\.md", str(navigation))) == pages
+    assert set(re.findall(r"[\w/-]+\.md", str(navigation))) == pages | records
 
 
 CONFIGS = [(page, file) for page in PAGES for file in named_files(page) if file.endswith(".yaml")]

@@ -23,7 +23,7 @@ from roll.models.layouts import (
     row_layout,
     shared_prompt_layout,
 )
-from roll.models.response_model import ResponseModel
+from roll.models.log_probs import ResponseModel
 
 VOCABULARY = 40
 

@@ -169,5 +169,5 @@ def test_without_peft_the_extra_is_named(tied: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "peft", None)
     args = ModelArguments(model_name_or_path=str(tied))
     model = build_model(args, "causal_lm")
-    with pytest.raises(ImportError, match=r"pip install 'roll\[peft\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'roll-rl\[peft\]'"):
         add_adapters(model, replace(args, lora_target="q_proj"), seed=0, dtype=torch.float32)

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from roll.protocol import DataProto
-from roll.protocol.equality import same_value
+from roll.protocol.joining import same_value
 
 DTYPES = [
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.complex64,

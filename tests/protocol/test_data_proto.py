@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.protocol import DataProto
-from roll.protocol.equality import first_difference
+from roll.protocol.joining import first_difference
 from roll.protocol.metrics import Max, Mean
 from tests.protocol.batches import EXAMPLES, assert_rows, batches, rows_of
 

@@ -11,7 +11,7 @@ import torch
 
 from roll.protocol import DataProto
 from roll.protocol.columns import PackedColumn
-from roll.protocol.equality import first_difference
+from roll.protocol.joining import first_difference
 from roll.weight_sync.checksum import tensor_checksum
 from roll.weight_sync.transports.object_store import TensorBundle
 

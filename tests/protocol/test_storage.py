@@ -12,7 +12,7 @@ from hypothesis import given
 from safetensors.torch import save_file
 
 from roll.protocol import DataProto
-from roll.protocol.equality import first_difference
+from roll.protocol.joining import first_difference
 from tests.protocol.batches import EXAMPLES, batches
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from roll.protocol.views import flat_view, tensor_over
+from roll.protocol.columns import flat_view, tensor_over
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 4), (0, 3), (1, 1)])

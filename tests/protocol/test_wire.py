@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from roll.protocol import DataProto
 from roll.protocol.columns import PackedColumn
-from roll.protocol.equality import first_difference, same_value
+from roll.protocol.joining import first_difference, same_value
 from roll.protocol.packing import Packed, Spans, pack
 from tests.protocol.batches import EXAMPLES, assert_rows, batches, rows_of, tensors
 

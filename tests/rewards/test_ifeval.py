@@ -313,5 +313,5 @@ def test_a_row_that_cannot_be_used_is_an_error(row: dict[str, Any], error: str) 
 
 def test_without_langdetect_the_run_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RewardOptionError, match=r"pip install 'roll\[ifeval\]'"):
+    with pytest.raises(RewardOptionError, match=r"pip install 'roll-rl\[ifeval\]'"):
         build_reward("ifeval")

@@ -31,10 +31,10 @@ def compare_loading(role: WorkerConfig) -> dict[str, Any]:
 
     class Whole(Fsdp2TrainStrategy):
         def _build_language_model(self, storage_dtype: torch.dtype) -> Any:
-            self._unread = None
+            self._meta = None
             return build_model(self.role.model_args, self.head.value, storage_dtype)
 
-    with mock.patch("roll.models.unread.TensorFiles", Counting):
+    with mock.patch("roll.models.meta_init.TensorFiles", Counting):
         ours = Fsdp2TrainStrategy(role)
         ours.initialize(num_training_steps=1)
     whole = Whole(role)

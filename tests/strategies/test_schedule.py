@@ -3,6 +3,8 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
+from transformers import get_scheduler
 
 from roll.config.roles import TrainingArguments
 from roll.strategies.schedule import LearningRateSchedule
@@ -37,7 +39,47 @@ def test_cosine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "key"), [({"lr_scheduler_type": "step"}, "lr_scheduler_type"), ({"min_lr_ratio": 2.0}, "min_lr_ratio")]
+    ("kind", "kwargs"),
+    [
+        ("linear", {}),
+        ("cosine", {}),
+        ("cosine", {"num_cycles": 1.5}),
+        ("constant_with_warmup", {}),
+        ("cosine_with_restarts", {"num_cycles": 3}),
+        ("cosine_with_min_lr", {"min_lr": 0.3}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        ("polynomial", {"power": 2.0, "lr_end": 0.01}),
+        ("polynomial", {}),
+        ("inverse_sqrt", {}),
+        ("inverse_sqrt", {"timescale": 7}),
+        ("warmup_stable_decay", {"num_decay_steps": 5}),
+        ("warmup_stable_decay", {"num_decay_steps": 4, "decay_type": "1-sqrt", "min_lr_ratio": 0.2}),
+        ("warmup_stable_decay", {"num_decay_steps": 4, "num_stable_steps": 2, "decay_type": "linear"}),
+    ],
+)
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_equals_transformers_after_the_warm_up(kind: str, kwargs: dict[str, object], warmup: int) -> None:
+    total = 20
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    theirs = get_scheduler(kind, optimizer, warmup, total, scheduler_specific_kwargs=dict(kwargs))
+    args = TrainingArguments(
+        learning_rate=2.0, lr_scheduler_type=kind, lr_scheduler_kwargs=dict(kwargs), warmup_steps=warmup
+    )
+    ours = LearningRateSchedule.from_arguments(args, total)
+    for step in range(total + 1):
+        if step >= warmup:
+            assert ours(step) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12), step
+        optimizer.step()
+        theirs.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"lr_scheduler_type": "step"}, "lr_scheduler_type"),
+        ({"min_lr_ratio": 2.0}, "min_lr_ratio"),
+        ({"lr_scheduler_kwargs": {"power": 2}}, "lr_scheduler_kwargs.power"),
+    ],
 )
 def test_mistakes_name_the_key(options: dict[str, object], key: str) -> None:
     with pytest.raises(ValueError, match=f"training_args.{key}"):

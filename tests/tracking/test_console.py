@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from roll.tracking import LOG_NAME, SFT_HEADLINES, ProgressReporter, RunSummary, setup_logging
-from roll.tracking.progress import format_seconds
+from roll.tracking.console import format_seconds
 
 METRICS = {
     "critic/score/mean": 0.4123,
@@ -21,8 +21,10 @@ METRICS = {
     "time/step_generate": 0.91,
     "time/step_train": 0.5,
     "time/actor_train/train_step/total": 0.4,
+    "time/val_step_total": 0.3,
     "time/step_total": 1.5,
 }
+"""The two totals are no phases of the step."""
 
 
 @pytest.fixture(autouse=True)
@@ -136,6 +138,22 @@ def test_summary_shows_before_after_and_files(tmp_path: Path) -> None:
     assert [cell.strip() for cell in row.strip("│ ").split("│")] == ["val/sampled/accuracy", "0.312", "0.892", "+0.580"]
     assert f"TensorBoard  {long_path}\n" in text
     assert f"plot         {tmp_path / 'run.png'}\n" in text
+
+
+def test_summary_shows_intervals_and_says_nothing_twice(tmp_path: Path) -> None:
+    out = io.StringIO()
+    before = {"val/sampled/accuracy": 0.3, "val/sampled/accuracy_low": 0.25, "val/sampled/accuracy_high": 0.36}
+    before |= {"val/sampled/pass@1": 0.3, "val/sampled/best@1": 0.4, "val/sampled/pass@4": 0.7}
+    RunSummary("run", before=before, after=before, seconds=1, steps=1, files={}).show(Console(file=out, width=120))
+    rows = [
+        [cell.strip() for cell in line.strip("│ ").split("│")] for line in out.getvalue().splitlines() if "val/" in line
+    ]
+    interval = "0.300 [0.250, 0.360]"
+    assert rows == [
+        ["val/sampled/accuracy", interval, interval, "+0.000"],
+        ["val/sampled/best@1", "0.400", "0.400", "+0.000"],
+        ["val/sampled/pass@4", "0.700", "0.700", "+0.000"],
+    ]
 
 
 def test_summary_of_a_run_without_validation_has_no_empty_table(tmp_path: Path) -> None:

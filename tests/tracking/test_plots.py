@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from roll.tracking.jsonl import JsonlTracker
 from roll.tracking.plots import RLVR_PANELS, SFT_PANELS, Panel, plot_run
+from roll.tracking.trackers import JsonlTracker
 
 
 @pytest.fixture

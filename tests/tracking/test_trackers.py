@@ -12,9 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from roll.tracking import METRICS_NAME, TrackedRun, build_trackers, read_metrics
-from roll.tracking.jsonl import JsonlTracker
-from roll.tracking.tensorboard import TensorBoardTracker
-from roll.tracking.tracker import CompositeTracker, Tracker, strip_reducer_tags
+from roll.tracking.trackers import CompositeTracker, JsonlTracker, TensorBoardTracker, Tracker, strip_reducer_tags
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -227,7 +225,7 @@ def test_online_tracker_says_what_is_missing(tmp_path: Path, name: str, monkeypa
     with pytest.raises((ModuleNotFoundError, ValueError)) as raised:
         build(tmp_path, name)
     if isinstance(raised.value, ModuleNotFoundError):
-        assert str(raised.value) == f"track_with: {name} is not installed; pip install 'roll[{name}]'"
+        assert str(raised.value) == f"track_with: {name} is not installed; pip install 'roll-rl[{name}]'"
     else:
         assert f"{name.upper()}_API_KEY" in str(raised.value)
 

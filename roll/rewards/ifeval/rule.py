@@ -40,7 +40,7 @@ class IFEval(RewardRule):
     def __post_init__(self) -> None:
         if importlib.util.find_spec("langdetect") is None:
             raise RewardOptionError(
-                "ifeval tells languages with langdetect, which is missing: pip install 'roll[ifeval]'"
+                "ifeval tells languages with langdetect, which is missing: pip install 'roll-rl[ifeval]'"
             )
 
     def judge(self, sample: RewardSample) -> RewardResult:

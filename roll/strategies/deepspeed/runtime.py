@@ -28,7 +28,7 @@ def import_deepspeed(platform: Platform) -> Any:
         import deepspeed
     except ImportError as error:
         raise ImportError(
-            "the deepspeed strategies need DeepSpeed, an optional package: pip install 'roll[deepspeed]'"
+            "the deepspeed strategies need DeepSpeed, an optional package: pip install 'roll-rl[deepspeed]'"
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     return deepspeed

@@ -14,7 +14,7 @@ from roll.config.roles import WorkerConfig
 from roll.config.strategy import DeepSpeedStrategyConfig, typed_strategy_config
 from roll.models.build import DTYPES
 from roll.models.layouts import TokenLayout
-from roll.models.response_model import run_head_when_called
+from roll.models.log_probs import run_head_when_called
 from roll.strategies.base import ModelHead, StateKind
 from roll.strategies.data_parallel import DataParallelStrategy
 from roll.strategies.deepspeed.options import engine_options

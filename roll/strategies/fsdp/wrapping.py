@@ -23,7 +23,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from roll.config.roles import ModelArguments
 from roll.config.strategy import Fsdp1StrategyConfig
 from roll.models.build import DTYPES
-from roll.models.response_model import ResponseModel, output_matrices, run_head_when_called
+from roll.models.log_probs import ResponseModel, output_matrices, run_head_when_called
 from roll.platforms import current_platform
 from roll.strategies.fsdp_units import compute_dtype, wrapped_units
 

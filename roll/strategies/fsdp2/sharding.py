@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 from roll.config.roles import ModelArguments
 from roll.config.strategy import Fsdp2StrategyConfig
 from roll.models.build import DTYPES
-from roll.models.response_model import ResponseModel, output_matrices
+from roll.models.log_probs import ResponseModel, output_matrices
 from roll.platforms import current_platform
 from roll.strategies.fsdp_units import compute_dtype, wrapped_units
 

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from roll.config.strategy import Fsdp2StrategyConfig
 from roll.models.layouts import TokenLayout
+from roll.models.meta_init import MetaModel, build_on_meta
 from roll.models.tiled_mlp import tile_mlp_layers
-from roll.models.unread import UnreadModel, build_unread
 from roll.strategies.fsdp2.mesh import build_mesh
 from roll.strategies.fsdp2.sharding import shard_model
 from roll.strategies.pieces import Pieces
@@ -27,22 +27,22 @@ class Fsdp2InferStrategy(ShardedStrategy):
 
     config: Fsdp2StrategyConfig
     trainer = "fsdp2_train"
-    _unread: UnreadModel | None
+    _meta: MetaModel | None
 
     def _build(self, storage_dtype: torch.dtype) -> None:
         self._load_model(storage_dtype)
         self.mesh = build_mesh(self.device.type, self.world_size, self.config.fsdp_size)
         self.root = shard_model(self.model, self.mesh, self.role.model_args, self.config)
-        if self._unread is not None:
-            self._unread.read(self.model, torch.device("cpu") if self.config.offload_policy else self.device)
-            self._unread = None
+        if self._meta is not None:
+            self._meta.read(self.model, torch.device("cpu") if self.config.offload_policy else self.device)
+            self._meta = None
         elif self.root is None:
             self.model.to(self.device)
 
     def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
         """Without weights where each rank can read its own shard of them later."""
-        self._unread = build_unread(self.role.model_args, self.head.value, storage_dtype)
-        model = super()._build_language_model(storage_dtype) if self._unread is None else self._unread.language_model
+        self._meta = build_on_meta(self.role.model_args, self.head.value, storage_dtype)
+        model = super()._build_language_model(storage_dtype) if self._meta is None else self._meta.language_model
         if self.config.apply_tiled_mlp:
             tile_mlp_layers(model, self.config.tiled_num_shards)
         return model

@@ -14,7 +14,7 @@ from roll.config.roles import WorkerConfig
 from roll.config.strategy import HfInferStrategyConfig, typed_strategy_config
 from roll.models.build import DTYPES, attention_implementation, build_model, load_config
 from roll.platforms import current_platform
-from roll.protocol.views import copy_into
+from roll.protocol.columns import copy_into
 from roll.strategies.end_tokens import end_token_ids
 from roll.strategies.generation import GenerationOutput, GenerationRequest, GenerationStrategy
 from roll.strategies.hf_infer.decoder import Decoder, create_decoder

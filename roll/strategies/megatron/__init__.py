@@ -24,7 +24,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "strategy_args.strategy_name: megatron_train and megatron_infer need megatron-core; install it with "
-        'pip install "roll[megatron]"'
+        'pip install "roll-rl[megatron]"'
     ) from error
 
 from roll.strategies.megatron import cpu_compat  # noqa: E402 (Megatron comes first)

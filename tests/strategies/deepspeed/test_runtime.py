@@ -34,7 +34,7 @@ dist.destroy_process_group()
 
 def test_without_deepspeed_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(ImportError, match=r"pip install 'roll\[deepspeed\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'roll-rl\[deepspeed\]'"):
         import_deepspeed(CpuPlatform())
 
 

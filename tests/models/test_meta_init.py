@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from roll.config.roles import ModelArguments
 from roll.models.build import HeadName, build_model, has_tied_embeddings
-from roll.models.unread import UnreadModel, build_unread
+from roll.models.meta_init import MetaModel, build_on_meta
 
 SIZES = {
     "vocab_size": 40,
@@ -47,11 +47,11 @@ def write(folder: Path, family: str = "Qwen2", dtype: torch.dtype = torch.bfloat
 
 
 def read(folder: Path, head: HeadName = "causal_lm", dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    unread = build_unread(ModelArguments(str(folder), **options), head, dtype)
-    assert unread is not None
-    assert all(parameter.is_meta for parameter in unread.language_model.parameters())
-    unread.read(unread.language_model, torch.device("cpu"))
-    return unread.language_model
+    meta = build_on_meta(ModelArguments(str(folder), **options), head, dtype)
+    assert meta is not None
+    assert all(parameter.is_meta for parameter in meta.language_model.parameters())
+    meta.read(meta.language_model, torch.device("cpu"))
+    return meta.language_model
 
 
 def assert_same(model: Any, wanted: Any) -> None:
@@ -123,22 +123,22 @@ def _changed(name: str, tensor: torch.Tensor) -> Callable[[dict[str, torch.Tenso
 def test_other_tensors_are_left_to_from_pretrained(
     tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    build_unread_after(tmp_path, change, caplog)
+    build_on_meta_after(tmp_path, change, caplog)
     assert len(caplog.messages) == 1
     assert re.search(reason, caplog.messages[0])
 
 
-def build_unread_after(
+def build_on_meta_after(
     folder: Path, change: Callable[[dict[str, torch.Tensor]], None], caplog: pytest.LogCaptureFixture
-) -> UnreadModel | None:
+) -> MetaModel | None:
     read(write(folder, tie_word_embeddings=True)).save_pretrained(folder / "whole")
     file = folder / "whole" / "model.safetensors"
     weights = load_file(file)
     change(weights)
     save_file(weights, file, metadata={"format": "pt"})
-    with caplog.at_level(logging.INFO, "roll.models.unread"):
+    with caplog.at_level(logging.INFO, "roll.models.meta_init"):
         caplog.clear()
-        return build_unread(ModelArguments(str(folder / "whole")), "causal_lm")
+        return build_on_meta(ModelArguments(str(folder / "whole")), "causal_lm")
 
 
 def test_what_must_be_converted_is_left_to_from_pretrained(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -151,9 +151,9 @@ def test_what_must_be_converted_is_left_to_from_pretrained(tmp_path: Path, caplo
         tmp_path: "there are no safetensors files",
     }
     for folder, reason in reasons.items():
-        with caplog.at_level(logging.INFO, "roll.models.unread"):
+        with caplog.at_level(logging.INFO, "roll.models.meta_init"):
             caplog.clear()
-            assert build_unread(ModelArguments(str(folder)), "causal_lm") is None
+            assert build_on_meta(ModelArguments(str(folder)), "causal_lm") is None
         assert caplog.messages == [f"{folder} is loaded whole by every rank: {reason}"]
         assert all(
             not parameter.is_meta for parameter in build_model(ModelArguments(str(folder)), "causal_lm").parameters()

@@ -1,11 +1,11 @@
-"""Models built without weights, which are read later: each rank reads only the rows that it holds.
+"""Models built on the ``meta`` device and read later: each rank reads only the rows that it holds.
 
 ``from_pretrained`` puts the whole model into the memory of every process.  Here a model is built on torch's ``meta``
 device, then sharded, and then each tensor's local rows are read from the safetensors files straight into their place.
 The result equals ``from_pretrained``, bit by bit.
 
 Only folders whose tensors are the model's parameters, name by name and shape by shape, can be read like this; for all
-others :func:`build_unread` gives None, and the model is loaded whole.
+others :func:`build_on_meta` gives None, and the model is loaded whole.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from roll.models.tensor_files import TensorFiles
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class UnreadModel:
+class MetaModel:
     """A language model whose parameters are on ``meta``, and the files that hold them."""
 
     language_model: PreTrainedModel
@@ -69,7 +70,7 @@ class UnreadModel:
                 local.copy_(self.files.read_rows(name, _own_rows(tensor)))
 
 
-def build_unread(args: ModelArguments, head: HeadName, dtype: torch.dtype = torch.float32) -> UnreadModel | None:
+def build_on_meta(args: ModelArguments, head: HeadName, dtype: torch.dtype = torch.float32) -> MetaModel | None:
     """:func:`~roll.models.build.build_model`, with the weights still to be read.
 
     Returns:
@@ -104,7 +105,7 @@ def build_unread(args: ModelArguments, head: HeadName, dtype: torch.dtype = torc
     _compute_buffers(model)
     _read_generation_config(model, str(args.model_name_or_path))
     freeze_modules(model, args.freeze_module_prefix)
-    return UnreadModel(model.eval(), files, new_head)
+    return MetaModel(model.eval(), files, new_head)
 
 
 def _new_head(stored: Iterable[str], found: Container[str]) -> frozenset[str]:

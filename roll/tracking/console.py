@@ -1,0 +1,356 @@
+"""A run on the console: log files, phase timers, progress line and bar, and the final table."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from roll.config.masking import masked_text
+
+STEP_LOGGER = "roll.steps"
+"""Its records are the one line a step; on a terminal the progress bar shows them instead."""
+ENDING_LOGGER = "roll.ending"
+"""Its records say why a run ended early; on the console the command line says it, last of all."""
+LOG_NAME = "run.log"
+
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_CONSOLE_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+
+
+class MaskingFormatter(logging.Formatter):
+    """Formats a record, its traceback included, without the secrets in it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return masked_text(super().format(record))
+
+
+class _ConsoleHandler(logging.StreamHandler[TextIO]):
+    """Writes to what ``sys.stderr`` is at the moment: a progress bar redirects it to draw itself below the lines."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        """Ignored: the base class sets it once."""
+
+
+def setup_logging(log_dir: Path, level: int = logging.INFO, *, interactive: bool | None = None) -> Path:
+    """Send records of the package to ``log_dir/run.log`` (appended to) and to standard error; return the file's path.
+
+    Called again, it replaces what the last call set up. The root logger is left alone, so other libraries' records go
+    where they went.
+
+    Args:
+        log_dir: made if need be.
+        level: the least level that is written.
+        interactive: True keeps the step lines off the console, for a progress bar is there; None: if standard error is
+            a terminal.
+    """
+    log_dir.mkdir(parents=True, exist_ok=True)
+    path = log_dir / LOG_NAME
+    file = logging.FileHandler(path, encoding="utf-8")
+    file.setFormatter(MaskingFormatter(_FORMAT))
+    console = _ConsoleHandler()
+    console.setFormatter(MaskingFormatter(_CONSOLE_FORMAT, datefmt="%H:%M:%S"))
+    if interactive is None:
+        interactive = sys.stderr.isatty()
+    console.addFilter(lambda record: record.name != ENDING_LOGGER)
+    if interactive:
+        console.addFilter(lambda record: record.name != STEP_LOGGER)
+    package = logging.getLogger("roll")
+    for handler in list(package.handlers):
+        package.removeHandler(handler)
+        handler.close()
+    package.setLevel(level)
+    package.propagate = False
+    package.addHandler(file)
+    package.addHandler(console)
+    return path
+
+
+TOTALS = frozenset({"time/step_total", "time/val_step_total"})
+"""Durations that include phases counted by themselves, or run concurrently with them: no phase of the step."""
+
+PeakMemory = Callable[[], Mapping[str, float]]
+"""Peak bytes since the last call, by a name such as a role's; a call starts a new measurement."""
+
+
+class PhaseTimer:
+    """Wall-clock seconds per named phase. Phases nest; an outer one's time and memory include the inner ones'.
+
+        timer = PhaseTimer()
+        with timer.phase("step_generate"):
+            ...
+        metrics |= timer.pop()          # {"time/step_generate": 0.87}
+
+    Args:
+        peak_memory: called at both ends of every phase if given; its values come out as
+            ``memory/<phase>/<name>`` (bytes).
+    """
+
+    def __init__(self, peak_memory: PeakMemory | None = None) -> None:
+        self._peak_memory = peak_memory
+        self._seconds: dict[str, float] = {}
+        self._bytes: dict[str, float] = {}
+        self._open: list[str] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block; a name used several times before :meth:`pop` is summed. Counts also when the block raises."""
+        self._credit_memory()
+        self._open.append(name)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            self._credit_memory()
+            self._open.pop()
+
+    def pop(self) -> dict[str, float]:
+        """``time/<phase>`` in seconds and ``memory/<phase>/<name>`` in bytes since the last call; starts anew."""
+        metrics = {f"time/{name}": seconds for name, seconds in self._seconds.items()} | self._bytes
+        self._seconds, self._bytes = {}, {}
+        return metrics
+
+    def _credit_memory(self) -> None:
+        """Read the peak since the last reading: it belongs to every phase open since then."""
+        if self._peak_memory is None:
+            return
+        for name, value in self._peak_memory().items():
+            for phase in self._open:
+                key = f"memory/{phase}/{name}"
+                self._bytes[key] = max(self._bytes.get(key, 0.0), float(value))
+
+
+logger = logging.getLogger(STEP_LOGGER)
+
+_ETA_WINDOW = 20
+"""Updates whose mean duration of a step gives the time left: recent ones, since responses grow in training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """A number worth a place in the line: metric ``key``, shown after ``label`` as ``format`` says."""
+
+    key: str
+    label: str
+    format: str = "{:.3f}"
+
+
+RLVR_HEADLINES = (
+    Headline("critic/score/mean", "reward"),
+    Headline("val_correct/all/mean", "accuracy"),
+    Headline("token/response_length/mean", "length", "{:.1f}"),
+    Headline("critic/kl", "kl", "{:.4f}"),
+    Headline("system/tps", "tok/s", "{:,.0f}"),
+)
+SFT_HEADLINES = (
+    Headline("sft_train/loss", "loss", "{:.4f}"),
+    Headline("val/loss", "validation loss", "{:.4f}"),
+    Headline("sft_train/lr", "lr", "{:.2e}"),
+    Headline("system/tps", "tok/s", "{:,.0f}"),
+)
+
+
+class ProgressReporter:
+    """A context manager; :meth:`update` is called after every step, or after every few.
+
+    Args:
+        total_steps: steps of the whole run.
+        headlines: the numbers shown; those that a step does not have are left out.
+        first_step: steps done before (a resumed run).
+        console: where the bar is drawn; None: standard error. Without a terminal there is no bar, only the log lines.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        headlines: tuple[Headline, ...] = RLVR_HEADLINES,
+        *,
+        first_step: int = 0,
+        console: Console | None = None,
+    ) -> None:
+        self._total = total_steps
+        self._done = first_step
+        self._headlines = headlines
+        self._durations: deque[float] = deque(maxlen=_ETA_WINDOW)
+        self._last = time.perf_counter()
+        console = console or Console(file=sys.stderr)
+        self._bar = _Bar(console, total_steps, first_step) if console.is_terminal else None
+
+    def __enter__(self) -> Self:
+        self._last = time.perf_counter()
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, metrics: Mapping[str, float], done: int | None = None) -> None:
+        """``done`` steps of the run are done (None: one more), the last with these metrics.
+
+        ``time/<phase>`` are shown as phases.
+        """
+        now = time.perf_counter()
+        done = self._done + 1 if done is None else done
+        self._durations.append((now - self._last) / max(done - self._done, 1))
+        self._last = now
+        self._done = done
+        pace = f"{self._durations[-1]:.2f}s a step  {format_seconds(self.seconds_left())} left"
+        numbers = self._numbers(metrics)
+        logger.info("step %d/%d  %s", self._done, self._total, "  ".join((*numbers, pace)))
+        if self._bar is not None:
+            self._bar.show(self._done, pace, "  ".join(numbers))
+
+    def seconds_left(self) -> float:
+        """Expected time of the steps to come; 0 before the first step."""
+        if not self._durations:
+            return 0.0
+        return sum(self._durations) / len(self._durations) * max(self._total - self._done, 0)
+
+    def _numbers(self, metrics: Mapping[str, float]) -> list[str]:
+        parts = [
+            f"{headline.label} {headline.format.format(metrics[headline.key])}"
+            for headline in self._headlines
+            if headline.key in metrics
+        ]
+        phases = [
+            f"{phase_label(name)} {seconds:.2f}s"
+            for name, seconds in metrics.items()
+            if name.startswith("time/") and name.count("/") == 1 and name not in TOTALS
+        ]
+        if phases:
+            parts.append(f"({', '.join(phases)})")
+        return parts
+
+
+class _Bar:
+    """Two lines that stay at the bottom of the terminal: the bar with the time left, and the numbers of the last step.
+
+    Two, because the numbers alone fill a terminal of usual width, and a bar beside them would be squeezed to nothing.
+    """
+
+    def __init__(self, console: Console, total: int, done: int) -> None:
+        self._progress = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), console=console
+        )
+        self._task = self._progress.add_task("", total=total, completed=done)
+        self._live = Live(self._progress, console=console, refresh_per_second=4)
+
+    def start(self) -> None:
+        self._live.start()
+
+    def stop(self) -> None:
+        self._live.stop()
+
+    def show(self, done: int, pace: str, numbers: str) -> None:
+        self._progress.update(self._task, completed=done, description=pace)
+        self._live.update(Group(self._progress, Text(numbers)))
+
+
+def phase_label(metric: str) -> str:
+    """``time/step_generate`` is ``generate`` to a reader."""
+    return metric.removeprefix("time/").removeprefix("step_")
+
+
+def format_seconds(seconds: float) -> str:
+    """``42s``, ``3m07s``, ``2h05m``, ``3d04h``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+INTERVAL_ENDS = ("_low", "_high")
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The end of a run.
+
+    Attributes:
+        title: the experiment's name.
+        before, after: validation metrics by name, from before the first step and after the last.
+        seconds: wall-clock time of the run.
+        steps: training steps done.
+        files: what the run wrote, by what it is ("TensorBoard", "plot").
+    """
+
+    title: str
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+    seconds: float
+    steps: int
+    files: Mapping[str, Path] = field(default_factory=dict)
+
+    def show(self, console: Console | None = None) -> None:
+        """Write the table (its title alone if nothing was validated), then the files, one a line, to ``console``; None:
+        standard output."""
+        console = console or Console()
+        console.print(self.table() if self.before or self.after else Text(self.heading()))
+        width = max((len(kind) for kind in self.files), default=0)
+        for kind, path in self.files.items():
+            # Text, not markup: a path may hold square brackets. Not wrapped: it is there to be copied.
+            console.print(Text(f"{kind:<{width}}  {path}"), soft_wrap=True)
+
+    def heading(self) -> str:
+        """What ran, and how long."""
+        return f"{self.title}: {self.steps} steps in {format_seconds(self.seconds)}"
+
+    def table(self) -> Table:
+        """Every metric that ``before`` or ``after`` has, with its interval of 95% where there is one, and the change.
+
+        ``pass@1``, ``maj@1`` and ``best@1`` are left out where the accuracy says the same.
+        """
+        table = Table(title=Text(self.heading()), title_justify="left")
+        for column in ("validation", "before", "after", "change"):
+            table.add_column(column, justify="left" if column == "validation" else "right")
+        for name in dict.fromkeys((*self.before, *self.after)):
+            if name.endswith(INTERVAL_ENDS) or self._repeats_accuracy(name):
+                continue
+            before, after = self.before.get(name), self.after.get(name)
+            change = f"{after - before:+.3f}" if before is not None and after is not None else ""
+            table.add_row(name, _number(self.before, name), _number(self.after, name), change)
+        return table
+
+    def _repeats_accuracy(self, name: str) -> bool:
+        accuracy = f"{name.rpartition('/')[0]}/accuracy"
+        return name.endswith("@1") and all(
+            values.get(name) == values.get(accuracy) for values in (self.before, self.after) if name in values
+        )
+
+
+def _number(values: Mapping[str, float], name: str) -> str:
+    if name not in values:
+        return ""
+    ends = [values.get(name + end) for end in INTERVAL_ENDS]
+    interval = "" if None in ends else f" [{ends[0]:.3f}, {ends[1]:.3f}]"
+    return f"{values[name]:.3f}{interval}"

@@ -1,0 +1,371 @@
+"""Where the numbers of a run go: the tracker interface, local trackers, and their construction from ``track_with``."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import math
+import os
+import re
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from roll.config.names import UNPUBLISHED_TRACKERS
+
+logger = logging.getLogger(__name__)
+
+
+SampleTable = Sequence[Mapping[str, Any]]
+"""Rows with the same keys: prompt, response, reward and whatever else is worth reading."""
+
+_REDUCER_TAG = re.compile(r"@(sum|mean|max|min|p\d+|std)$")
+
+
+class Tracker(ABC):
+    """Takes the metrics of each step. Steps never go back; the same step may come more than once with other names."""
+
+    @abstractmethod
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record ``metrics`` (plain numbers) of ``step``."""
+
+    @abstractmethod
+    def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
+        """Record texts of ``step`` under ``name`` (``train``, ``validation``)."""
+
+    def files(self) -> dict[str, Path]:
+        """Where on disk to look, by what it is; empty if nowhere."""
+        return {}
+
+    def close(self) -> None:
+        """Write out what is still in memory; nothing is logged afterwards."""
+
+
+class CompositeTracker(Tracker):
+    """Several trackers as one. Reducer tags of names (``actor/loss@max``) end here: trackers see ``actor/loss``."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self.trackers = tuple(trackers)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        plain = strip_reducer_tags(metrics)
+        for tracker in self.trackers:
+            tracker.log(plain, step)
+
+    def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
+        for tracker in self.trackers:
+            tracker.log_samples(name, rows, step)
+
+    def files(self) -> dict[str, Path]:
+        return {kind: path for tracker in self.trackers for kind, path in tracker.files().items()}
+
+    def close(self) -> None:
+        """Close all, also when one of them fails; the first failure is raised after the last."""
+        failure: Exception | None = None
+        for tracker in self.trackers:
+            try:
+                tracker.close()
+            except Exception as error:
+                logger.exception("%s could not be closed", type(tracker).__name__)
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+
+def strip_reducer_tags(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Drop ``@sum``, ``@mean``, ``@max``, ``@min``, ``@p50``, ``@p99``, ``@std`` at the end of names.
+
+    Where two names would become one (``length@max`` and ``length@min``), they become ``length/max`` and ``length/min``.
+    """
+    bare = Counter(_REDUCER_TAG.sub("", name) for name in metrics)
+    return {
+        (_REDUCER_TAG.sub("", name) if bare[_REDUCER_TAG.sub("", name)] == 1 else name.replace("@", "/")): value
+        for name, value in metrics.items()
+    }
+
+
+METRICS_NAME = "metrics.jsonl"
+
+
+class JsonlTracker(Tracker):
+    """Appends a line a call: ``{"step": 3, "time": <seconds since 1970>, <name>: <number>, ...}``.
+
+    JSON has no nan or infinity: null stands for a number that is not finite.
+
+    Args:
+        folder: where the files are.
+        resume_step: the last step that counts: rows after it, and a torn last line, are dropped. None: a new run, an
+            earlier run's files are renamed to ``<name>.previous``.
+    """
+
+    def __init__(self, folder: Path, resume_step: int | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        for path in (folder / METRICS_NAME, *folder.glob("samples-*.jsonl")):
+            if path.exists():
+                _cut_after(path, resume_step)
+        self._files: dict[str, TextIO] = {}
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._append(METRICS_NAME, {"step": step, "time": time.time(), **metrics})
+
+    def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
+        for row in rows:
+            self._append(f"samples-{name}.jsonl", {"step": step, **row})
+
+    def files(self) -> dict[str, Path]:
+        return {"metrics": self._folder / METRICS_NAME}
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        if name not in self._files:
+            # Line buffering: whoever watches the file sees whole lines, and a killed run loses none.
+            self._files[name] = open(self._folder / name, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (open for the whole run)
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+        }
+        self._files[name].write(json.dumps(finite, ensure_ascii=False, default=str) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a ``metrics.jsonl`` in order, rows of the same step merged; null is read as nan.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    for row in _rows(path):
+        numbers = {key: math.nan if value is None else value for key, value in row.items()}
+        rows.setdefault(row["step"], {}).update(numbers)
+    return list(rows.values())
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Whole lines only: a run that was killed may leave half of its last one."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                logger.warning("%s: line %d is torn and left out", path, number)
+                continue
+            yield row
+
+
+def _cut_after(path: Path, resume_step: int | None) -> None:
+    if resume_step is None:
+        path.replace(path.with_name(path.name + ".previous"))
+        return
+    kept = path.with_name(path.name + ".kept")
+    with open(kept, "w", encoding="utf-8") as file:
+        for row in _rows(path):
+            if row["step"] <= resume_step:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    kept.replace(path)
+
+
+class StdoutTracker(Tracker):
+    """Writes ``step 3  actor/pg_loss=0.0123 ...``, names in order, numbers to four digits."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        numbers = " ".join(f"{name}={value:.4g}" for name, value in sorted(metrics.items()))
+        sys.stdout.write(f"step {step}  {numbers}\n")
+        sys.stdout.flush()
+
+    def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
+        """One sample, on one line: the rest is in the run's own files."""
+        if rows:
+            sample = " ".join(f"{key}={value!r}" for key, value in rows[0].items())
+            sys.stdout.write(f"step {step}  {name} sample  {sample}\n")
+            sys.stdout.flush()
+
+
+_MAX_SAMPLES = 16
+"""Rows shown of a sample table: TensorBoard's text view is for a look, the run's own files hold them all."""
+
+
+class TensorBoardTracker(Tracker):
+    """Writes into ``folder``.
+
+    Args:
+        folder: the event files' folder.
+        resume_step: the last step that counts; earlier event files in ``folder`` are cut after it, so that the curves
+            of a resumed run continue without a fold. None: a new run, whatever stood in the folder is hidden.
+        flush_secs: seconds after which events reach the file at the latest.
+    """
+
+    def __init__(self, folder: Path, resume_step: int | None = None, flush_secs: int = 10) -> None:
+        self._folder = folder
+        self._writer = EventFileWriter(str(folder), flush_secs=flush_secs)
+        # A session that starts at step s tells TensorBoard to drop what earlier files hold from step s on.
+        first_step = 0 if resume_step is None else resume_step + 1
+        self._writer.add_event(
+            Event(step=first_step, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START))
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._add(Summary(value=values), step)
+
+    def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
+        text = _markdown_table(rows[:_MAX_SAMPLES])
+        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        tensor = TensorProto(
+            dtype=DT_STRING,
+            string_val=[text.encode()],
+            tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
+        )
+        value = Summary.Value(tag=f"samples/{name}/text_summary", metadata=metadata, tensor=tensor)
+        self._add(Summary(value=[value]), step)
+
+    def files(self) -> dict[str, Path]:
+        return {"TensorBoard": self._folder}
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _add(self, summary: Summary, step: int) -> None:
+        self._writer.add_event(Event(step=step, wall_time=time.time(), summary=summary))
+
+
+def _markdown_table(rows: SampleTable) -> str:
+    if not rows:
+        return ""
+    columns = list(rows[0])
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    lines += ["| " + " | ".join(_cell(row.get(column)) for column in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    """Text as it is, in a form that cannot end the cell or the row or start markup."""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    for character, escaped in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("\n", "<br>")):
+        text = text.replace(character, escaped)
+    return text
+
+
+_ONLINE_OPTIONS = frozenset({"log_dir", "project", "name", "notes", "tags", "group", "mode"})
+OPTIONS: dict[str, frozenset[str]] = {
+    "tensorboard": frozenset({"log_dir", "flush_secs"}),
+    "wandb": _ONLINE_OPTIONS | {"entity"},
+    "swanlab": _ONLINE_OPTIONS | {"workspace"},
+    "ml_tracker": _ONLINE_OPTIONS,
+    "stdout": frozenset(),
+    "jsonl": frozenset(),
+}
+"""The keys of ``tracker_kwargs`` that each tracker understands."""
+_SECRETS = {"api_key": "WANDB_API_KEY or SWANLAB_API_KEY", "login_kwargs": "SWANLAB_API_KEY"}
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What every tracker is told about the run.
+
+    Attributes:
+        log_dir: the run's own folder of logs; files go there unless ``tracker_kwargs.log_dir`` names another place.
+        exp_name: name of the experiment; a folder of that name is made under ``tracker_kwargs.log_dir``.
+        config: the effective configuration, secrets masked.
+        resume_step: the last finished step of the checkpoint that the run goes on from; None: a new run.
+    """
+
+    log_dir: Path
+    exp_name: str
+    config: Mapping[str, Any]
+    resume_step: int | None = None
+
+
+def build_trackers(
+    track_with: str | Sequence[str], tracker_kwargs: Mapping[str, Any], run: TrackedRun
+) -> CompositeTracker:
+    """Build the trackers that ``track_with`` names, and always the run's own record (``metrics.jsonl``) before them.
+
+    ``tracker_kwargs`` holds options for all of them, each tracker taking those it understands; a key that is the name
+    of a tracker holds options of that one alone.
+
+    Raises:
+        ValueError: an unknown tracker, an option that none of the trackers understands, or a key given in the YAML.
+        ModuleNotFoundError: the package of a tracker is not installed.
+    """
+    options = tracker_options(track_with, tracker_kwargs)
+    options = {name: own for name, own in options.items() if UNPUBLISHED_TRACKERS.get(name) not in options}
+    trackers: list[Tracker] = [JsonlTracker(run.log_dir, run.resume_step)]
+    trackers += [_build(name, own, run) for name, own in options.items() if name != "jsonl"]
+    return CompositeTracker(trackers)
+
+
+def tracker_options(track_with: str | Sequence[str], tracker_kwargs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The options of each tracker that ``track_with`` names, checked; nothing is started.
+
+    Raises:
+        ValueError: as :func:`build_trackers`.
+    """
+    names = [track_with] if isinstance(track_with, str) else list(dict.fromkeys(track_with))
+    for name in names:
+        if name not in OPTIONS:
+            near = difflib.get_close_matches(name, OPTIONS, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"track_with: {name!r} is no tracker; there are {', '.join(sorted(OPTIONS))}{hint}")
+    return {name: _options_of(name, names, tracker_kwargs) for name in names}
+
+
+def _options_of(name: str, names: Sequence[str], tracker_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    own = _given(tracker_kwargs.get(name) or {})
+    shared = _given({key: value for key, value in tracker_kwargs.items() if key not in OPTIONS})
+    understood = frozenset().union(*(OPTIONS[other] for other in names))
+    for key in (*shared, *own):
+        where = "tracker_kwargs" if key in shared else f"tracker_kwargs.{name}"
+        if key in _SECRETS:
+            raise ValueError(
+                f"{where}.{key}: secrets do not belong in a configuration, which is logged and copied; set the "
+                f"environment variable {_SECRETS[key]} and remove this line"
+            )
+        if key not in (understood if key in shared else OPTIONS[name]):
+            known = ", ".join(sorted(understood if key in shared else OPTIONS[name])) or "no options"
+            raise ValueError(f"{where}.{key}: not an option of {' or '.join(names)}, which take {known}")
+    return {key: value for key, value in {**shared, **own}.items() if key in OPTIONS[name]}
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the options that were left empty."""
+    return {key: value for key, value in options.items() if value not in (None, "")}
+
+
+def _build(name: str, options: dict[str, Any], run: TrackedRun) -> Tracker:
+    if name == "stdout":
+        return StdoutTracker()
+    log_dir = options.pop("log_dir", None)
+    # No time stamp in the path: a resumed run has to find its own curves.
+    folder = Path(log_dir) / run.exp_name if log_dir else run.log_dir / UNPUBLISHED_TRACKERS.get(name, name)
+    if UNPUBLISHED_TRACKERS.get(name, name) == "tensorboard":
+        options = {key: value for key, value in options.items() if key in OPTIONS["tensorboard"]}
+        from roll.tracking.trackers import TensorBoardTracker
+
+        return TensorBoardTracker(folder, run.resume_step, **options)
+    options = {"project": "roll", "name": run.exp_name, **options, "resume_step": run.resume_step}
+    if name == "wandb":
+        from roll.tracking.online import WandbTracker
+
+        return WandbTracker(folder, run.config, **options)
+    from roll.tracking.online import SwanLabTracker
+
+    return SwanLabTracker(folder, run.config, **options)

@@ -1,0 +1,112 @@
+"""Commands that explain the configuration or start a project; the wheel that carries the recipes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+
+from roll import __version__, cli
+from roll.config.explain import explain, json_schema
+from roll.config.loader import PIPELINES, load_config
+from roll.config.recipes import copy_recipes
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted(file for file in (ROOT / "examples").rglob("*.yaml") if "artifacts" not in file.parts)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"roll {__version__}\n"
+
+
+def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "actor_train.training_args.learning_rate"]) == 0
+    text = capsys.readouterr().out
+    assert "<role>.training_args" in text and "default 5e-05" in text and "Peak learning rate" in text
+    assert {found.section for found in explain("temperature")} == {"<role>.generating_args"}
+    assert len(explain("seed")) == 3
+    assert cli.main(["explain", "lerning_rate"]) == 2
+    assert "learning_rate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_every_recipe_is_valid_under_the_schema(name: str) -> None:
+    schema = json_schema(PIPELINES[name], name)
+    Draft202012Validator.check_schema(schema)
+    validator = Draft202012Validator(schema)
+    mistakes = []
+    for file in RECIPES:
+        if (load_config(None, file, check_files=False).plan.pipeline) != name:
+            continue
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+        mistakes += [f"{file.name}: {error.json_path}: {error.message[:200]}" for error in validator.iter_errors(data)]
+    assert mistakes == []
+
+
+def test_schema_names_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["schema"]) == 0
+    validator = Draft202012Validator(json.loads(capsys.readouterr().out))
+    wrong = {"max_steps": 0, "actor_train": {"training_args": {"lerning_rate": 1}}, "adv_estimator": ["grpo"]}
+    assert {error.json_path for error in validator.iter_errors(wrong)} == {
+        "$.max_steps",
+        "$.actor_train",
+        "$.adv_estimator",
+    }
+    assert not list(validator.iter_errors({"max_steps": "${steps}", "actor_train": None, "steps": 3}))
+
+
+def test_completion_is_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert "inspect-data" in script
+
+
+def test_init_copies_recipes_and_replaces_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["init", str(tmp_path)]) == 0
+    copied = {file.relative_to(tmp_path) for file in tmp_path.rglob("*.yaml")}
+    assert {file.relative_to(ROOT) for file in RECIPES} <= copied
+    assert load_config(None, tmp_path / "examples/gsm8k/rlvr_config.yaml", check_files=False)
+    assert cli.main(["init", str(tmp_path)]) == 2
+    assert "already holds examples and configs" in capsys.readouterr().err
+
+
+def test_wheel_carries_the_recipes(tmp_path: Path) -> None:
+    """Outside a clone ``roll check``, ``roll translate`` and the first run need recipes, presets and the generator."""
+    source = tmp_path / "source"
+    copy_recipes(source)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        (source / name).write_bytes((ROOT / name).read_bytes())
+    (source / "roll").symlink_to(ROOT / "roll")
+    build = "from setuptools import setup; import runpy; runpy.run_path('setup.py', run_name='__main__')"
+    command = [sys.executable, "-c", build, "-q", "bdist_wheel", "--dist-dir", str(tmp_path)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True, text=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.startswith("roll_rl-")
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    (tmp_path / "elsewhere").mkdir()
+    for words in (
+        ["check", "gsm8k/rlvr_config", "--skip-files"],
+        ["check", "qwen2.5-7B-rlvr_deepspeed/rlvr_config", "--skip-files"],
+        ["translate", "--quiet", "data.train_batch_size=64"],
+        ["init", "."],
+    ):
+        process = subprocess.run(
+            [sys.executable, "-m", "roll.cli", *words],
+            cwd=tmp_path / "elsewhere",
+            env={"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+        )
+        assert process.returncode == 0, (words, process.stdout, process.stderr)
+    assert (tmp_path / "elsewhere" / "examples" / "tiny" / "prepare.py").is_file()
