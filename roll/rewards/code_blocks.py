@@ -1,29 +1,100 @@
-"""Finding the program in a response."""
+"""Finding the program in a response: fenced blocks as Markdown has them, and as models write them."""
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-FENCE = "```"
 PYTHON = ("python", "python3", "py", "")
+_OPENING = re.compile(r"^(?P<before>.*?)(?P<fence>`{3,}|~{3,})(?P<info>[^`]*)$")
+_ANY_PYTHON = re.compile(r"py(thon)?[\d.]*")
+_LANGUAGE = re.compile(r"[{.\s]*([\w+#.-]*)")
+_MARKER = re.compile(r"[\s>]*(?:[-*+]|\d+[.)])?[\s>]*")
+"""What may stand before a fence on its line: a quotation's mark, a list item's."""
+_PROGRAM = re.compile(
+    r"^\s*(async def|def|class|import|from|for|while|if|with|try|print|raise|assert|return|@\w)\b|^\s*[\w\[\], .]+ ?[-+*/]?=[^=]",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    language: str
+    """As written behind the fence, in lower case; '' for none."""
+    text: str
 
 
 def last_code_block(text: str, languages: Sequence[str] = PYTHON) -> str | None:
-    """The contents of the last fenced block in one of ``languages`` ('' for none named).
+    """The contents of the last fenced block in one of ``languages``, '' standing for none named.
 
-    A block that is cut off counts; without any block of these languages, None.
+    A block that names its language is preferred: what follows without one is mostly an output or an example. A block
+    that is cut off counts; an empty one does not; without any block of these languages, None.
     """
-    found: str | None = None
-    lines: list[str] | None = None
-    wanted = False
-    for line in text.splitlines():
-        fence = line.strip()
-        if lines is None and fence.startswith(FENCE):
-            lines, wanted = [], fence[len(FENCE) :].strip().lower() in languages
-        elif lines is not None and fence == FENCE:
-            found, lines = ("\n".join(lines) if wanted else found), None
-        elif lines is not None:
+    found = [block for block in code_blocks(text) if block.text.strip()]
+    named = [block for block in found if block.language and is_wanted(block.language, languages)]
+    if named:
+        return named[-1].text
+    plain = [block for block in found if not block.language] if "" in languages else []
+    programs = [block for block in plain if _PROGRAM.search(block.text)] if "python" in languages else []
+    return (programs or plain)[-1].text if plain else None
+
+
+def has_code_block(text: str) -> bool:
+    return bool(code_blocks(text))
+
+
+def is_wanted(language: str, languages: Sequence[str]) -> bool:
+    return language in languages or ("python" in languages and _ANY_PYTHON.fullmatch(language) is not None)
+
+
+def code_blocks(text: str) -> list[Block]:
+    """All fenced blocks, the last of which may be cut off."""
+    blocks: list[Block] = []
+    opened: re.Match[str] | None = None
+    lines: list[str] = []
+    # Not splitlines(), which also splits at characters that may stand in a program's texts.
+    for line in text.replace("\r\n", "\n").split("\n"):
+        if opened is None:
+            opened, lines = opening_fence(line), []
+            continue
+        rest = closing_fence(line, opened["fence"])
+        if rest is None:
             lines.append(line)
-    if lines and wanted:
-        found = "\n".join(lines)
-    return found
+            continue
+        blocks.append(finished(opened, [*lines, rest] if rest.strip(" \t>") else lines))
+        opened = None
+    if opened is not None:
+        blocks.append(finished(opened, lines))
+    return blocks
+
+
+def opening_fence(line: str) -> re.Match[str] | None:
+    """A fence with nothing but a list's or a quotation's mark before it, or behind a sentence if it names a language."""
+    found = _OPENING.match(line)
+    if found is None:
+        return None
+    names_one = found["info"].strip().isalnum()
+    return found if _MARKER.fullmatch(found["before"]) or names_one else None
+
+
+def closing_fence(line: str, fence: str) -> str | None:
+    """What stands before the closing fence on its line; None if it does not close the block."""
+    stripped = line.rstrip()
+    before = stripped.rstrip(fence[0])
+    return before if len(stripped) - len(before) >= len(fence) else None
+
+
+def finished(opened: re.Match[str], lines: list[str]) -> Block:
+    quoted = opened["before"].count(">")
+    if quoted:
+        lines = [re.sub(rf"^(?:\s*> ?){{1,{quoted}}}", "", line) for line in lines]
+    return Block(language_of(opened["info"]), textwrap.dedent("\n".join(lines)).strip("\n"))
+
+
+def language_of(info: str) -> str:
+    """Of ``python``, ``Python title="x"``, ``python:main.py``, ``{.python .numberLines}`` or ``main.py``: python."""
+    found = _LANGUAGE.match(info.partition(":")[0].strip().lower())
+    name = found[1] if found else ""
+    return "python" if name.endswith(".py") else name

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
-from roll.rewards.code_blocks import FENCE, PYTHON, last_code_block
+from roll.rewards.code_blocks import PYTHON, has_code_block, last_code_block
 from roll.rewards.extraction import after_thought
 from roll.rewards.http_reward import HttpReward
 from roll.rewards.sandbox.cases import CaseError, read_cases
@@ -166,7 +166,7 @@ class CodeSandbox(RewardRule):
             return RewardResult(0.0, dict.fromkeys(self.numbers, 0.0))
         try:
             outcome = judge(self._sandbox, source, cases, self._judging)
-        except SandboxError as error:
+        except (SandboxError, CaseError) as error:
             return failure(f"code_sandbox: {error}")
         all_passed = float(outcome.passed == outcome.total)
         values = (outcome.pass_rate, all_passed, 1.0, float(outcome.compile_error), float(outcome.timed_out))
@@ -180,8 +180,8 @@ class CodeSandbox(RewardRule):
 
 
 def find_program(sample: RewardSample, languages: Sequence[str]) -> str | None:
-    """The last fenced block after the thought; a text without any fence is a program as a whole."""
+    """The last fenced block after the thought; a text without any is a program as a whole."""
     text = after_thought(sample.response, sample.prompt)
     if text is None:
         return None
-    return last_code_block(text, languages) if FENCE in text else text.strip()
+    return last_code_block(text, languages) if has_code_block(text) else text.strip()

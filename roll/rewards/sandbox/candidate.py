@@ -6,21 +6,36 @@ decides what the data is worth.  Tests and expected values never come here.
 
 from __future__ import annotations
 
+import asyncio
 import builtins
+import collections
+import copy
+import inspect
+import io
 import operator
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from roll.rewards.sandbox.channel import Channel, ChannelClosed, MessageTooLarge
-from roll.rewards.sandbox.values import Encoded, decode, encode
+from roll.rewards.sandbox.instances import Instances
+from roll.rewards.sandbox.values import SHARED_MODULES, Encoded, decode, encode
 
 MODULE = "solution"
 MAX_TEXT = 2000
 """Characters of an error's text."""
 _PLAIN: tuple[Any, ...] = (bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset)
-_MUTABLE = (list, dict, set, bytearray)
+_MUTABLE = (
+    list,
+    dict,
+    set,
+    bytearray,
+    collections.deque,
+    collections.defaultdict,
+    collections.Counter,
+    collections.OrderedDict,
+)
 _OPERATORS = """
     add sub mul matmul truediv floordiv mod pow and_ or_ xor lshift rshift neg pos abs invert eq ne lt le gt ge
     getitem setitem delitem
@@ -31,7 +46,10 @@ def serve(channel: Channel, source: bytes) -> None:
     """Run the source, say how that went, and answer requests until the other side closes the channel."""
     module = types.ModuleType(MODULE)
     sys.modules[MODULE] = module
-    server = Server(channel, module)
+    told = channel.receive()
+    server = Server(channel, module, told.get("classes", []), told.get("in_place", True))
+    exec(told.get("prelude", ""), module.__dict__)  # noqa: S102  the tests' classes that only hold data
+    server.keep_classes()
     try:
         code = compile(source, f"{MODULE}.py", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -40,9 +58,9 @@ def serve(channel: Channel, source: bytes) -> None:
     try:
         exec(code, module.__dict__)  # noqa: S102  this process exists to run it
     except BaseException as error:  # whatever it raises, the other side is told
-        channel.send({"raised": server.describe(error)})
+        server.send({"raised": server.describe(error)})
         return
-    channel.send({"ready": True})
+    server.send({"ready": True})
     try:
         while True:
             server.answer(channel.receive())
@@ -53,8 +71,16 @@ def serve(channel: Channel, source: bytes) -> None:
 class Server:
     """Holds the objects that the tests know by number."""
 
-    def __init__(self, channel: Channel, module: types.ModuleType) -> None:
+    def __init__(self, channel: Channel, module: types.ModuleType, classes: list[str], in_place: bool) -> None:
         self._channel = channel
+        self._in_place = in_place
+        self._instances = Instances("r", classes, self._find_class)
+        self._classes: dict[str, Any] = dict.fromkeys(classes)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._output = {"out": io.StringIO(), "err": io.StringIO()}
+        sys.stdout, sys.stderr = self._output.values()
+        sys.stdin = TestsInput(self)
+        builtins.input = self.ask_for_input
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._namespace = module.__dict__
@@ -65,8 +91,39 @@ class Server:
             "plain": as_plain,
             **{name: getattr(operator, name) for name in _OPERATORS.split()},
             **{f.__name__: f for f in (getattr, setattr, delattr, len, iter, next, reversed, str, repr, bool)},
-            "isinstance": isinstance,
+            **{f.__name__: f for f in (isinstance, issubclass, copy.copy, copy.deepcopy, aiter)},
+            "await": self._await,
+            "anext": lambda iterator: self._await(iterator.__anext__()),
         }
+
+    def keep_classes(self) -> None:
+        """The tests' data classes, should the response have none of that name."""
+        self._classes = {name: self._namespace.get(name) for name in self._classes}
+
+    def _find_class(self, name: str) -> Any:
+        own = self._namespace.get(name)
+        return own if isinstance(own, type) else self._classes[name]
+
+    def send(self, message: dict[str, Any]) -> None:
+        """With what has been printed since the last message."""
+        for name, stream in self._output.items():
+            if stream.tell():
+                message[name] = stream.getvalue()
+                stream.seek(0)
+                stream.truncate()
+        self._channel.send(message)
+
+    def _await(self, awaitable: Any) -> Any:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+
+        async def wait() -> Any:
+            return await awaitable
+
+        return self._loop.run_until_complete(wait())
+
+    def ask_for_input(self, prompt: object = "", /) -> str:
+        return str(self.call_back("input", [str(prompt)]))
 
     def answer(self, request: dict[str, Any]) -> None:
         """Perform one request and send its result, what it did to the arguments, or what it raised."""
@@ -77,20 +134,23 @@ class Server:
         except BaseException as error:  # also SystemExit: a program that leaves in a call has raised, no more
             reply = {"raised": self.describe(error)}
         try:
-            self._channel.send(reply)
+            self.send(reply)
         except MessageTooLarge:
             self._channel.send({"raised": {"name": "ResultTooLarge", "bases": [], "text": "the result is too large"}})
 
     def _perform(self, request: dict[str, Any]) -> dict[str, Any]:
+        handed_over = request.get("instances", {})
+        self._instances.update(handed_over, self._decode_other)
         arguments = [decode(item, self._decode_other) for item in request["args"]]
         options = {name: decode(item, self._decode_other) for name, item in request.get("kwargs", {}).items()}
         result = self._operations[request["do"]](*arguments, **options)
         reply: dict[str, Any] = {"value": encode(result, self._encode_other)}
-        if result is None and request["do"] == "call":
-            after = [
-                [i, encode(item, self._encode_other)] for i, item in enumerate(arguments) if type(item) in _MUTABLE
-            ]
-            reply["changed"] = [[i, item] for i, item in after if item != request["args"][i]]
+        if request["do"] == "call" and (result is None or self._in_place):
+            before = {**dict(enumerate(request["args"])), **request.get("kwargs", {})}
+            given = [*enumerate(arguments), *options.items()]
+            after = [[key, encode(item, self._encode_other)] for key, item in given if is_mutable(item)]
+            reply["changed"] = [[key, item] for key, item in after if item != before[key]]
+        reply["instances"] = self._instances.attributes(self._encode_other, list(handed_over))
         return reply
 
     def _public_names(self) -> list[str]:
@@ -122,7 +182,15 @@ class Server:
     def _encode_other(self, value: Any) -> Encoded:
         if isinstance(value, _PLAIN) and type(value).__module__ != MODULE and type(value) not in _PLAIN:
             return encode(as_plain(value), self._encode_other)
+        instance = self._instances.encode(value)
+        if instance is not None:
+            return instance
+        if isinstance(value, type) and value.__module__ in SHARED_MODULES and not issubclass(value, BaseException):
+            if getattr(sys.modules.get(value.__module__), value.__name__, None) is value:
+                return {"t": "type", "module": value.__module__, "name": value.__name__}
         encoded: dict[str, Any] = {"t": "object", "id": self._number(value)}
+        if inspect.isawaitable(value):
+            encoded["awaitable"] = True
         if isinstance(value, type) and issubclass(value, BaseException):
             encoded |= self._describe_class(value)
         elif isinstance(value, types.ModuleType):
@@ -134,23 +202,56 @@ class Server:
     def _decode_other(self, data: dict[str, Any]) -> Any:
         if data["t"] == "callback":
             return self._callback(data["id"])
+        if data["t"] == "iterator":
+            return self._iterator(data["id"])
+        if data["t"] == "instance":
+            return self._instances.decode(data)
         return self._objects[data["id"]]
 
     def _callback(self, number: int) -> Callable[..., Any]:
         """A function of the tests, as a function here."""
 
-        def call_back(*args: Any) -> Any:
-            self._channel.send({"callback": number, "args": [encode(item, self._encode_other) for item in args]})
-            while True:
-                message = self._channel.receive()
-                if "do" not in message:
-                    break
-                self.answer(message)
-            if "raised" in message:
-                raise getattr(builtins, message["raised"], RuntimeError)(message.get("text", ""))
-            return decode(message["value"], self._decode_other)
+        return lambda *args: self.call_back(number, args)
 
-        return call_back
+    def _iterator(self, number: int) -> Iterator[Any]:
+        """An iterator of the tests, as one here."""
+        while found := self.call_back(number, ()):
+            yield found[0]
+
+    def call_back(self, which: int | str, args: Sequence[Any]) -> Any:
+        """Call a function of the tests, by number, or read their input."""
+        message = {"callback": which, "args": [encode(item, self._encode_other) for item in args]}
+        self.send({**message, "instances": self._instances.attributes(self._encode_other)})
+        while True:
+            answer = self._channel.receive()
+            if "do" not in answer:
+                break
+            self.answer(answer)
+        if "raised" in answer:
+            raise getattr(builtins, answer["raised"], RuntimeError)(answer.get("text", ""))
+        self._instances.update(answer.get("instances", {}), self._decode_other)
+        return decode(answer["value"], self._decode_other)
+
+
+class TestsInput(io.TextIOBase):
+    """Standard input: that of the tests' process."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def readable(self) -> bool:
+        return True
+
+    def readline(self, size: int = -1, /) -> str:  # type: ignore[override]
+        return str(self._server.call_back("readline", []))
+
+    def read(self, size: int | None = -1, /) -> str:
+        return "".join(iter(self.readline, ""))
+
+
+def is_mutable(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return type(value) in _MUTABLE or (numpy is not None and type(value) is numpy.ndarray)
 
 
 def as_plain(value: Any) -> Any:

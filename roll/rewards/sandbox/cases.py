@@ -4,7 +4,8 @@
 shape                  columns (or keys of a JSON ``ground_truth`` or ``test_cases``)
 =====================  ==================================================================================
 asserts                a list of texts; ``test_list`` with ``test_setup_code`` or ``test_imports``;
-                       ``[{"assert_code": ...}]``
+                       ``[{"assert_code": ...}]``; what they define and do not call is called: functions ``test...``,
+                       classes of unittest, ``check(candidate)`` with ``entry_point``
 check function         ``test`` and ``entry_point``: the test defines ``check(candidate)``
 input and output       ``{"inputs": [...], "outputs": [...]}``; ``[{"input" or "stdin": ..., "output" or
                        "expected_stdout": ...}]``
@@ -18,8 +19,11 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from roll.rewards.sandbox import snippets
+from roll.rewards.sandbox.snippets import CaseError
 
 Kind = Literal["io", "calls", "tests", "pytest"]
 _INPUT_KEYS, _OUTPUT_KEYS = ("stdin", "input"), ("expected_stdout", "output", "stdout")
@@ -43,6 +47,8 @@ class Cases:
     texts: list[str] = field(default_factory=list)
     """``tests``: a source a case. ``pytest``: the text of one file."""
     setup: str = ""
+    entry_point: str = ""
+    """What a test's ``check(candidate)`` is called with."""
     streams: list[tuple[str, str]] = field(default_factory=list)
     """``io``: input and expected output of each case."""
     fn_name: str = ""
@@ -52,10 +58,6 @@ class Cases:
     def count(self) -> int:
         """Cases that are known beforehand; of a pytest file, one."""
         return len(self.streams or self.calls or self.texts)
-
-
-class CaseError(ValueError):
-    """A row whose cases cannot be read."""
 
 
 def read_cases(ground_truth: Any, row: Mapping[str, Any]) -> Cases:
@@ -76,7 +78,21 @@ def read_cases(ground_truth: Any, row: Mapping[str, Any]) -> Cases:
         raise CaseError(f"test cases of an unknown shape: {type(error).__name__}: {error}") from error
     if not cases.count:
         raise CaseError("the row has no test cases")
-    return cases
+    return checked(cases)
+
+
+def checked(cases: Cases) -> Cases:
+    """With everything called that the tests only define.
+
+    Raises:
+        CaseError: the tests test nothing, or cannot work.
+    """
+    if cases.kind == "pytest":
+        snippets.pytest_file(cases.texts[0])
+    if cases.kind != "tests":
+        return cases
+    tests = snippets.prepared(tuple(cases.texts), cases.setup, cases.entry_point)
+    return replace(cases, kind="pytest" if tests.pytest else "tests", texts=list(tests.texts), setup=tests.setup)
 
 
 def loaded(value: Any) -> Any:
@@ -97,9 +113,9 @@ def _read(source: Any, columns: Mapping[str, Any]) -> Cases:
     if "inputs" in columns:
         return _from_pairs(list(zip(loaded(columns["inputs"]), loaded(columns["outputs"]), strict=True)), columns, True)
     if "test_list" in columns:
-        return Cases("tests", texts(loaded(columns["test_list"])), setup_of(columns))
+        return tests_of(texts(loaded(columns["test_list"])), columns)
     if "test" in columns:
-        return Cases("tests", [f"{columns['test']}\n\ncheck({columns['entry_point']})\n"], setup_of(columns))
+        return tests_of([str(columns["test"])], columns)
     known = "test_cases, ground_truth, test_list, test and entry_point, inputs and outputs, pytest"
     raise CaseError(f"the row has none of: {known}")
 
@@ -115,7 +131,13 @@ def _read_list(items: list[Any], columns: Mapping[str, Any]) -> Cases:
         return _from_pairs(pairs, {**columns, "fn_name": name}, False)
     if columns.get("case_type") == "pytest":
         return Cases("pytest", ["\n\n".join(sources)])
-    return Cases("tests", sources, setup_of(columns))
+    named = next((item["entry_point"] for item in items if isinstance(item, Mapping) and item.get("entry_point")), "")
+    return tests_of(sources, {"entry_point": named, **columns})
+
+
+def tests_of(sources: list[str], columns: Mapping[str, Any]) -> Cases:
+    entry_point = str(columns.get("entry_point") or fn_name_of(columns))
+    return Cases("tests", sources, setup_of(columns), entry_point)
 
 
 def _from_pairs(pairs: Sequence[tuple[Any, Any]], columns: Mapping[str, Any], wrapped: bool) -> Cases:

@@ -44,7 +44,8 @@ def equal_decimals(given: str, wanted: str, tolerance: float) -> bool:
 
 
 def within(given: float, wanted: float, tolerance: float) -> bool:
-    return math.isclose(given, wanted, rel_tol=tolerance, abs_tol=tolerance)
+    both_undefined = math.isnan(given) and math.isnan(wanted)
+    return both_undefined or math.isclose(given, wanted, rel_tol=tolerance, abs_tol=tolerance)
 
 
 def equal_values(given: Any, wanted: Any, tolerance: float) -> bool:
@@ -57,10 +58,11 @@ def equal_values(given: Any, wanted: Any, tolerance: float) -> bool:
         return isinstance(given, Mapping) and equal_mappings(given, wanted, tolerance)
     if isinstance(wanted, bool) or isinstance(given, bool):
         return type(given) is type(wanted) and given == wanted
-    if isinstance(wanted, float) or isinstance(given, float):
-        numbers = isinstance(given, (int, float)) and isinstance(wanted, (int, float))
+    if isinstance(wanted, int) and isinstance(given, float):
+        return given == wanted  # 5.0 is 5; a whole number has no tolerance
+    if isinstance(wanted, float):
         try:
-            return numbers and within(given, wanted, tolerance)
+            return isinstance(given, (int, float)) and within(given, wanted, tolerance)
         except OverflowError:
             return False
     return type(given) is type(wanted) and bool(given == wanted)

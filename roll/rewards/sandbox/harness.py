@@ -8,9 +8,11 @@ of Python's built-in functions and of its standard modules are always the real o
 from __future__ import annotations
 
 import ast
+import asyncio
 import builtins
 import contextlib
 import importlib
+import inspect
 import io
 import json
 import os
@@ -21,12 +23,11 @@ from typing import Any
 
 from roll.rewards.sandbox.channel import Channel
 from roll.rewards.sandbox.comparison import equal_values
-from roll.rewards.sandbox.proxies import Remote, ResponseGone
+from roll.rewards.sandbox.proxies import AwaitableProxy, Remote, ResponseGone
+from roll.rewards.sandbox.snippets import MODULE_NAMES, RUN_UNITTEST, bound_names, data_classes, judges_by_arguments
 
 USUAL_ALIASES = {"np": "numpy", "pd": "pandas", "plt": "matplotlib.pyplot"}
 """Names under which tests use modules that they leave to the response to import."""
-MODULE_NAMES = ("solution", "main", "candidate", "answer", "submission")
-"""Names under which tests import the response."""
 MAX_NOTE = 400
 """Characters of the reason why a case failed."""
 
@@ -63,10 +64,15 @@ def run(job: bytes, channel: Channel, verdicts: int) -> None:
     """
     settings = json.loads(job)
     report = Verdicts(verdicts)
-    remote = Remote(channel, settings["object_operators"])
+    sources = [settings.get("setup", ""), *settings.get("tests", []), settings.get("pytest", "")]
+    names, prelude = data_classes(sources)
+    namespace: dict[str, Any] = {"__name__": "tests"}
+    expects_ends = any("StopIteration" in source or "StopAsyncIteration" in source for source in sources)
+    remote = Remote(channel, settings["object_operators"], expects_ends, names, namespace.get)
     remote.set_deadline(settings["case_timeout"])
+    in_place = not judges_by_arguments(sources)
     try:
-        state = remote.wait_ready()
+        state = remote.wait_ready({"classes": names, "prelude": prelude, "in_place": in_place})
         if "compile_error" in state or "raised" in state:
             details = state.get("raised")
             note = f"{details.get('name')}: {details.get('text')}" if isinstance(details, dict) else ""
@@ -74,25 +80,47 @@ def run(job: bytes, channel: Channel, verdicts: int) -> None:
         elif "calls" in settings:
             run_calls(settings, remote, report)
         elif "tests" in settings:
-            run_snippets(settings, remote, report)
+            run_snippets(settings, remote, report, namespace)
         else:
-            run_pytest(settings, remote, report)
+            run_pytest(settings, remote, report, namespace)
     except ResponseGone as gone:
         report.send(gone=described(gone), timed_out=gone.timed_out)
+    if remote.impossible is not None:
+        report.send(impossible=remote.impossible)
 
 
 def run_calls(settings: dict[str, Any], remote: Remote, report: Verdicts) -> None:
-    """Call one function (or method of the class ``Solution``) a case and compare what it returns."""
+    """Call one function (or method of the class ``Solution``) a case and compare what it returns.
+
+    A function that returns nothing has worked on its first argument: that is its result.
+    """
+    unchanged: list[int] = []
+    works_in_place = False
     for number, case in enumerate(settings["calls"]):
         remote.set_deadline(settings["case_timeout"])
         failed: BaseException | None = None
         try:
+            before = json.dumps(case["arguments"][:1])
             returned = entry_point(remote, settings["fn_name"])(*case["arguments"])
+            if isinstance(returned, AwaitableProxy):
+                returned = remote.ask("await", returned)
+            changed = json.dumps(case["arguments"][:1]) != before
+            if returned is None and None not in case["accepted"] and case["arguments"]:
+                returned = case["arguments"][0]
+                works_in_place = works_in_place or changed
+                if not changed:
+                    unchanged.append(number)
             if not any(equal_values(returned, value, settings["tolerance"]) for value in case["accepted"]):
                 failed = AssertionError("another result was expected")
         except Exception as error:  # whatever the response raises, it has not returned the result
             failed = error
-        report.case(number, failed)
+        if number not in unchanged or failed is not None:
+            report.case(number, failed)
+        elif number in unchanged:
+            continue
+    for number in unchanged:
+        # What is right already needs no change, from a function that makes some.
+        report.case(number, None if works_in_place else AssertionError("the function returned nothing"))
 
 
 def entry_point(remote: Remote, name: str) -> Any:
@@ -109,9 +137,9 @@ def entry_point(remote: Remote, name: str) -> Any:
     raise NameError(f"the response defines no {name}")
 
 
-def run_snippets(settings: dict[str, Any], remote: Remote, report: Verdicts) -> None:
+def run_snippets(settings: dict[str, Any], remote: Remote, report: Verdicts, namespace: dict[str, Any]) -> None:
     """Execute each test in one namespace after the set-up; a test passes if it raises nothing."""
-    namespace: dict[str, Any] = {"__name__": "tests"}
+    namespace[RUN_UNITTEST] = run_unittest
     whole = "\n".join([settings.get("setup", ""), *settings["tests"]])
     offer_response(remote, whole)
     if settings.get("setup"):
@@ -128,6 +156,20 @@ def run_snippets(settings: dict[str, Any], remote: Remote, report: Verdicts) -> 
         except (Exception, SystemExit) as error:
             failed = error
         report.case(number, failed)
+
+
+def run_unittest(kind: Any, name: str) -> None:
+    """
+    Raises:
+        AssertionError: the method did not pass, or was skipped.
+    """
+    import unittest
+
+    result = unittest.TestResult()
+    unittest.TestSuite([kind(name)]).run(result)
+    bad = [*result.errors, *result.failures]
+    if bad or result.skipped or not result.testsRun:
+        raise AssertionError(bad[0][1].strip().splitlines()[-1] if bad else f"{name} was not run")
 
 
 def fill_in(source: str, namespace: dict[str, Any], remote: Remote) -> None:
@@ -158,27 +200,8 @@ def imported_as_module(name: str, tree: ast.AST) -> bool:
 
 def offer_response(remote: Remote, tests: str) -> None:
     """Let tests import the response. ``import *`` brings no name that the tests bind themselves or that is Python's."""
-    own = bound_names(tests) | set(USUAL_ALIASES) | sys.stdlib_module_names | set(dir(builtins))
+    own = bound_names(ast.parse(tests)) | set(USUAL_ALIASES) | sys.stdlib_module_names | set(dir(builtins))
     sys.modules.update({name: response_module(name, remote, own) for name in MODULE_NAMES})
-
-
-def bound_names(source: str) -> set[str]:
-    """What a source imports, defines or assigns, anywhere in it; nothing if it is no Python."""
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:
-        return set()
-    bound: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            bound |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module not in MODULE_NAMES:
-            bound |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-            bound.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            bound.add(node.id)
-    return bound
 
 
 def response_module(name: str, remote: Remote, hidden: Set[str]) -> types.ModuleType:
@@ -199,7 +222,7 @@ def response_module(name: str, remote: Remote, hidden: Set[str]) -> types.Module
     return module
 
 
-def run_pytest(settings: dict[str, Any], remote: Remote, report: Verdicts) -> None:
+def run_pytest(settings: dict[str, Any], remote: Remote, report: Verdicts, namespace: dict[str, Any]) -> None:
     """Run the text as a file of pytest's; each collected test is a case, and only a passed one counts."""
     # The plugins installed here are no business of the tests, and take seconds to load.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
@@ -213,6 +236,7 @@ def run_pytest(settings: dict[str, Any], remote: Remote, report: Verdicts) -> No
         def pytest_collection_finish(self, session: Any) -> None:
             for module in {id(item.module): item.module for item in session.items if hasattr(item, "module")}.values():
                 fill_in(settings["pytest"], module.__dict__, remote)
+                namespace.update({name: each for name, each in vars(module).items() if isinstance(each, type)})
             self.numbers = {item.nodeid: number for number, item in enumerate(session.items)}
             self.names = dict.fromkeys(self.numbers.values(), False)
             report.send(total=len(self.numbers))
@@ -221,6 +245,14 @@ def run_pytest(settings: dict[str, Any], remote: Remote, report: Verdicts) -> No
         def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
             remote.set_deadline(settings["case_timeout"])
             yield
+
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_pyfunc_call(self, pyfuncitem: Any) -> bool | None:
+            if not inspect.iscoroutinefunction(pyfuncitem.obj):
+                return None
+            names = pyfuncitem._fixtureinfo.argnames
+            asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+            return True
 
         def pytest_runtest_logreport(self, report: Any) -> None:
             if report.when == "call":

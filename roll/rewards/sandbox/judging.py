@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from roll.rewards.sandbox.cases import Cases
+from roll.rewards.sandbox.cases import CaseError, Cases
 from roll.rewards.sandbox.client import Process, Sandbox
 from roll.rewards.sandbox.comparison import equal_output
 from roll.rewards.sandbox.limits import Ended, Limits
@@ -61,6 +61,7 @@ def judge(sandbox: Sandbox, source: str, cases: Cases, judging: Judging) -> Outc
     """
     Raises:
         SandboxError: the host could not run it. Whatever the source does is an outcome.
+        CaseError: the tests want what the sandbox cannot do.
     """
     outcome = Outcome(total=cases.count)
     deadline = time.monotonic() + judging.limits.wall
@@ -191,6 +192,7 @@ def _job(cases: Cases, judging: Judging) -> dict[str, Any]:
 def _count(told: bytes, outcome: Outcome) -> None:
     """Add up the harness's lines; a line cut off by a kill is none."""
     passed: dict[int, bool] = {}
+    impossible = ""
     for line in told.splitlines(keepends=True):
         if not line.endswith(b"\n"):
             continue
@@ -201,6 +203,8 @@ def _count(told: bytes, outcome: Outcome) -> None:
                 outcome.fail(str(message["note"]))
         elif "total" in message:
             outcome.total = max(1, message["total"])
+        elif "impossible" in message:
+            impossible = str(message["impossible"])
         elif "broken" in message:
             outcome.compile_error = message["broken"] == "compile_error"
             outcome.fail(str(message["note"]))
@@ -208,3 +212,5 @@ def _count(told: bytes, outcome: Outcome) -> None:
             outcome.timed_out = outcome.timed_out or message["timed_out"]
             outcome.fail(str(message["gone"]))
     outcome.passed = sum(passed.values())
+    if impossible and outcome.passed < outcome.total:
+        raise CaseError(impossible)

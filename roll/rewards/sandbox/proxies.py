@@ -10,16 +10,25 @@ ones (``int``, ``tuple``, ``dict``, ...) take part with their plain data.
 from __future__ import annotations
 
 import builtins
+import collections
+import importlib
 import operator
+import sys
+import threading
 import time
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 from roll.rewards.sandbox.channel import Channel, ChannelClosed, MessageTooLarge
-from roll.rewards.sandbox.values import Encoded, decode, encode
+from roll.rewards.sandbox.instances import Instances
+from roll.rewards.sandbox.values import SHARED_MODULES, Encoded, decode, encode
 
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type(len), type)
+_SPECIAL = ("name", "doc", "dict", "bases", "mro", "qualname", "module", "annotations", "abstractmethods", "defaults")
+_READABLE = frozenset(f"__{name}__" for name in _SPECIAL)
+"""Special attributes that tests may read of the response's objects."""
+_ENDS_OF_ITERATION = (StopIteration, StopAsyncIteration)
+_INPUT = builtins.input
 
 
 class ResponseGone(BaseException):
@@ -38,11 +47,32 @@ class ResponseError(Exception):
 
 
 class Remote:
-    """The response's process."""
+    """The response's process.
 
-    def __init__(self, channel: Channel, object_operators: bool = False) -> None:
+    Args:
+        channel: to it.
+        object_operators: whether plain values may be handed to its operators.
+        ends_iterations: whether a call may raise ``StopIteration``, which ``map`` takes for the end of its input: only
+            for tests that expect it by name.
+        classes: the tests' classes that only hold data.
+        find_class: finds them by name.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        object_operators: bool = False,
+        ends_iterations: bool = False,
+        classes: Sequence[str] = (),
+        find_class: Callable[[str], Any] = {}.get,
+    ) -> None:
         self._channel = channel
+        self._instances = Instances("t", classes, find_class)
+        self._ends_iterations = ends_iterations
+        self._turn = threading.RLock()
         self.object_operators = object_operators
+        self.impossible: str | None = None
+        """What the tests wanted and this sandbox cannot do: then their failure says nothing about the response."""
         self._callbacks: list[Callable[..., Any]] = []
         self._proxies: dict[int, Any] = {}
 
@@ -50,9 +80,14 @@ class Remote:
         """What is asked from now on must all be answered within ``seconds``."""
         self._channel.deadline = time.monotonic() + seconds
 
-    def wait_ready(self) -> dict[str, Any]:
-        """How running the source went: ``ready``, ``compile_error`` or ``raised``."""
-        return self._exchange(None)
+    def wait_ready(self, preparation: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Let the source run; how it went: ``ready``, ``compile_error`` or ``raised``.
+
+        Args:
+            preparation: the tests' data ``classes``, the ``prelude`` that defines them, and whether changed arguments
+                come back from functions that return something (``in_place``).
+        """
+        return self._exchange(preparation or {})
 
     def ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
         """Perform an operation of :class:`roll.rewards.sandbox.candidate.Server` over there.
@@ -64,6 +99,7 @@ class Remote:
         request: dict[str, Any] = {"do": operation, "args": [encode(item, self._encode_other) for item in args]}
         if kwargs:
             request["kwargs"] = {name: encode(item, self._encode_other) for name, item in kwargs.items()}
+        request["instances"] = self._instances.attributes(self._encode_other)
         reply = self._exchange(request)
         try:
             if "raised" in reply:
@@ -72,8 +108,9 @@ class Remote:
                 # Some built-in exceptions have constructors of their own; all keep their arguments at this one.
                 error = kind.__new__(kind, str(raised.get("text", "")))
             else:
-                for index, item in reply.get("changed", []):
-                    restore(args[index], decode(item, self._decode_other))
+                self._instances.update(reply.get("instances", {}), self._decode_other)
+                for key, item in reply.get("changed", []):
+                    restore(kwargs[key] if isinstance(key, str) else args[key], decode(item, self._decode_other))
                 return decode(reply["value"], self._decode_other)
         except (
             ValueError,
@@ -85,17 +122,22 @@ class Remote:
             ArithmeticError,
         ) as nonsense:
             raise ResponseGone(f"the answer is no value: {nonsense}") from nonsense
+        if isinstance(error, _ENDS_OF_ITERATION) and operation not in ("next", "anext") and not self._ends_iterations:
+            raise RuntimeError(f"the response raised {type(error).__name__}")
         raise error
 
-    def _exchange(self, request: dict[str, Any] | None) -> dict[str, Any]:
+    def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
-            if request is not None:
+            with self._turn:
                 self._channel.send(request)
-            while True:
-                reply = self._channel.receive()
-                if "callback" not in reply:
-                    return reply
-                self._channel.send(self._run_callback(reply))
+                while True:
+                    reply = self._channel.receive()
+                    for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
+                        if isinstance(reply.get(name), str):
+                            stream.write(reply[name])
+                    if "callback" not in reply:
+                        return reply
+                    self._channel.send(self._run_callback(reply))
         except TimeoutError as error:
             raise ResponseGone("no answer in time", timed_out=True) from error
         except (ChannelClosed, MessageTooLarge) as error:
@@ -103,9 +145,12 @@ class Remote:
 
     def _run_callback(self, message: dict[str, Any]) -> dict[str, Any]:
         try:
-            function = self._callbacks[message["callback"]]
+            which = message["callback"]
+            function = {"input": read_input, "readline": read_line}.get(which) or self._callbacks[which]
+            self._instances.update(message.get("instances", {}), self._decode_other)
             arguments = [decode(item, self._decode_other) for item in message["args"]]
-            return {"value": encode(function(*arguments), self._encode_other)}
+            value = encode(function(*arguments), self._encode_other)
+            return {"value": value, "instances": self._instances.attributes(self._encode_other)}
         except Exception as error:  # the function's failure is the caller's to deal with
             return {"raised": type(error).__name__, "text": str(error)[:200]}
 
@@ -114,19 +159,32 @@ class Remote:
             return {"t": "object", "id": value._roll_number}
         if isinstance(value, type) and hasattr(value, "_roll_number"):
             return {"t": "object", "id": value._roll_number}
-        if isinstance(value, _FUNCTIONS):
+        instance = self._instances.encode(value)
+        if instance is not None:
+            return instance
+        if isinstance(value, Iterator) and not isinstance(value, Coroutine):
+            self._callbacks.append(lambda: next(([item] for item in value), None))
+            return {"t": "iterator", "id": len(self._callbacks) - 1}
+        if callable(value) and not (isinstance(value, mock.NonCallableMock) and value._mock_children):
             self._callbacks.append(value)
             return {"t": "callback", "id": len(self._callbacks) - 1}
-        raise TypeError(f"a {type(value).__name__} cannot be handed to the response: only plain data and functions")
+        reason = f"a {type(value).__name__} cannot be handed to the response: only data, functions and data classes"
+        self.impossible = self.impossible or reason
+        raise TypeError(reason)
 
     def _decode_other(self, data: dict[str, Any]) -> Any:
+        if data["t"] == "instance":
+            return self._instances.decode(data)
+        if data["t"] == "type":
+            return shared_class(data["module"], data["name"])
         if data["t"] != "object":
             raise ValueError(f"no value: {data['t']!r}")
         if "bases" in data:
             return self._exception_class(data)
         number = int(data["id"])
         if number not in self._proxies:
-            self._proxies[number] = Proxy(self, number, bool(data.get("plain")), bool(data.get("module")))
+            kind = AwaitableProxy if data.get("awaitable") is True else Proxy
+            self._proxies[number] = kind(self, number, bool(data.get("plain")), bool(data.get("module")))
         return self._proxies[number]
 
     def _exception_class(self, data: dict[str, Any]) -> type[Exception]:
@@ -149,13 +207,50 @@ class Remote:
 
 def restore(argument: Any, after: Any) -> None:
     """A function that returns None has worked on its arguments in place: so the tests see them."""
-    if type(argument) is not type(after):
-        return
-    if isinstance(argument, (list, bytearray)):
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(argument, numpy.ndarray) and isinstance(after, numpy.ndarray):
+        if argument.shape == after.shape:
+            argument[...] = after
+    elif isinstance(argument, (list, bytearray)) and type(argument) is type(after):
         argument[:] = after
-    elif isinstance(argument, (dict, set)):
+    elif isinstance(argument, collections.deque) and isinstance(after, collections.deque):
+        argument.clear()
+        argument.extend(after)
+    elif (isinstance(argument, dict) and isinstance(after, dict)) or (isinstance(argument, set) and isinstance(after, set)):
         argument.clear()
         argument.update(after)
+
+
+def read_input(prompt: str) -> str:
+    """As the tests would: what they have put in place of ``input``, else a line of what they have put as input."""
+    return str(builtins.input(prompt)) if builtins.input is not _INPUT else next_line(prompt)
+
+
+def next_line(prompt: str) -> str:
+    """
+    Raises:
+        EOFError: there is no more.
+    """
+    sys.stdout.write(prompt)
+    line = read_line()
+    if not line:
+        raise EOFError("EOF when reading a line")
+    return line.removesuffix("\n")
+
+
+def read_line() -> str:
+    return str(sys.stdin.readline())
+
+
+def shared_class(module: str, name: str) -> type:
+    """
+    Raises:
+        ValueError: it is none of Python's classes that both processes have.
+    """
+    found = getattr(importlib.import_module(module), name, None) if module in SHARED_MODULES else None
+    if not isinstance(found, type):
+        raise ValueError(f"no class {module}.{name}")
+    return found
 
 
 class Proxy:
@@ -174,7 +269,7 @@ class Proxy:
 
     def __getattr__(self, name: str) -> Any:
         # What Python's own machinery looks for is not an attribute of the response's object.
-        if name.startswith("__") and name.endswith("__") and name not in ("__name__", "__doc__", "__dict__"):
+        if name.startswith("__") and name.endswith("__") and name not in _READABLE:
             raise AttributeError(name)
         return self._roll_remote.ask("getattr", self, name)
 
@@ -224,11 +319,53 @@ class Proxy:
     def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, Proxy) and self._roll_remote.ask("isinstance", instance, self) is True
 
+    def __subclasscheck__(self, subclass: Any) -> bool:
+        return isinstance(subclass, Proxy | type) and self._roll_remote.ask("issubclass", subclass, self) is True
+
+    def __copy__(self) -> Any:
+        return self._roll_remote.ask("copy", self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._roll_remote.ask("deepcopy", self)
+
+    def __aiter__(self) -> Any:
+        return self._roll_remote.ask("aiter", self)
+
+    async def __anext__(self) -> Any:
+        return self._roll_remote.ask("anext", self)
+
+    async def __aenter__(self) -> Any:
+        return await self._roll_remote.ask("getattr", self, "__aenter__")()
+
+    async def __aexit__(self, *details: object) -> Any:
+        return await self._roll_remote.ask("getattr", self, "__aexit__")(None, None, None)
+
     def __enter__(self) -> Any:
         return self._roll_remote.ask("getattr", self, "__enter__")()
 
     def __exit__(self, *details: object) -> Any:
         return self._roll_remote.ask("getattr", self, "__exit__")(None, None, None)
+
+
+class AwaitableProxy(Proxy):
+    """A coroutine of the response's process; awaited, it runs there to its end."""
+
+    def __await__(self) -> Any:
+        yield from ()
+        return self._roll_remote.ask("await", self)
+
+    def send(self, value: Any) -> Any:
+        raise StopIteration(self._roll_remote.ask("await", self))
+
+    def throw(self, *details: Any) -> Any:
+        raise details[0]
+
+    def close(self) -> None:
+        """It has run, or never will."""
+
+
+# Not a base class: the machinery of abstract classes would take Proxy.__subclasscheck__ for its own.
+Coroutine.register(AwaitableProxy)
 
 
 def exactly_text(value: Any) -> str:

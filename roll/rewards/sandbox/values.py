@@ -32,6 +32,8 @@ _AS_TEXT: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
     "complex": (complex, str, complex),
 }
+SHARED_MODULES = ("builtins", "abc", "collections", "collections.abc", "enum", "numbers", "typing")
+"""Classes of these are the same in both processes, and travel by their names."""
 _ARRAY_KINDS = "biufcU"
 """Kinds of NumPy arrays that travel by value; arrays of objects do not."""
 

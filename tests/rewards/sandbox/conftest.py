@@ -60,9 +60,15 @@ HOSTS = {
     "container_root_without_landlock": host(*DISK, *NO_LANDLOCK, **DOCKER, **PUBLIC, no_landlock=True),
     "container_root_private_python": host(*DISK, "user", settings=Settings(without=("namespaces", "mounts", "uid"))),
     "container_user": host(*DISK, "user", **DOCKER, **PUBLIC, user=NOBODY),
-    "container_user_landlock_4": host(*DISK, "user", settings=Settings(landlock_abi=4), **DOCKER, **PUBLIC, user=NOBODY),
-    "container_user_landlock_1": host(*DISK, "user", settings=Settings(landlock_abi=1), **DOCKER, **PUBLIC, user=NOBODY),
-    "container_user_without_landlock": host(*DISK, "user", *NO_LANDLOCK, **DOCKER, **PUBLIC, user=NOBODY, no_landlock=True),
+    "container_user_landlock_4": host(
+        *DISK, "user", settings=Settings(landlock_abi=4), **DOCKER, **PUBLIC, user=NOBODY
+    ),
+    "container_user_landlock_1": host(
+        *DISK, "user", settings=Settings(landlock_abi=1), **DOCKER, **PUBLIC, user=NOBODY
+    ),
+    "container_user_without_landlock": host(
+        *DISK, "user", *NO_LANDLOCK, **DOCKER, **PUBLIC, user=NOBODY, no_landlock=True
+    ),
     "container_same_user": host(
         *DISK, "user", settings=Settings(launcher=SAME_USER, without=("namespaces", "mounts"), landlock_abi=4)
     ),

@@ -100,9 +100,7 @@ def test_what_each_host_gives(any_host: str, any_sandbox: Sandbox) -> None:
 
 
 class TestFiles:
-    def test_writing_outside(
-        self, any_host: str, any_sandbox: Sandbox, verdict: Verdict, canary: Path
-    ) -> None:
+    def test_writing_outside(self, any_host: str, any_sandbox: Sandbox, verdict: Verdict, canary: Path) -> None:
         if "files" in HOSTS[any_host].lacks:
             return
         report = any_sandbox.start()

@@ -84,8 +84,6 @@ FAILING = [
     "assert Stack([1]) == 1",
     "raise SystemExit(0)",
     "fail()",
-    "this is no test",
-    "assert add(object(), 1)",
 ]
 
 
@@ -266,16 +264,43 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
         build_reward("code_sandbox", options)
 
 
-@pytest.mark.parametrize(
-    ("text", "block"),
-    [
-        ("a\n```python\nx = 1\n```\nb\n```\ny = 2\n```", "y = 2"),
-        ("```python\nx = 1\n```\n```text\nout\n```", "x = 1"),
-        ("```python\nx = 1", "x = 1"),
-        ("```PYTHON\nx = 1\n```\n```python\n", "x = 1"),
-        ("```js\nx\n```", None),
-        ("nothing", None),
-    ],
-)
-def test_the_last_block_of_code(text: str, block: str | None) -> None:
-    assert last_code_block(text) == block
+F = "```"
+BLOCKS = {
+    f"a\n{F}python\nx = 1\n{F}\nb\n{F}\ny = 2\n{F}": "x = 1",
+    f"{F}python\nx = 1\n{F}\nOutput:\n{F}\n5\n{F}": "x = 1",
+    f"{F}\nx = 1\n{F}\nOutput:\n{F}\n5\n7\n{F}": "x = 1",
+    f"{F}python\nx = 1\n{F}\nor\n{F}python\ny = 2\n{F}": "y = 2",
+    f"{F}python\nx = 1\n{F}\n{F}text\nout\n{F}": "x = 1",
+    f"{F}\n5\n{F}": "5",
+    f"{F}python\nx = 1": "x = 1",
+    f"{F}PYTHON\nx = 1\n{F}\n{F}python\n": "x = 1",
+    f"{F}PYTHON\nx = 1\n{F}\n{F}python\n{F}\n": "x = 1",
+    f"1. So:\n   {F}python\n   if x:\n       y = 1\n   {F}": "if x:\n    y = 1",
+    f"- {F}py\n  x = 1\n  {F}": "x = 1",
+    f"> {F}py\n> if x:\n>     y = 1\n> {F}": "if x:\n    y = 1",
+    f'{F}python title="main.py" {{1,2}}\nx = 1\n{F}': "x = 1",
+    f"{F}python:main.py\nx = 1\n{F}": "x = 1",
+    f"{F}{{.python .numberLines}}\nx = 1\n{F}": "x = 1",
+    f"{F} python\nx = 1\n{F}": "x = 1",
+    f"{F}python3.11\nx = 1\n{F}": "x = 1",
+    f"{F}main.py\nx = 1\n{F}": "x = 1",
+    f'{F}`python\nx = """\n{F}\n"""\n{F}`': f'x = """\n{F}\n"""',
+    "~~~python\nx = 1\n~~~": "x = 1",
+    f"So: {F}python\nx = 1{F}": "x = 1",
+    f"{F}python\r\nx = 1\r\ny = 2\r\n{F}": "x = 1\ny = 2",
+    f"{F}python\nx = 'a\u2028b'\n{F}": "x = 'a\u2028b'",
+    f"{F}js\nx\n{F}": None,
+    f"Use {F}x{F} here": None,
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("text", BLOCKS)
+def test_the_last_block_of_code(text: str) -> None:
+    assert last_code_block(text) == BLOCKS[text]
+
+
+def test_blocks_of_other_languages() -> None:
+    text = f"{F}js\nlet x\n{F}\n{F}python\nx = 1\n{F}\n{F}\n5\n{F}"
+    assert last_code_block(text, ("js", "javascript")) == "let x"
+    assert last_code_block(text, ("go",)) is None

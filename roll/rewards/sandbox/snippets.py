@@ -1,0 +1,385 @@
+"""What a data set's test code tests: definitions that nothing calls are called, and what tests nothing is refused.
+
+All of it is decided by the test code alone, before a response is looked at: no response can make its row an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import importlib.util
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import dataclass
+
+MODULE_NAMES = ("solution", "main", "candidate", "answer", "submission")
+"""Names under which tests import the response."""
+RUN_UNITTEST = "roll_run_unittest"
+"""Name of the harness's function that runs a class of unittest's."""
+FORWARDED = ("builtins.input", "sys.stdin", "sys.stdout", "sys.stderr")
+"""What tests may replace for the response: its input is asked of the tests' process, its output is handed to it."""
+_FIXTURES_WITH_FILES = {"tmp_path", "tmpdir", "tmp_path_factory", "tmpdir_factory"}
+_BLIND_MODULES = ("tempfile", "subprocess", "runpy", "pickle", "inspect", "multiprocessing")
+_PLAIN_MODULES = ("typing", "dataclasses", "__future__", "collections", "enum")
+_DYNAMIC = {"eval", "exec", "globals", "__import__", "importlib"}
+_RUNNERS = {("unittest", "main"), ("pytest", "main")}
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class CaseError(ValueError):
+    """A row whose cases cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snippets:
+    """Test code as the harness runs it."""
+
+    texts: tuple[str, ...]
+    """A source a case; with ``pytest``, the text of one file."""
+    setup: str
+    pytest: bool = False
+
+
+@functools.lru_cache(maxsize=512)
+def prepared(texts: tuple[str, ...], setup: str, entry_point: str) -> Snippets:
+    """
+    Args:
+        texts: the tests of a row, executed one after the other in one namespace.
+        setup: executed before them.
+        entry_point: what a ``check(candidate)`` is called with; empty: none named.
+
+    Raises:
+        CaseError: they are no Python, test nothing, or need what the sandbox does not have.
+    """
+    pieces = [Piece(f"test {number}", text, entry_point) for number, text in enumerate(texts)]
+    whole = [Piece("the set-up", setup, entry_point), *pieces]
+    bound = set(dir(builtins)).union(*(bound_names(piece.tree) for piece in whole))
+    for piece in whole:
+        piece.refuse_what_cannot_work(bound)
+    if not any(piece.names_the_response() or not piece.names <= bound for piece in whole):
+        raise CaseError(f"the tests test nothing: {texts[0][:80]!r}")
+    cases: list[str] = []
+    waiting: list[str] = []
+    if any(piece.needs_pytest for piece in pieces):
+        return Snippets((as_pytest_file(setup, pieces),), "", pytest=True)
+    for piece in pieces:
+        calls = piece.calls()
+        if not calls and not piece.executes_a_test:
+            waiting.append(piece.source)
+            continue
+        cases += ["\n".join([*waiting, piece.source, *calls[:1]]), *calls[1:]]
+        waiting = []
+    if not cases:
+        raise CaseError(f"the tests test nothing: {texts[0][:80]!r}")
+    return Snippets(tuple(cases), setup)
+
+
+class Piece:
+    """One source: what it executes, what it defines, and what of that would never be called."""
+
+    def __init__(self, title: str, source: str, entry_point: str) -> None:
+        self._title = title
+        self._entry_point = entry_point
+        try:
+            self.tree = ast.parse(source)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise CaseError(f"{title} is no Python: {error}") from error
+        self.source = without_runners(source, self.tree)
+        body = [node for node in self.tree.body if not is_runner(node)]
+        self._executed = [node for node in body if not isinstance(node, _DEFINITIONS) and not is_main_guard(node)]
+        self._used = {node.id for each in self._executed for node in ast.walk(each) if isinstance(node, ast.Name)}
+        self._used_by_functions = {
+            node.id
+            for each in body
+            if isinstance(each, _DEFINITIONS)
+            for node in ast.walk(each)
+            if isinstance(node, ast.Name)
+        }
+        self._functions = [node for node in body if isinstance(node, _FUNCTIONS) and self._is_test(node)]
+        self._classes = [node for node in body if isinstance(node, ast.ClassDef) and node.name not in self._used]
+        self.mocks = "mock" in source
+        self.names = {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
+        inside = [node for each in self._executed for node in ast.walk(each)]
+        self.executes_a_test = any(isinstance(node, ast.Assert | ast.Raise | ast.Call) for node in inside)
+
+    def _is_test(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+        """Whether it is a test that nothing calls; a helper is called, or has another name."""
+        if node.name in self._used:
+            return False
+        return takes_candidate(node) or (
+            node.name.startswith("test") and not (required(node) and node.name in self._used_by_functions)
+        )
+
+    @property
+    def needs_pytest(self) -> bool:
+        """Fixtures, parameters and classes that only pytest knows."""
+        functions = any(
+            not takes_candidate(node) and (required(node) or node.decorator_list) for node in self._functions
+        )
+        return functions or any(is_test_class(node) and not is_unittest_class(node) for node in self._classes)
+
+    def calls(self) -> list[str]:
+        """A source for each test that is defined and not called.
+
+        Raises:
+            CaseError: a check of which nobody says what it checks.
+        """
+        calls = [self._call(node) for node in self._functions]
+        for each in self._classes:
+            if is_unittest_class(each):
+                own = [node.name for node in each.body if isinstance(node, _FUNCTIONS) and node.name.startswith("test")]
+                calls += [f"{RUN_UNITTEST}({each.name}, {name!r})" for name in own]
+        return calls
+
+    def calls_of_checks(self) -> list[str]:
+        return [self._call(node) for node in self._functions if takes_candidate(node)]
+
+    def _call(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+        if takes_candidate(node) and not self._entry_point:
+            raise CaseError(f"{self._title} defines {node.name}(candidate), but the row has no entry_point")
+        call = f"{node.name}({self._entry_point if takes_candidate(node) else ''})"
+        return f"import asyncio\nasyncio.run({call})" if isinstance(node, ast.AsyncFunctionDef) else call
+
+    def names_the_response(self) -> bool:
+        """Whether it imports the response, or looks names up at run time."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import) and any(alias.name in MODULE_NAMES for alias in node.names):
+                return True
+            if isinstance(node, ast.ImportFrom) and node.module in MODULE_NAMES:
+                return True
+            if isinstance(node, ast.Name) and node.id in _DYNAMIC:
+                return True
+        return any(takes_candidate(node) for node in self._functions) and bool(self._entry_point)
+
+    def refuse_what_cannot_work(self, bound: Set[str]) -> None:
+        """
+        Args:
+            bound: every name that is not the response's.
+
+        Raises:
+            CaseError: tests that would fail whatever the response is.
+        """
+        for node in ast.walk(self.tree):
+            reason = why_not(node, self.mocks)
+            if isinstance(node, ast.ClassDef) and any(
+                dotted(base)[:1] and dotted(base)[0] not in bound for base in node.bases
+            ):
+                reason = f"derives {node.name} from a class of the response, which lives in another process"
+            if reason:
+                raise CaseError(f"{self._title} {reason}")
+
+
+def bound_names(tree: ast.AST) -> set[str]:
+    """What a source imports (the response aside), defines, assigns or takes as arguments, anywhere in it."""
+    bound: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            bound |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module not in MODULE_NAMES:
+            bound |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, _DEFINITIONS):
+            bound.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound.add(node.id)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+    return bound
+
+
+def as_pytest_file(setup: str, pieces: Iterable[Piece]) -> str:
+    """One file; what a piece executes at its top becomes a test of its own.
+
+    Raises:
+        CaseError: this Python has no pytest.
+    """
+    if importlib.util.find_spec("pytest") is None:
+        raise CaseError("the tests have fixtures or parameters of pytest, which is not installed here")
+    parts = [setup]
+    for number, piece in enumerate(pieces):
+        if piece.executes_a_test and not piece.needs_pytest:
+            parts.append(f"def test_roll_{number}():\n{textwrap.indent(piece.source, '    ')}")
+        else:
+            parts.append(piece.source)
+            parts += [
+                f"def test_roll_{number}_{index}():\n{textwrap.indent(call, '    ')}"
+                for index, call in enumerate(piece.calls_of_checks())
+            ]
+    return "\n\n".join(parts)
+
+
+def pytest_file(text: str) -> str:
+    """A row's own file for pytest.
+
+    Raises:
+        CaseError: it has no tests, or needs what the sandbox does not have.
+    """
+    piece = Piece("the pytest file", text, "")
+    piece.refuse_what_cannot_work(set(dir(builtins)) | bound_names(piece.tree))
+    defined = [node.name for node in ast.walk(piece.tree) if isinstance(node, _DEFINITIONS)]
+    if not any(name.lower().startswith("test") for name in defined) and not any(
+        is_unittest_class(node) for node in piece.tree.body
+    ):
+        raise CaseError(f"the pytest file has no tests: {text[:80]!r}")
+    return text
+
+
+def takes_candidate(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """``check(candidate)``, under whatever name."""
+    names = required(node)
+    return names == ["candidate"] or (node.name == "check" and len(names) == 1)
+
+
+def required(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    """Arguments without a default value."""
+    positional = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
+    named = [
+        argument.arg
+        for argument, value in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+        if value is None
+    ]
+    return positional[: len(positional) - len(node.args.defaults)] + named
+
+
+def is_unittest_class(node: ast.AST) -> bool:
+    bases = [dotted(base)[-1:] for base in node.bases] if isinstance(node, ast.ClassDef) else []
+    return ["TestCase"] in bases or ["IsolatedAsyncioTestCase"] in bases
+
+
+def is_test_class(node: ast.ClassDef) -> bool:
+    tests = [each for each in node.body if isinstance(each, _FUNCTIONS) and each.name.startswith("test")]
+    return node.name.startswith("Test") and bool(tests)
+
+
+def is_main_guard(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and any(
+        isinstance(each, ast.Name) and each.id == "__name__" for each in ast.walk(node.test)
+    )
+
+
+def is_runner(node: ast.AST) -> bool:
+    """``unittest.main()``: the tests are run without it, and it would end the process."""
+    if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
+        return False
+    return tuple(dotted(node.value.func)) in _RUNNERS
+
+
+def without_runners(source: str, tree: ast.Module) -> str:
+    lines = source.split("\n")
+    for node in tree.body:
+        if is_runner(node):
+            for number in range(node.lineno - 1, node.end_lineno or node.lineno):
+                lines[number] = ""
+    return "\n".join(lines)
+
+
+def dotted(node: ast.AST) -> list[str]:
+    """``a.b.c`` as its parts; of anything else, what is named last."""
+    if isinstance(node, ast.Attribute):
+        return [*dotted(node.value), node.attr]
+    return [node.id] if isinstance(node, ast.Name) else []
+
+
+def why_not(node: ast.AST, mocks: bool) -> str | None:
+    """Why a test that has this in it cannot work between two processes; None: it can."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return why_not_import(node)
+    if isinstance(node, ast.arg) and node.arg in _FIXTURES_WITH_FILES:
+        return f"uses {node.arg}: tests and programs have no files in common"
+    if isinstance(node, ast.Call):
+        return why_not_call(node, mocks)
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        if node.value.id in _BLIND_MODULES or node.attr == "iscoroutinefunction":
+            return f"uses {node.value.id}.{node.attr}, which sees nothing of another process"
+    return None
+
+
+def why_not_import(node: ast.Import | ast.ImportFrom) -> str | None:
+    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or "."]
+    for top in {name.partition(".")[0] for name in names} - set(MODULE_NAMES):
+        if not top or (top not in sys.stdlib_module_names and importlib.util.find_spec(top) is None):
+            return f"imports {top or 'a relative module'}, which is not installed here"
+    return None
+
+
+def why_not_call(node: ast.Call, mocks: bool) -> str | None:
+    parts = dotted(node.func)
+    if parts == ["open"]:
+        return "opens a file: tests and programs have no files in common"
+    patches = (mocks and "patch" in parts[-2:]) or parts[:1] in (["monkeypatch"], ["mocker"])
+    if not patches or parts[-1:] == ["undo"]:
+        return None
+    target = target_of(node)
+    if parts[-1] in ("patch", "setattr", "object") and target in FORWARDED:
+        return None
+    return f"replaces {target or 'something'} in the tests' process, which the program's does not see; " + (
+        f"it sees {', '.join(FORWARDED)}"
+    )
+
+
+def target_of(node: ast.Call) -> str:
+    """What is replaced: ``"a.b"``, or ``a, "b"``."""
+    values: Iterator[str] = (
+        str(each.value) if isinstance(each, ast.Constant) else ".".join(dotted(each)) for each in node.args[:2]
+    )
+    first = next(values, "")
+    constant = bool(node.args) and isinstance(node.args[0], ast.Constant)
+    return first if constant else f"{first}.{next(values, '')}"
+
+
+def data_classes(sources: Iterable[str]) -> tuple[list[str], str]:
+    """Classes of the tests that only hold data, such as ``ListNode``: their names, and what defines them.
+
+    Nothing that a class can do is handed to the response's process: one with methods of its own may know answers.
+    """
+    names: list[str] = []
+    parts: list[str] = []
+    for source in sources:
+        try:
+            tree = ast.parse(source)
+        except SyntaxError:
+            continue
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and holds_data(node):
+                names.append(node.name)
+                parts.append(ast.unparse(node))
+            elif isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module in _PLAIN_MODULES):
+                parts.append(ast.unparse(node))
+    return names, "\n".join(parts) if names else ""
+
+
+def holds_data(node: ast.ClassDef) -> bool:
+    functions = [each.name for each in node.body if isinstance(each, _FUNCTIONS)]
+    only_special = all(name.startswith("__") and name.endswith("__") for name in functions)
+    decorators = [dotted(each.func if isinstance(each, ast.Call) else each)[-1:] for each in node.decorator_list]
+    plain = all(dotted(base) == ["object"] for base in node.bases) and not node.keywords
+    return only_special and plain and all(name == ["dataclass"] for name in decorators)
+
+
+def judges_by_arguments(sources: Iterable[str]) -> bool:
+    """Whether tests compute what they expect from an argument after the call: ``assert f(x) == sorted(x)``.
+
+    Then a function that returns something and also changes its argument would decide on what is expected.
+    """
+    passed: set[str] = set()
+    derived: set[str] = set()
+    for source in sources:
+        try:
+            tree = ast.parse(source)
+        except SyntaxError:
+            continue
+        known = set(dir(builtins)) | bound_names(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                of_response = bool(dotted(node.func)) and dotted(node.func)[0] not in known
+                arguments = (*node.args, *(keyword.value for keyword in node.keywords))
+                if of_response or dotted(node.func)[:1] in (["candidate"], ["solution"]):
+                    passed |= {each.id for each in arguments if isinstance(each, ast.Name)}
+                else:
+                    inside = (part for each in arguments for part in ast.walk(each))
+                    derived |= {each.id for each in inside if isinstance(each, ast.Name)}
+    return bool(passed & derived)
