@@ -32,6 +32,7 @@ EXIT_CONFIG = 2
 EXIT_FAILED = 1
 """Exit status of a run that failed."""
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DATA_SETS = ("gsm8k", "math", "code", "preferences", "chats")
 
 
@@ -125,6 +126,9 @@ def serve(arguments: argparse.Namespace) -> int:
     require_packages(loaded)
     if arguments.api_key_env and not os.environ.get(arguments.api_key_env):
         raise ConfigError([Problem("--api-key-env", arguments.api_key_env, "no such variable in the environment")])
+    if arguments.host not in LOOPBACK and not arguments.api_key_env:
+        rule = "who reaches this port may use the engines: name the variable that holds a token by --api-key-env"
+        raise ConfigError([Problem("--host", arguments.host, rule)])
     from roll.distributed.failures import RemoteError
     from roll.pipelines.serve import ServeOptions
     from roll.pipelines.serve import serve as run_server

@@ -90,6 +90,21 @@ def parse_dotted_path(value: Any) -> str | None:
     return value
 
 
+LOWEST_TEMPERATURE = 1e-4
+"""Logits divided by less leave the range of float32."""
+
+
+def parse_temperature(value: Any) -> Any:
+    """0, or a temperature that logits can be divided by."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return value  # the type is checked elsewhere
+    if 0 < number < LOWEST_TEMPERATURE:
+        raise ValueError(f"must be 0 (greedy) or at least {LOWEST_TEMPERATURE:g}")
+    return value
+
+
 DTYPE_NAMES = {
     "bf16": "bf16",
     "bfloat16": "bf16",

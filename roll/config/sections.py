@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from roll.config.fields import parse_dtype, setting
+from roll.config.fields import parse_dtype, parse_temperature, setting
 from roll.config.names import ATTENTION, LR_SCHEDULERS
 
 
@@ -120,11 +120,11 @@ class GeneratingArguments:
 
     do_sample: bool = True
     """false: greedy decoding."""
-    temperature: float = setting(0.95, ge=0)
+    temperature: float = setting(0.95, ge=0, le=1e4, parse=parse_temperature)
     """Softmax temperature; 0 is greedy. The trainer's log-probs use the same temperature."""
     top_p: float = setting(0.7, gt=0, le=1)
     """Nucleus sampling; 1 is off. Training log-probs are not comparable with sampled ones below 1."""
-    top_k: int = setting(50, ge=-1)
+    top_k: int = setting(50, ge=-1, lt=2**31)
     """Sample from the k likeliest tokens; -1 or 0 is off. Training log-probs are not comparable when it is on."""
     min_p: float = setting(0.0, ge=0, le=1)
     """Drop tokens less likely than this share of the likeliest; 0 is off."""
@@ -135,7 +135,7 @@ class GeneratingArguments:
     smaller; null: exactly that."""
     min_new_tokens: int = setting(0, ge=0)
     """Tokens before which a response may not stop."""
-    repetition_penalty: float = setting(1.0, gt=0)
+    repetition_penalty: float = setting(1.0, ge=0.01, le=100)
     """Penalty on tokens already seen; 1 is off."""
     length_penalty: float = setting(1.0, inert="it belongs to beam search")
     """Accepted for older files."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
 from roll.rewards.http import JsonClient, Reply, settings_of
+
+MAX_SHOWN = 500
+"""Characters of a service's words in an error."""
 
 
 @dataclass
@@ -92,17 +95,21 @@ def _read_one(result: Any) -> RewardResult:
     """A number, or an object with ``score`` and perhaps ``metrics``, or with ``error``."""
     entry = result if isinstance(result, Mapping) else {"score": result}
     if entry.get("error") is not None:
-        return failure(f"http_reward: {entry['error']}")
-    numbers = {"score": entry.get("score"), **(entry.get("metrics") or {})}
+        return failure(f"http_reward: {str(entry['error'])[:MAX_SHOWN]}")
+    metrics = entry.get("metrics") or {}
+    if not isinstance(metrics, Mapping):
+        return failure(f"http_reward: metrics must be an object, not {type(metrics).__name__}")
+    numbers = {"score": entry.get("score"), **metrics}
     wrong = [name for name, value in numbers.items() if not _is_number(value)]
     if wrong:
-        return failure(f"http_reward: {wrong[0]} must be a finite number, not {numbers[wrong[0]]!r}")
+        shown = repr(numbers[wrong[0]])[:MAX_SHOWN]
+        return failure(f"http_reward: {wrong[0]} must be a finite number, not {shown}")
     score = float(numbers.pop("score"))
     return RewardResult(score, {name: float(value) for name, value in numbers.items()})
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def _as_json(value: Any) -> Any:

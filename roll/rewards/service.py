@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -26,6 +26,71 @@ logger = logging.getLogger(__name__)
 
 LARGEST_BODY = 64 * 2**20
 """Bytes of a request."""
+MOST_SAMPLES = 4096
+MAX_SHOWN = 1000
+SOCKET_SECONDS = 60.0
+"""How long a client may be silent in the middle of a request."""
+TOKEN_VARIABLE = "ROLL_REWARD_TOKEN"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+PURE = (
+    *("gsm8k_rule", "math_rule", "multiple_choice", "format", "exact_match", "f1", "ifeval", "detection"),
+    *("crossthinkqa", "repetition_penalty", "length_penalty"),
+)
+"""Rewards whose options read no files and no environment, and make no connections."""
+OF_CODE = (
+    *("score", "partial", "timeout", "case_timeout", "memory_mb", "output_mb", "processes", "tolerance"),
+    *("command", "file_name", "languages", "object_operators", "require"),
+)
+OF_CLIENTS: dict[str, tuple[str, ...]] = {"code_sandbox": OF_CODE, **dict.fromkeys(PURE, ("*",))}
+"""Options that a client may choose where ``--client-options`` says nothing; ``*``: all; of other rewards: none."""
+MOST = {"timeout": 600.0, "case_timeout": 600.0, "memory_mb": 8192, "output_mb": 256, "processes": 256}
+"""What a client may ask of the host, where the service itself is not set to more."""
+
+
+class ClientOptions:
+    """What clients of a service may choose.
+
+    Args:
+        reward: a short name or a dotted path.
+        own: the service's own options.
+        allowed: names that clients may set, ``*`` for all; None: as :data:`OF_CLIENTS` has it.
+
+    Raises:
+        RewardOptionError: options that the reward does not have or cannot use.
+    """
+
+    def __init__(self, reward: str, own: Mapping[str, Any], allowed: Sequence[str] | None = None) -> None:
+        self._own = dict(own)
+        self._allowed = OF_CLIENTS.get(reward, ()) if allowed is None else tuple(allowed)
+        # Also a test of the service's own options, at its start.
+        self._model = build_reward(reward, self._own)
+        self._model.close()
+
+    def merged(self, options: Any) -> dict[str, Any]:
+        """The service's options with those of a request.
+
+        Raises:
+            RewardOptionError: an option that is not for clients to choose.
+        """
+        if not isinstance(options, Mapping):
+            raise RewardOptionError("options: must be an object")
+        for name, value in options.items():
+            self._check(name, value)
+        return {**self._own, **options}
+
+    def _check(self, name: str, value: Any) -> None:
+        own = getattr(self._model, name, self._own.get(name))
+        if value == own:
+            return
+        if "*" not in self._allowed and name not in self._allowed:
+            raise RewardOptionError(
+                f"options: {name} is set by the service; --options and --client-options change that"
+            )
+        if name == "require" and not (isinstance(value, list) and set(own or ()) <= set(value)):
+            raise RewardOptionError(f"options: require = {value!r}: the service itself requires {own!r}")
+        if name in MOST and isinstance(value, int | float) and not value <= max(own or 0, MOST[name]):
+            raise RewardOptionError(f"options: {name} = {value!r}: at most {max(own or 0, MOST[name]):g} is granted")
 
 
 class RewardPool:
@@ -34,10 +99,12 @@ class RewardPool:
     Args:
         reward: a short name or a dotted path, as ``worker_cls``.
         instances: most at a time; further requests wait.
+        options: what clients may choose; None: what they may by default.
     """
 
-    def __init__(self, reward: str, instances: int) -> None:
+    def __init__(self, reward: str, instances: int, options: ClientOptions | None = None) -> None:
         self._reward = reward
+        self._options = options or ClientOptions(reward, {})
         self._free = threading.Semaphore(instances)
         self._instances = instances
         self._lock = threading.Lock()
@@ -48,10 +115,12 @@ class RewardPool:
         """The results of a request, as they are sent back.
 
         Raises:
-            RewardOptionError, KeyError, TypeError: a request that cannot be understood.
+            RewardOptionError, KeyError, TypeError, ValueError: a request that cannot be understood.
         """
+        if len(body["samples"]) > MOST_SAMPLES:
+            raise ValueError(f"samples: at most {MOST_SAMPLES} a request")
         samples = [read_sample(sample) for sample in body["samples"]]
-        with self._instance(body.get("options") or {}) as reward:
+        with self._instance(self._options.merged(body.get("options") or {})) as reward:
             return [shown(result) for result in reward(samples)]
 
     @contextmanager
@@ -119,23 +188,33 @@ class _Handler(BaseHTTPRequestHandler):
     server: RewardServer
     protocol_version = "HTTP/1.1"
 
+    timeout = SOCKET_SECONDS
+
     def do_POST(self) -> None:
-        length = int(self.headers.get("Content-Length") or 0)
-        if length > LARGEST_BODY:
-            self.close_connection = True
-            self._reply(413, {"error": f"the request has {length} bytes, at most {LARGEST_BODY} are taken"})
-            return
-        content = self.rfile.read(length)
         given = self.headers.get("Authorization", "")
+        # Before anything else is read: strangers cost nothing.
         if self.server.api_key and not hmac.compare_digest(given.encode(), f"Bearer {self.server.api_key}".encode()):
-            self._reply(401, {"error": "the token is missing or wrong"})
+            self._reply(401, {"error": "the token is missing or wrong"}, is_last=True)
             return
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdigit()):
+            self._reply(411, {"error": "Content-Length must say how many bytes follow"}, is_last=True)
+            return
+        if len(length) > 12 or int(length) > LARGEST_BODY:
+            error = f"the request has {length[:20]} bytes, at most {LARGEST_BODY} are taken"
+            self._reply(413, {"error": error}, is_last=True)
+            return
+        content = self.rfile.read(int(length))
         try:
             self._reply(200, {"results": self.server.pool.score(json.loads(content))})
+        except RecursionError:
+            self._reply(400, {"error": "the request is nested too deep"})
         except (RewardOptionError, KeyError, TypeError, ValueError, AttributeError) as error:
-            self._reply(400, {"error": f"{type(error).__name__}: {error}"})
+            self._reply(400, {"error": f"{type(error).__name__}: {error}"[:MAX_SHOWN]})
 
-    def _reply(self, status: int, body: dict[str, Any]) -> None:
+    def _reply(self, status: int, body: dict[str, Any], is_last: bool = False) -> None:
+        """Send an answer; the last one where the rest of the request stays unread."""
+        self.close_connection = self.close_connection or is_last
         content = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -154,13 +233,34 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=9000, help="port; 0: a free one (default: %(default)s)")
     cores = os.cpu_count() or 1
     parser.add_argument("--instances", type=int, default=cores, help="requests worked on at a time (default: cores)")
-    parser.add_argument("--api-key-env", default="", help="environment variable with the token that clients must send")
+    key = f"environment variable with the token that clients must send (default: {TOKEN_VARIABLE})"
+    parser.add_argument("--api-key-env", default=TOKEN_VARIABLE, help=key)
+    parser.add_argument("--without-token", action="store_true", help="answer everybody on this host; loopback only")
+    parser.add_argument("--options", default="{}", help="the reward's options as a JSON object (default: none)")
+    client_options = (
+        "comma-separated options that clients may choose, * for all (default: those without effect outside)"
+    )
+    parser.add_argument("--client-options", help=client_options)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    if options.api_key_env and not os.environ.get(options.api_key_env):
-        parser.error(f"--api-key-env {options.api_key_env}: no such variable in the environment")
-    pool = RewardPool(options.reward, max(1, options.instances))
-    server = RewardServer(pool, options.host, options.port, os.environ.get(options.api_key_env, ""))
+    token = os.environ.get(options.api_key_env, "")
+    if options.without_token and options.host not in LOOPBACK:
+        parser.error(
+            f"--without-token with --host {options.host}: who reaches this port may run the reward; set a token"
+        )
+    if not options.without_token and not token:
+        remedy = f"export {options.api_key_env}=$(openssl rand -hex 32), here and at the run, or pass --without-token"
+        parser.error(f"--api-key-env {options.api_key_env}: no such variable in the environment; {remedy}")
+    try:
+        own = json.loads(options.options)
+        if not isinstance(own, dict):
+            raise ValueError("must be a JSON object")
+        allowed = None if options.client_options is None else options.client_options.split(",")
+        client = ClientOptions(options.reward, own, allowed)
+    except (RewardOptionError, ValueError) as error:
+        parser.error(f"--options {options.options}: {error}")
+    pool = RewardPool(options.reward, max(1, options.instances), client)
+    server = RewardServer(pool, options.host, options.port, "" if options.without_token else token)
     # From another thread, since it waits for the loop that the signal has interrupted.
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
     logger.info("%s scores responses at %s", options.reward, server.url)

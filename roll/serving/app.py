@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
+import inspect
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from roll.rollout.messages import FinishedGroup
+from roll.serving.bodies import TooLong, read_json
 from roll.serving.requests import BadRequest, ChatQuestion, CompletionQuestion, Question, read_chat, read_completion
 from roll.serving.responses import Answer, Writer, error_body
 from roll.serving.service import EngineService, Overloaded, Refused, Unavailable
@@ -23,6 +26,8 @@ from roll.serving.streaming import LiveAnswer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Awaitable[Response]]
 RETRY_AFTER = "1"
@@ -49,6 +54,9 @@ class Endpoint:
         self._began = int(time.time())
         self._chat_writer = Writer(tokenizer, model, chat=True)
         self._completion_writer = Writer(tokenizer, model, chat=False)
+        # One thread: a long prompt must not keep the loop from others, and tokenizers do not like two at a time.
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
+        self._reserved = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
 
     def app(self) -> Starlette:
         return Starlette(
@@ -78,16 +86,25 @@ class Endpoint:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def chat_completions(self, request: Request) -> Response:
-        question = read_chat(await _json(request), self._model)
-        return await self._answer(request, question, [self._chat_prompt(question)], self._chat_writer)
+        question = read_chat(await read_json(request), self._model)
+        prompt = await self._in_thread(self._chat_prompt, question)
+        return await self._answer(request, question, [prompt], self._chat_writer)
 
     async def completions(self, request: Request) -> Response:
-        question = read_completion(await _json(request), self._model)
-        return await self._answer(request, question, self._completion_prompts(question), self._completion_writer)
+        question = read_completion(await read_json(request), self._model)
+        prompts = await self._in_thread(self._completion_prompts, question)
+        return await self._answer(request, question, prompts, self._completion_writer)
+
+    async def _in_thread(self, make: Callable[[Any], Any], question: Question) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, make, question)
 
     def _chat_prompt(self, question: ChatQuestion) -> list[int]:
         if not self._tokenizer.chat_template:
             raise BadRequest("messages: the model has no chat template; use /v1/completions", "messages")
+        for name in question.template_kwargs:
+            if name in self._reserved or not name.isidentifier():
+                rule = "is not for clients to say; only variables of the model's own chat template are"
+                raise BadRequest(f"chat_template_kwargs: {name!r} {rule}"[:300], "chat_template_kwargs")
         try:
             token_ids: Any = self._tokenizer.apply_chat_template(
                 [dict(message) for message in question.messages],
@@ -103,10 +120,13 @@ class Endpoint:
         return list(token_ids)
 
     def _completion_prompts(self, question: CompletionQuestion) -> list[list[int]]:
-        return [
-            list(self._tokenizer(prompt).input_ids) if isinstance(prompt, str) else list(prompt)
-            for prompt in question.prompts
-        ]
+        try:
+            return [
+                list(self._tokenizer(prompt).input_ids) if isinstance(prompt, str) else list(prompt)
+                for prompt in question.prompts
+            ]
+        except Exception as error:  # of the tokenizer, for a text that it does not take
+            raise BadRequest(f"prompt: the tokenizer fails: {type(error).__name__}: {error}"[:300], "prompt") from error
 
     async def _answer(
         self, request: Request, question: Question, prompts: Sequence[Sequence[int]], writer: Writer
@@ -163,11 +183,14 @@ class Endpoint:
             try:
                 return await handler(request)
             except BadRequest as error:
-                return JSONResponse(
-                    error_body(str(error), "invalid_request_error", error.field), 404 if error.field == "model" else 400
-                )
+                return JSONResponse(error_body(str(error), "invalid_request_error", error.field), _status_of(error))
             except (Refused, Overloaded, Unavailable) as error:
                 return _failed(error)
+            except ClientDisconnect:
+                return Response(status_code=CLIENT_HAS_GONE)
+            except Exception:  # of this request alone; what it is goes to the log, not to the client
+                logger.exception("a request to %s has failed", request.url.path)
+                return JSONResponse(error_body("the request has failed; see the server's log", "server_error"), 500)
 
         return guarded
 
@@ -176,15 +199,14 @@ def _has_failed(task: asyncio.Task[FinishedGroup]) -> bool:
     return task.done() and task.exception() is not None
 
 
+def _status_of(error: BadRequest) -> int:
+    if isinstance(error, TooLong):
+        return 413
+    return 404 if error.field == "model" else 400
+
+
 def _failed(error: Exception) -> Response:
     if isinstance(error, Refused):
         return JSONResponse(error_body(str(error), "invalid_request_error"), 400)
     status, kind = (429, "rate_limit_error") if isinstance(error, Overloaded) else (503, "server_error")
     return JSONResponse(error_body(str(error), kind), status, headers={"Retry-After": RETRY_AFTER})
-
-
-async def _json(request: Request) -> Any:
-    try:
-        return json.loads(await request.body())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise BadRequest(f"the body is not JSON: {error}") from error

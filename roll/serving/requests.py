@@ -49,7 +49,16 @@ COMPLETION_TOKENS = 16
 """OpenAI's default for completions; chats go on to the end of the context."""
 NO_LIMIT = 1 << 30
 MAX_STOPS = 16
+MAX_STOP_LENGTH = 1000
 MAX_SAMPLES = 1024
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 4096
+MAX_TOP_LOG_PROBS = 16384
+"""Likeliest tokens at one position, over all samples of a request."""
+MAX_NUMBER = 2.0**64
+"""Numbers beyond it mean nothing anywhere."""
+MAX_TEMPLATE_KWARGS = 32
+MAX_TEMPLATE_TEXT = 1000
 
 
 class BadRequest(ValueError):
@@ -97,17 +106,17 @@ def read_chat(body: Any, model: str) -> ChatQuestion:
     """
     fields = _Fields(body, CHAT, model)
     messages = fields.get("messages", list, None)
-    if not messages:
-        raise BadRequest("messages: is needed, a list of at least one message", "messages")
+    if not messages or len(messages) > MAX_MESSAGES:
+        raise BadRequest(f"messages: is needed, a list of 1 to {MAX_MESSAGES} messages", "messages")
     log_probs = fields.get("logprobs", bool, False)
     top = fields.get("top_logprobs", int, 0)
     if top and not log_probs:
         raise BadRequest("top_logprobs: needs logprobs: true", "top_logprobs")
     return ChatQuestion(
-        **fields.shared(NO_LIMIT, top),
+        **fields.shared(NO_LIMIT, top, "top_logprobs"),
         log_probs=log_probs,
         messages=[_message(message) for message in messages],
-        template_kwargs=fields.get("chat_template_kwargs", dict, {}),
+        template_kwargs=fields.template_kwargs(),
         add_generation_prompt=fields.get("add_generation_prompt", bool, True),
     )
 
@@ -122,7 +131,9 @@ def read_completion(body: Any, model: str) -> CompletionQuestion:
     log_probs = fields.get("logprobs", int, None)
     prompts = _prompts(fields.get("prompt", (str, list), None))
     return CompletionQuestion(
-        **fields.shared(COMPLETION_TOKENS, log_probs or 0), log_probs=log_probs is not None, prompts=prompts
+        **fields.shared(COMPLETION_TOKENS, log_probs or 0, "logprobs", len(prompts)),
+        log_probs=log_probs is not None,
+        prompts=prompts,
     )
 
 
@@ -132,6 +143,8 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
     valid = prompt and all(isinstance(p, str) or (isinstance(p, list) and all(map(_is_id, p)) and p) for p in prompt)
     if not valid:
         raise BadRequest("prompt: is needed: a text, a list of token ids, or a list of either", "prompt")
+    if len(prompt) > MAX_PROMPTS:
+        raise BadRequest(f"prompt: a request may have {MAX_PROMPTS} prompts at most, not {len(prompt)}", "prompt")
     return list(prompt)
 
 
@@ -185,10 +198,31 @@ class _Fields:
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             raise BadRequest(f"{name}: must be {' or '.join(k.__name__ for k in kinds)}, not {value!r}"[:300], name)
+        if isinstance(value, int | float) and not -MAX_NUMBER <= value <= MAX_NUMBER:
+            raise BadRequest(f"{name}: must be from -2^64 to 2^64", name)
         return value
 
-    def shared(self, default_tokens: int, top_log_probs: int) -> dict[str, Any]:
-        """What :class:`Question` is made from."""
+    def template_kwargs(self) -> dict[str, Any]:
+        """What a client says to the chat template: switches, numbers and short texts."""
+        name = "chat_template_kwargs"
+        kwargs: dict[str, Any] = self.get(name, dict, {})
+        plain = all(
+            value is None
+            or (isinstance(value, int | float) and abs(value) <= MAX_NUMBER)
+            or (isinstance(value, str) and len(value) <= MAX_TEMPLATE_TEXT)
+            for value in kwargs.values()
+        )
+        if len(kwargs) > MAX_TEMPLATE_KWARGS or not plain:
+            rule = f"at most {MAX_TEMPLATE_KWARGS} switches, numbers or texts of up to {MAX_TEMPLATE_TEXT} characters"
+            raise BadRequest(f"{name}: must be {rule}", name)
+        return kwargs
+
+    def shared(self, default_tokens: int, top_log_probs: int, top_field: str, num_prompts: int = 1) -> dict[str, Any]:
+        """What :class:`Question` is made from.
+
+        Args:
+            top_field: the field that has asked for ``top_log_probs``.
+        """
         number = (int, float)
         limit = self.get("max_completion_tokens", int, self.get("max_tokens", int, default_tokens))
         params = SamplingParams(
@@ -212,6 +246,11 @@ class _Fields:
         num_samples = self.get("n", int, 1)
         if not 1 <= num_samples <= MAX_SAMPLES:
             raise BadRequest(f"n: must be from 1 to {MAX_SAMPLES}", "n")
+        if top_log_probs * num_samples * num_prompts > MAX_TOP_LOG_PROBS:
+            rule = f"must be at most {MAX_TOP_LOG_PROBS} over all samples of a request"
+            raise BadRequest(
+                f"{top_field}: {rule}, not {top_log_probs} for each of {num_samples * num_prompts}", top_field
+            )
         return {
             "params": params,
             "num_samples": num_samples,
@@ -223,8 +262,10 @@ class _Fields:
     def _stops(self) -> tuple[str, ...]:
         stop = self.get("stop", (str, list), [])
         stops = [stop] if isinstance(stop, str) else stop
-        if len(stops) > MAX_STOPS or not all(isinstance(text, str) and text for text in stops):
-            raise BadRequest(f"stop: must be a text or a list of at most {MAX_STOPS} texts, none empty", "stop")
+        valid = all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH for text in stops)
+        if len(stops) > MAX_STOPS or not valid:
+            rule = f"a text or a list of at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters"
+            raise BadRequest(f"stop: must be {rule}", "stop")
         return tuple(stops)
 
     def _stop_token_ids(self) -> tuple[int, ...]:

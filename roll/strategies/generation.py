@@ -158,6 +158,16 @@ class GenerationStrategy(ABC):
         """Stop the given requests (None: all); return their unfinished samples with what they have so far, the tokens
         that they came with included."""
 
+    def take_failures(self) -> dict[str, str]:
+        """Requests that have failed by themselves since the last call, by id, and why: they are unfinished no more, and
+        the others go on as if they had never been there."""
+        return {}
+
+    def recover(self) -> list[GenerationOutput]:
+        """After :meth:`step` has raised: drop all samples and everything computed of them, so that what is added next
+        finds a clean engine; what the samples had. An engine that cannot do it raises."""
+        return self.abort()
+
     def running(self, request_ids: Iterable[str]) -> list[GenerationOutput]:
         """What :meth:`abort` would return of these requests, which go on; nothing from an engine that cannot tell."""
         return []

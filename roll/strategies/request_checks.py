@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from roll.config.fields import LOWEST_TEMPERATURE
 from roll.strategies.generation import GenerationRequest, SamplingParams
 
 
@@ -29,6 +30,13 @@ def check_request(request: GenerationRequest, taken: Collection[str], max_model_
             f"{name}: prompt token ids run from {min(prompt)} to {max(prompt)}, must be in [0, {vocab_size})"
         )
     check_sampling_params(request.params, name)
+    params = request.params
+    if any(token >= vocab_size for token in params.stop_token_ids):
+        raise ValueError(f"{name}: stop_token_ids run up to {max(params.stop_token_ids)}, must be below {vocab_size}")
+    if params.top_log_probs > vocab_size:
+        raise ValueError(
+            f"{name}: top_log_probs is {params.top_log_probs}, must be at most {vocab_size}, the vocabulary"
+        )
     _check_progress(request, name, max_model_len - len(prompt))
 
 
@@ -56,19 +64,36 @@ def _check_progress(request: GenerationRequest, name: str, room: int) -> None:
             )
 
 
+HIGHEST_TEMPERATURE = 1e4
+"""All tokens are alike beyond it."""
+MAX_PENALTY = 100.0
+MAX_STOP_TOKENS = 1024
+MAX_SHOWN = 100
+_INT32 = 1 << 31
+
+
 def check_sampling_params(params: SamplingParams, name: str) -> None:
     """Raise ValueError for the first setting outside its range."""
+    temperature, penalty = params.temperature, params.repetition_penalty
     rules: tuple[tuple[str, bool, str], ...] = (
-        ("max_new_tokens", params.max_new_tokens >= 1, "at least 1"),
+        ("max_new_tokens", 1 <= params.max_new_tokens < _INT32, "at least 1, and below 2^31"),
         ("min_new_tokens", 0 <= params.min_new_tokens <= params.max_new_tokens, "in [0, max_new_tokens]"),
-        ("temperature", 0 <= params.temperature < float("inf"), "finite and at least 0 (0: greedy)"),
+        (
+            "temperature",
+            temperature == 0 or LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE,
+            f"0 (greedy) or in [{LOWEST_TEMPERATURE:g}, {HIGHEST_TEMPERATURE:g}]",
+        ),
         ("top_p", 0 < params.top_p <= 1, "in (0, 1]"),
+        ("top_k", -_INT32 <= params.top_k < _INT32, "below 2^31 (0 or less: off)"),
         ("min_p", 0 <= params.min_p <= 1, "in [0, 1]"),
-        ("repetition_penalty", 0 < params.repetition_penalty < float("inf"), "above 0 (1: off)"),
-        ("top_log_probs", params.top_log_probs >= 0, "at least 0"),
+        ("repetition_penalty", 1 / MAX_PENALTY <= penalty <= MAX_PENALTY, f"in [{1 / MAX_PENALTY:g}, {MAX_PENALTY:g}]"),
+        ("top_log_probs", 0 <= params.top_log_probs < _INT32, "at least 0"),
         ("stop_strings", all(params.stop_strings), "non-empty strings"),
         ("stop_token_ids", all(token >= 0 for token in params.stop_token_ids), "at least 0"),
+        ("stop_token_ids", len(params.stop_token_ids) <= MAX_STOP_TOKENS, f"at most {MAX_STOP_TOKENS} token ids"),
+        ("seed", params.seed is None or -(1 << 63) <= params.seed < 1 << 64, "an integer of 64 bits"),
     )
     for key, holds, rule in rules:
         if not holds:
-            raise ValueError(f"{name}: {key} is {getattr(params, key)!r}, must be {rule}")
+            value = repr(getattr(params, key))
+            raise ValueError(f"{name}: {key} is {value[:MAX_SHOWN]}, must be {rule}")

@@ -18,6 +18,7 @@ from roll.strategies.generation import (
     interrupted,
     visible_text,
 )
+from roll.strategies.quarantine import Quarantine
 from roll.weight_sync.checksum import ChecksumKind
 from roll.weight_sync.messages import BucketHeader, Checksum, UpdateStart
 from roll.weight_sync.receiver import WeightReceiver
@@ -47,25 +48,52 @@ class GenerationWorker(Worker):
         self.engine.initialize()
         self._open: dict[str, GenerationRequest] = {}
         self._finished: dict[str, list[GenerationOutput]] = {}
+        self._quarantine = Quarantine(self.engine, self._begun)
 
     def advance(self, command: EngineCommand) -> EngineReport:
         """Take the turn that ``command`` describes; groups are reported when their last sample is done."""
         recalled, refused = self._accept(command)
         begin = time.perf_counter()
         complete: list[_Complete] = []
-        while command.work and self.engine.num_unfinished:
-            complete += self._collect(self.engine.step())
-            if (complete or command.watch) and time.perf_counter() - begin >= command.slice_seconds:
+        while command.work and self._quarantine.has_work:
+            complete += self._collect(self._step(command.report_refusals, refused))
+            if (complete or refused or command.watch) and time.perf_counter() - begin >= command.slice_seconds:
                 break
             if time.perf_counter() - begin >= 10 * command.slice_seconds:
                 break
         return EngineReport(
-            groups=refused + self._pack(complete),
+            groups=[*(FinishedGroup.refused(*failure) for failure in refused.items()), *self._pack(complete)],
             recalled=recalled,
             progress=self._progress([request_id for request_id in command.watch if request_id in self._open]),
             num_unfinished=self.engine.num_unfinished,
             busy_seconds=time.perf_counter() - begin,
         )
+
+    def _step(self, report_failures: bool, refused: dict[str, str]) -> list[GenerationOutput]:
+        """One step of the engine; requests that fail by themselves go to ``refused``, by id with the reason.
+
+        Raises:
+            RuntimeError: a request has failed, and nobody wants to hear of it.
+        """
+        failed: dict[str, str] = {}
+        outputs = self._quarantine.step(failed) if report_failures else self.engine.step()
+        failed |= self.engine.take_failures()
+        for request_id, why in failed.items():
+            if not report_failures:
+                raise RuntimeError(f"request {request_id!r} has failed: {why}")
+            if self._open.pop(request_id, None) is not None:
+                del self._finished[request_id]
+                refused[request_id] = why
+        return [output for output in outputs if output.request_id not in failed]
+
+    def _begun(self, outputs: Sequence[GenerationOutput]) -> list[GenerationRequest]:
+        """The open requests that the engine had, to be added again behind what their samples have."""
+        begun = []
+        for request_id, request in self._open.items():
+            if self._quarantine.waiting(request_id) is None:
+                mine = [output for output in outputs if output.request_id == request_id]
+                begun.append(interrupted(request, mine, self._finished[request_id]))
+        return begun
 
     def _progress(self, request_ids: Sequence[str]) -> dict[str, list[GenerationOutput]]:
         """What the samples of open requests have so far."""
@@ -74,11 +102,12 @@ class GenerationWorker(Worker):
             progress[output.request_id].append(output)
         return progress
 
-    def _accept(self, command: EngineCommand) -> tuple[list[GenerationRequest], list[FinishedGroup]]:
-        """Do what the command says; the requests that it recalls, and those that the engine refuses."""
+    def _accept(self, command: EngineCommand) -> tuple[list[GenerationRequest], dict[str, str]]:
+        """Do what the command says; the requests that it recalls, and by id why the engine refuses others."""
         if command.abort:
             self.engine.abort(command.abort)
             for request_id in command.abort:
+                self._quarantine.drop(request_id)
                 self._open.pop(request_id, None)
                 self._finished.pop(request_id, None)
         recalled = [self._recall(request_id) for request_id in command.recall if request_id in self._open]
@@ -89,19 +118,29 @@ class GenerationWorker(Worker):
             if request.request_id not in refused:
                 self._open[request.request_id] = request
                 self._finished[request.request_id] = list(request.finished)
-        return recalled, [FinishedGroup.refused(request_id, error) for request_id, error in refused.items()]
+        return recalled, refused
 
     def _refused(self, requests: Sequence[GenerationRequest]) -> dict[str, str]:
         """Add requests one by one; by id, why the engine does not take one."""
         errors = {}
         for request in requests:
+            if self._quarantine.is_open:
+                self._quarantine.add(request)
+                continue
             try:
                 self.engine.add_requests([request])
             except ValueError as error:
                 errors[request.request_id] = str(error)
+            except Exception as error:  # of the engine's own, about this request
+                errors[request.request_id] = f"{type(error).__name__}: {error}"
         return errors
 
     def _recall(self, request_id: str) -> GenerationRequest:
+        waiting = self._quarantine.waiting(request_id)
+        if waiting is not None:
+            self._quarantine.drop(request_id)
+            del self._open[request_id], self._finished[request_id]
+            return waiting
         return interrupted(self._open.pop(request_id), self.engine.abort([request_id]), self._finished.pop(request_id))
 
     def _collect(self, outputs: list[GenerationOutput]) -> list[_Complete]:

@@ -108,6 +108,9 @@ VERDICTS: list[tuple[str, dict[str, Any], str, float | None]] = [
     ("json", TEN, '{"score": "4/5"}', None),
     ("json", TEN, '{"score": "high"}', None),
     ("json", TEN, '{"score": 8', None),
+    ("json", {}, '{"score": ' + "9" * 400 + "}", None),
+    ("json", {}, '{"score": 1e999}', None),
+    ("number", {}, "Score: " + "9" * 400, None),
     ("json", {}, '{"score": "Yes"}', 1),
     ("regex", {**TEN, "pattern": r"Grade (?P<score>\d+)"}, "Grade 3, then Grade 4 of 5", 4),
 ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import threading
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from roll.rewards.http import AnswerCache, HttpSettings, JsonClient, Reply
 from roll.rewards.http.cache import MISSING
+from roll.rewards.http.client import MAX_REPLY
 from tests.rewards.http_service import Answer, in_turn, serving
 
 QUICK: dict[str, Any] = {"backoff": 0.001, "max_backoff": 0.01, "request_timeout": 5.0, "total_timeout": 10.0}
@@ -152,3 +155,39 @@ def test_cache_by_content_in_memory_and_on_disk(tmp_path: Path) -> None:
     (file,) = tmp_path.rglob("*.json")
     file.write_text("{tor")
     assert AnswerCache(tmp_path).get(key) is MISSING, "a damaged file is no answer"
+
+
+def compressed_bomb() -> bytes:
+    """600 MB of spaces inside a JSON object, compressed to some 600 kB."""
+    packer = zlib.compressobj(9, wbits=31)
+    pieces = [packer.compress(b'{"score": 1')]
+    pieces += [packer.compress(b" " * 2**20) for _ in range(600)]
+    return b"".join([*pieces, packer.compress(b"}"), packer.flush()])
+
+
+def test_answers_are_bounded_before_they_are_held() -> None:
+    bomb = Answer(raw=compressed_bomb(), headers={"Content-Encoding": "gzip"})
+    long = Answer(raw=b'{"a": "' + b"x" * (MAX_REPLY + 1) + b'"}')
+    in_an_error = Answer(raw=b"x" * (MAX_REPLY + 1), status=500)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for answer, words in ((bomb, "compressed"), (long, "longer than"), (in_an_error, "longer than")):
+        (reply,), service = ask(in_turn(answer))
+        assert words in (reply.error or "")
+        assert len(service.bodies) == 1
+        assert service.headers[0]["Accept-Encoding"] == "identity"
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before  # kB, also of the service in this process
+    assert grown < 300 * 1024
+    (reply,), _ = ask(in_turn(Answer(raw=b'{"a": "' + b"x" * (MAX_REPLY - 10) + b'"}')))
+    assert reply.error is None
+
+
+@pytest.mark.parametrize("raw", [b"[" * 10**6, b"9" * 10_000, b"\xff", b'{"a":' * 10**5])
+def test_answers_that_break_a_parser_are_errors(raw: bytes) -> None:
+    (reply,), _ = ask(in_turn(Answer(raw=raw)), max_retries=0)
+    assert "is not JSON" in (reply.error or "")
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-5", "1e999", "soon"])
+def test_a_nonsensical_retry_after_neither_hangs_nor_fails(seconds: str) -> None:
+    (reply,), _ = ask(in_turn(Answer({}, 429, {"Retry-After": seconds}), GOOD))
+    assert reply == Reply({"score": 1}, tries=2)

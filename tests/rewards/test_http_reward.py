@@ -87,6 +87,11 @@ def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
         (Answer({"results": [None, "high"]}), "score must be a finite number"),
         (Answer({"results": [{"score": 1, "metrics": {"x": None}}, {"metrics": {}}]}), "must be a finite number"),
         (Answer(raw=b'{"results": [NaN, Infinity]}'), "score must be a finite number"),
+        (Answer(raw=b'{"results": [1e999, ' + b"9" * 400 + b"]}"), "score must be a finite number"),
+        (
+            Answer({"results": [{"score": 1, "metrics": [1]}, {"score": 1, "metrics": "x"}]}),
+            "metrics must be an object",
+        ),
     ],
 )
 def test_failures_are_errors_and_never_zero(answer: Answer, words: str) -> None:

@@ -140,7 +140,9 @@ def test_the_chance_of_a_word() -> None:
     expected = (0.36788 + 0.13534) / (0.36788 + 0.13534 + 0.04979)
     assert reader.read(log_probs(Yes=-1.0, _yes=-2.0, No=-3.0, Maybe=-0.1))[0] == pytest.approx(expected, abs=1e-4)
     assert reader.read(log_probs(Hm=-0.1, No=-5.0))[0] == 0.0
-    for choice in (log_probs(Maybe=-0.1), {"message": {"content": "Yes"}}, {"logprobs": {"content": []}}):
+    assert reader.read(log_probs(Yes=1e9, No=0.0))[0] == pytest.approx(0.5), "no log-prob is above 0"
+    none = (log_probs(Maybe=-0.1), {"message": {"content": "Yes"}}, {"logprobs": {"content": []}})
+    for choice in (*none, log_probs(Yes=float("nan"), No=float("nan")), log_probs(Yes=10**400)):
         with pytest.raises(NoScore):
             reader.read(choice)
 

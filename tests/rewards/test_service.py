@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -13,7 +14,8 @@ from typing import Any
 import pytest
 
 from roll.rewards import RewardOptionError, RewardSample, build_reward
-from roll.rewards.service import RewardPool, RewardServer
+from roll.rewards import service as service_module
+from roll.rewards.service import ClientOptions, RewardPool, RewardServer
 from tests.rewards import own_rewards
 
 RIGHT = "```python\ndef double(x):\n    return 2 * x\n```"
@@ -112,3 +114,94 @@ def test_requests_that_cannot_be_understood(body: Any, words: str) -> None:
 def test_an_address_that_is_none_is_refused() -> None:
     with pytest.raises(RewardOptionError, match="must be the service's address"):
         build_reward("code_sandbox", {"service_url": "localhost"})
+
+
+@pytest.mark.parametrize(
+    ("reward", "options", "words"),
+    [
+        ("code_sandbox", {"readable": ["/"]}, "readable is set by the service"),
+        ("code_sandbox", {"preload": ["antigravity"]}, "preload is set by the service"),
+        ("code_sandbox", {"require": []}, "the service itself requires ['network']"),
+        ("code_sandbox", {"require": "network"}, "the service itself requires"),
+        ("code_sandbox", {"service_url": "http://10.0.0.1/", "api_key_env": "HOME"}, "is set by the service"),
+        ("code_sandbox", {"memory_mb": 1 << 40}, "memory_mb = 1099511627776: at most 8192 is granted"),
+        ("code_sandbox", {"timeout": 1e9}, "at most 600 is granted"),
+        ("code_sandbox", {"timeout": float("nan")}, "at most 600 is granted"),
+        ("code_sandbox", [1], "must be an object"),
+        ("http_reward", {"url": "http://169.254.169.254/latest"}, "url is set by the service"),
+        ("llm_judge", {"prompt": "/etc/passwd"}, "prompt is set by the service"),
+        ("llm_judge", {"base_url": "http://evil/v1", "api_key_env": "HOME"}, "is set by the service"),
+        ("llm_judge", {"cache_dir": "/tmp/x"}, "cache_dir is set by the service"),
+        (f"{own_rewards.__name__}.shortness", {"scale": 3.0}, "scale is set by the service"),
+    ],
+)
+def test_clients_choose_only_what_has_no_effect_outside(reward: str, options: Any, words: str) -> None:
+    own: dict[str, dict[str, Any]] = {
+        "code_sandbox": {"require": ["network"], "readable": ["/opt"]},
+        "http_reward": {"url": "http://127.0.0.1:1/"},
+        "llm_judge": {"base_url": "http://127.0.0.1:1/v1", "model": "m"},
+    }
+    with pytest.raises(RewardOptionError, match=words.replace("[", r"\[").replace("(", r"\(")):
+        ClientOptions(reward, own.get(reward, {})).merged(options)
+
+
+def test_what_clients_may_choose() -> None:
+    options = ClientOptions("code_sandbox", {"readable": ["/opt"], "require": ["network"], "timeout": 1000.0})
+    asked = {"readable": ["/opt"], "case_timeout": 2.0, "require": ["network", "files"], "timeout": 900.0}
+    assert options.merged(asked) == asked
+    assert options.merged({}) == {"readable": ["/opt"], "require": ["network"], "timeout": 1000.0}
+    assert ClientOptions("code_sandbox", {}, ["readable"]).merged({"readable": ["/data"]}) == {"readable": ["/data"]}
+    assert ClientOptions("math_rule", {}).merged({"score": 2.0}) == {"score": 2.0}
+
+
+def raw(server: RewardServer, content: bytes) -> bytes:
+    with socket.create_connection(server.server_address[:2], timeout=10) as connection:
+        connection.sendall(content)
+        connection.settimeout(10)
+        return connection.recv(1000)
+
+
+def test_hostile_requests_leave_the_service_alone() -> None:
+    with service("gsm8k_rule", api_key="secret") as server:
+        head = b"POST /score HTTP/1.1\r\nHost: a\r\n"
+        # A stranger is turned away before the body is read.
+        assert b" 401 " in raw(server, head + b"Content-Length: 60000000\r\n\r\n")
+        head += b"Authorization: Bearer secret\r\n"
+        for length, status in ((b"-1", 411), (b"x", 411), (b"9" * 5000, 413), (b"999999999999", 413), (b"", 411)):
+            assert b" %d " % status in raw(server, head + b"Content-Length: " + length + b"\r\n\r\n")
+        assert b" 411 " in raw(server, head + b"Transfer-Encoding: chunked\r\n\r\n1\r\n \r\n")
+        bodies = [
+            b"[" * 10**6,
+            b"null",
+            b"1",
+            b'"x"',
+            b'{"samples": 1}',
+            b'{"samples": [' + b"1," * 5000 + b"1]}",
+            b"\xff",
+        ]
+        bodies += [b'{"samples": [{"response": "x"}], "options": {"score": ' + b"9" * 5000 + b"}}"]
+        for body in bodies:
+            status, _ = post(server, body, "secret")
+            assert status == 400, body[:50]
+        sample = {"response": "#### 7", "ground_truth": "7"}
+        assert post(server, {"samples": [sample]}, "secret")[1]["results"][0]["score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "ROLL_REWARD_TOKEN: no such variable in the environment"),
+        (["--api-key-env", "MISSING"], "MISSING: no such variable"),
+        (["--host", "0.0.0.0", "--without-token"], "set a token"),
+        (["--without-token", "--options", '{"methid": 1}'], "did you mean 'method'?"),
+        (["--without-token", "--options", "[1]"], "must be a JSON object"),
+    ],
+)
+def test_the_service_does_not_start_open_to_everybody(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ROLL_REWARD_TOKEN", raising=False)
+    with pytest.raises(SystemExit) as end:
+        service_module.main(["gsm8k_rule", "--port", "0", *arguments])
+    assert end.value.code == 2
+    assert words in capsys.readouterr().err

@@ -45,6 +45,8 @@ def test_a_token_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture
     (file,) = tmp_path.glob("*.yaml")
     assert cli.main(["serve", str(file), "--api-key-env", "NO_SUCH_TOKEN"]) == cli.EXIT_CONFIG
     assert "NO_SUCH_TOKEN" in capsys.readouterr().err
+    assert cli.main(["serve", str(file), "--host", "0.0.0.0"]) == cli.EXIT_CONFIG
+    assert "--api-key-env" in capsys.readouterr().err
 
 
 @pytest.mark.e2e

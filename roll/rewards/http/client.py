@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +21,8 @@ RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses that may be gone at the next try; others, such as 401 and 404, never get better."""
 SHOWN_BODY = 300
 """Characters of an error's body that are quoted."""
+MAX_REPLY = 16 * 2**20
+"""Bytes of an answer. None may come compressed: a few would become gigabytes."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -126,7 +128,7 @@ class JsonClient:
     def _connect(self) -> httpx2.AsyncClient:
         size = self._settings.concurrency
         return httpx2.AsyncClient(
-            headers=self._headers,
+            headers={**self._headers, "Accept-Encoding": "identity"},
             timeout=self._settings.request_timeout,
             limits=httpx2.Limits(max_connections=size, max_keepalive_connections=size),
             # A proxy of the environment is for services outside; it cannot reach this host's own loopback.
@@ -171,11 +173,28 @@ class JsonClient:
         asked = error.retry_after if isinstance(error, ServiceError) else None
         return drawn if asked is None else min(max(asked, drawn), settings.max_backoff)
 
+    async def _post_bounded(self, client: httpx2.AsyncClient, body: Any) -> httpx2.Response:
+        """The answer, of which no more than :data:`MAX_REPLY` bytes are ever held.
+
+        Raises:
+            ServiceError: it is longer, or compressed although nobody asked for that.
+        """
+        async with client.stream("POST", self._url, json=body) as response:
+            encoding = response.headers.get("content-encoding", "identity")
+            if encoding.lower() != "identity":
+                raise ServiceError(f"{self._url}: the answer is compressed ({encoding[:20]!r})", is_transient=False)
+            content = bytearray()
+            async for piece in response.aiter_raw():
+                content += piece
+                if len(content) > MAX_REPLY:
+                    raise ServiceError(f"{self._url}: the answer is longer than {MAX_REPLY} bytes", is_transient=False)
+        return httpx2.Response(response.status_code, headers=response.headers, content=bytes(content))
+
     async def _try_once(self, body: Any) -> Any:
         assert self._client is not None
         try:
             async with asyncio.timeout(self._settings.request_timeout):
-                response = await self._client.post(self._url, json=body)
+                response = await self._post_bounded(self._client, body)
         except (TimeoutError, httpx2.TimeoutException) as error:
             message = f"timeout: {self._url} did not answer within {self._settings.request_timeout:g} s"
             raise ServiceError(message, is_transient=True) from error
@@ -187,7 +206,7 @@ class JsonClient:
             raise ServiceError(message, response.status_code in RETRIED_STATUS, retry_after(response))
         try:
             return response.json()
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # also integers of thousands of digits, and endless nesting
             text = shown_body(response.text)
             raise ServiceError(f"{self._url}: the answer is not JSON: {text!r}", is_transient=True) from error
 
@@ -213,6 +232,7 @@ def shown_body(text: str) -> str:
 def retry_after(response: httpx2.Response) -> float | None:
     """The seconds of a ``Retry-After`` header; None without one, or where it is a date."""
     try:
-        return max(0.0, float(response.headers.get("retry-after", "")))
+        seconds = float(response.headers.get("retry-after", ""))
     except ValueError:
         return None
+    return None if math.isnan(seconds) else max(0.0, seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +102,7 @@ class ScoreReader:
         if isinstance(value, bool):
             return float(value)
         if isinstance(value, int | float):
-            return float(value) if math.isfinite(value) else None
+            return float(value) if abs(value) <= sys.float_info.max else None
         if not isinstance(value, str):
             return None
         word = value.strip().strip("*.!\"'").casefold()
@@ -189,13 +190,13 @@ def probability(choice: Mapping[str, Any], positive: str, negative: str) -> floa
     try:
         first = choice["logprobs"]["content"][0]
         listed: Sequence[Mapping[str, Any]] = first.get("top_logprobs") or [first]
-        weights = [(str(token["token"]).strip().casefold(), float(token["logprob"])) for token in listed]
-    except (KeyError, IndexError, TypeError, ValueError):
+        weights = [(str(token["token"]).strip().casefold(), min(float(token["logprob"]), 0.0)) for token in listed]
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError):
         raise NoScore("the judge's answer has no log-probs; the service must return top_logprobs") from None
     # A word of several tokens begins with its first one.
     yes = sum(math.exp(value) for token, value in weights if token and positive.casefold().startswith(token))
     no = sum(math.exp(value) for token, value in weights if token and negative.casefold().startswith(token))
-    if yes + no <= 0:
+    if not yes + no > 0:  # a service may write NaN
         likeliest = ", ".join(repr(token) for token, _ in weights[:5])
         raise NoScore(f"neither {positive!r} nor {negative!r} is among the likeliest first tokens ({likeliest} ...)")
     return yes / (yes + no)

@@ -2,7 +2,7 @@
 
 An answer mentions words and numbers that are no verdict: ``Yes. No further comments.``, ``Score: 8/10. I deducted 2
 points.``  So only mentions that are marked as one count.  The strong ones carry a label (``Verdict: No``) or stand
-alone on a line, in ``\\boxed{}`` or in ``[[ ]]``; the last of them decides.  Where there is none the last weak one does, and
+alone: on a line, in a box, or in ``[[ ]]``; the last of them decides.  Where there is none the last weak one does, and
 without any there is no verdict.  Of an answer that was cut off, strong ones count if something follows them.
 """
 

@@ -96,6 +96,9 @@ class GenerationEngine:
         self._max_model_len = max_model_len
         self._seed = seed
         self._requests_without_seed = 0
+        self._failures: dict[str, str] = {}
+        self._has_recorded = False
+        """Whether the last step has come to its tokens."""
         self._version = 0
         self._queue: deque[_QueuedGroup] = deque()
         self._unfinished: dict[str, int] = {}
@@ -135,17 +138,55 @@ class GenerationEngine:
     @torch.inference_mode()
     def step(self) -> list[GenerationOutput]:
         """Admit what fits, sample one token for every running sample, and return those that ended."""
-        num_running = self._rows.size
+        num_running, self._has_recorded = self._rows.size, False
         first_logits = self._admit()
         if not self._rows.size:
             return []
         logits = [self._decode(num_running)] if num_running else []
         logits += [first_logits] if first_logits is not None else []
         tokens, log_probs = self._sampler.sample(logits[0] if len(logits) == 1 else torch.cat(logits))
+        failed = np.flatnonzero(~np.isfinite(log_probs))
+        self._has_recorded = True
         self._rows.record(tokens, log_probs)
         stopped, full = self._rows.stopped(), self._rows.full()
-        finished = np.flatnonzero(stopped | full)
-        return self._release(finished, ["stop" if stopped[row] else "length" for row in finished])
+        done = stopped | full
+        done[failed] = False
+        failed_requests = self._note_failures(failed)
+        finished = np.flatnonzero(done)
+        outputs = self._release(finished, ["stop" if stopped[row] else "length" for row in finished])
+        if failed_requests:
+            self.abort(failed_requests)
+        return outputs
+
+    def _note_failures(self, rows: np.ndarray) -> set[str]:
+        """The requests of rows without a distribution to draw from."""
+        for row in rows:
+            sample = self._rows.samples[row]
+            sample.stale = True
+            why = f"sample {sample.sample_index}: the log-probs of token {self._rows.generated[row]} are not finite"
+            self._failures[sample.request.request_id] = why
+        return {self._rows.samples[row].request.request_id for row in rows}
+
+    def take_failures(self) -> dict[str, str]:
+        """Requests without a finite distribution of their next token, by id, since the last call."""
+        failures, self._failures = self._failures, {}
+        return failures
+
+    def recover(self) -> list[GenerationOutput]:
+        """Drop everything after an error in :meth:`step`; the samples as they were before it."""
+        if self._has_recorded:
+            # Nobody has heard of these tokens; some may have ended their samples.
+            self._rows.generated[: self._rows.size] -= 1
+        outputs = [self._rows.output(row, "abort") for row in range(self._rows.size)]
+        for output in outputs:
+            del output.top_log_probs[len(output.token_ids) :]
+        outputs += [output for group in self._queue for output in group.aborted()]
+        self._queue.clear()
+        self._unfinished.clear()
+        self._prefixes.clear()
+        self._rows = RunningRows(self._rows.capacity, self._max_model_len)
+        self._sampler = Sampler(self._rows, self._decoder.vocab_size, self._decoder.device)
+        return outputs
 
     @torch.inference_mode()
     def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:

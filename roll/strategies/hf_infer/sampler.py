@@ -93,7 +93,8 @@ class Sampler:
             scaled = scaled.masked_fill(scaled < threshold[:, None], -torch.inf)
         probs = scaled.softmax(-1)
         draws = uniforms(rows.stream_keys[: rows.size], rows.generated[: rows.size])
-        tokens = invert_cumulative(probs, torch.from_numpy(draws).to(self._device))
+        # Of a row that is not finite any token does: its log-prob says so.
+        tokens = invert_cumulative(probs, torch.from_numpy(draws).to(self._device)).clamp_(0, self._vocab_size - 1)
         if settings.greedy is not None:
             tokens = torch.where(settings.greedy, logits.argmax(-1), tokens)
         return tokens, probs

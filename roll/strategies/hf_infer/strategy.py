@@ -83,6 +83,12 @@ class HfInferStrategy(GenerationStrategy):
     def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
         return self._running_engine().abort(request_ids)
 
+    def take_failures(self) -> dict[str, str]:
+        return self._running_engine().take_failures()
+
+    def recover(self) -> list[GenerationOutput]:
+        return self._running_engine().recover()
+
     def running(self, request_ids: Iterable[str]) -> list[GenerationOutput]:
         return self._running_engine().running(request_ids)
 

@@ -50,6 +50,7 @@ class SglangStrategy(GenerationStrategy):
         self._engine: TokenEngine | None = None
         self._following: dict[Sample, asyncio.Task[None]] = {}
         """Unfinished samples, also those whose end no step has reported, in the order of their arrival."""
+        self._failures: dict[str, str] = {}
         self._progress = asyncio.Event()
         self._num_started = 0
         self._version = 0
@@ -162,16 +163,25 @@ class SglangStrategy(GenerationStrategy):
     def step(self) -> list[GenerationOutput]:
         """Wait for new tokens; return the samples that ended.
 
-        Raises:
-            RuntimeError: SGLang gave a sample up.
+        A request of which SGLang has given a sample up is left to :meth:`take_failures`.
         """
         if self._new_version is not None:
             raise RuntimeError("sglang: step() between start_weight_update and finish_weight_update")
         self._run(self._wait_for_tokens())
         done = [sample for sample, task in self._following.items() if task.done()]
+        failed: dict[str, str] = {}
         for sample in done:
-            self._following.pop(sample).result()
-        return [sample.output() for sample in done]
+            error = self._following.pop(sample).exception()
+            if isinstance(error, Exception):
+                failed[sample.request.request_id] = f"{type(error).__name__}: {error}"
+        if failed:
+            self.abort(failed)
+            self._failures |= failed
+        return [sample.output() for sample in done if sample.request.request_id not in failed]
+
+    def take_failures(self) -> dict[str, str]:
+        failures, self._failures = self._failures, {}
+        return failures
 
     async def _wait_for_tokens(self) -> None:
         if not self._progress.is_set():

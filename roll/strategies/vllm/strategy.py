@@ -124,14 +124,19 @@ class VllmStrategy(GenerationStrategy):
     def _add_request(self, request: GenerationRequest) -> None:
         """Every sample is a request of its own to vLLM; what a sample has already is a part of its prompt there."""
         self._unfinished[request.request_id] = set()
-        fresh = self._rendered(request.prompt_token_ids)
-        for index in request.unfinished_samples:
-            begun = request.partial.get(index)
-            if begun is None:
-                self._add_sample(request, index, fresh, None)
-            else:
-                prompt = self._rendered([*request.prompt_token_ids, *begun.token_ids])
-                self._add_sample(request, index, prompt, begun)
+        try:
+            fresh = self._rendered(request.prompt_token_ids)
+            for index in request.unfinished_samples:
+                begun = request.partial.get(index)
+                if begun is None:
+                    self._add_sample(request, index, fresh, None)
+                else:
+                    prompt = self._rendered([*request.prompt_token_ids, *begun.token_ids])
+                    self._add_sample(request, index, prompt, begun)
+        except Exception:  # vLLM has limits of its own: what it has of this request goes, the others stay
+            self.abort([request.request_id])
+            self._unfinished.pop(request.request_id, None)
+            raise
 
     def _rendered(self, token_ids: Sequence[int]) -> Any:
         prompt = TokensPrompt(prompt_token_ids=list(token_ids))
@@ -169,6 +174,12 @@ class VllmStrategy(GenerationStrategy):
         results = self._so_far(keys)  # before the abort: the engine forgets what an aborted request had
         self._running_engine().abort_request([self._samples[key].internal_id for key in keys], internal=True)
         return [self._take(result) for result in results]
+
+    def recover(self) -> list[GenerationOutput]:
+        """See the base class. What the prefix cache has noted of the step that failed was never computed."""
+        outputs = self.abort()
+        self._running_engine().reset_prefix_cache()
+        return outputs
 
     def running(self, request_ids: Iterable[str]) -> list[GenerationOutput]:
         results = self._so_far(self._keys(request_ids))

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
+import torch
 
 from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
 from roll.distributed import WorkerContext
 from roll.rollout.messages import EngineCommand, FinishedGroup
 from roll.strategies.generation import GenerationRequest, SamplingParams
+from roll.strategies.hf_infer.rows import RunningRows
+from roll.strategies.hf_infer.sampler import Sampler
 from roll.workers.generation import GenerationWorker
 from tests.strategies.hf_infer.helpers import random_prompts
 
@@ -57,3 +62,83 @@ def test_recalled_requests_are_finished_by_another_engine(model_folder: Path) ->
         assert again[name].texts == group.texts
         assert again[name].finish_reasons == group.finish_reasons
         assert again[name].weight_versions == group.weight_versions
+
+
+class Poison(Exception):
+    """What an engine raises that meets one of the requests named so."""
+
+
+def poison(worker: GenerationWorker, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Let requests whose name begins with ``bad`` make a step of the engine fail: at their admission, after their
+    third token, or by logits that are no numbers."""
+    engine = worker.engine._engine  # type: ignore[attr-defined]
+    start_sample, sample = engine._start_sample, Sampler.sample
+    stopped = RunningRows.stopped
+
+    def bad_rows(rows: RunningRows) -> list[int]:
+        return [i for i, s in enumerate(rows.samples) if s.request.request_id.startswith("bad")]
+
+    def failing_start(group: Any) -> None:
+        start_sample(group)
+        if group.request.request_id.startswith("bad"):
+            raise Poison("at admission")
+
+    def failing_stopped(rows: RunningRows) -> np.ndarray:
+        if any(rows.generated[row] >= 3 for row in bad_rows(rows)):
+            raise Poison("after three tokens")
+        return stopped(rows)
+
+    def not_finite(sampler: Sampler, logits: torch.Tensor) -> Any:
+        logits = logits.clone()
+        logits[bad_rows(sampler._rows)] = torch.nan
+        return sample(sampler, logits)
+
+    if place == "admission":
+        monkeypatch.setattr(engine, "_start_sample", failing_start)
+    elif place == "record":
+        monkeypatch.setattr(RunningRows, "stopped", failing_stopped)
+    else:
+        monkeypatch.setattr(Sampler, "sample", not_finite)
+
+
+@pytest.mark.parametrize("place", ["admission", "record", "logits"])
+def test_a_request_that_breaks_the_engine_fails_alone(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    names = ["a", "bad 1", "b", "c", "bad 2", "d", "e"]
+    params = SamplingParams(12, temperature=1.2, seed=4, top_log_probs=2)
+    prompts = random_prompts([4, 11, 7, 5, 3, 9, 6])
+    requests = [GenerationRequest(name, prompt, params, 2) for name, prompt in zip(names, prompts, strict=True)]
+    worker = start(model_folder)
+    whole = finish(worker, requests)
+    poison(worker, monkeypatch, place)
+    groups: dict[str, FinishedGroup] = {}
+    commands = [EngineCommand(add=requests[:4], report_refusals=True, slice_seconds=0.0)]
+    commands += [EngineCommand(add=[request], report_refusals=True, slice_seconds=0.0) for request in requests[4:]]
+    for command in [*commands, *[EngineCommand(report_refusals=True)] * 200]:
+        groups |= {group.request_id: group for group in worker.advance(command).groups}
+    assert groups.keys() == set(names)
+    assert not worker._open
+    assert not worker._quarantine.has_work
+    for name, group in groups.items():
+        if name.startswith("bad"):
+            assert (group.error or "").startswith({"logits": "sample "}.get(place, "Poison: "))
+        else:
+            np.testing.assert_array_equal(group.token_ids, whole[name].token_ids)
+            np.testing.assert_allclose(group.log_probs, whole[name].log_probs, atol=1e-5)
+            assert [len(top) for top in group.top_log_probs] == group.lengths.tolist()
+    with pytest.raises((Poison, RuntimeError), match=r"at admission|after three|'bad 3' has failed: sample 0: the log"):
+        finish(worker, [GenerationRequest("bad 3", prompts[0], params)])  # in training the run ends
+
+
+def test_an_engine_that_fails_at_everything_is_not_quiet_about_it(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = start(model_folder)
+
+    def broken(*_: Any) -> Any:
+        raise Poison("the device is gone")
+
+    monkeypatch.setattr(Sampler, "sample", broken)
+    with pytest.raises(Poison):
+        worker.advance(EngineCommand(add=[GenerationRequest("a", [1, 2], SamplingParams(4))], report_refusals=True))

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer, Qwen2Config
 
-from roll.strategies.generation import GenerationRequest, GenerationStrategy, SamplingParams
+from roll.strategies.generation import (
+    GenerationOutput,
+    GenerationRequest,
+    GenerationStrategy,
+    SamplingParams,
+    interrupted,
+)
+from roll.strategies.quarantine import Quarantine
 from roll.weight_sync.checksum import tensor_checksum
 from tests.strategies import engine_cases, stream_cases
 from tests.strategies.engine_cases import MAX_MODEL_LEN, distribution_gaps, steps, update
@@ -174,3 +182,57 @@ def stop_strings(folder: Path) -> list[tuple[list[int], str]]:
         request = GenerationRequest("s", prompt, helpers.greedy(20, stop_strings=(text[4:7],)))
         outputs = [helpers.run(one, [request])["s", 0] for one in (embedded, shared_engine(folder))]
     return [(output.token_ids, output.finish_reason) for output in outputs]
+
+
+def failing_alone(folder: Path) -> dict[str, Any]:
+    """Six requests of which two make vLLM's step raise, and one beyond vLLM's own limit: what became of them,
+    and what the others are without them."""
+    started = shared_engine(folder)
+    prompts = helpers.random_prompts([4, 40, 7, 40, 9, 6])
+    prompts[3] = list(prompts[1])  # the cache must not give what a failed step was to compute
+    names = ["a", "bad 1", "b", "c", "bad 2", "d"]
+    params = SamplingParams(12, temperature=0.9, seed=3)
+    requests = [GenerationRequest(name, prompt, params, 2) for name, prompt in zip(names, prompts, strict=True)]
+    good = [request for request in requests if not request.request_id.startswith("bad")]
+    alone = helpers.run(started, good)
+    started.recover()
+    executor = started._engine.engine_core.engine_core.model_executor  # type: ignore[attr-defined]
+    execute = executor.execute_model
+
+    def poisoned(scheduled: Any, *args: Any, **options: Any) -> Any:
+        if any(name.startswith("bad") for name in scheduled.num_scheduled_tokens):
+            raise RuntimeError("poison")
+        return execute(scheduled, *args, **options)
+
+    open_requests = {request.request_id: request for request in requests}
+    done: dict[tuple[str, int], Any] = {}
+    failed: dict[str, str] = {}
+
+    def begun(outputs: Sequence[GenerationOutput]) -> list[GenerationRequest]:
+        here = [r for name, r in open_requests.items() if name not in failed and quarantine.waiting(name) is None]
+        finished = {r.request_id: [o for (name, _), o in done.items() if name == r.request_id] for r in here}
+        return [
+            interrupted(r, [o for o in outputs if o.request_id == r.request_id], finished[r.request_id])
+            for r in here
+            if len(finished[r.request_id]) < r.num_samples
+        ]
+
+    quarantine = Quarantine(started, begun)
+    executor.execute_model = poisoned
+    try:
+        for request in requests:
+            started.add_requests([request])
+        try:
+            started.add_requests([GenerationRequest("too much", prompts[0], replace(params, top_log_probs=100), 2)])
+        except Exception as error:
+            failed["too much"] = str(error)
+        while quarantine.has_work:
+            for output in quarantine.step(failed):
+                done[output.request_id, output.sample_index] = output
+    finally:
+        executor.execute_model = execute
+    close = [
+        abs(a - b) for key, output in done.items() for a, b in zip(output.log_probs, alone[key].log_probs, strict=True)
+    ]
+    tokens = {key: output.token_ids == alone[key].token_ids for key, output in done.items()}
+    return {"failed": failed, "tokens": tokens, "largest": max(close), "left": started.num_unfinished}

@@ -50,6 +50,17 @@ def test_refusals(in_engine_process: Callable[..., Any], folders: dict[str, Path
     check_refusals(messages, ["step() between", "no_such"])
 
 
+def test_a_request_that_breaks_a_step_fails_alone(
+    in_engine_process: Callable[..., Any], folders: dict[str, Path]
+) -> None:
+    found = in_engine_process(cases.failing_alone, folders["qwen2"])
+    assert found["failed"].keys() == {"bad 1", "bad 2", "too much"}
+    assert found["failed"]["bad 1"] == "RuntimeError: poison"
+    assert found["tokens"] == {(name, index): True for name in "abcd" for index in range(2)}
+    assert found["largest"] < 1e-4
+    assert found["left"] == 0
+
+
 def test_refused_at_start(in_engine_process: Callable[..., Any], tmp_path: Path) -> None:
     heads = in_engine_process(cases.refused_at_start, tmp_path)
     assert "no attention for heads of size 16" in heads and "hf_infer" in heads
