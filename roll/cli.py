@@ -109,7 +109,8 @@ def serve(arguments: argparse.Namespace) -> int:
     require_packages(loaded)
     if arguments.api_key_env and not os.environ.get(arguments.api_key_env):
         raise ConfigError([Problem("--api-key-env", arguments.api_key_env, "no such variable in the environment")])
-    from roll.distributed.failures import RemoteError
+    from roll.distributed.failures import RayLost, RemoteError
+    from roll.distributed.signals import Interrupted
     from roll.pipelines.serve import ServeOptions
     from roll.pipelines.serve import serve as run_server
 
@@ -123,10 +124,10 @@ def serve(arguments: argparse.Namespace) -> int:
     )
     try:
         run_server(loaded, options)
-    except (RemoteError, OSError) as error:
+    except (RemoteError, RayLost, OSError) as error:
         show_error(error)
         return EXIT_FAILED
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Interrupted):
         return 0
     return 0
 
