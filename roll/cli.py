@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 
@@ -94,7 +95,10 @@ def _run(loaded: LoadedConfig[Any]) -> int:
 
     try:
         pipeline.run(loaded)
-    except (DataError, RemoteError, RayLost, RolloutExhausted) as error:
+    except RayLost as error:
+        show_error(error)
+        leave(EXIT_FAILED)
+    except (DataError, RemoteError, RolloutExhausted) as error:
         show_error(error)
         return EXIT_FAILED
     except Exception:
@@ -124,7 +128,10 @@ def serve(arguments: argparse.Namespace) -> int:
     )
     try:
         run_server(loaded, options)
-    except (RemoteError, RayLost, OSError) as error:
+    except RayLost as error:
+        show_error(error)
+        leave(EXIT_FAILED)
+    except (RemoteError, OSError) as error:
         show_error(error)
         return EXIT_FAILED
     except (KeyboardInterrupt, Interrupted):
@@ -169,6 +176,14 @@ def show_error(error: BaseException) -> None:
     """The message, and what was noted with it, is the whole story: no traceback of the driver in front of it."""
     text = masked_text("\n".join([str(error), *getattr(error, "__notes__", ())]))
     Console(stderr=True, emoji=False).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def leave(status: int) -> NoReturn:
+    """End the process here: what is left of Ray's client in it would crash on the usual way out."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def show_unexpected() -> None:
