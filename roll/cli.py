@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import logging
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 
@@ -111,7 +112,10 @@ def _run(loaded: LoadedConfig[Any]) -> int:
 
     try:
         pipeline.run(loaded)
-    except (DataError, RemoteError, RayLost, RolloutExhausted) as error:
+    except RayLost as error:
+        show_error(error)
+        leave(EXIT_FAILED)
+    except (DataError, RemoteError, RolloutExhausted) as error:
         show_error(error)
         return EXIT_FAILED
     except Exception:
@@ -129,7 +133,8 @@ def serve(arguments: argparse.Namespace) -> int:
     if arguments.host not in LOOPBACK and not arguments.api_key_env:
         rule = "who reaches this port may use the engines: name the variable that holds a token by --api-key-env"
         raise ConfigError([Problem("--host", arguments.host, rule)])
-    from roll.distributed.failures import RemoteError
+    from roll.distributed.failures import RayLost, RemoteError
+    from roll.distributed.signals import Interrupted
     from roll.pipelines.serve import ServeOptions
     from roll.pipelines.serve import serve as run_server
 
@@ -143,10 +148,13 @@ def serve(arguments: argparse.Namespace) -> int:
     )
     try:
         run_server(loaded, options)
+    except RayLost as error:
+        show_error(error)
+        leave(EXIT_FAILED)
     except (RemoteError, OSError) as error:
         show_error(error)
         return EXIT_FAILED
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Interrupted):
         return 0
     return 0
 
@@ -229,6 +237,14 @@ def show_error(error: BaseException) -> None:
     """The message, and what was noted with it, is the whole story: no traceback of the driver in front of it."""
     text = masked_text("\n".join([str(error), *getattr(error, "__notes__", ())]))
     Console(stderr=True, emoji=False).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def leave(status: int) -> NoReturn:
+    """End the process here: what is left of Ray's client in it would crash on the usual way out."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def show_unexpected() -> None:

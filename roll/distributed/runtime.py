@@ -165,6 +165,7 @@ def _guarded(mark: str, folder: Path | None) -> Iterator[Guard]:
     finally:
         with ending.holding(then_raise=False):
             end_run(mark, folder)
+            ending.on_first = ending.on_second = None
             guard.dismiss()
 
 

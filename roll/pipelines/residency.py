@@ -6,17 +6,22 @@ host memory, unless ``is_offload_states: true`` asks for it.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from roll.config.plan import Plan
-from roll.distributed import Cluster
+from roll.config.rlvr import GenerationWorkerConfig
+from roll.distributed import Cluster, DeadlineExceeded, RemoteError
 from roll.distributed.signals import ending
 from roll.platforms import current_platform
 from roll.protocol.metrics import Mean, Metrics
 from roll.strategies.base import StateKind
+
+logger = logging.getLogger(__name__)
 
 WEIGHTS = frozenset({StateKind.MODEL_PARAMS})
 TRAINING = frozenset({StateKind.MODEL_PARAMS, StateKind.OTHER_PARAMS, StateKind.OPTIMIZER_STATES})
@@ -44,7 +49,7 @@ class _Tenant:
 
     def offload(self, kinds: Collection[StateKind]) -> None:
         if self.generates:
-            self.cluster.sleep()
+            self._ask_engines("sleep")
             self.resident.clear()
         else:
             self.cluster.offload_states(sorted(kinds))
@@ -52,10 +57,25 @@ class _Tenant:
 
     def load(self, kinds: Collection[StateKind]) -> None:
         if self.generates:
-            self.cluster.wake(StateKind.KV_CACHE not in kinds)
+            self._ask_engines("wake", StateKind.KV_CACHE not in kinds)
         else:
             self.cluster.load_states(sorted(kinds))
         self.resident |= set(kinds)
+
+    def _ask_engines(self, method: str, *arguments: Any) -> None:
+        """Engines that are lost meanwhile, or do it, are left out as long as there are others."""
+        role = self.cluster.role
+        timeout = role.engine_timeout if isinstance(role, GenerationWorkerConfig) else None
+        try:
+            getattr(self.cluster, method)(*arguments, deadline=timeout)
+        except RemoteError as loss:
+            silent = loss.silent_ranks if isinstance(loss, DeadlineExceeded) else []
+            lost = {*silent, *(report.rank for report in loss.reports)}
+            if lost.issuperset(self.cluster.live_ranks):
+                raise
+            for rank in lost:
+                self.cluster.leave_out(rank)
+            logger.warning("an engine is lost, and the run goes on with the others:\n%s", loss)
 
 
 class Residency:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from roll.config.rlvr import GenerationWorkerConfig
 from roll.distributed import Cluster
 from roll.distributed.failures import RemoteError
 from roll.rollout.engines import EnginePool
@@ -49,9 +50,16 @@ class HttpFront:
     def open(self, cluster: Cluster, tokenizer: PreTrainedTokenizerBase) -> None:
         """Answer by these engines, whose models are loaded. Nobody else may give them requests."""
         options = self._options
+        timeout = cluster.role.engine_timeout if isinstance(cluster.role, GenerationWorkerConfig) else None
 
         def make_app() -> Starlette:
-            pool = EnginePool(cluster, options.max_running_requests, options.slice_seconds, report_refusals=True)
+            pool = EnginePool(
+                cluster,
+                options.max_running_requests,
+                options.slice_seconds,
+                report_refusals=True,
+                turn_timeout=timeout,
+            )
             self._service = EngineService(pool, options.max_open_requests)
             return Endpoint(self._service, tokenizer, options.model, options.api_key).app()
 

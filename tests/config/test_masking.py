@@ -13,21 +13,8 @@ SECRET = "s3cr3t-value"
 @pytest.mark.parametrize(
     "name",
     [
-        "judge_api_key",
-        "WANDB_API_KEY",
-        "AWS_SECRET_ACCESS_KEY",
-        "x-api-key",
-        "apiKey",
-        "hf_token",
-        "accessToken",
-        "GITHUB_PAT",
-        "PGPASSWORD",
-        "DB_PASS",
-        "password",
-        "client_secret",
-        "credentials",
-        "Authorization",
-        "Cookie",
+        *("judge_api_key", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "x-api-key", "apiKey", "hf_token", "accessToken"),
+        *("GITHUB_PAT", "PGPASSWORD", "DB_PASS", "password", "client_secret", "credentials", "Authorization", "Cookie"),
     ],
 )
 def test_names_of_secrets(name: str) -> None:

@@ -133,6 +133,22 @@ class EngineStoppedInUpdate(EngineDyingInUpdate):
     death = signal.SIGSTOP
 
 
+class EngineDyingAtWake(GenerationWorker):
+    """Rank 0 is killed when it comes back to its device for the second step."""
+
+    updates = 0
+
+    def start_weight_update(self, start: UpdateStart) -> ChecksumKind:
+        self.updates += 1
+        return super().start_weight_update(start)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wake(self, weights_only: bool = False) -> None:
+        if self.context.rank == 0 and self.updates == 1 and weights_only:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().wake(weights_only)
+
+
 class EngineLosingARank(DyingEngine):
     """Of vLLM, with ranks in processes of their own, the last of which is killed."""
 

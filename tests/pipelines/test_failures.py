@@ -197,19 +197,23 @@ def test_a_run_ends_when_its_engine_holds_other_weights(run: Run) -> None:
     assert "engine 0 holds other values than the trainer sent in 1 of" in message
 
 
-@pytest.mark.parametrize("engine", ["DyingEngine", "StoppedEngine", "FailingEngine", "EngineStoppedInUpdate"])
+@pytest.mark.parametrize(
+    "engine", ["DyingEngine", "StoppedEngine", "FailingEngine", "EngineStoppedInUpdate", "EngineDyingAtWake"]
+)
 def test_the_loss_of_an_engine_costs_no_sample(run: Run, engine: str) -> None:
-    """Killed, stopped (as a hung one), raising, in the middle of generation; or stopped in a weight update."""
+    """Killed, stopped (as a hung one), raising, in the middle of generation; stopped in a weight update; killed while
+    others have its device."""
     changes = {
         "max_steps": 3,
         "actor_infer.device_mapping": [0, 1],
         "actor_infer.engine_timeout": 8,
         "memory_steps": 1,
+        "is_offload_states": engine == "EngineDyingAtWake",
         "actor_infer.worker_cls": f"{HERE}.faulty_workers.{engine}",
     }
     finished = run(changes)
     assert finished.values("scheduler/engine_deaths") == [0, 1, 1]
-    if engine != "EngineStoppedInUpdate":
+    if engine in ("DyingEngine", "StoppedEngine", "FailingEngine"):
         assert finished.values("scheduler/reissued")[-1] > 0
     samples = finished.values("system/samples")
     assert len(set(samples)) == 1, "every step has its whole batch"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from roll.config.rlvr import GenerationWorkerConfig
 from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency
 from roll.strategies.base import StateKind
 from tests.pipelines.conftest import Run
@@ -17,7 +18,7 @@ class Recorder:
     """A cluster that writes down what it is told, and what lies on its devices."""
 
     def __init__(self, name: str, states: frozenset[StateKind], told: list[str]) -> None:
-        self.name = name
+        self.name, self.role = name, GenerationWorkerConfig()
         self.states: set[str] = set(states)
         self._told = told
 
@@ -30,11 +31,11 @@ class Recorder:
         self.states |= set(kinds)
         self._told.append(f"{self.name} +")
 
-    def sleep(self) -> None:
+    def sleep(self, deadline: float) -> None:
         self.states.clear()
         self._told.append(f"{self.name} -")
 
-    def wake(self, weights_only: bool) -> None:
+    def wake(self, weights_only: bool, deadline: float) -> None:
         self.states |= WEIGHTS if weights_only else GENERATION
         self._told.append(f"{self.name} +")
 

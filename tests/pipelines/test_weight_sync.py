@@ -71,13 +71,13 @@ def send(
     engines: Cluster,
     weights: dict[str, torch.Tensor],
     faults: list[str],
-    deadline: float = 60,
+    patience: float | None = None,
 ) -> SyncReport:
     """To as many engines as there are faults."""
     for rank, fault in enumerate(faults):
         engines.submit(rank, "be_faulty", fault).result()
     receivers = RayEngines(dict(enumerate(engines.workers[: len(faults)])))
-    return sender.send(iter_buckets(weights.items(), 2**17), receivers, Update(3, deadline))
+    return sender.send(iter_buckets(weights.items(), 2**17), receivers, Update(3, 60, patience=patience))
 
 
 def test_right_weights_pass(sender: WeightSender, engines: Cluster, weights: dict[str, torch.Tensor]) -> None:
@@ -106,25 +106,28 @@ def test_the_faulty_engine_and_its_tensors_are_named(
 
 def test_an_engine_that_fails_is_named(senders: Any, engines: Cluster, weights: dict[str, torch.Tensor]) -> None:
     expected = "engine 1 failed in 'update_weights': RuntimeError: the engine has no room for this"
-    with pytest.raises(WeightSyncError, match=f"weight update 3: {expected}"):
+    with pytest.raises(WeightSyncError, match=f"weight update 3: {expected}") as failure:
         send(senders["object_store"], engines, weights, ["", "raise"])
+    assert failure.value.lost == (1,)
     for rank in range(2):  # the update stands half done; a run would have ended
         engines.submit(rank, "finish_weight_update").result()
 
 
 def test_an_engine_that_dies_is_named_and_left_out(senders: Any, engines: Cluster, weights: dict[str, Any]) -> None:
     """Over a connection with two ends, where the others fail with it."""
-    with pytest.raises(WeightSyncError, match="weight update 3: engine 1 died in 'update_weights'"):
+    with pytest.raises(WeightSyncError, match="weight update 3: engine 1 died in 'update_weights'") as failure:
         send(senders["broadcast"], engines, weights, ["", "die"])
+    assert failure.value.lost == (1,), "not the other one, whose connection broke"
     engines.submit(0, "finish_weight_update").result()
     assert send(senders["broadcast"], engines, weights, [""]).num_tensors == len(weights)
 
 
-def test_an_engine_that_hangs_is_named_after_the_deadline(
+def test_an_engine_that_hangs_is_named_before_the_deadline(
     senders: Any, engines: Cluster, weights: dict[str, Any]
 ) -> None:
     """The last one here: no engine is left."""
     began = time.monotonic()
-    with pytest.raises(WeightSyncError, match="engine 0 was not done with 'update_weights' in time"):
-        send(senders["object_store"], engines, weights, ["hang"], deadline=3)
+    with pytest.raises(WeightSyncError, match="engine 0 was not done with 'update_weights' in time") as failure:
+        send(senders["object_store"], engines, weights, ["hang"], patience=3)
+    assert failure.value.lost == (0,)
     assert 3 <= time.monotonic() - began < 30

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from roll.distributed import WorkerDied
+from roll.distributed import RemoteError, WorkerDied
 from roll.distributed.failures import RankReport
 from roll.rewards.base import RewardResult, RewardSample
 from roll.rollout.messages import EngineCommand, EngineReport, FinishedGroup
@@ -23,7 +23,7 @@ class FakeCall:
     method: str
     argument: Any
     work: Callable[[], Any]
-    error: WorkerDied | None = None
+    error: RemoteError | None = None
 
     def result(self) -> Any:
         return self.work()
@@ -35,7 +35,7 @@ class FakeRestart:
 
     rank: int
     is_done: bool = False
-    error: WorkerDied | None = None
+    error: RemoteError | None = None
 
     def done(self) -> bool:
         return self.is_done
@@ -58,6 +58,8 @@ class FakeEngines:
     """Every request with the engine that got it last."""
     aborted: list[str] = field(default_factory=list)
     dead: set[int] = field(default_factory=set)
+    loss: type[RemoteError] = WorkerDied
+    """What a call of a dead one ends in."""
     left_out: list[int] = field(default_factory=list)
     restarts: list[FakeRestart] = field(default_factory=list)
 
@@ -91,7 +93,7 @@ class FakeEngines:
             if call in self.calls and call.rank in self.dead:
                 self.calls.remove(call)
                 report = RankReport(call.rank, error="killed")
-                call.error = WorkerDied("actor_infer", call.method, 0.0, [report], [])
+                call.error = self.loss("actor_infer", call.method, 0.0, [report], [])
             if call.error is not None:
                 raise call.error
         return list(calls)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from roll.distributed import WorkerDied
+from roll.distributed import DeadlineExceeded, WorkerDied, WorkerFailed
 from roll.distributed.failures import RankReport
 from roll.rollout.engines import EnginePool
 from roll.rollout.routing import EngineLoad, build_router
@@ -170,8 +170,9 @@ def test_engines_keep_their_samples_over_a_pause(engines_of):
     assert engines.aborted == ["4"]
 
 
-def test_requests_of_a_dead_engine_go_to_the_others_and_nothing_is_lost(engines_of):
-    engines = engines_of(world_size=3, per_turn=1)
+@pytest.mark.parametrize("loss", [WorkerDied, WorkerFailed, DeadlineExceeded])
+def test_requests_of_a_lost_engine_go_to_the_others_and_nothing_is_lost(engines_of, loss):
+    engines = engines_of(world_size=3, per_turn=1, loss=loss)
     pool = EnginePool(engines, 100)
     pool.submit(requests(1, 1, 1, 1, 1, 1, 1, 1, 1))
     done = advance(pool)

@@ -82,10 +82,11 @@ class RLVRPipeline:
         self.weight_sync = WeightSync(self.clusters.actor_train, self.clusters.actor_infer, options)
 
     def train_one_step(self, step: int) -> None:
-        """The algorithm. Until the models learn a signal may end it: the step is done again when the run goes on."""
+        """The algorithm. Until the models learn, a signal may end it, except in the exchange of weights, which has two
+        sides that wait for each other; the step is done again when the run goes on."""
         beside = self.plan.validates_beside_training and self.is_validation_due(step)
+        self.update_engines(step)
         with self.frame.interruptible():
-            self.update_engines(step)
             if self.is_validation_due(step) and not beside:
                 self.validate(step)
             batch = self.generate(step)
