@@ -53,6 +53,17 @@ PG_VARIANTS = (
 LEAVE_ONE_OUT_ESTIMATORS = ("rloo",)
 """Estimators that compare the samples of a prompt with one another and so need two."""
 
+DISCOUNTING_ESTIMATORS = (
+    "gae",
+    "grpo",
+    "reinforce",
+    "reinforce++",
+    "reinforce_plus_plus",
+    "reinforce++_baseline",
+    "reinforce_plus_plus_baseline",
+)
+"""Estimators that read ``gamma``."""
+
 GREEDY_BASELINE_ESTIMATORS = ("remax",)
 """Estimators that compare every sample with the greedy response to its prompt."""
 

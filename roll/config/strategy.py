@@ -55,7 +55,7 @@ class DeepSpeedStrategyConfig(StrategyConfig):
     """Keep optimizer states in host memory or on a disk (ZeRO-2 and 3). ``auto``: cpu where there is an accelerator."""
     offload_param: bool | None = None
     """With ZeRO-3 and ``offload``: parameters too. null: the variable ``VERL_ENABLE_PARAM_OFFLOAD``, else false."""
-    nvme_path: str | None = None
+    nvme_path: str | None = setting(None, read_if={"offload": ("nvme",)})
     """Folder on the disk, with ``offload: nvme``."""
     fp32_grad_accumulation: bool | None = None
     """Sum gradients of micro-batches in float32 under bf16 (ZeRO-1 to 3). null: the variable
@@ -123,16 +123,20 @@ class MegatronStrategyConfig(StrategyConfig):
     """Shard float32 weights and moments over data-parallel ranks (ZeRO stage 1)."""
     overlap_grad_reduce: bool = False
     """Sum gradients over data-parallel ranks while the backward pass still runs."""
-    ddp_bucket_size: int | None = setting(None, ge=1)
+    ddp_bucket_size: int | None = setting(None, ge=1, read_if={"overlap_grad_reduce": (True,)})
     """Elements of gradient summed at once with ``overlap_grad_reduce``; null: Megatron's choice."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Compute activations again in the backward pass: whole layers or ``recompute_modules``. null: whole layers,
     unless ``model_args.disable_gradient_checkpointing``."""
-    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_method: Literal["uniform", "block"] | None = setting(
+        None, read_if={"recompute_granularity": ("full", None)}
+    )
     """With ``full``: all layers in groups of ``recompute_num_layers``, or the first so many; null: ``uniform``."""
-    recompute_num_layers: int | None = setting(None, ge=1)
+    recompute_num_layers: int | None = setting(None, ge=1, read_if={"recompute_granularity": ("full", None)})
     """See ``recompute_method``; null: 1."""
-    recompute_modules: list[str] | None = None
+    recompute_modules: list[str] | None = field(
+        default=None, metadata=rules(read_if={"recompute_granularity": ("selective",)})
+    )
     """With ``selective``: Megatron's names (``core_attn``, ``mlp``, ``layernorm``); null: ``core_attn``."""
     account_for_embedding_in_pipeline_split: bool = False
     """Count the embeddings as a layer when layers are dealt out to stages."""
