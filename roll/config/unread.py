@@ -45,12 +45,13 @@ _TRAINING_MODEL = (
     "gradient_checkpointing_use_reentrant",
     "freeze_module_prefix",
 )
+TRAINS = "only roles that train have use for it"
 _WHY = {
-    "data_args": "this role reads no data",
-    "generating_args": "this role generates nothing",
-    "training_args": "this role does not train",
-    "model_args": "this role holds no model",
-    "strategy_args": "this role holds no model",
+    "data_args": "only roles that read data have use for it",
+    "generating_args": "only roles that generate have use for it",
+    "training_args": TRAINS,
+    "model_args": "only roles that hold a model have use for it",
+    "strategy_args": "only roles that hold a model have use for it",
 }
 
 
@@ -169,13 +170,13 @@ def unread_of_role(
         if item.name in reads or item.name in _ELSEWHERE or rules_of(item).inert is not None:
             continue
         if checks.written(key) and value != default_of(item) and not is_noted(key, checks):
-            yield key, _WHY.get(item.name, "this role computes no log-probs and does not train")
+            yield key, _WHY.get(item.name, "only roles that compute log-probs or train have use for it")
     if "training_args" in reads or "model_args" not in reads:
         return
     for short in _TRAINING_MODEL:
         key = f"{name}.model_args.{short}"
         if checks.written(key) and getattr(role.model_args, short) not in (None, False):
-            yield key, "this role does not train"
+            yield key, TRAINS
 
 
 def default_of(item: Field[Any]) -> Any:
