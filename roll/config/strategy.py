@@ -66,7 +66,8 @@ class DeepSpeedStrategyConfig(StrategyConfig):
     zero_optimization: dict[str, Any] = field(default_factory=dict)
     """DeepSpeed's section, passed through; numbers such as ``1e8`` reach DeepSpeed as the ints that it needs."""
     activation_checkpointing: dict[str, Any] = field(default_factory=dict)
-    """DeepSpeed's section, passed through; ``model_args.disable_gradient_checkpointing`` says whether to."""
+    """DeepSpeed's section, with nothing switched on: PyTorch checkpoints the layers of transformers models, and
+    ``model_args.disable_gradient_checkpointing`` says whether to."""
     aio: dict[str, Any] = field(default_factory=dict)
     """DeepSpeed's section for disk offload, passed through."""
     bf16: dict[str, Any] = field(default_factory=dict)
@@ -84,7 +85,7 @@ class DeepSpeedStrategyConfig(StrategyConfig):
     steps_per_print: int | None = setting(None, ge=1)
     """Optimizer steps between two progress lines of DeepSpeed; null: none."""
     deepspeed_config: dict[str, Any] = field(default_factory=dict)
-    """Any further key of DeepSpeed's JSON, passed through."""
+    """Any further key of DeepSpeed's JSON, passed through; names are checked against DeepSpeed's own."""
     optimizer: dict[str, Any] = field(default_factory=dict, metadata=rules(inert="training_args decides"))
     """Accepted for older files."""
     scheduler: dict[str, Any] = field(default_factory=dict, metadata=rules(inert="training_args decides"))
