@@ -102,8 +102,6 @@ def check_rewards_of_estimator(config: RLVRConfig, checks: Checks) -> None:
 def check_overlong(config: RLVRConfig, checks: Checks) -> None:
     buffer, key = config.overlong_buffer_length, "overlong_buffer_length"
     if buffer is None:
-        if checks.written("overlong_penalty_factor"):
-            checks.note("overlong_penalty_factor", f"has no effect without {key}")
         return
     if checks.broken("response_length", "sequence_length", "actor_infer.generating_args.max_new_tokens"):
         return
@@ -117,20 +115,11 @@ def note_without_effect(config: RLVRConfig, checks: Checks) -> None:
     """Keys that are written and have no effect beside the others."""
     if config.use_kl_loss and config.kl_loss_coef == 0:
         checks.note("use_kl_loss", "has no effect with kl_loss_coef 0")
-    if config.kl_loss_coef > 0 and not config.use_kl_loss:
-        checks.note("kl_loss_coef", "has no effect without use_kl_loss: true")
     if config.add_token_level_kl and config.init_kl_coef == 0:
         checks.note("add_token_level_kl", "has no effect with init_kl_coef 0")
-    if config.target_kl is not None and not config.add_token_level_kl:
-        checks.note("target_kl", "has no effect without add_token_level_kl: true")
-    for key in ("pg_clip_low", "pg_clip_high"):
-        if checks.written(key) and not config.use_pg_clip_range:
-            checks.note(key, "has no effect without use_pg_clip_range: true")
     note_unused_aggregations(config, checks)
     if config.rl_loss_coef == 0 and config.entropy_loss_coef == 0 and not config.use_kl_loss:
         checks.note("rl_loss_coef", "0 with no other loss term: the policy does not learn")
-    if config.checkpoint_config.output_dir is None and checks.written("checkpoint_config.keep_local_file"):
-        checks.note("checkpoint_config.keep_local_file", "has no effect without checkpoint_config.output_dir")
 
 
 def note_unused_aggregations(config: RLVRConfig, checks: Checks) -> None:

@@ -21,8 +21,6 @@ def check_async(config: RLVRConfig, checks: Checks) -> None:
     if checks.broken(KEY):
         return
     if not is_async(config):
-        if checks.written("partial_rollout"):
-            checks.note("partial_rollout", f"has no effect with {KEY} 0")
         return
     check_engine_devices(config, checks)
     if needs_greedy_baseline(config):

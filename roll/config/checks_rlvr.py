@@ -36,6 +36,7 @@ from roll.config.planning import (
 )
 from roll.config.rlvr import RLVRConfig
 from roll.config.schema import closest
+from roll.config.unread import note_unread
 from roll.config.weight_sync import check_weight_sync
 
 PROBABILITY_TOLERANCE = 1e-6
@@ -61,6 +62,7 @@ def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
     check_weight_sync(config, checks)
     check_resume(config, checks)
     check_recorded_rollouts(config, checks)
+    note_unread(config, options, checks)
 
 
 def check_recorded_rollouts(config: RLVRConfig, checks: Checks) -> None:

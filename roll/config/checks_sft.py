@@ -13,11 +13,12 @@ from roll.config.checks import (
 from roll.config.checks_model import note_positions
 from roll.config.planning import model_path
 from roll.config.sft import SFTConfig
+from roll.config.unread import note_unread
 
 
 def check_sft(config: SFTConfig, checks: Checks) -> None:
     """Every check; mistakes and notes go to ``checks.problems``."""
-    check_roles(config, checks)
+    options = check_roles(config, checks)
     check_data_files("sft_train.data_args", config.sft_train.data_args, checks)
     check_columns("sft_train.data_args", config.sft_train.data_args, checks)
     if config.validation is not None:
@@ -29,3 +30,4 @@ def check_sft(config: SFTConfig, checks: Checks) -> None:
     check_resume(config, checks)
     path = model_path(config, "sft_train", config.sft_train)
     note_positions("sequence_length", path, config.sequence_length, checks)
+    note_unread(config, options, checks)

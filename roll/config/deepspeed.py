@@ -5,21 +5,18 @@ Torch-free, and without DeepSpeed: ``roll check`` says what will happen on a mac
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from roll.config.deepspeed_keys import KEYS, REMOVED, VERSION
 from roll.config.errors import Problems
+from roll.config.schema import MOST_KEYS_LISTED, closest
 
 if TYPE_CHECKING:
     from roll.config.roles import WorkerConfig
     from roll.config.strategy import DeepSpeedStrategyConfig
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
 
 
 DEFAULT_STAGE = 3
@@ -32,22 +29,16 @@ ENVIRONMENT = {
 }
 """Switches that published scripts set in the environment; the key counts where it is written."""
 
-ZERO_KEYS = _words(
-    """stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions
-    allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights elastic_checkpoint offload_param
-    offload_optimizer zenflow sub_group_size cpu_offload_param cpu_offload_use_pin_memory cpu_offload
-    stage3_prefetch_bucket_size prefetch_bucket_size stage3_param_persistence_threshold param_persistence_threshold
-    stage3_model_persistence_threshold model_persistence_threshold stage3_max_live_parameters max_live_parameters
-    stage3_max_reuse_distance max_reuse_distance stage3_gather_16bit_weights_on_model_save
-    gather_16bit_weights_on_model_save stage3_module_granularity_threshold module_granularity_threshold
-    stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params stage3_allgather_sequential
-    allgather_sequential stage3_gather_fp16_weights_on_model_save ignore_unused_parameters legacy_stage1
-    round_robin_gradients parameter_alignment zero_hpz_partition_size zero_quantized_weights
-    zero_quantized_nontrainable_weights zero_quantized_gradients memory_efficient_linear pipeline_loading_checkpoint
-    override_module_apply log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory
-    leaf_module"""
+SECTIONS = (
+    "zero_optimization",
+    "activation_checkpointing",
+    "aio",
+    "bf16",
+    "data_types",
+    "comms_logger",
+    "flops_profiler",
 )
-"""The keys of ``zero_optimization`` in DeepSpeed 0.19."""
+"""Sections of DeepSpeed's JSON that are keys here."""
 
 _SWITCH_DEFAULTS = {"offload_param": False, "fp32_grad_accumulation": True, "step_each_micro_batch": False}
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -146,8 +137,8 @@ def check_deepspeed(
     problems: Problems,
 ) -> None:
     """Mistakes and notices of a role's DeepSpeed options; ``path`` is its ``strategy_config``."""
+    _check_keys(path, config, problems)
     _check_zero_section(path, config, problems)
-    _check_repeated_keys(path, config, problems)
     try:
         plan = plan_zero(config, environ, trains=trains, has_accelerator=True)
         switch(config, "fp32_grad_accumulation", environ)
@@ -174,13 +165,6 @@ def check_deepspeed(
 
 def _check_zero_section(path: str, config: DeepSpeedStrategyConfig, problems: Problems) -> None:
     section, key = numbers(config.zero_optimization), f"{path}.zero_optimization"
-    for name in section:
-        if name not in ZERO_KEYS:
-            nearest = difflib.get_close_matches(str(name), sorted(ZERO_KEYS), n=1)
-            rule = (
-                f"is no key of DeepSpeed's zero_optimization; the nearest is {nearest[0]}" if nearest else "is no key"
-            )
-            problems.add(f"{key}.{name}", section[name], rule)
     stage = section.get("stage")
     if stage is not None and stage not in (0, 1, 2, 3):
         problems.add(f"{key}.stage", stage, "must be one of 0, 1, 2, 3", 2)
@@ -193,8 +177,40 @@ def _check_zero_section(path: str, config: DeepSpeedStrategyConfig, problems: Pr
                 problems.add(f"{path}.offload", config.offload, rule)
 
 
-def _check_repeated_keys(path: str, config: DeepSpeedStrategyConfig, problems: Problems) -> None:
+def _check_keys(path: str, config: DeepSpeedStrategyConfig, problems: Problems) -> None:
+    """Every key that is passed through is one of DeepSpeed's, and one that does something."""
+    for name in SECTIONS:
+        _check_section(f"{path}.{name}", name, getattr(config, name), problems)
+    for name, value in config.activation_checkpointing.items():
+        if name in KEYS["activation_checkpointing"] and value not in (None, False):
+            rule = (
+                "does nothing for models of transformers, whose layers PyTorch checkpoints "
+                "(model_args.disable_gradient_checkpointing: false); leave it out"
+            )
+            problems.add(f"{path}.activation_checkpointing.{name}", value, rule, "~")
     own = {item.name for item in fields(config)}
     for name, value in config.deepspeed_config.items():
+        key = f"{path}.deepspeed_config.{name}"
         if name in own:
-            problems.add(f"{path}.deepspeed_config.{name}", value, f"belongs one level up, at {path}.{name}")
+            problems.add(key, value, f"belongs one level up, at {path}.{name}")
+        elif name in REMOVED:
+            problems.add(key, value, f"{REMOVED[name]} (DeepSpeed {VERSION}); leave it out")
+        elif name not in KEYS[""]:
+            problems.add(key, value, _unknown("DeepSpeed", str(name), KEYS[""]))
+        else:
+            _check_section(key, name, value, problems)
+
+
+def _check_section(path: str, section: str, data: Any, problems: Problems) -> None:
+    known = KEYS.get(section)
+    for name, value in data.items() if known is not None and isinstance(data, Mapping) else ():
+        if name not in (known or ()):
+            problems.add(f"{path}.{name}", value, _unknown(f"DeepSpeed's {section}", str(name), known or ()))
+        else:
+            _check_section(f"{path}.{name}", f"{section}.{name}", value, problems)
+
+
+def _unknown(owner: str, name: str, known: Sequence[str]) -> str:
+    nearest = closest(name, known)
+    listed = f"; its keys are {', '.join(known)}" if len(known) <= MOST_KEYS_LISTED else ""
+    return f"is no key of {owner}" + (f"; the nearest is {nearest}" if nearest else listed)

@@ -7,7 +7,7 @@ the error messages all speak from the same place.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,9 @@ class FieldRules:
     """A value that would work, for error messages."""
     inert: str | None = None
     """For a key that is accepted and changes nothing: what decides instead, told to the user in one line."""
+    read_if: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    """Keys of the section (or at the top), each with the values under one of which this key is read; no values: where
+    the other key is set. Empty: it is always read."""
 
     def bounds(self) -> str:
         """The numeric bounds in words, empty if there are none."""
@@ -68,11 +71,13 @@ def rules(
     parse: Callable[[Any], Any] | None = None,
     example: Any = None,
     inert: str | None = None,
+    read_if: Mapping[str, Sequence[Any]] | None = None,
 ) -> dict[str, FieldRules]:
     """Metadata for :func:`dataclasses.field` that holds these :class:`FieldRules`."""
     allowed = tuple(choices) if choices is not None else None
     names = (tuple(endings), tuple(planned), tuple(aliases))
-    return {RULES: FieldRules(ge, gt, le, lt, allowed, dotted_path, *names, parse, example, inert)}
+    readers = tuple((key, tuple(values)) for key, values in (read_if or {}).items())
+    return {RULES: FieldRules(ge, gt, le, lt, allowed, dotted_path, *names, parse, example, inert, readers)}
 
 
 def setting(default: Any, **options: Any) -> Any:

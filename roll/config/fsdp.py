@@ -67,7 +67,7 @@ class Fsdp2StrategyConfig(ShardedStrategyConfig):
     apply_tiled_mlp: bool = False
     """Compute MLP layers a tile of tokens at a time, and again in the backward pass: less memory (Qwen2, Qwen3,
     Llama)."""
-    tiled_num_shards: int = setting(4, ge=1)
+    tiled_num_shards: int = setting(4, ge=1, read_if={"apply_tiled_mlp": (True,)})
     """Tiles with ``apply_tiled_mlp``: so many times less memory for what is as wide as ``intermediate_size``."""
     tp_size: int = setting(1, ge=1)
     """Tensor-parallel ranks."""

@@ -56,6 +56,17 @@ LEAVE_ONE_OUT_ESTIMATORS = ("rloo",)
 PASS_AT_K_ESTIMATORS = ("pass@k", "pass_at_k")
 """Estimators that ask whether one of ``pass_k`` samples is right."""
 
+DISCOUNTING_ESTIMATORS = (
+    "gae",
+    "grpo",
+    "reinforce",
+    "reinforce++",
+    "reinforce_plus_plus",
+    "reinforce++_baseline",
+    "reinforce_plus_plus_baseline",
+)
+"""Estimators that read ``gamma``."""
+
 GREEDY_BASELINE_ESTIMATORS = ("remax",)
 """Estimators that compare every sample with the greedy response to its prompt."""
 
@@ -88,6 +99,8 @@ LR_SCHEDULER_OPTIONS: dict[str, tuple[str, ...]] = {
 DECAY_TYPES = ("cosine", "linear", "1-sqrt")
 """Of ``warmup_stable_decay``."""
 LR_SCHEDULERS = tuple(LR_SCHEDULER_OPTIONS)
+DECAYING_SCHEDULERS = tuple(name for name in LR_SCHEDULERS if not name.startswith("constant"))
+"""Those that read ``min_lr_ratio``."""
 ATTENTION = ("sdpa", "eager", "fa2", "flash_attention_2", "auto")
 TRACKERS = ("tensorboard", "stdout", "jsonl", "wandb", "swanlab", "ml_tracker")
 PLANNED_TRACKERS = ("trackio",)

@@ -7,52 +7,67 @@ from typing import Literal
 
 from roll.config.fields import setting
 
+SPELLINGS = {
+    "gspo_token": ("gspo-token",),
+    "raft++": ("raft_plus_plus", "raftpp"),
+    "clip_cov": ("clip-cov",),
+    "kl_cov": ("kl-cov",),
+}
+"""Other spellings of policy losses."""
+CLIPPED = ("ppo", "gspo", "gspo_token", "clip_cov")
+"""Policy losses that are PPO's clipped surrogate, with a dual clip where asked."""
+
+
+def readers(*variants: str) -> dict[str, tuple[str, ...]]:
+    """``read_if`` of a key that these policy losses read, in all their spellings."""
+    return {"pg_variant": tuple(name for one in variants for name in (one, *SPELLINGS.get(one, ())))}
+
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
     """Keys at the top of an RLVR configuration that belong to one ``pg_variant`` each."""
 
-    tis_lower_bound: float = setting(0.0, ge=0)
+    tis_lower_bound: float = setting(0.0, ge=0, read_if=readers("tis"))
     """``tis``: least weight."""
-    tis_upper_bound: float = setting(1.0, gt=0)
+    tis_upper_bound: float = setting(1.0, gt=0, read_if=readers("tis"))
     """``tis``: greatest weight."""
-    cispo_epsilon_low: float = setting(0.1, ge=0)
+    cispo_epsilon_low: float = setting(0.1, ge=0, read_if=readers("cispo"))
     """``cispo``: weights are clipped at 1 - this from below."""
-    cispo_epsilon_high: float = setting(0.1, ge=0)
+    cispo_epsilon_high: float = setting(0.1, ge=0, read_if=readers("cispo"))
     """``cispo``: weights are clipped at 1 + this from above."""
-    topr_positive_weight: float = setting(1.0, ge=0)
+    topr_positive_weight: float = setting(1.0, ge=0, read_if=readers("topr"))
     """``topr``: weight of samples with positive reward."""
-    topr_negative_weight: float = setting(1.0, ge=0)
+    topr_negative_weight: float = setting(1.0, ge=0, read_if=readers("topr"))
     """``topr``: weight of samples with negative reward."""
-    topr_lower_bound: float = setting(0.0, ge=0)
+    topr_lower_bound: float = setting(0.0, ge=0, read_if=readers("topr"))
     """``topr``: least importance weight of negative samples."""
-    topr_upper_bound: float = setting(1.0, gt=0)
+    topr_upper_bound: float = setting(1.0, gt=0, read_if=readers("topr"))
     """``topr``: greatest importance weight of negative samples."""
-    kimi15_tau: float = setting(0.1, ge=0)
+    kimi15_tau: float = setting(0.1, ge=0, read_if=readers("kimi15"))
     """``kimi15``: weight of the squared log-ratio."""
-    sapo_tau_pos: float = setting(1.0, gt=0)
+    sapo_tau_pos: float = setting(1.0, gt=0, read_if=readers("sapo"))
     """``sapo``: temperature of the gate for positive advantages."""
-    sapo_tau_neg: float = setting(1.05, gt=0)
+    sapo_tau_neg: float = setting(1.05, gt=0, read_if=readers("sapo"))
     """``sapo``: temperature of the gate for negative advantages."""
-    gmpo_clip_low: float = setting(0.4, ge=0)
+    gmpo_clip_low: float = setting(0.4, ge=0, read_if=readers("gmpo"))
     """``gmpo``: a token's ratio is at least exp(-this)."""
-    gmpo_clip_high: float = setting(0.4, ge=0)
+    gmpo_clip_high: float = setting(0.4, ge=0, read_if=readers("gmpo"))
     """``gmpo``: a token's ratio is at most exp(this)."""
-    dro_tau: float = setting(0.1, gt=0)
+    dro_tau: float = setting(0.1, gt=0, read_if=readers("dro"))
     """``dro``: strength of the regularisation."""
-    dppo_divergence: Literal["tv", "kl"] = "tv"
+    dppo_divergence: Literal["tv", "kl"] = setting("tv", read_if=readers("dppo"))
     """``dppo``: total variation or KL of the sampled token's probability."""
-    dppo_threshold: float = setting(0.15, gt=0)
+    dppo_threshold: float = setting(0.15, gt=0, read_if=readers("dppo"))
     """``dppo``: tokens beyond it lose their gradient where the update would lead further away."""
-    dppo_ratio_bound: float = setting(20.0, gt=0)
+    dppo_ratio_bound: float = setting(20.0, gt=0, read_if=readers("dppo"))
     """``dppo``: the weight is truncated here."""
-    clip_cov_ratio: float = setting(2e-4, ge=0, le=1)
+    clip_cov_ratio: float = setting(2e-4, ge=0, le=1, read_if=readers("clip_cov"))
     """``clip_cov``: share of tokens that lose their gradient."""
-    clip_cov_low: float = 1.0
+    clip_cov_low: float = setting(1.0, read_if=readers("clip_cov"))
     """``clip_cov``: least covariance of these tokens."""
-    clip_cov_high: float = 5.0
+    clip_cov_high: float = setting(5.0, read_if=readers("clip_cov"))
     """``clip_cov``: greatest covariance of these tokens."""
-    kl_cov_ratio: float = setting(2e-3, ge=0, le=1)
+    kl_cov_ratio: float = setting(2e-3, ge=0, le=1, read_if=readers("kl_cov"))
     """``kl_cov``: share of tokens that get the KL penalty."""
-    kl_cov_coef: float = setting(1.0, ge=0)
+    kl_cov_coef: float = setting(1.0, ge=0, read_if=readers("kl_cov"))
     """``kl_cov``: weight of that penalty."""

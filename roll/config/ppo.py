@@ -9,6 +9,7 @@ from roll.config.corrections import parse_correction
 from roll.config.fields import parse_dotted_path, rules, setting
 from roll.config.names import (
     ADV_ESTIMATORS,
+    DISCOUNTING_ESTIMATORS,
     KL_PENALTIES,
     LOSS_AGG_MODES,
     NORM_TYPES,
@@ -16,7 +17,7 @@ from roll.config.names import (
     PLANNED_ADV_ESTIMATORS,
     VALUE_LOSSES,
 )
-from roll.config.policy_losses import PolicyLossConfig
+from roll.config.policy_losses import CLIPPED, PolicyLossConfig, readers
 
 
 @dataclass(frozen=True)
@@ -39,27 +40,27 @@ class PPOConfig(PolicyLossConfig):
     """Options of a policy loss of your own: the fields of its options class that are no keys here."""
     adv_estimator_args: dict[str, Any] = field(default_factory=dict)
     """Options of an advantage estimator of your own: ``options.adv_estimator_args`` of the function."""
-    gamma: float = setting(1.0, ge=0, le=1)
+    gamma: float = setting(1.0, ge=0, le=1, read_if={"adv_estimator": DISCOUNTING_ESTIMATORS})
     """Discount of later rewards."""
-    lambd: float = setting(0.95, ge=0, le=1)
+    lambd: float = setting(0.95, ge=0, le=1, read_if={"adv_estimator": ("gae",)})
     """GAE's lambda."""
-    pg_clip: float = setting(0.2, ge=0, example=0.2)
+    pg_clip: float = setting(0.2, ge=0, example=0.2, read_if=readers(*CLIPPED, "raft++"))
     """Clip range of the probability ratio, on both sides."""
-    use_pg_clip_range: bool = False
+    use_pg_clip_range: bool = setting(False, read_if=readers(*CLIPPED, "raft++"))
     """Clip with ``pg_clip_low`` and ``pg_clip_high`` instead of ``pg_clip``."""
-    pg_clip_low: float = setting(0.2, ge=0, le=1)
+    pg_clip_low: float = setting(0.2, ge=0, le=1, read_if={**readers(*CLIPPED, "raft++"), "use_pg_clip_range": (True,)})
     """Ratios are clipped at 1 - this from below."""
-    pg_clip_high: float = setting(0.2, ge=0)
+    pg_clip_high: float = setting(0.2, ge=0, read_if={**readers(*CLIPPED, "raft++"), "use_pg_clip_range": (True,)})
     """Ratios are clipped at 1 + this from above."""
-    dual_clip_loss: bool = False
+    dual_clip_loss: bool = setting(False, read_if=readers(*CLIPPED))
     """Bound the loss of negative advantages (dual clip)."""
-    dual_clip_coef: float | None = setting(None, gt=1)
+    dual_clip_coef: float | None = setting(None, gt=1, read_if={**readers(*CLIPPED), "dual_clip_loss": (True,)})
     """The dual clip's bound; null: 1 + 2 x ``pg_clip`` (3.0 in the paper)."""
-    value_clip: float | None = setting(None, gt=0)
+    value_clip: float | None = setting(None, gt=0, read_if={"critic": ()})
     """Clip range of the critic's new values around the old ones; null: not clipped."""
-    importance_sampling: Literal["token", "segment", "seq"] = "token"
+    importance_sampling: Literal["token", "segment", "seq"] = setting("token", read_if=readers("ppo", "clip_cov"))
     """Level of the probability ratio; ``seq`` is GSPO."""
-    value_loss_type: str = setting("mse", choices=VALUE_LOSSES, dotted_path=True)
+    value_loss_type: str = setting("mse", choices=VALUE_LOSSES, dotted_path=True, read_if={"critic": ()})
     """The critic's error: half its square, or the Huber loss."""
     loss_agg_mode: str = setting("seq-mean-token-mean", choices=LOSS_AGG_MODES, dotted_path=True)
     """How token losses become one number. Denominators are always those of the whole optimizer step."""
@@ -77,24 +78,24 @@ class PPOConfig(PolicyLossConfig):
     """Weight of the entropy bonus; 0: no entropy is computed in training."""
     use_kl_loss: bool = False
     """Add the KL to the reference policy to the loss."""
-    kl_loss_coef: float = setting(0.0, ge=0)
+    kl_loss_coef: float = setting(0.0, ge=0, read_if={"use_kl_loss": (True,)})
     """Weight of that KL."""
-    kl_loss_type: str = setting("k3", choices=KL_PENALTIES, dotted_path=True)
+    kl_loss_type: str = setting("k3", choices=KL_PENALTIES, dotted_path=True, read_if={"use_kl_loss": (True,)})
     """Estimator of that KL."""
-    kl_loss_clamp: float | None = setting(10.0, gt=0)
+    kl_loss_clamp: float | None = setting(10.0, gt=0, read_if={"use_kl_loss": (True,), "kl_loss_type": ("k3",)})
     """Bound of the ``k3`` estimate in the loss; null: none."""
-    kl_loss_importance_weighted: bool = False
+    kl_loss_importance_weighted: bool = setting(False, read_if={"use_kl_loss": (True,)})
     """Weigh that estimate by the policy's ratio: unbiased after the first update of a batch."""
     add_token_level_kl: bool = False
     """Subtract the KL to the reference policy from the reward, token by token."""
-    kl_penalty: str = setting("kl", choices=KL_PENALTIES, dotted_path=True)
+    kl_penalty: str = setting("kl", choices=KL_PENALTIES, dotted_path=True, read_if={"reference": ()})
     """Estimator of the KL in the reward."""
-    init_kl_coef: float = setting(0.2, ge=0)
+    init_kl_coef: float = setting(0.2, ge=0, read_if={"add_token_level_kl": (True,)})
     """Weight of the KL in the reward (its first value with an adaptive controller). Counts with
     ``add_token_level_kl`` only."""
-    target_kl: float | None = setting(None, gt=0)
+    target_kl: float | None = setting(None, gt=0, read_if={"add_token_level_kl": (True,)})
     """KL that an adaptive controller aims at; null: the weight stays fixed."""
-    kl_horizon: int = setting(10000, ge=1)
+    kl_horizon: int = setting(10000, ge=1, read_if={"add_token_level_kl": (True,), "target_kl": ()})
     """Samples over which the adaptive controller acts."""
     enable_reference: bool = False
     """Compute reference log-probs for the metrics even when nothing else needs them."""
@@ -106,7 +107,7 @@ class PPOConfig(PolicyLossConfig):
     norm_std_type: str | None = setting("auto", choices=("auto", *NORM_TYPES), example="group")
     """Spread that response rewards are divided by: ``batch``, ``group``, ``running`` or null (none; with ``grpo``
     that is Dr. GRPO). ``auto``: what the estimator's paper asks for."""
-    pass_k: int = setting(4, ge=1)
+    pass_k: int = setting(4, ge=1, read_if={"adv_estimator": ("pass@k", "pass_at_k")})
     """``pass@k``: the k, less than ``num_return_sequences_in_group``. Right is a raw score of 1 or more."""
     reward_weights: dict[str, float] = field(default_factory=dict)
     """``gdpo``: the rewards to normalise apart, with their weights. Names are those of the numbers that the reward
@@ -114,7 +115,7 @@ class PPOConfig(PolicyLossConfig):
     overlong_buffer_length: int | None = setting(None, ge=1)
     """DAPO's soft punishment: within so many tokens of the length limit the score falls, linearly, by up to
     ``overlong_penalty_factor``. null: none."""
-    overlong_penalty_factor: float = setting(1.0, gt=0)
+    overlong_penalty_factor: float = setting(1.0, gt=0, read_if={"overlong_buffer_length": ()})
     """What a response at the length limit loses with ``overlong_buffer_length``."""
     whiten_rewards: bool = False
     """Bring token rewards to mean 0 and spread 1 over the batch."""
@@ -122,7 +123,7 @@ class PPOConfig(PolicyLossConfig):
     """Bring advantages to mean 0 and spread 1 over the response tokens of the batch."""
     advantage_clip: float | None = setting(None, gt=0)
     """Advantages are clipped to plus and minus this; null: not clipped."""
-    critic_warmup: int = setting(0, ge=0)
+    critic_warmup: int = setting(0, ge=0, read_if={"critic": ()})
     """Steps in which only the critic learns."""
     enable_old_logprobs_recompute: bool = False
     """Compute the trainer's log-probs before the update even when nothing needs them."""
@@ -140,13 +141,13 @@ class PPOConfig(PolicyLossConfig):
     """Leave responses that hit the length limit out of the loss."""
     difficulty_mask: bool = False
     """Leave out samples of prompts whose mean score lies outside the two thresholds."""
-    difficulty_low_threshold: float = setting(0.0, ge=0, le=1)
+    difficulty_low_threshold: float = setting(0.0, ge=0, le=1, read_if={"difficulty_mask": (True,)})
     """Least mean score of a prompt that is kept."""
-    difficulty_high_threshold: float = setting(1.0, ge=0, le=1)
+    difficulty_high_threshold: float = setting(1.0, ge=0, le=1, read_if={"difficulty_mask": (True,)})
     """Greatest mean score of a prompt that is kept."""
     error_max_len_clip: bool = False
     """Leave wrong responses that are longer than the threshold out of the loss."""
-    error_max_len_threshold: int = setting(9999999999, ge=0)
+    error_max_len_threshold: int = setting(9999999999, ge=0, read_if={"error_max_len_clip": (True,)})
     """Length in tokens for ``error_max_len_clip``."""
     difficulty_loss_weight: bool = False
     """Weigh samples by the difficulty of their prompt."""

@@ -33,7 +33,7 @@ class RewardComponentConfig:
     """Factor of its score in the domain's score, which is the sum over the components; 0: only logged."""
     gate: bool = False
     """Multiply the sum by this score (0 to 1) instead of adding it: a response without it earns nothing."""
-    gate_threshold: float | None = None
+    gate_threshold: float | None = setting(None, read_if={"gate": (True,)})
     """With ``gate``: the factor is 1 from this score on and 0 below; null: the score itself."""
     timeout: float | None = setting(None, gt=0)
     """Seconds that scoring one sample may take; null: the domain's ``timeout``."""
@@ -52,7 +52,7 @@ class RewardConfig(WorkerConfig):
     """Arguments of the reward, such as ``method`` or ``format_score``; checked by the reward itself."""
     on_error: Literal["raise", "mask", "value"] = "mask"
     """What becomes of a sample whose reward failed: end the run, leave it out of the loss, or use ``error_value``."""
-    error_value: float = 0.0
+    error_value: float = setting(0.0, read_if={"on_error": ("value",)})
     """Score of a failed sample with ``on_error: value``."""
     timeout: float = setting(30.0, gt=0)
     """Seconds that scoring one sample may take."""
@@ -71,7 +71,7 @@ class RewardConfig(WorkerConfig):
     """``crossthinkqa``: weight of its length term; other rewards have none, and a component ``length_penalty``."""
     use_local: bool = True
     """``code_sandbox``: run programs on this host; false: by the service at ``code_url``."""
-    code_url: str | None = None
+    code_url: str | None = setting(None, read_if={"use_local": (False,)})
     """``code_sandbox``: address of ``python -m roll.rewards.service code_sandbox`` on another host."""
     judge_prompt: str | None = None
     """``llm_judge``: ``correctness``, ``score_1_to_10``, ``yes_or_no``, a file with a Jinja template, or its text."""

@@ -67,7 +67,7 @@ class RLVRConfig(PPOConfig, OlderRLVRKeys, RunConfig):
     """Prompts of one step."""
     num_return_sequences_in_group: int = setting(1, ge=1)
     """Samples of each prompt."""
-    val_batch_size: int = setting(128, ge=1)
+    val_batch_size: int = setting(128, ge=1, read_if={"validation": ()})
     """Questions given to the engines at a time in validation."""
     prompt_length: int = setting(1024, ge=1)
     """Longest prompt in tokens; longer rows are left out, or cut (``data_args.filter_overlong_prompts``)."""
@@ -101,7 +101,7 @@ class RLVRConfig(PPOConfig, OlderRLVRKeys, RunConfig):
     warn_after_steps: int = setting(3, ge=0)
     """A warning tells when all scores were the same, all advantages 0, or too many responses were cut off, in so many
     steps in a row; 0: never."""
-    warn_truncated_share: float = setting(0.5, ge=0, le=1)
+    warn_truncated_share: float = setting(0.5, ge=0, le=1, read_if={"warn_after_steps": ()})
     """Share of responses cut off at the length limit above which a step counts for ``warn_after_steps``."""
     is_num_return_sequences_expand: bool = setting(False, inert="a prompt is computed once for all of its samples")
     """Accepted for older files."""
@@ -109,7 +109,7 @@ class RLVRConfig(PPOConfig, OlderRLVRKeys, RunConfig):
     """Prompts that one engine works on at a time."""
     is_use_additional_prompts: bool = False
     """Ask more prompts than a step needs, so that filtered groups are replaced without waiting."""
-    max_additional_running_prompts: int = setting(16, ge=0)
+    max_additional_running_prompts: int = setting(16, ge=0, read_if={"is_use_additional_prompts": (True,)})
     """Prompts asked beyond the need with ``is_use_additional_prompts``."""
     user_defined_rollout_loop_cls: str | None = field(
         default=None, metadata=rules(parse=parse_dotted_path, example="~")
@@ -123,7 +123,7 @@ class RLVRConfig(PPOConfig, OlderRLVRKeys, RunConfig):
     """Steps that generation may run ahead of training, fractions meant exactly; 0: synchronous. Above 0 ``actor_infer``
     generates while others compute if it has devices of its own; on shared ones (``partial_rollout`` only) a step stops
     generation when it has its samples, and what is half-way goes on in the next."""
-    partial_rollout: bool = True
+    partial_rollout: bool = setting(True, read_if={"async_generation_ratio": ()})
     """Asynchronous rollout: weights are exchanged while samples are half-way, which go on with the new ones. false:
     every exchange waits until the samples under way are finished."""
     student_train: WorkerConfig | None = None

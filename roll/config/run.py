@@ -17,9 +17,9 @@ class CheckpointConfig:
     """Kind of store."""
     output_dir: str | None = None
     """Folder that every finished checkpoint is copied to; null: checkpoints stay under ``output_dir`` only."""
-    async_upload: bool = True
+    async_upload: bool = setting(True, read_if={"output_dir": ()})
     """Copy in the background while training goes on."""
-    keep_local_file: bool = True
+    keep_local_file: bool = setting(True, read_if={"output_dir": ()})
     """Keep the local checkpoint after the copy."""
 
 
@@ -32,9 +32,9 @@ class RolloutMockConfig:
 
     enable: bool = False
     """Switch it on."""
-    mode: Literal["dump", "mock"] = "dump"
+    mode: Literal["dump", "mock"] = setting("dump", read_if={"enable": (True,)})
     """``dump`` writes the batch of every step, ``mock`` reads it back: nothing is generated and nothing is scored."""
-    dump_dir: str | None = None
+    dump_dir: str | None = setting(None, read_if={"enable": (True,)})
     """Folder of the batches; null: ``rollouts`` under ``output_dir``."""
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from roll.config.fields import parse_dtype, parse_temperature, setting
-from roll.config.names import ATTENTION, LR_SCHEDULERS
+from roll.config.names import ATTENTION, DECAYING_SCHEDULERS, LR_SCHEDULERS
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class TrainingArguments:
     """Options of the schedule: ``num_cycles`` (cosine), ``min_lr`` or ``min_lr_rate`` (cosine_with_min_lr), ``lr_end``
     and ``power`` (polynomial), ``timescale`` (inverse_sqrt), ``num_decay_steps``, ``num_stable_steps`` and
     ``decay_type`` (warmup_stable_decay)."""
-    min_lr_ratio: float = setting(0.0, ge=0, le=1)
+    min_lr_ratio: float = setting(0.0, ge=0, le=1, read_if={"lr_scheduler_type": DECAYING_SCHEDULERS})
     """The learning rate at the end of a decaying schedule, as a share of ``learning_rate``."""
     weight_decay: float = setting(0.0, ge=0)
     """Decoupled weight decay."""
@@ -120,13 +120,13 @@ class GeneratingArguments:
 
     do_sample: bool = True
     """false: greedy decoding."""
-    temperature: float = setting(0.95, ge=0, le=1e4, parse=parse_temperature)
+    temperature: float = setting(0.95, ge=0, le=1e4, parse=parse_temperature, read_if={"do_sample": (True,)})
     """Softmax temperature; 0 is greedy. The trainer's log-probs use the same temperature."""
-    top_p: float = setting(0.7, gt=0, le=1)
+    top_p: float = setting(0.7, gt=0, le=1, read_if={"do_sample": (True,)})
     """Nucleus sampling; 1 is off. Training log-probs are not comparable with sampled ones below 1."""
-    top_k: int = setting(50, ge=-1, lt=2**31)
+    top_k: int = setting(50, ge=-1, lt=2**31, read_if={"do_sample": (True,)})
     """Sample from the k likeliest tokens; -1 or 0 is off. Training log-probs are not comparable when it is on."""
-    min_p: float = setting(0.0, ge=0, le=1)
+    min_p: float = setting(0.0, ge=0, le=1, read_if={"do_sample": (True,)})
     """Drop tokens less likely than this share of the likeliest; 0 is off."""
     num_beams: int = setting(1, ge=1)
     """Beams of a beam search; 1 is none."""
@@ -145,7 +145,7 @@ class GeneratingArguments:
     """A response ends where one of these appears."""
     stop_token_ids: list[int] | None = None
     """A response ends with one of these tokens, beside the model's own end-of-sequence tokens."""
-    include_stop_str_in_output: bool = False
+    include_stop_str_in_output: bool = setting(False, read_if={"stop_strings": ()})
     """Keep the stop string at the end of the response."""
     logprobs: int = setting(0, ge=0, inert="the log-prob of each sampled token always comes with it")
     """Accepted for older files."""

@@ -55,7 +55,7 @@ class DeepSpeedStrategyConfig(StrategyConfig):
     """Keep optimizer states in host memory or on a disk (ZeRO-2 and 3). ``auto``: cpu where there is an accelerator."""
     offload_param: bool | None = None
     """With ZeRO-3 and ``offload``: parameters too. null: the variable ``VERL_ENABLE_PARAM_OFFLOAD``, else false."""
-    nvme_path: str | None = None
+    nvme_path: str | None = setting(None, read_if={"offload": ("nvme",)})
     """Folder on the disk, with ``offload: nvme``."""
     fp32_grad_accumulation: bool | None = None
     """Sum gradients of micro-batches in float32 under bf16 (ZeRO-1 to 3). null: the variable
@@ -66,7 +66,8 @@ class DeepSpeedStrategyConfig(StrategyConfig):
     zero_optimization: dict[str, Any] = field(default_factory=dict)
     """DeepSpeed's section, passed through; numbers such as ``1e8`` reach DeepSpeed as the ints that it needs."""
     activation_checkpointing: dict[str, Any] = field(default_factory=dict)
-    """DeepSpeed's section, passed through; ``model_args.disable_gradient_checkpointing`` says whether to."""
+    """DeepSpeed's section, with nothing switched on: PyTorch checkpoints the layers of transformers models, and
+    ``model_args.disable_gradient_checkpointing`` says whether to."""
     aio: dict[str, Any] = field(default_factory=dict)
     """DeepSpeed's section for disk offload, passed through."""
     bf16: dict[str, Any] = field(default_factory=dict)
@@ -84,7 +85,7 @@ class DeepSpeedStrategyConfig(StrategyConfig):
     steps_per_print: int | None = setting(None, ge=1)
     """Optimizer steps between two progress lines of DeepSpeed; null: none."""
     deepspeed_config: dict[str, Any] = field(default_factory=dict)
-    """Any further key of DeepSpeed's JSON, passed through."""
+    """Any further key of DeepSpeed's JSON, passed through; names are checked against DeepSpeed's own."""
     optimizer: dict[str, Any] = field(default_factory=dict, metadata=rules(inert="training_args decides"))
     """Accepted for older files."""
     scheduler: dict[str, Any] = field(default_factory=dict, metadata=rules(inert="training_args decides"))
@@ -123,16 +124,20 @@ class MegatronStrategyConfig(StrategyConfig):
     """Shard float32 weights and moments over data-parallel ranks (ZeRO stage 1)."""
     overlap_grad_reduce: bool = False
     """Sum gradients over data-parallel ranks while the backward pass still runs."""
-    ddp_bucket_size: int | None = setting(None, ge=1)
+    ddp_bucket_size: int | None = setting(None, ge=1, read_if={"overlap_grad_reduce": (True,)})
     """Elements of gradient summed at once with ``overlap_grad_reduce``; null: Megatron's choice."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Compute activations again in the backward pass: whole layers or ``recompute_modules``. null: whole layers,
     unless ``model_args.disable_gradient_checkpointing``."""
-    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_method: Literal["uniform", "block"] | None = setting(
+        None, read_if={"recompute_granularity": ("full", None)}
+    )
     """With ``full``: all layers in groups of ``recompute_num_layers``, or the first so many; null: ``uniform``."""
-    recompute_num_layers: int | None = setting(None, ge=1)
+    recompute_num_layers: int | None = setting(None, ge=1, read_if={"recompute_granularity": ("full", None)})
     """See ``recompute_method``; null: 1."""
-    recompute_modules: list[str] | None = None
+    recompute_modules: list[str] | None = field(
+        default=None, metadata=rules(read_if={"recompute_granularity": ("selective",)})
+    )
     """With ``selective``: Megatron's names (``core_attn``, ``mlp``, ``layernorm``); null: ``core_attn``."""
     account_for_embedding_in_pipeline_split: bool = False
     """Count the embeddings as a layer when layers are dealt out to stages."""

@@ -115,6 +115,29 @@ def test_what_is_not_done_is_said(tmp_path: Path, changes: dict[str, Any], key: 
         ({"offload": "nvme", "zero_stage": 2, "nvme_path": "/n"}, "offload", "needs ZeRO-3"),
         ({"offload": "nvme"}, "nvme_path", "a folder on the disk"),
         ({"deepspeed_config": {"zero_optimization": {}}}, "deepspeed_config.zero_optimization", "one level up"),
+        ({"deepspeed_config": {"dump_stat": True}}, "deepspeed_config.dump_stat", "the nearest is dump_state"),
+        ({"deepspeed_config": {"amp": {}}}, "deepspeed_config.amp", "has been removed"),
+        (
+            {"deepspeed_config": {"tensorboard": {"enable": True}}},
+            "deepspeed_config.tensorboard.enable",
+            "the nearest is enabled",
+        ),
+        ({"aio": {"queue_dept": 8}}, "aio.queue_dept", "the nearest is queue_depth"),
+        (
+            {"zero_optimization": {"offload_param": {"devise": "cpu"}}},
+            "zero_optimization.offload_param.devise",
+            "the nearest is device",
+        ),
+        (
+            {"activation_checkpointing": {"cpu_checkpointin": True}},
+            "activation_checkpointing.cpu_checkpointin",
+            "the nearest is cpu_checkpointing",
+        ),
+        (
+            {"activation_checkpointing": {"cpu_checkpointing": True}},
+            "activation_checkpointing.cpu_checkpointing",
+            "does nothing for models of transformers",
+        ),
     ],
 )
 def test_mistakes(tmp_path: Path, config: dict[str, Any], key: str, rule: str) -> None:
@@ -182,3 +205,23 @@ def test_stage_and_offload_are_set_for_each_role() -> None:
         getattr(loaded.config, role).strategy_args.strategy_config["zero_stage"] for role in ("actor_train", "critic")
     ]
     assert stages == [3, 1]
+
+
+def test_neutral_sections_of_published_files_load(tmp_path: Path) -> None:
+    options = {
+        "activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": False},
+        "deepspeed_config": {"dump_state": True, "data_efficiency": {"anything": 1}, "tensorboard": {"enabled": False}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+    }
+    assert mistakes(tmp_path, changed({NAME: "deepspeed_train", CONFIG: options})) == ()
+
+
+def test_the_keys_are_those_of_the_installed_deepspeed() -> None:
+    """Write them again as :mod:`roll.strategies.deepspeed.schema` says."""
+    pytest.importorskip("deepspeed")
+    from roll.config.deepspeed_keys import KEYS, REMOVED
+    from roll.strategies.deepspeed.schema import known_keys
+
+    keys, removed = known_keys()
+    assert {path: tuple(names) for path, names in keys.items()} == KEYS
+    assert removed == REMOVED

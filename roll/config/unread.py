@@ -1,0 +1,183 @@
+"""Notes on keys that are written and that nothing reads under the other keys, found from what the fields declare.
+
+Two declarations: a field's ``read_if`` (:class:`roll.config.fields.FieldRules`) for keys that hang on other keys, and
+:func:`reads_of` for keys of a role's section that this role has no use for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from roll.config.fields import DOTTED_PATH
+from roll.config.judges import INFERENCE, JUDGE_ROLE, judge_types
+from roll.config.planning import needs_critic, needs_reference, pg_variant
+from roll.config.reward_models import CLASSIFIER
+from roll.config.rlvr import RLVRConfig
+from roll.config.roles import WorkerConfig
+from roll.config.schema import rules_of
+from roll.config.sft import SFTConfig
+from roll.config.strategy import StrategyConfig
+
+if TYPE_CHECKING:
+    from roll.config.checks import Checks
+
+_PLACE = frozenset(
+    ("name", "worker_cls", "model_args", "strategy_args", "device_mapping", "num_gpus_per_worker", "world_size")
+) | {"backend_timeout", "system_envs", "max_concurrency", "model_update_frequency"}
+_ROWS = frozenset(("use_prefix_sharing", "use_remove_padding", "use_sequence_packing", "sequence_packing_args"))
+_FORWARD = frozenset(("infer_batch_size", "use_dynamic_batching_in_infer")) | {
+    "max_tokens_per_microbatch_in_infer",
+    "sequence_length_round_in_infer",
+}
+_TRAIN = frozenset(("training_args", "use_dynamic_batching_in_train")) | {
+    "max_tokens_per_microbatch_in_train",
+    "sequence_length_round_in_train",
+}
+_COMPUTES = _PLACE | _ROWS | _FORWARD
+_POLICY = frozenset(("data_args", "pg_variant", "topr_positive_weight", "topr_negative_weight"))
+_ELSEWHERE = frozenset(("opd_kl_coef", "tag_included", "mtp_training_mode", "router_replay"))
+"""Keys that other tables speak of, by name."""
+_TRAINING_MODEL = (
+    "disable_gradient_checkpointing",
+    "gradient_checkpointing_use_reentrant",
+    "freeze_module_prefix",
+)
+TRAINS = "only roles that train have use for it"
+_WHY = {
+    "data_args": "only roles that read data have use for it",
+    "generating_args": "only roles that generate have use for it",
+    "training_args": TRAINS,
+    "model_args": "only roles that hold a model have use for it",
+    "strategy_args": "only roles that hold a model have use for it",
+}
+
+
+def note_unread(config: RLVRConfig | SFTConfig, options: Mapping[str, StrategyConfig], checks: Checks) -> None:
+    """A note for every written key that nothing reads.
+
+    Args:
+        options: the typed options of each role's strategy, by the role's section.
+    """
+    facts = facts_of(config)
+    strategies = ((f"{name}.strategy_args.strategy_config", one) for name, one in options.items())
+    for path, section in (*sections_of(config, ""), *strategies):
+        for item in fields(section):
+            key = f"{path}.{item.name}" if path else item.name
+            if is_written(key, item, checks):
+                reason = why_unread(item, section, config, facts)
+                if reason is not None and not is_noted(key, checks):
+                    checks.note(key, f"has no effect {reason}")
+    grouped: dict[str, list[str]] = defaultdict(list)
+    for name, role in roles_of(config):
+        for key, reason in unread_of_role(name, role, config, checks):
+            grouped[reason].append(key)
+    for reason, keys in grouped.items():
+        checks.note(", ".join(keys), f"{'has' if len(keys) == 1 else 'have'} no effect: {reason}")
+
+
+def facts_of(config: RLVRConfig | SFTConfig) -> dict[str, Any]:
+    """Keys whose effective value is not the one that is written at the top."""
+    if isinstance(config, SFTConfig):
+        return {}
+    return {
+        "pg_variant": pg_variant(config),
+        "critic": needs_critic(config) and config.critic is not None,
+        "reference": needs_reference(config),
+    }
+
+
+def sections_of(section: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Every dataclass of a loaded configuration, with its path."""
+    yield path, section
+    for item in fields(section):
+        value, inner = getattr(section, item.name), f"{path}.{item.name}" if path else item.name
+        if is_dataclass(value):
+            yield from sections_of(value, inner)
+        elif isinstance(value, dict):
+            for name, one in value.items():
+                if is_dataclass(one):
+                    yield from sections_of(one, f"{inner}.{name}")
+
+
+def is_written(key: str, item: Field[Any], checks: Checks) -> bool:
+    prefix = key.removesuffix(item.name)
+    return any(checks.written(prefix + name) for name in (item.name, *rules_of(item).aliases))
+
+
+def is_noted(key: str, checks: Checks) -> bool:
+    return any(notice.key == key for notice in checks.problems.notices)
+
+
+def why_unread(item: Field[Any], section: Any, config: Any, facts: Mapping[str, Any]) -> str | None:
+    """``with pg_variant: cispo``, or None for a key that is read, or that says no."""
+    written = getattr(section, item.name)
+    if written is None or (written is False and item.default is not True):
+        return None
+    for other, wanted in rules_of(item).read_if:
+        value = facts[other] if other in facts else getattr(section, other, getattr(config, other, None))
+        if isinstance(value, str) and DOTTED_PATH.fullmatch(value) and "." in value:
+            return None
+        if not wanted and value in (None, False, 0, "", [], {}):
+            return f"without {other}"
+        if wanted and value not in wanted:
+            if wanted == (True,):
+                return f"without {other}: true"
+            readers = ", ".join("null" if one is None else str(one).lower() for one in wanted)
+            shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+            return f"with {other}: {shown} (read with {readers})"
+    return None
+
+
+def roles_of(config: RLVRConfig | SFTConfig) -> Iterator[tuple[str, WorkerConfig]]:
+    """Every section that is built like a role's."""
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if isinstance(value, WorkerConfig):
+            yield item.name, value
+    if isinstance(config, RLVRConfig):
+        yield from ((f"rewards.{name}", section) for name, section in config.rewards.items())
+
+
+def reads_of(name: str, role: WorkerConfig, config: RLVRConfig | SFTConfig) -> frozenset[str]:
+    """The keys of :class:`WorkerConfig` that a role reads."""
+    if name == "validation":
+        return frozenset(("data_args",)) | (frozenset() if isinstance(config, SFTConfig) else {"generating_args"})
+    if name in ("actor_train", "sft_train"):
+        return _COMPUTES | _TRAIN | _POLICY
+    if name == "critic":
+        return _COMPUTES | _TRAIN
+    if name == "reference" or (name == JUDGE_ROLE and role.model_args.model_type == CLASSIFIER):
+        return _COMPUTES
+    if name in ("actor_infer", JUDGE_ROLE):
+        return _PLACE | {"generating_args"}
+    assert isinstance(config, RLVRConfig)
+    short = name.removeprefix("rewards.")
+    is_judge = INFERENCE in judge_types(short, config.rewards[short])
+    own = frozenset(("name", "worker_cls", "world_size", "system_envs", "max_concurrency", "tag_included"))
+    return own | (_PLACE | {"generating_args"} if is_judge else frozenset())
+
+
+def unread_of_role(
+    name: str, role: WorkerConfig, config: RLVRConfig | SFTConfig, checks: Checks
+) -> Iterator[tuple[str, str]]:
+    """Keys of a role's section that it has no use for, with the reason."""
+    reads = reads_of(name, role, config)
+    for item in fields(WorkerConfig):
+        key, value = f"{name}.{item.name}", getattr(role, item.name)
+        if item.name in reads or item.name in _ELSEWHERE or rules_of(item).inert is not None:
+            continue
+        if checks.written(key) and value != default_of(item) and not is_noted(key, checks):
+            yield key, _WHY.get(item.name, "only roles that compute log-probs or train have use for it")
+    if "training_args" in reads or "model_args" not in reads:
+        return
+    for short in _TRAINING_MODEL:
+        key = f"{name}.model_args.{short}"
+        if checks.written(key) and getattr(role.model_args, short) not in (None, False):
+            yield key, TRAINS
+
+
+def default_of(item: Field[Any]) -> Any:
+    return item.default_factory() if item.default_factory is not MISSING else item.default

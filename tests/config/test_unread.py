@@ -1,0 +1,186 @@
+"""Keys that nothing reads are named, and what the fields declare of their readers is what the losses really read."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from roll.algorithms.actor_loss import actor_loss_options
+from roll.algorithms.advantage_types import advantage_estimators
+from roll.algorithms.advantages import ADVANTAGE_NAMES, AdvantageInputs, AdvantageOptions
+from roll.algorithms.loss_types import LossInputs
+from roll.algorithms.metric_builder import MetricBuilder
+from roll.algorithms.policy_registry import options_class_of, policy_losses
+from roll.config.names import ADV_ESTIMATORS, PG_VARIANTS
+from roll.config.policy_losses import SPELLINGS
+from roll.config.rlvr import RLVRConfig
+from roll.config.schema import nested_section, rules_of, type_hints
+from roll.config.sft import SFTConfig
+from roll.config.strategy import AVAILABLE
+from tests.config.good import GOOD_SFT, changed, load
+
+TRAIN, INFER = "actor_train", "actor_infer"
+SHARD = f"{TRAIN}.strategy_args.strategy_config"
+
+# (changes, key that is named, part of the note)
+UNREAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"pg_variant": "cispo", "use_pg_clip_range": True}, "use_pg_clip_range", "with pg_variant: cispo (read with ppo"),
+    ({"actor_train.pg_variant": "cispo", "pg_clip": 0.3}, "pg_clip", "with pg_variant: cispo"),
+    ({"pg_variant": "gspo-token", "tis_upper_bound": 2.0}, "tis_upper_bound", "(read with tis)"),
+    ({"pg_variant": "raft++", "dual_clip_loss": True}, "dual_clip_loss", "with pg_variant: raft++"),
+    ({"pg_variant": "gspo", "importance_sampling": "seq"}, "importance_sampling", "(read with ppo, clip_cov"),
+    ({"cispo_epsilon_high": 0.1}, "cispo_epsilon_high", "with pg_variant: ppo (read with cispo)"),
+    ({"pg_clip_low": 0.2}, "pg_clip_low", "without use_pg_clip_range: true"),
+    ({"dual_clip_coef": 3.0}, "dual_clip_coef", "without dual_clip_loss: true"),
+    ({"lambd": 0.9}, "lambd", "with adv_estimator: grpo (read with gae)"),
+    ({"adv_estimator": "rloo", "gamma": 0.9}, "gamma", "with adv_estimator: rloo"),
+    ({"pass_k": 2}, "pass_k", "read with pass@k"),
+    ({"value_clip": 0.2}, "value_clip", "without critic"),
+    ({"target_kl": 0.1}, "target_kl", "without add_token_level_kl: true"),
+    ({"add_token_level_kl": True, "kl_horizon": 10}, "kl_horizon", "without target_kl"),
+    ({"kl_loss_type": "k2"}, "kl_loss_type", "without use_kl_loss: true"),
+    ({"overlong_penalty_factor": 0.5}, "overlong_penalty_factor", "without overlong_buffer_length"),
+    ({"difficulty_low_threshold": 0.1}, "difficulty_low_threshold", "without difficulty_mask: true"),
+    ({"partial_rollout": False}, "partial_rollout", "without async_generation_ratio"),
+    ({"rollout_mock.dump_dir": "x"}, "rollout_mock.dump_dir", "without enable: true"),
+    ({"checkpoint_config.keep_local_file": False}, "checkpoint_config.keep_local_file", "without output_dir"),
+    ({f"{SHARD}.tiled_num_shards": 8}, f"{SHARD}.tiled_num_shards", "without apply_tiled_mlp: true"),
+    ({f"{TRAIN}.training_args.min_lr_ratio": 0.1, f"{TRAIN}.training_args.lr_scheduler_type": "constant"},
+     f"{TRAIN}.training_args.min_lr_ratio", "with lr_scheduler_type: constant (read with linear, cosine)"),
+    ({"rewards.math.error_value": 0.5}, "rewards.math.error_value", "with on_error: mask (read with value)"),
+    ({f"{INFER}.data_args.template": "qwen2_5"}, f"{INFER}.data_args", "only roles that read data"),
+    ({f"{INFER}.infer_batch_size": 4}, f"{INFER}.infer_batch_size", "only roles that compute log-probs or train"),
+    ({"reference.training_args.learning_rate": 1.0}, "reference.training_args", "only roles that train"),
+    ({"rewards.math.model_args.dtype": "fp32"}, "rewards.math.model_args", "only roles that hold a model"),
+    ({"reference.model_args.disable_gradient_checkpointing": True},
+     "reference.model_args.disable_gradient_checkpointing", "only roles that train"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "key", "fragment"), UNREAD, ids=[key for _, key, _ in UNREAD])
+def test_a_key_that_nothing_reads_is_named(tmp_path: Path, changes: dict[str, Any], key: str, fragment: str) -> None:
+    notes = {notice.key: notice.text for notice in load(tmp_path, changed(changes)).warnings}
+    assert "no effect" in notes[key] and fragment in notes[key]
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        ({"use_pg_clip_range": True, "pg_clip_low": 0.1, "pg_clip_high": 0.3}, ("pg_clip_low", "use_pg_clip_range")),
+        ({"pg_variant": "gspo-token", "pg_clip": 0.1, "dual_clip_loss": True}, ("pg_clip", "dual_clip_loss")),
+        (
+            {"pg_variant": "my_package.losses.loss", "pg_clip": 0.1, "tis_upper_bound": 2},
+            ("pg_clip", "tis_upper_bound"),
+        ),
+        ({"adv_estimator": "my_package.advantages.own", "lambd": 0.5, "gamma": 0.5}, ("lambd", "gamma")),
+        (
+            {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_clamp": 5, "kl_penalty": "k2"},
+            ("kl_loss_clamp", "kl_penalty"),
+        ),
+        (
+            {f"{INFER}.data_args": {}, f"{INFER}.infer_batch_size": 16},
+            (f"{INFER}.data_args", f"{INFER}.infer_batch_size"),
+        ),
+        ({"dual_clip_loss": False, "pg_variant": "cispo"}, ("dual_clip_loss",)),
+    ],
+)
+def test_keys_that_are_read_are_not_named(tmp_path: Path, changes: dict[str, Any], keys: tuple[str, ...]) -> None:
+    noted = " ".join(notice.key for notice in load(tmp_path, changed(changes)).warnings)
+    assert [key for key in keys if key in noted] == []
+
+
+def test_sections_of_supervised_training(tmp_path: Path) -> None:
+    changes = {"sft_train.generating_args.temperature": 1.0, "validation.training_args.learning_rate": 1.0}
+    loaded = load(tmp_path, changed({**changes, "validation.data_args.file_name": "val.jsonl"}, GOOD_SFT))
+    assert {"sft_train.generating_args", "validation.training_args"} <= {notice.key for notice in loaded.warnings}
+
+
+def loss_inputs() -> LossInputs:
+    generator = torch.Generator().manual_seed(0)
+    log_probs, old, rollout, reference = (-torch.rand(4, 6, generator=generator) * 3 for _ in range(4))
+    advantages = torch.randn(4, 6, generator=generator)
+    mask = torch.ones(4, 6, dtype=torch.bool)
+    return LossInputs(log_probs.requires_grad_(), advantages, mask, old, rollout, reference)
+
+
+def recorded(options: Any, read: set[str]) -> Any:
+    """The options with every field that is read added to ``read``."""
+    cls = type(options)
+
+    def look(self: Any, name: str) -> Any:
+        if name in names:
+            read.add(name)
+        return object.__getattribute__(self, name)
+
+    names = {item.name for item in fields(options)}
+    watched = type(cls.__name__, (cls,), {"__getattribute__": look})
+    return watched(**{name: getattr(options, name) for name in names})
+
+
+def declared(key: str, value: str) -> set[str]:
+    """Keys of the configuration that say that they are read with this policy loss or estimator."""
+    conditions = {item.name: dict(rules_of(item).read_if).get(key) for item in fields(RLVRConfig)}
+    return {name for name, values in conditions.items() if values is not None and value in values}
+
+
+@pytest.mark.parametrize("variant", policy_losses.names)
+def test_policy_losses_read_what_the_keys_declare(variant: str) -> None:
+    keys = {item.name for item in fields(options_class_of(variant))}
+    read: set[str] = set()
+    for use_range, dual in itertools.product((False, True), repeat=2):
+        settings = {"pg_variant": variant, "use_pg_clip_range": use_range, "dual_clip_loss": dual}
+        for coefficient in (None, 3.0):
+            options = actor_loss_options(settings | {"dual_clip_coef": coefficient}).pg
+            policy_losses.resolve(variant)(loss_inputs(), recorded(options, read), MetricBuilder())
+    assert read == declared("pg_variant", variant)
+    assert read <= keys
+
+
+@pytest.mark.parametrize("estimator", [name for name in ADVANTAGE_NAMES if name in ADV_ESTIMATORS])
+def test_estimators_read_what_the_keys_declare(estimator: str) -> None:
+    read: set[str] = set()
+    rewards = torch.zeros(4, 3)
+    rewards[:, -1] = torch.tensor([1.0, 0.0, 0.5, 0.0])
+    inputs = AdvantageInputs(
+        rewards, torch.ones(4, 3, dtype=torch.bool), torch.tensor([0, 0, 1, 1]), torch.zeros(4, 3), torch.zeros(4),
+        torch.rand(4, 2),
+    )  # fmt: skip
+    options = recorded(AdvantageOptions(adv_estimator=estimator, reward_weights=(1.0, 2.0), pass_k=2), read)
+    advantage_estimators.resolve(estimator)(inputs, options)
+    assert read & {"gamma", "lambd", "pass_k"} == declared("adv_estimator", estimator)
+
+
+def test_every_spelling_is_declared() -> None:
+    """A key that is read with a policy loss is read with its other spellings, and no name is unknown."""
+    for item in fields(RLVRConfig):
+        wanted = dict(rules_of(item).read_if).get("pg_variant", ())
+        assert set(wanted) <= set(PG_VARIANTS), item.name
+        for name, others in SPELLINGS.items():
+            assert all((name in wanted) == (other in wanted) for other in others), item.name
+    assert {other for others in SPELLINGS.values() for other in others} <= set(PG_VARIANTS)
+
+
+def sections(cls: type) -> Iterator[type]:
+    yield cls
+    for hint in type_hints(cls).values():
+        inner = nested_section(hint)
+        if inner is not None:
+            yield from sections(inner)
+
+
+def test_conditions_name_keys_that_there_are() -> None:
+    effective = {"critic", "reference", "pg_variant"}
+    for root in (RLVRConfig, SFTConfig, *AVAILABLE.values()):
+        top = {item.name for item in fields(root)}
+        for section in sections(root):
+            assert is_dataclass(section)
+            near = {item.name for item in fields(section)}
+            for item in fields(section):
+                others = [key for key, _ in rules_of(item).read_if]
+                assert set(others) <= near | top | effective, (section.__name__, item.name)
