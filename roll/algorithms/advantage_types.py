@@ -55,7 +55,7 @@ class AdvantageInputs:
     """What estimators may use. Rows are responses (in multi-turn work by steps: one step each)."""
 
     rewards: Tensor
-    """float (B, L), token-level rewards, 0 outside the mask; or (B,), rewards of responses, each due at the last token."""
+    """float (B, L), token-level rewards, 0 outside the mask; or (B,), due at each response's last token."""
     mask: Tensor
     """bool (B, L), the response mask."""
     group_ids: Tensor

@@ -86,8 +86,8 @@ class Scoring:
     def _score(self, batch: DataProto) -> Metrics:
         lengths = batch.batch["response_mask"].sum(-1)
         used, masked = self._add_loss_mask(batch, lengths)
-        rewards, rewarded = self._add_rewards(batch, lengths)
-        outputs = self._add_advantages(batch, rewards)
+        inputs, outputs, rewarded = self.add_advantages(batch, lengths)
+        batch.batch["token_level_rewards"] = inputs.token_level_rewards
         for message in self._watch.observe_advantages(outputs.advantages, used, self._config.adv_estimator):
             logger.warning("%s", message)
         return merge_metrics([masked, rewarded, outputs.metrics, _data_metrics(batch, outputs)])
@@ -119,6 +119,25 @@ class Scoring:
         chosen = top_entropy_mask(entropy, tensors["loss_mask"], quantile)
         tensors["policy_mask"] = chosen
         return {"actor/top_entropy_mean": Mean(float(entropy[chosen].sum()), int(chosen.sum()))}
+
+    def add_advantages(
+        self, batch: DataProto, lengths: torch.Tensor
+    ) -> tuple[AdvantageInputs, AdvantageOutputs, Metrics]:
+        """Add ``response_level_rewards``, ``advantages`` and ``returns``; ``lengths`` int64 (B,), response tokens."""
+        rewards, metrics = self._add_rewards(batch, lengths)
+        tensors = batch.batch
+        inputs = AdvantageInputs(
+            rewards=rewards,
+            mask=tensors["response_mask"],
+            group_ids=tensors["group_ids"],
+            scores=tensors["scores"],
+            values=tensors.get("values"),
+            baseline_rewards=self._baseline_rewards(batch),
+            reward_components=tensors.get("reward_components"),
+        )
+        outputs = estimate_advantages(inputs, self._advantages)
+        tensors["advantages"], tensors["returns"] = outputs.advantages, outputs.returns
+        return inputs, outputs, metrics
 
     def _add_rewards(self, batch: DataProto, lengths: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
         """The rewards that advantages are made from: (B,), or (B, L) with a divergence in them."""
@@ -160,22 +179,6 @@ class Scoring:
         shaped = self._shaped(batch.batch["baseline_scores"], batch.batch["baseline_lengths"])
         bound = self._config.reward_clip
         return shaped if bound is None else shaped.clamp(-bound, bound)
-
-    def _add_advantages(self, batch: DataProto, rewards: torch.Tensor) -> AdvantageOutputs:
-        tensors = batch.batch
-        inputs = AdvantageInputs(
-            rewards=rewards,
-            mask=tensors["response_mask"],
-            group_ids=tensors["group_ids"],
-            scores=tensors["scores"],
-            values=tensors.get("values"),
-            baseline_rewards=self._baseline_rewards(batch),
-            reward_components=tensors.get("reward_components"),
-        )
-        outputs = estimate_advantages(inputs, self._advantages)
-        tensors["advantages"], tensors["returns"] = outputs.advantages, outputs.returns
-        tensors["token_level_rewards"] = inputs.token_level_rewards
-        return outputs
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
