@@ -1,12 +1,13 @@
 """Every translated algorithm has the loss and the gradient of the project that it comes from.
 
-The project's formula (:mod:`tests.translation.source_formulas`) and the translated configuration, run through the scoring
-and the losses of a run, on one batch: ragged responses, groups of several sizes, tokens on either side of every bound.
+The project's formula (:mod:`tests.translation.source_formulas`) and the translated configuration, run through the
+scoring and the losses of a run, on one batch: ragged responses, groups of several sizes, tokens on either side of every bound.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,19 +16,21 @@ from torch import Tensor
 
 from roll.algorithms.actor_loss import actor_loss_options
 from roll.algorithms.aggregation import denominators_from, denominators_of
-from roll.config.errors import ConfigError
-from roll.config.loader import LoadedConfig
+from roll.config.compose import Composed
+from roll.config.errors import ConfigError, Problems
+from roll.config.loader import LoadedConfig, load_composed
 from roll.config.planning import actor_keys
+from roll.config.sources import SourceFile
 from roll.pipelines.rlvr.scoring import Scoring
 from roll.protocol import DataProto
 from roll.rollout.batch import build_batch
 from roll.strategies.base import Output
 from roll.translation.engine import Translation
-from roll.translation.writing import load
+from roll.translation.writing import tree
 from roll.workers.actor import policy_update_loss
 from roll.workers.critic import value_update_loss
 from tests.rollout.helpers import make_group
-from tests.translation.conftest import QUICKSTART, Translate
+from tests.translation.conftest import Translate
 from tests.translation.source_formulas import (
     Responses,
     covariance,
@@ -156,9 +159,11 @@ def command(base: str, settings: Settings) -> str:
 
 
 def translate_whole(translated: Translate, text: str) -> tuple[Translation, LoadedConfig[Any]]:
+    """As :func:`roll.translation.writing.load`, without the file in between, which takes ten times as long."""
     translation = translated(text)
     assert translation.whole
-    return translation, load(translation, QUICKSTART)
+    composed = Composed(tree(translation), SourceFile(Path("translated.yaml")))
+    return translation, load_composed(None, composed, Problems(), check_files=False)
 
 
 def assert_equal(ours: Tensor, theirs: Tensor, leaf: Tensor) -> None:
