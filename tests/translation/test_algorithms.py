@@ -1,7 +1,8 @@
 """Every translated algorithm has the loss and the gradient of the project that it comes from.
 
 The project's formula (:mod:`tests.translation.source_formulas`) and the translated configuration, run through the
-scoring and the losses of a run, on one batch: ragged responses, groups of several sizes, tokens on either side of every bound.
+scoring and the losses of a run, on one batch: ragged responses, groups of several sizes, tokens on either side of every
+bound.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def make_responses() -> Responses:
         old=old,
         rollout=(old + column(0.3)).clamp(max=-0.01) * mask,
         reference=(log_probs.detach() + column(0.7)).clamp(max=-0.01) * mask,
-        values=column(1.0),
+        values=(column(1.0) * 64).round() / 64,  # the same in float32
         greedy_scores=torch.tensor([0.5, 1.0, 0.0], dtype=torch.float64).repeat_interleave(4),
         prompt_length=PROMPT,
         response_length=LONGEST,
@@ -122,7 +123,7 @@ class OurSide:
         there, tensors = self._responses, self.batch.batch
         tensors["rollout_log_probs"] = self.spread(there.rollout)
         tensors["old_log_probs"] = self.spread(there.rollout if self.plan.engine_log_probs_as_old else there.old)
-        tensors["ref_log_probs"], tensors["values"] = self.spread(there.reference), self.spread(there.values)
+        tensors["ref_log_probs"], tensors["values"] = self.spread(there.reference), self.spread(there.values).float()
         if self.plan.needs_greedy_baseline:
             tensors["baseline_scores"] = there.greedy_scores.float()
             tensors["baseline_lengths"] = torch.ones(len(there.scores), dtype=torch.int64)
