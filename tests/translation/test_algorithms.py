@@ -406,7 +406,9 @@ def test_scores_of_minus_one_and_one(translated: Translate) -> None:
     here, there = replace(RESPONSES, scores=right_or_wrong), replace(RESPONSES, scores=2 * right_or_wrong - 1)
     ours, theirs = OurSide(loaded, here).actor_loss(), verl_actor(there, settings)
     # The 1e-6 that is added to a spread counts twice as much in scores half as far apart.
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
+    gradients = [torch.autograd.grad(loss, RESPONSES.log_probs)[0] for loss in (ours, theirs)]
+    assert float((gradients[0] - gradients[1]).abs().max()) < 1e-5 * float(gradients[1].abs().max())
 
 
 REFUSED: list[tuple[str, Settings, str]] = [
