@@ -62,7 +62,8 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
     share = inputs.num_tokens.double() / max(denominators.tokens, 1.0)
 
     def reduced(loss: Tensor, sample_weights: Tensor | None = None, mode: str | None = None) -> Tensor:
-        return aggregate(loss, inputs.mask, mode or options.loss_agg_mode, denominators, sample_weights)
+        keep = inputs.keep if loss.dtype == inputs.log_probs.dtype else None
+        return aggregate(loss, inputs.mask, mode or options.loss_agg_mode, denominators, sample_weights, keep)
 
     per_token = policy_losses.resolve(options.pg_variant)(inputs, options.pg, metrics)
     if inputs.policy_mask is not None:
@@ -80,7 +81,7 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
         total = total + options.kl_loss_coef * kl
     if inputs.entropy is not None:
         entropy = reduced(inputs.entropy, mode=options.entropy_loss_agg_mode)
-        metrics.mean("actor/entropy", torch.where(inputs.mask, inputs.entropy.detach(), 0.0).sum(), inputs.num_tokens)
+        metrics.mean("actor/entropy", inputs.keep(inputs.entropy).sum(), inputs.num_tokens)
         total = total - options.entropy_loss_coef * entropy
     elif options.needs_entropy:
         raise ValueError(f"entropy_loss_coef {options.entropy_loss_coef} needs the entropy of the current policy")
@@ -108,13 +109,13 @@ def _kl_per_token(inputs: LossInputs, options: ActorLossOptions) -> Tensor:
 @torch.no_grad()
 def _policy_metrics(inputs: LossInputs, metrics: MetricBuilder) -> None:
     """How far the policy has moved since the batch began, and how much of the batch takes part."""
-    tokens, valid = inputs.num_tokens, inputs.mask.any(-1).sum()
+    tokens, valid = inputs.num_tokens, torch.count_nonzero(inputs.lengths)
     log_ratio, ratio = inputs.log_ratio.detach(), inputs.ratio
     # Outside the mask the log-ratio is 0, so plain sums are masked sums; the ratio there is 1.
     metrics.mean("actor/approxkl", 0.5 * log_ratio.flatten().dot(log_ratio.flatten()), tokens)
     metrics.mean("actor/policykl", log_ratio.sum(), tokens)
     metrics.mean("actor/ratio_mean", ratio.sum() - (ratio.numel() - tokens), tokens)
-    metrics.max("actor/ratio_max", ratio, inputs.mask)
+    metrics.largest("actor/ratio_max", inputs.keep(ratio), tokens)
     metrics.min("actor/ratio_min", ratio, inputs.mask)
     metrics.sum("actor/valid_samples", valid)
     metrics.sum("actor/total_samples", float(inputs.mask.shape[0]))

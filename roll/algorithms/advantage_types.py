@@ -18,7 +18,7 @@ from torch import Tensor
 
 from roll.algorithms.masked import Groups
 from roll.algorithms.registry import Registry
-from roll.algorithms.reward_processing import NormType
+from roll.algorithms.reward_processing import NormType, token_level_rewards
 from roll.protocol.metrics import Metrics
 
 
@@ -54,8 +54,8 @@ class AdvantageOptions:
 class AdvantageInputs:
     """What estimators may use. Rows are responses (in multi-turn work by steps: one step each)."""
 
-    token_level_rewards: Tensor
-    """float (B, L), 0 outside the mask."""
+    rewards: Tensor
+    """float (B, L), token-level rewards, 0 outside the mask; or (B,), due at each response's last token."""
     mask: Tensor
     """bool (B, L), the response mask."""
     group_ids: Tensor
@@ -76,9 +76,16 @@ class AdvantageInputs:
     """int64 (B,): steps with the same id belong to one episode (gigpo)."""
 
     @cached_property
+    def token_level_rewards(self) -> Tensor:
+        """float (B, L), 0 outside the mask."""
+        return self.rewards if self.rewards.dim() == 2 else token_level_rewards(self.rewards, self.mask)
+
+    @cached_property
     def response_rewards(self) -> Tensor:
-        """float64 (B,): the sum of each row's token-level rewards."""
-        return torch.where(self.mask, self.token_level_rewards, 0.0).sum(-1, dtype=torch.float64)
+        """float64 (B,): the sum of each row's token-level rewards; 0 where the row has no token."""
+        if self.rewards.dim() == 2:
+            return torch.where(self.mask, self.rewards, 0.0).sum(-1, dtype=torch.float64)
+        return torch.where(self.mask.any(-1), self.rewards.double(), 0.0)
 
     @cached_property
     def groups(self) -> Groups:

@@ -42,6 +42,9 @@ def gae(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Ten
 
 def returns_as_advantages(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
     """The discounted return from each token on serves as its advantage."""
+    if inputs.rewards.dim() == 1 and options.gamma == 1.0:
+        returns = inputs.spread(inputs.rewards)
+        return returns, returns
     returns = discounted_returns(inputs.token_level_rewards, inputs.mask, options.gamma)
     return returns, returns
 
@@ -82,7 +85,7 @@ def estimate_advantages(inputs: AdvantageInputs, options: AdvantageOptions) -> A
     """
     estimator = advantage_estimators.resolve(options.adv_estimator)
     if options.whiten_rewards:
-        inputs = replace(inputs, token_level_rewards=masked_whiten(inputs.token_level_rewards, inputs.mask))
+        inputs = replace(inputs, rewards=masked_whiten(inputs.token_level_rewards, inputs.mask))
     raw, returns = estimator(inputs, options)
     advantages = raw
     if options.whiten_advantages or traits_of(options.adv_estimator).whitens:

@@ -21,10 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from roll.algorithms.masked import Keep
 from roll.algorithms.registry import Registry
 
 
@@ -97,7 +99,12 @@ AGGREGATION_MODES = aggregation_modes.names
 
 
 def aggregate(
-    loss: Tensor, mask: Tensor, mode: str, denominators: LossDenominators, sample_weights: Tensor | None = None
+    loss: Tensor,
+    mask: Tensor,
+    mode: str,
+    denominators: LossDenominators,
+    sample_weights: Tensor | None = None,
+    keep: Keep | None = None,
 ) -> Tensor:
     """The micro-batch's share of the global loss, a scalar.
 
@@ -107,10 +114,23 @@ def aggregate(
         mode: one of :data:`AGGREGATION_MODES`, or the dotted path of a function of one's own.
         denominators: of the whole optimizer step.
         sample_weights: optional float (B,), multiplied onto each row's loss; the denominators stay as they are.
+        keep: of the mask and the type of ``loss``, where the caller has one.
 
     An empty mask gives 0 with zero gradient.  Raises ``ValueError`` for an unknown mode.
     """
     weights = aggregation_modes.resolve(mode)(mask, denominators).to(loss.dtype)
     if sample_weights is not None:
         weights = weights * sample_weights
-    return torch.where(mask, loss, 0.0).sum(-1) @ weights
+    row_sums: Tensor = _MaskedRowSums.apply(loss, keep or Keep(mask, loss.dtype))
+    return row_sums @ weights
+
+
+class _MaskedRowSums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, keep: Keep) -> Tensor:
+        ctx.keep = keep
+        return keep(loss).sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.keep(gradients[0].unsqueeze(-1)), None

@@ -46,18 +46,17 @@ class BatchWatch:
             )
         return messages
 
-    def observe_advantages(self, advantages: Tensor, mask: Tensor, adv_estimator: str) -> list[str]:
+    def observe_advantages(self, advantages: Tensor, used: Tensor, adv_estimator: str) -> list[str]:
         """The same for what the scores of :meth:`observe` became; silent where equal scores are why.
 
         Args:
-            advantages: float (B, L).
-            mask: bool (B, L), tokens that the loss uses.
+            advantages: float (B, L), 0 outside the responses.
+            used: bool (B,), responses that the loss uses.
             adv_estimator: its name, for the message.
         """
         if advantages.numel() == 0:
             return []
-        low, high = torch.aminmax(torch.where(mask, advantages, 0.0))
-        nothing = max(-float(low), float(high)) <= ZERO
+        nothing = _all_zero(advantages) or (not bool(used.all()) and _all_zero(advantages[used]))
         self._zero_advantage_steps = self._zero_advantage_steps + 1 if nothing else 0
         if self._zero_advantage_steps != self.patience or self._same_score_steps >= self.patience:
             return []
@@ -66,3 +65,10 @@ class BatchWatch:
             f"adv_estimator {adv_estimator} found no difference between responses that the loss uses; look at "
             "group/mixed_groups_ratio (prompts all too easy or too hard? groups too small?) and at the masks"
         ]
+
+
+def _all_zero(values: Tensor) -> bool:
+    if values.numel() == 0:
+        return True
+    low, high = torch.aminmax(values)
+    return max(-float(low), float(high)) <= ZERO

@@ -108,21 +108,23 @@ def mismatch_metrics(inputs: LossInputs, metrics: MetricBuilder, with_segments: 
     """
     if inputs.rollout_log_probs is None:
         return
-    mask, tokens = inputs.mask, inputs.num_tokens
-    log_ratio = torch.where(mask, inputs.trainer_log_probs - inputs.rollout_log_probs, 0.0)
-    bounded = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    distance = log_ratio.abs()
-    old, rollout = inputs.trainer_log_probs.exp(), inputs.rollout_log_probs.exp()
-    metrics.mean("actor/train_infer_log_diff_abs_mean", distance.sum(), tokens)
-    metrics.max("actor/train_infer_log_diff_abs_max", distance, mask)
-    metrics.mean("actor/train_infer_kl_k1", -log_ratio.sum(), tokens)
-    metrics.mean("actor/train_infer_kl_k3", (torch.expm1(bounded) - bounded).sum(), tokens)
-    metrics.correlation("actor/train_infer_pearson", old, rollout, mask)
-    metrics.mean("actor/train_infer_diff_token_mean", torch.where(mask, old - rollout, 0.0).sum(), tokens)
-    ratio = torch.where(mask, bounded.exp(), 0.0)
-    metrics.mean("actor/train_infer_ratio_token_mean", ratio.sum(), tokens)
-    rows, lengths = mask.any(-1), mask.sum(-1).clamp(min=1)
-    totals = log_ratio.sum(-1)
+    mask, tokens, keep = inputs.mask, inputs.num_tokens, inputs.keep
+    # Everything below is 0 outside the mask, so plain sums are masked sums.
+    log_ratio = keep.in_place(inputs.trainer_log_probs - inputs.rollout_log_probs)
+    totals, total = log_ratio.sum(-1), log_ratio.sum()
+    scratch = log_ratio.abs()  # a fresh tensor for each step would take twice the time
+    metrics.mean("actor/train_infer_log_diff_abs_mean", scratch.sum(), tokens)
+    metrics.largest("actor/train_infer_log_diff_abs_max", scratch, tokens)
+    metrics.mean("actor/train_infer_kl_k1", -total, tokens)
+    bounded = log_ratio.clamp_(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    metrics.mean("actor/train_infer_kl_k3", torch.expm1(bounded, out=scratch).sub_(bounded).sum(), tokens)
+    ratio_total = keep.in_place(torch.exp(bounded, out=scratch)).sum()
+    old = keep.in_place(torch.exp(inputs.trainer_log_probs, out=scratch))
+    rollout = keep.in_place(inputs.rollout_log_probs.exp())
+    metrics.correlation("actor/train_infer_pearson", old, rollout, tokens)
+    metrics.mean("actor/train_infer_diff_token_mean", old.sub_(rollout).sum(), tokens)
+    metrics.mean("actor/train_infer_ratio_token_mean", ratio_total, tokens)
+    rows, lengths = inputs.lengths > 0, inputs.lengths.clamp(min=1)
     for name, row_log_ratio in (("geometric", totals / lengths), ("sequence", totals)):
         row_ratio = row_log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
         metrics.mean(f"actor/train_infer_ratio_{name}_mean", torch.where(rows, row_ratio, 0.0).sum(), rows.sum())

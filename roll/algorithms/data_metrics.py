@@ -21,7 +21,7 @@ class BatchColumns:
     response_level_rewards: Tensor
     """float (B,), normalised."""
     token_level_rewards: Tensor
-    """float (B, L)."""
+    """float (B, L), 0 outside the mask."""
     advantages: Tensor
     """float (B, L)."""
     returns: Tensor
@@ -40,49 +40,89 @@ class BatchColumns:
     """float (B, L), the critic's."""
 
 
+class _TokenColumn:
+    """Statistics of a column (B, L) over the response mask, by rows; what several metrics ask for is computed once."""
+
+    def __init__(self, values: Tensor, mask: Tensor, lengths: Tensor) -> None:
+        self._mask, self._lengths = mask, lengths
+        self.kept = torch.where(mask, values, 0.0)
+        extremes = values.new_tensor([-torch.inf, torch.inf]).expand(len(mask), 2).unbind(-1)
+        if mask.shape[1]:
+            outside = ~mask
+            masked = values.masked_fill(outside, -torch.inf)
+            extremes = masked.amax(-1), masked.masked_fill_(outside, torch.inf).amin(-1)
+        self._high, self._low = extremes
+        self._parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def summary(self, metrics: MetricBuilder, name: str, rows: Tensor | None = None) -> None:
+        """``name/mean``, ``max`` and ``min`` of all rows, or of ``rows`` bool (B,) with ``std``."""
+        if rows is None:
+            total, count, everything = self.kept.float().sum(), self._lengths.sum(), torch.ones_like(self._high).bool()
+            self._summary(metrics, name, total, count, everything)
+            return
+        if id(rows) not in self._parts:
+            self._parts[id(rows)] = self._moments(rows)
+        total, count, std = self._parts[id(rows)]
+        self._summary(metrics, name, total, count, rows)
+        metrics.mean(f"{name}/std", std * count, count)
+
+    def _summary(self, metrics: MetricBuilder, name: str, total: Tensor, count: Tensor, rows: Tensor) -> None:
+        metrics.mean(f"{name}/mean", total, count)
+        metrics.max(f"{name}/max", self._high.float(), rows)
+        metrics.min(f"{name}/min", self._low.float(), rows)
+
+    def _moments(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sum, number and Bessel-corrected standard deviation of the tokens of ``rows``."""
+        kept = torch.where(rows.unsqueeze(-1), self.kept, 0.0)
+        count, total = self._lengths[rows].sum(), kept.float().sum()
+        deviations = kept.double()
+        mean = deviations.sum() / count.clamp(min=1)
+        deviations.sub_(mean).masked_fill_(~(self._mask & rows.unsqueeze(-1)), 0.0)
+        std = (deviations.square_().sum() / (count - 1).clamp(min=1)).sqrt()
+        return total, count, std
+
+
 def compute_data_metrics(columns: BatchColumns) -> Metrics:
     """All ``critic/*``, ``token/*`` and ``group/*`` metrics of one batch, with one transfer from the device."""
     metrics = MetricBuilder()
     if columns.scores.numel():
         right = columns.scores >= 1.0
-        _value_metrics(columns, right, metrics)
-        _length_metrics(columns, right, metrics)
-        _group_metrics(columns, right, metrics)
+        lengths = columns.response_mask.sum(-1)
+        advantages = _TokenColumn(columns.advantages, columns.response_mask, lengths)
+        _value_metrics(columns, advantages, right, lengths, metrics)
+        _length_metrics(columns, lengths, right, metrics)
+        _group_metrics(columns, advantages, lengths, right, metrics)
     return metrics.build()
 
 
-def _value_metrics(columns: BatchColumns, right: Tensor, metrics: MetricBuilder) -> None:
-    mask = columns.response_mask
+def _value_metrics(
+    columns: BatchColumns, advantages: _TokenColumn, right: Tensor, lengths: Tensor, metrics: MetricBuilder
+) -> None:
     metrics.mean("critic/correct/mean", right.sum(), float(right.numel()))
     metrics.summary("critic/score", columns.scores)
     metrics.summary("critic/rewards", columns.response_level_rewards)
-    token_rewards = torch.where(mask, columns.token_level_rewards, 0.0)
-    metrics.mean("critic/token_level_rewards_mean", token_rewards.sum(), mask.sum())
-    raw = columns.advantages if columns.raw_advantages is None else columns.raw_advantages
-    metrics.summary("critic/advantages", columns.advantages, mask)
-    metrics.summary("critic/raw_advantages", raw, mask)
-    metrics.summary("critic/returns", columns.returns, mask)
+    metrics.mean("critic/token_level_rewards_mean", columns.token_level_rewards.sum(), lengths.sum())
+
+    def column(values: Tensor | None) -> _TokenColumn:
+        same = values is None or values is columns.advantages
+        return advantages if same else _TokenColumn(values, columns.response_mask, lengths)  # type: ignore[arg-type]
+
+    raw = column(columns.raw_advantages)
+    advantages.summary(metrics, "critic/advantages")
+    raw.summary(metrics, "critic/raw_advantages")
+    column(columns.returns).summary(metrics, "critic/returns")
     if columns.values is not None:
-        metrics.summary("critic/values", columns.values, mask)
-    for name, rows in (("right", right), ("error", ~right)):
-        part = mask & rows.unsqueeze(-1)
-        for column, values in (("advantages", columns.advantages), ("raw_advantages", raw)):
-            _summary_with_std(metrics, f"critic/{name}_response/{column}", values, part)
+        column(columns.values).summary(metrics, "critic/values")
+    wrong = ~right
+    for name, rows in (("right", right), ("error", wrong)):
+        for label, values in (("advantages", advantages), ("raw_advantages", raw)):
+            values.summary(metrics, f"critic/{name}_response/{label}", rows)
 
 
-def _summary_with_std(metrics: MetricBuilder, name: str, values: Tensor, mask: Tensor) -> None:
-    metrics.summary(name, values, mask)
-    count = mask.sum()
-    kept = torch.where(mask, values, 0.0).double()
-    mean = kept.sum() / count.clamp(min=1)
-    squares = torch.where(mask, kept - mean, 0.0).square().sum()
-    metrics.mean(f"{name}/std", (squares / (count - 1).clamp(min=1)).sqrt() * count, count)
-
-
-def _length_metrics(columns: BatchColumns, right: Tensor, metrics: MetricBuilder) -> None:
-    response = columns.response_mask.sum(-1)
+def _length_metrics(columns: BatchColumns, response: Tensor, right: Tensor, metrics: MetricBuilder) -> None:
+    mask = columns.response_mask
     total = columns.attention_mask.sum(-1)
-    first = torch.where(columns.response_mask.any(-1), columns.response_mask.int().argmax(-1), total)
+    first = torch.where(response > 0, mask.view(torch.uint8).argmax(-1), total) if mask.shape[1] else total
     for name, lengths in (("response", response), ("prompt", first), ("total", total)):
         metrics.summary(f"token/{name}_length", lengths)
         metrics.mean(f"token/{name}_length/diff", (lengths.max() - lengths.min()).float(), 1.0)
@@ -92,10 +132,11 @@ def _length_metrics(columns: BatchColumns, right: Tensor, metrics: MetricBuilder
         metrics.summary(f"token/{name}_response_length", response, rows)
 
 
-def _group_metrics(columns: BatchColumns, right: Tensor, metrics: MetricBuilder) -> None:
+def _group_metrics(
+    columns: BatchColumns, advantages: _TokenColumn, lengths: Tensor, right: Tensor, metrics: MetricBuilder
+) -> None:
     groups = Groups.of(columns.group_ids)
-    lengths = columns.response_mask.sum(-1)
-    row_advantage = torch.where(columns.response_mask, columns.advantages, 0.0).sum(-1) / lengths.clamp(min=1)
+    row_advantage = advantages.kept.sum(-1) / lengths.clamp(min=1)
     right_ratio = groups.mean(right.float())
     metrics.summary("group/response_length_diff", group_range(lengths.float(), groups))
     metrics.summary("group/advantage_diff", group_range(row_advantage, groups))

@@ -71,10 +71,15 @@ class MetricBuilder:
         if values.numel():
             self._add(name, Min, values.detach().masked_fill(~mask, torch.inf).amin())
 
-    def correlation(self, name: str, x: Tensor, y: Tensor, mask: Tensor) -> None:
-        """Pearson's correlation of the masked values, accumulated in float64."""
-        x, y = (torch.where(mask, t.detach(), 0.0).double().flatten() for t in (x, y))
-        self._add(name, Correlation, mask.sum(), x.sum(), y.sum(), x @ x, y @ y, x @ y)
+    def largest(self, name: str, values: Tensor, count: Tensor) -> None:
+        """:meth:`max` of values that are never negative, and 0 outside a mask of ``count`` elements."""
+        if values.numel():
+            self._add(name, Max, torch.where(count > 0, values.detach().amax(), -torch.inf))
+
+    def correlation(self, name: str, x: Tensor, y: Tensor, count: Tensor) -> None:
+        """Pearson's correlation, accumulated in float64, of values that are 0 outside a mask of ``count`` elements."""
+        x, y = (t.detach().double().flatten() for t in (x, y))
+        self._add(name, Correlation, count, x.sum(), y.sum(), x @ x, y @ y, x @ y)
 
     def summary(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """``name/mean``, ``name/max`` and ``name/min`` of the masked values."""
@@ -84,10 +89,22 @@ class MetricBuilder:
         self.max(f"{name}/max", values, mask)
         self.min(f"{name}/min", values, mask)
 
+    def _moved(self) -> list[float]:
+        """All scalars on the host; those of a type travel in one stack, and all stacks together."""
+        by_type: dict[torch.dtype, list[int]] = {}
+        numbers = [0.0 if isinstance(scalar, Tensor) else float(scalar) for scalar in self._scalars]
+        for index, scalar in enumerate(self._scalars):
+            if isinstance(scalar, Tensor):
+                by_type.setdefault(scalar.dtype, []).append(index)
+        if by_type:
+            stacks = [torch.stack([self._scalars[i] for i in group]).double() for group in by_type.values()]  # type: ignore[misc]
+            order = [index for group in by_type.values() for index in group]
+            for index, number in zip(order, torch.cat(stacks).tolist(), strict=True):
+                numbers[index] = number
+        return numbers
+
     def build(self) -> Metrics:
-        tensors = [s for s in self._scalars if isinstance(s, Tensor)]
-        moved = iter(torch.stack([t.double() for t in tensors]).tolist() if tensors else ())
-        numbers = iter([next(moved) if isinstance(s, Tensor) else float(s) for s in self._scalars])
+        numbers = iter(self._moved())
         metrics: Metrics = {}
         for name, arity, kind in self._recipes:
             arguments = [next(numbers) for _ in range(arity)]

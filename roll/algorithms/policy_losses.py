@@ -36,21 +36,24 @@ def _clipped_surrogate(inputs: LossInputs, log_ratio: Tensor, options: PPOOption
     low, high = 1.0 - options.clip_low, 1.0 + options.clip_high
     with torch.no_grad():
         ratio = inputs.ratio if log_ratio is inputs.log_ratio else log_ratio.exp()
-        clipped_ratio = ratio.clamp(low, high)
         unclipped = ratio * inputs.advantages
-        surrogate = torch.minimum(unclipped, clipped_ratio.mul_(inputs.advantages))
-        binds = surrogate < unclipped
+        surrogate = ratio.clamp(low, high).mul_(inputs.advantages)
+        surrogate = torch.minimum(unclipped, surrogate, out=surrogate)
+        # 1.0 and 0.0: comparisons that give booleans take four times as long. Outside the mask the ratio is 1, where
+        # nothing is clipped.
+        scratch = torch.empty_like(surrogate)
+        above, below = torch.gt(ratio, high, out=scratch).sum(), torch.lt(ratio, low, out=scratch).sum()
+        alive = torch.ge(surrogate, unclipped, out=scratch)
         bound = options.dual_clip_bound
         if bound is not None:
             floor = torch.where(inputs.advantages < 0, bound * inputs.advantages, -torch.inf)
-            binds |= floor > surrogate
+            alive.masked_fill_(floor > surrogate, 0.0)
             surrogate = torch.maximum(surrogate, floor)
-        above, below = ((ratio > high) & inputs.mask).sum(), ((ratio < low) & inputs.mask).sum()
-        _count_clipped(metrics, binds, inputs)
+        metrics.mean("actor/clipfrac", alive.numel() - alive.sum(), inputs.num_tokens)
         metrics.mean("actor/ppo_ratio_high_clipfrac", above, inputs.num_tokens)
         metrics.mean("actor/ppo_ratio_low_clipfrac", below, inputs.num_tokens)
         metrics.mean("actor/ppo_ratio_clipfrac", above + below, inputs.num_tokens)
-        slope = unclipped.masked_fill_(binds, 0.0).neg_()
+        slope = unclipped.mul_(alive).neg_()
     return linearised(log_ratio, surrogate.neg_(), slope)
 
 

@@ -2,7 +2,7 @@ r"""Discounted sums along the tokens of a response, without a Python loop over t
 
 A recursion y_t = x_t + c y_{t+1} is solved in blocks of K tokens: inside a block it is a product with the K x K matrix
 c^(s-t), and the block ends form the same recursion with c^K, L/K long.  Where the mask has holes (tool output between
-the policy's turns) only masked tokens discount, so the exponent is a count n of masked tokens, another one in every row:
+the policy's turns) only masked tokens discount, so the exponent is a count n of masked tokens, which differs by row:
 c^(n_s - n_t) = c^(n_s) / c^(n_t), a product with the matrix of ones between two scalings.
 """
 
@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+from roll.algorithms.masked import Keep
 from roll.algorithms.ratios import has_holes
 
 _BLOCK = 32
@@ -44,8 +45,8 @@ def reverse_discounted_sum(values: Tensor, discount: float) -> Tensor:
 def masked_discounted_sum(values: Tensor, mask: Tensor, discount: float) -> Tensor:
     """y_t = sum over s >= t of discount^n x_s, n the masked tokens in (t, s]: float (B, L) -> (B, L).
 
-    Only masked tokens discount.  What stands on an unmasked token counts for the tokens left of it as if it stood on the
-    last masked one before it.
+    Only masked tokens discount.  What stands on an unmasked token counts for the tokens left of it as if it stood on
+    the last masked one before it.
     """
     rows, length = values.shape
     if discount == 1.0 or length == 0:
@@ -72,25 +73,9 @@ def masked_discounted_sum(values: Tensor, mask: Tensor, discount: float) -> Tens
     return inside.div_(weights).view(rows, blocks * width)[:, :length]
 
 
-class _Keep:
-    """Clears what stands outside a mask, NaN included, bit by bit: a third of the time of ``torch.where``."""
-
-    def __init__(self, mask: Tensor, dtype: torch.dtype) -> None:
-        self._bits = torch.int64 if dtype == torch.float64 else torch.int32
-        self._kept = mask.view(torch.uint8).to(self._bits).neg_()
-
-    def __call__(self, values: Tensor) -> Tensor:
-        """A copy, 0 outside the mask."""
-        return torch.bitwise_and(values.view(self._bits), self._kept).view(values.dtype)
-
-    def in_place(self, fresh: Tensor) -> Tensor:
-        fresh.view(self._bits).bitwise_and_(self._kept)
-        return fresh
-
-
 def discounted_returns(token_level_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """G_t = R_t + gamma G_{next masked token}: float (B, L) -> (B, L), 0 outside the mask."""
-    keep = _Keep(mask, token_level_rewards.dtype)
+    keep = Keep(mask, token_level_rewards.dtype)
     return keep.in_place(_recursion(keep(token_level_rewards), mask, gamma))
 
 
@@ -110,7 +95,7 @@ def generalized_advantages(
     Returns:
         (advantages, returns = advantages + values), float (B, L), 0 outside the mask.
     """
-    keep = _Keep(mask, values.dtype)
+    keep = Keep(mask, values.dtype)
     kept_values = keep(values)
     delta = keep(token_level_rewards).sub_(kept_values)
     # The hole before a turn gets gamma times the value of the turn's first token: of all tokens left of it, it is the

@@ -110,9 +110,7 @@ def test_group_estimators_equal_the_loop(formula, batch: Batch) -> None:
 
 def test_remax_counts_the_divergence_in_the_reward_from_each_token_on() -> None:
     batch = make_batch(3, 5, 6)
-    result = estimate_advantages(
-        replace(inputs_of(batch), token_level_rewards=batch.rewards), AdvantageOptions("remax")
-    )
+    result = estimate_advantages(replace(inputs_of(batch), rewards=batch.rewards), AdvantageOptions("remax"))
     expected = torch.zeros(batch.mask.shape)
     for i, row in enumerate(batch.mask.tolist()):
         for t in (t for t, masked in enumerate(row) if masked):
@@ -170,7 +168,7 @@ def test_gigpo_equals_the_loop(batch: Batch) -> None:
 
 @given(batch=batches, gamma=st.sampled_from([0.5, 1.0]))
 def test_agentic_reinforce_discounts_by_turn(batch: Batch, gamma: float) -> None:
-    inputs = replace(inputs_of(batch), token_level_rewards=batch.rewards)
+    inputs = replace(inputs_of(batch), rewards=batch.rewards)
     expected = torch.zeros_like(batch.rewards)
     for i, row in enumerate(batch.mask.tolist()):
         turns: list[list[int]] = []
@@ -203,7 +201,7 @@ def test_step_returns_equal_the_loop(episodes: list[list[float]], gamma: float, 
 
 @given(batch=batches, gamma=st.sampled_from([0.9, 1.0]))
 def test_token_estimators_equal_the_loop(batch: Batch, gamma: float) -> None:
-    inputs = replace(inputs_of(batch), token_level_rewards=batch.rewards)
+    inputs = replace(inputs_of(batch), rewards=batch.rewards)
     returns = reference.returns(batch.rewards.tolist(), batch.mask.tolist(), gamma)
     for name in ("reinforce", "grpo"):
         result = estimate_advantages(inputs, AdvantageOptions(name, gamma=gamma))
@@ -219,7 +217,7 @@ def test_token_estimators_equal_the_loop(batch: Batch, gamma: float) -> None:
 
 @given(batch=batches)
 def test_whitening_and_clipping(batch: Batch) -> None:
-    inputs = replace(inputs_of(batch), token_level_rewards=batch.rewards)
+    inputs = replace(inputs_of(batch), rewards=batch.rewards)
     options = AdvantageOptions("reinforce", gamma=0.9, whiten_rewards=True, whiten_advantages=True, advantage_clip=0.8)
     whitened = reference.whiten(batch.rewards, batch.mask)
     returns = reference.returns(whitened.tolist(), batch.mask.tolist(), 0.9)

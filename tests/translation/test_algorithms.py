@@ -264,6 +264,8 @@ IN_THE_LOSS: list[Settings] = [
     *(GRPO | IN_LOSS | {"actor.kl_loss_type": kind, "actor.kl_loss_coef": 0.3} for kind in ("kl", "mse", "abs", "k3")),
 ]
 IS, BOUND = "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_is_threshold"
+BYPASS: Settings = {"algorithm.rollout_correction.bypass_mode": True}
+LOSS_TYPE = "algorithm.rollout_correction.loss_type"
 CORRECTIONS: list[Settings] = [
     GRPO | {IS: "token"},
     GRPO | {IS: "sequence", BOUND: 1.1},
@@ -271,6 +273,9 @@ CORRECTIONS: list[Settings] = [
     GRPO | {IS: "sequence", BOUND: "0.5_1.5", "actor.policy_loss.loss_mode": "cispo"},
     GRPO | {"actor.tis_imp_ratio_cap": 1.1},
     GRPO | {IS: None, BOUND: 3.0},
+    GRPO | BYPASS,
+    GRPO | BYPASS | {IS: "token", BOUND: 1.2},
+    *(GRPO | BYPASS | {LOSS_TYPE: "reinforce", IS: level, BOUND: 1.2} for level in (None, "token", "sequence")),
 ]
 OVERLONG: list[Settings] = [
     GRPO | {"manager": "dapo", "overlong.enable": True, "overlong.len": 6, "overlong.penalty_factor": 0.5},
@@ -435,6 +440,8 @@ REFUSED: list[tuple[str, Settings, str]] = [
     (VERL, GRPO | {IS: "token", "algorithm.rollout_correction.rollout_is_batch_normalize": True}, "mean of 1"),
     (VERL, {"actor.loss_agg_mode": MODES[3], "actor.loss_scale_factor": 30}, "counts for the actor alone"),
     (VERL, {"critic.ppo_epochs": 2}, "one number of passes"),
+    (VERL, GRPO | BYPASS | {"actor.policy_loss.loss_mode": "gspo"}, "is replaced by rollout_correction.loss_type"),
+    (VERL, GRPO | BYPASS | {"actor.ppo_mini_batch_size": 8}, "the only update of a batch"),
     (VERL, GRPO | {"algorithm.use_pf_ppo": True}, "PF-PPO"),
     (VERL, GRPO | {"overlong.enable": True, "overlong.len": 4}, "reward_manager dapo only"),
     (SKYRL, {"use_kl_in_reward": True}, "compares the rewards of a group"),
@@ -458,3 +465,67 @@ def test_what_cannot_be_kept_is_refused(base: str, settings: Settings, message: 
     with pytest.raises(ConfigError) as error:
         translated(command(base, settings))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=cispo",
+            {"pg_variant": "cispo", "cispo_epsilon_low": 0.2, "cispo_epsilon_high": 0.2},
+        ),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov",
+            {"pg_variant": "kl_cov", "kl_cov_ratio": 0.0002, "kl_cov_coef": 0.1},
+        ),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=sapo",
+            {
+                "pg_variant": "sapo",
+                "sapo_tau_pos": 1.0,
+                "sapo_tau_neg": 1.05,
+                "loss_agg_mode": "seq-mean-token-mean",
+            },
+        ),
+        (
+            "bash x.sh trainer.algorithm.policy_loss_type=dual_clip trainer.algorithm.clip_ratio_c=4",
+            {
+                "pg_variant": "ppo",
+                "use_pg_clip_range": True,
+                "pg_clip_low": 0.2,
+                "pg_clip_high": 0.2,
+                "dual_clip_loss": True,
+                "dual_clip_coef": 4.0,
+            },
+        ),
+        (
+            "algorithm.adv_estimator=rloo algorithm.gamma=0.9",
+            {
+                "adv_estimator": "rloo",
+                "whiten_advantages": False,
+                "norm_std_type": "auto",
+                "norm_mean_type": "auto",
+                "gamma": 1.0,
+            },
+        ),
+        ("actor_rollout_ref.actor.entropy_coeff=0.01", {"entropy_loss_coef": 0.01}),
+        ("actor_rollout_ref.actor.loss_agg_mode=token-mean", {"loss_agg_mode": "token-mean"}),
+        (
+            "algorithm.filter_groups.enable=true algorithm.filter_groups.metric=acc",
+            {"rewards.gsm8k_rule.query_filter_config.type": "std_filter"},
+        ),
+        (
+            "trainer.algorithm.dynamic_sampling.type=filter",
+            {"rewards.gsm8k_rule.query_filter_config.type": "std_filter"},
+        ),
+        (
+            "generator.apply_overlong_filtering=true trainer.algorithm.loss_reduction=token_mean "
+            "trainer.algorithm.use_kl_loss=false",
+            {"max_len_mask": True, "loss_agg_mode": "token-mean", "use_kl_loss": False},
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_change_brings_along_what_belongs_to_it(text: str, expected: dict[str, Any], translated: Translate) -> None:
+    """A loss has the options and defaults of its project; the rest of the recipe stays."""
+    assert translated(text).keys == expected

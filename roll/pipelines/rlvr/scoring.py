@@ -84,15 +84,18 @@ class Scoring:
         return metrics | unscored
 
     def _score(self, batch: DataProto) -> Metrics:
-        masked = self._add_loss_mask(batch)
-        rewarded = self._add_rewards(batch)
-        outputs = self._add_advantages(batch)
+        lengths = batch.batch["response_mask"].sum(-1)
+        used, masked = self._add_loss_mask(batch, lengths)
+        inputs, outputs, rewarded = self.add_advantages(batch, lengths)
+        batch.batch["token_level_rewards"] = inputs.token_level_rewards
+        for message in self._watch.observe_advantages(outputs.advantages, used, self._config.adv_estimator):
+            logger.warning("%s", message)
         return merge_metrics([masked, rewarded, outputs.metrics, _data_metrics(batch, outputs)])
 
-    def _add_loss_mask(self, batch: DataProto) -> Metrics:
+    def _add_loss_mask(self, batch: DataProto, lengths: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+        """bool (B,): the responses that the loss uses."""
         tensors = batch.batch
         scores, group_ids = tensors["scores"], tensors["group_ids"]
-        lengths = tensors["response_mask"].sum(-1)
         truncated = _truncated(batch)
         for message in self._watch.observe(scores, truncated):
             logger.warning("%s", message)
@@ -101,13 +104,14 @@ class Scoring:
             domains = batch.non_tensor_batch["domain"]
             filtered = torch.from_numpy(response_mask(scores.numpy(), domains, self._response_filters))
         keep, metrics = sample_mask(self._masks, scores, lengths, truncated, group_ids, filtered)
-        tensors["loss_mask"] = tensors["response_mask"] & keep[:, None]
+        mask = tensors["response_mask"]
+        tensors["loss_mask"] = mask if bool(keep.all()) else mask & keep[:, None]
         weights = sample_weights(self._weights, scores, lengths, group_ids)
         if weights is not None:
             tensors["sample_weights"] = weights
         if self._config.top_entropy_quantile < 1.0:
             metrics |= self._add_policy_mask(batch)
-        return metrics
+        return keep, metrics
 
     def _add_policy_mask(self, batch: DataProto) -> Metrics:
         tensors = batch.batch
@@ -116,10 +120,30 @@ class Scoring:
         tensors["policy_mask"] = chosen
         return {"actor/top_entropy_mean": Mean(float(entropy[chosen].sum()), int(chosen.sum()))}
 
-    def _add_rewards(self, batch: DataProto) -> Metrics:
+    def add_advantages(
+        self, batch: DataProto, lengths: torch.Tensor
+    ) -> tuple[AdvantageInputs, AdvantageOutputs, Metrics]:
+        """Add ``response_level_rewards``, ``advantages`` and ``returns``; ``lengths`` int64 (B,), response tokens."""
+        rewards, metrics = self._add_rewards(batch, lengths)
         tensors = batch.batch
-        rewards = torch.zeros_like(tensors["scores"])
-        shaped = self._shaped(tensors["scores"], tensors["response_mask"].sum(-1))
+        inputs = AdvantageInputs(
+            rewards=rewards,
+            mask=tensors["response_mask"],
+            group_ids=tensors["group_ids"],
+            scores=tensors["scores"],
+            values=tensors.get("values"),
+            baseline_rewards=self._baseline_rewards(batch),
+            reward_components=tensors.get("reward_components"),
+        )
+        outputs = estimate_advantages(inputs, self._advantages)
+        tensors["advantages"], tensors["returns"] = outputs.advantages, outputs.returns
+        return inputs, outputs, metrics
+
+    def _add_rewards(self, batch: DataProto, lengths: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+        """The rewards that advantages are made from: (B,), or (B, L) with a divergence in them."""
+        tensors = batch.batch
+        rewards = torch.empty_like(tensors["scores"])
+        shaped = self._shaped(tensors["scores"], lengths)
         metrics: list[Metrics] = []
         if self._config.overlong_buffer_length is not None:
             metrics.append({"critic/overlong_penalty": Mean(float((tensors["scores"] - shaped).mean()))})
@@ -129,8 +153,8 @@ class Scoring:
             rewards[rows], measured = self._normalise(shaped[rows], tensors["group_ids"][rows], domain)
             metrics.append(measured)
         tensors["response_level_rewards"] = rewards
-        kl, kl_coef = None, self._kl_controller.value
         if self._config.add_token_level_kl:
+            kl_coef = self._kl_controller.value
             kl = kl_estimate(
                 tensors["old_log_probs"], tensors["ref_log_probs"], KLOptions(estimator=self._config.kl_penalty)
             )
@@ -138,8 +162,8 @@ class Scoring:
             # The controller follows the mean over responses, whatever their lengths, as published ones do.
             self._kl_controller.update(float(row_mean(kl, tensors["response_mask"]).mean()), num_samples=len(batch))
             metrics.append({"critic/kl": Mean(mean_kl), "critic/kl_coef": Mean(kl_coef)})
-        tensors["token_level_rewards"] = token_level_rewards(rewards, tensors["response_mask"], kl, kl_coef)
-        return merge_metrics(metrics)
+            rewards = token_level_rewards(rewards, tensors["response_mask"], kl, kl_coef)
+        return rewards, merge_metrics(metrics)
 
     def _shaped(self, scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Raw scores (B,) less the over-long punishment of responses with ``lengths`` tokens."""
@@ -155,24 +179,6 @@ class Scoring:
         shaped = self._shaped(batch.batch["baseline_scores"], batch.batch["baseline_lengths"])
         bound = self._config.reward_clip
         return shaped if bound is None else shaped.clamp(-bound, bound)
-
-    def _add_advantages(self, batch: DataProto) -> AdvantageOutputs:
-        tensors = batch.batch
-        inputs = AdvantageInputs(
-            token_level_rewards=tensors["token_level_rewards"],
-            mask=tensors["response_mask"],
-            group_ids=tensors["group_ids"],
-            scores=tensors["scores"],
-            values=tensors.get("values"),
-            baseline_rewards=self._baseline_rewards(batch),
-            reward_components=tensors.get("reward_components"),
-        )
-        outputs = estimate_advantages(inputs, self._advantages)
-        tensors["advantages"], tensors["returns"] = outputs.advantages, outputs.returns
-        estimator = self._config.adv_estimator
-        for message in self._watch.observe_advantages(outputs.advantages, tensors["loss_mask"], estimator):
-            logger.warning("%s", message)
-        return outputs
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
