@@ -52,7 +52,7 @@ def verl_rules(draft: Draft) -> list[dict[str, Any]]:
         draft.without_effect("without rollout_is there are no weights", "is_bound")
         return []
     if bypass and draft.value_of("bypass_loss") != "reinforce":
-        draft.without_effect("ppo_clip in bypass_mode has no weights beside its ratio", "is_level", "is_bound")
+        draft.without_effect("ppo_clip in bypass_mode has its ratio and no weights", "is_level", "is_bound")
         return []
     low, high = bounds(draft.value_of("is_bound"))
     band = {"action": "truncate", "high": high} if low is None else {"action": "both", "low": low, "high": high}
@@ -94,7 +94,7 @@ def sequence_rules(draft: Draft, metric: Any) -> list[dict[str, Any]]:
 
 
 def token_rules(draft: Draft, level: Any, metric: Any) -> list[dict[str, Any]]:
-    """Tokens by their own ratio; there only beside another correction."""
+    """Tokens by their own ratio; there only together with another correction."""
     given = {side: bound for side in ("low", "high") if (bound := draft.get(f"token_mask_{side}")) is not None}
     facts = tuple(f"token_mask_{side}" for side in given)
     if not given:
