@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-Level = Literal["token", "segment", "geometric", "sequence"]
+Level = Literal["token", "segment", "geometric", "sequence", "max"]
 Action = Literal["truncate", "mask", "both"]
-MismatchMetric = Literal["ratio", "log_diff", "prob_diff", "k1", "k3"]
+MismatchMetric = Literal["ratio", "log_diff", "prob_diff", "k1", "k2", "k3"]
 
-LEVELS = ("token", "segment", "geometric", "sequence")
+LEVELS = ("token", "segment", "geometric", "sequence", "max")
+METRICS = ("ratio", "log_diff", "prob_diff", "k1", "k2", "k3")
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,13 @@ class CorrectionRule:
 
     level: Level = "token"
     """token; segment: geometric mean over a run of masked tokens (a turn); geometric: geometric mean over the response;
-    sequence: product over the response."""
+    sequence: product over the response; max: the response's largest (``mask`` only)."""
     action: Action = "truncate"
     """truncate: weight = old/rollout ratio clipped to the bounds (importance sampling); mask: drop what lies outside
     the bounds; both: weight by the ratio inside the bounds, drop outside (IcePop)."""
     metric: MismatchMetric = "ratio"
     """What the bounds of ``mask`` speak of: ratio old/rollout; log_diff: its logarithm; prob_diff: old - rollout
-    probability; k1, k3: estimates of KL(rollout || old).  ``truncate`` and ``both`` always weigh by the ratio."""
+    probability; k1, k2, k3: estimates of KL(rollout || old).  ``truncate`` and ``both`` always weigh by the ratio."""
     low: float | None = None
     """Lower bound; null: none."""
     high: float | None = None
@@ -45,13 +46,17 @@ class CorrectionRule:
             raise ValueError(f"correction level {self.level!r} is unknown; known: {', '.join(LEVELS)}")
         if self.action not in ("truncate", "mask", "both"):
             raise ValueError(f"correction action {self.action!r} is unknown; known: truncate, mask, both")
-        if self.metric not in ("ratio", "log_diff", "prob_diff", "k1", "k3"):
-            raise ValueError(f"correction metric {self.metric!r} is unknown; known: ratio, log_diff, prob_diff, k1, k3")
+        if self.metric not in METRICS:
+            raise ValueError(f"correction metric {self.metric!r} is unknown; known: {', '.join(METRICS)}")
         if self.policy not in ("old", "current"):
             raise ValueError(f"correction policy {self.policy!r} is unknown; known: old, current")
         if self.action != "mask" and self.metric != "ratio":
             raise ValueError(
                 f"correction action {self.action!r} weighs by the ratio; metric {self.metric!r} needs mask"
+            )
+        if self.action != "mask" and self.level == "max":
+            raise ValueError(
+                f"correction action {self.action!r} has no weight at level max: use mask, or another level"
             )
         if self.low is not None and self.high is not None and self.low > self.high:
             raise ValueError(f"correction bounds are the wrong way round: low {self.low} > high {self.high}")

@@ -91,6 +91,8 @@ def _rule_metric(inputs: LossInputs, rule: CorrectionRule, log_ratio: Tensor, ra
         per_token = policy.detach().exp() - inputs.rollout_log_probs.exp()
     elif rule.metric == "k1":
         per_token = -log_ratio
+    elif rule.metric == "k2":
+        per_token = 0.5 * log_ratio.square()
     elif rule.metric == "k3":
         per_token = torch.expm1(log_ratio.clamp(max=LOG_RATIO_BOUND)) - log_ratio
     else:

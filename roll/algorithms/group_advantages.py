@@ -66,6 +66,19 @@ def gpg(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Ten
     return inputs.spread(centred * scale), inputs.spread(rewards)
 
 
+@register_advantage("maxrl")
+def maxrl(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+    """(R minus its group's mean) / the mean, 0 where the mean is not positive; arXiv 2602.02710.
+
+    With rewards of 0 and 1 the mean is the share of right answers, and dividing by it turns the gradient of the success
+    rate into that of its logarithm: rare successes count more.
+    """
+    rewards, groups = inputs.response_rewards, inputs.groups
+    mean = groups.mean(rewards)[groups.index]
+    advantages = torch.where(mean > EPS, (rewards - mean) / mean.clamp(min=EPS), 0.0)
+    return inputs.spread(advantages), inputs.spread(rewards)
+
+
 @register_advantage("pass@k", aliases=("pass_at_k",))
 def pass_at_k(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
     """Advantage of a response for the chance that one of k is right, in closed form; arXiv 2508.10751 eq. 11-14.

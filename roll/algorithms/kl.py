@@ -9,6 +9,7 @@ k1, kl      d                     unbiased, high variance, may be negative
 k2, mse     d^2 / 2               biased, low variance; its gradient is that of the reverse KL
 k3          exp(-d) - 1 + d       unbiased, never negative
 abs         |d|
+k1+ k3+     that of k1, k3        straight-through: the gradient is k2's, that of the reverse KL (``abs+``, too)
 full        sum_v pi d            exact; needs the log-probs of the whole vocabulary, (B, L, V)
 ==========  ====================  =========================================================================
 
@@ -26,6 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from roll.algorithms.loss_types import linearised
 from roll.algorithms.registry import Registry
 
 
@@ -99,7 +101,7 @@ def absolute(log_probs: Tensor, ref_log_probs: Tensor, options: KLOptions) -> Te
     return (log_probs - ref_log_probs).abs()
 
 
-@register_kl("k3")
+@register_kl("k3", aliases=("low_var_kl",))
 def k3(log_probs: Tensor, ref_log_probs: Tensor, options: KLOptions) -> Tensor:
     """exp(-d) - 1 + d, clamped as the options say."""
     difference = log_probs - ref_log_probs
@@ -108,6 +110,21 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor, options: KLOptions) -> Tensor:
     # expm1 keeps the small values: exp(x) - 1 loses all digits of a k3 below 1e-7 in float32.
     value = torch.expm1(-difference) + difference
     return value if options.value_clamp is None else value.clamp(max=options.value_clamp)
+
+
+def _straight_through(estimator: Estimator) -> Estimator:
+    """The estimator's value with k2's gradient, which is that of KL(pi || ref)."""
+
+    def straight_through(log_probs: Tensor, ref_log_probs: Tensor, options: KLOptions) -> Tensor:
+        value = estimator(log_probs, ref_log_probs, options).detach()
+        return linearised(k2(log_probs, ref_log_probs, options), value, torch.ones_like(value))
+
+    return straight_through
+
+
+kl_estimators.add(_straight_through(k1), "k1+", ("kl+",))
+kl_estimators.add(_straight_through(absolute), "abs+")
+kl_estimators.add(_straight_through(k3), "k3+", ("low_var_kl+",))
 
 
 @register_kl("full")

@@ -76,6 +76,8 @@ class CISPOOptions:
     cispo_epsilon_low: float = 0.1
     """The weight is clipped to [1 - low, 1 + high]; the paper leaves the lower side open (low = 1)."""
     cispo_epsilon_high: float = 0.1
+    cispo_unified_mask: bool = False
+    """Drop what PPO's clip would drop instead of clipping the weight: the unified form with PPO's token mask."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,26 @@ class DPPOOptions:
     tv and about 0.05 for kl."""
     dppo_ratio_bound: float = 20.0
     """The weight is truncated here."""
+
+
+@dataclass(frozen=True)
+class M2POOptions:
+    """``m2po``."""
+
+    m2po_threshold: float = 0.04
+    """Mean squared log-ratio that the tokens which stay may have; the paper's."""
+    m2po_all_tokens: bool = False
+    """Bound and drop all tokens, not only those whose update leads further away."""
+
+
+@dataclass(frozen=True)
+class VESPOOptions:
+    """``vespo``; the defaults are the paper's. k: how fast weights below 1 fall; lambda: how fast those above 1 do."""
+
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,12 @@ r is exp(log pi - log pi_old), A the advantage, sg stops the gradient.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from roll.algorithms.loss_types import LossInputs, linearised
+from roll.algorithms.loss_types import LOG_RATIO_BOUND, LossInputs, linearised
 from roll.algorithms.masked import row_mean
 from roll.algorithms.metric_builder import MetricBuilder
 from roll.algorithms.options import (
@@ -17,11 +19,13 @@ from roll.algorithms.options import (
     DROOptions,
     GMPOOptions,
     Kimi15Options,
+    M2POOptions,
     PPOOptions,
     SAPOOptions,
     TISOptions,
     TOPROptions,
     VanillaOptions,
+    VESPOOptions,
 )
 from roll.algorithms.policy_registry import register_policy_loss
 from roll.algorithms.ratios import level_log_ratio
@@ -95,11 +99,60 @@ def tis(inputs: LossInputs, options: TISOptions, metrics: MetricBuilder) -> Tens
 
 @register_policy_loss("cispo", options=CISPOOptions)
 def cispo(inputs: LossInputs, options: CISPOOptions, metrics: MetricBuilder) -> Tensor:
-    """-sg(clip(r, 1 - low, 1 + high)) A log pi; arXiv 2506.13585 eq. 4-5."""
+    """-sg(clip(r, 1 - low, 1 + high)) A log pi; arXiv 2506.13585 eq. 4-5.
+
+    With ``cispo_unified_mask``, eq. 6-7: -M sg(r) A log pi, M dropping what PPO's clip takes the gradient of.
+    """
     ratio = inputs.ratio
-    weight = ratio.clamp(1.0 - options.cispo_epsilon_low, 1.0 + options.cispo_epsilon_high)
+    low, high = 1.0 - options.cispo_epsilon_low, 1.0 + options.cispo_epsilon_high
+    if options.cispo_unified_mask:
+        dropped = torch.where(inputs.advantages > 0, ratio > high, (ratio < low) & (inputs.advantages < 0))
+        weight = ratio.masked_fill(dropped, 0.0)
+    else:
+        weight = ratio.clamp(low, high)
     _count_clipped(metrics, weight != ratio, inputs)
     return -weight * inputs.advantages * inputs.log_probs
+
+
+@register_policy_loss("m2po", options=M2POOptions)
+def m2po(inputs: LossInputs, options: M2POOptions, metrics: MetricBuilder) -> Tensor:
+    """-M r A: M drops the largest squared log-ratios until the mean of the others is in bounds; arXiv 2510.01161.
+
+    Only tokens whose update leads further away (A > 0 and r > 1, or A < 0 and r < 1) are bounded and dropped.  Which
+    tokens are, depends on the micro-batch that they stand in.
+    """
+    log_ratio = inputs.log_ratio.detach()
+    bounded = inputs.mask
+    if not options.m2po_all_tokens:
+        bounded = bounded & (inputs.advantages * log_ratio > 0)
+    moments, order = torch.where(bounded, log_ratio.double().square(), -1.0).flatten().sort()
+    rank = torch.arange(1, len(moments) + 1, device=moments.device)
+    outside = len(moments) - bounded.sum()
+    # Means over the smallest 1, 2, 3 ... of the bounded tokens: they grow, so the first that is too large ends it.
+    means = moments.clamp(min=0.0).cumsum(0) / (rank - outside).clamp(min=1)
+    dropped = torch.zeros_like(bounded).flatten()
+    dropped[order] = (rank > outside) & (means > options.m2po_threshold)
+    dropped = dropped.view_as(bounded)
+    _count_clipped(metrics, dropped, inputs)
+    second_moment = torch.where(bounded, log_ratio, 0.0).square().sum()
+    metrics.mean("actor/m2po_second_moment", second_moment, bounded.sum())
+    return -(inputs.log_ratio.exp() * inputs.advantages).masked_fill(dropped, 0.0)
+
+
+@register_policy_loss("vespo", options=VESPOOptions)
+def vespo(inputs: LossInputs, options: VESPOOptions, metrics: MetricBuilder) -> Tensor:
+    """-sg(phi(w)) A log pi, w the response's ratio, phi(w) = w^k exp(lambda (1 - w)) by the sign of A; 2602.10693.
+
+    A smooth weight with its largest value at w = k / lambda, where others clip.
+    """
+    log_weight = level_log_ratio(inputs.log_ratio.detach(), inputs.mask, "sequence")
+    log_weight = log_weight.clamp(math.log(1e-8), LOG_RATIO_BOUND)
+    positive = inputs.advantages >= 0
+    k = torch.where(positive, options.vespo_k_pos, options.vespo_k_neg)
+    decay = torch.where(positive, options.vespo_lambda_pos, options.vespo_lambda_neg)
+    phi = (k * log_weight + decay * (1.0 - log_weight.exp())).exp()
+    metrics.mean("actor/vespo_weight_mean", inputs.keep(phi).sum(), inputs.num_tokens)
+    return -phi * inputs.advantages * inputs.log_probs
 
 
 @register_policy_loss("topr", options=TOPROptions)

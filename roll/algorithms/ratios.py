@@ -35,15 +35,19 @@ def level_log_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
     """Log-ratio of the unit that each token belongs to: (B, L) -> (B, L).
 
     ``token``: its own; ``segment``: mean over its run; ``geometric`` or ``seq``: mean over its response (GSPO, arXiv
-    2507.18071 eq. 7); ``sequence``: sum over its response.  Raises ``ValueError`` for another level.
+    2507.18071 eq. 7); ``sequence``: sum over its response; ``max``: the largest of its response.  Raises ``ValueError``
+    for another level.
     """
     if level == "token":
         return log_ratio
+    if level == "max":
+        largest = log_ratio.masked_fill(~mask, -torch.inf).amax(-1, keepdim=True) if mask.shape[-1] else log_ratio
+        return torch.where(mask, largest, 0.0)
     if level == "segment":
         return segment_mean(log_ratio, mask)
     total = torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True)
     if level in ("geometric", "seq"):
         total = total / mask.sum(-1, keepdim=True).clamp(min=1)
     elif level != "sequence":
-        raise ValueError(f"unknown ratio level {level!r}; known: token, segment, geometric (seq), sequence")
+        raise ValueError(f"unknown ratio level {level!r}; known: token, segment, geometric (seq), sequence, max")
     return torch.where(mask, total, 0.0)

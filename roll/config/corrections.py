@@ -15,6 +15,7 @@ from roll.config.names import CORRECTION_PRESETS
 from roll.config.schema import SchemaReader, closest
 
 Level = Literal["token", "segment", "geometric", "sequence"]
+RuleLevel = Literal["token", "segment", "geometric", "sequence", "max"]
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,11 @@ class CorrectionConfig:
 class CorrectionRuleConfig:
     """An entry of the list form of ``train_infer_correction``."""
 
-    level: Level = "token"
+    level: RuleLevel = "token"
     """Level at which trainer and engine are compared."""
     action: Literal["truncate", "mask", "both"] = "truncate"
     """Weigh by the ratio, mask what lies outside the bounds, or both."""
-    metric: Literal["ratio", "log_diff", "prob_diff", "k1", "k3"] = "ratio"
+    metric: Literal["ratio", "log_diff", "prob_diff", "k1", "k2", "k3"] = "ratio"
     """What the bounds speak of."""
     low: float | None = None
     """Lower bound; null: none."""
@@ -87,6 +88,8 @@ def check_rule(rule: CorrectionRuleConfig, path: str, problems: Problems) -> Non
     """Keys of a rule against one another."""
     if rule.action != "mask" and rule.metric != "ratio":
         problems.add(f"{path}.metric", rule.metric, f"needs action: mask; {rule.action} weighs by the ratio", "ratio")
+    if rule.action != "mask" and rule.level == "max":
+        problems.add(f"{path}.level", rule.level, f"needs action: mask; {rule.action} has no weight there", "sequence")
     if rule.low is not None and rule.high is not None and rule.low > rule.high:
         problems.add(f"{path}.low", rule.low, f"must not be greater than high {rule.high:g}", rule.high)
 

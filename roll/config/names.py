@@ -16,6 +16,7 @@ ADV_ESTIMATORS = (
     "rloo",
     "opo",
     "gpg",
+    "maxrl",
     "pass@k",
     "pass_at_k",
     "remax",
@@ -34,6 +35,8 @@ PG_VARIANTS = (
     "gspo-token",
     "tis",
     "cispo",
+    "m2po",
+    "vespo",
     "topr",
     "raft++",
     "raft_plus_plus",
@@ -50,7 +53,7 @@ PG_VARIANTS = (
 )
 """Policy losses that run today, aliases included."""
 
-LEAVE_ONE_OUT_ESTIMATORS = ("rloo",)
+LEAVE_ONE_OUT_ESTIMATORS = ("rloo", "maxrl")
 """Estimators that compare the samples of a prompt with one another and so need two."""
 
 PASS_AT_K_ESTIMATORS = ("pass@k", "pass_at_k")
@@ -59,7 +62,21 @@ PASS_AT_K_ESTIMATORS = ("pass@k", "pass_at_k")
 GREEDY_BASELINE_ESTIMATORS = ("remax",)
 """Estimators that compare every sample with the greedy response to its prompt."""
 
-KL_PENALTIES = ("kl", "k1", "k2", "k3", "abs", "mse", "full")
+KL_PENALTIES = (
+    "kl",
+    "k1",
+    "k2",
+    "k3",
+    "abs",
+    "mse",
+    "low_var_kl",
+    "k1+",
+    "kl+",
+    "abs+",
+    "k3+",
+    "low_var_kl+",
+    "full",
+)
 LOSS_AGG_MODES = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 VALUE_LOSSES = ("mse", "huber")
 NORM_TYPES = ("batch", "group", "running")

@@ -20,6 +20,21 @@ class PolicyLossConfig:
     """``cispo``: weights are clipped at 1 - this from below."""
     cispo_epsilon_high: float = setting(0.1, ge=0)
     """``cispo``: weights are clipped at 1 + this from above."""
+    cispo_unified_mask: bool = False
+    """``cispo``: drop the tokens that PPO's clip would drop, and weigh the others by their ratio, instead of clipping
+    the weight."""
+    m2po_threshold: float = setting(0.04, gt=0)
+    """``m2po``: greatest mean squared log-ratio of the tokens that stay; those of the largest are dropped."""
+    m2po_all_tokens: bool = False
+    """``m2po``: bound and drop all tokens, not only those whose update leads further from the policy that sampled."""
+    vespo_k_pos: float = setting(2.0, ge=0)
+    """``vespo``: how fast weights below 1 fall, for positive advantages."""
+    vespo_lambda_pos: float = setting(3.0, ge=0)
+    """``vespo``: how fast weights above 1 fall, for positive advantages."""
+    vespo_k_neg: float = setting(3.0, ge=0)
+    """``vespo``: how fast weights below 1 fall, for negative advantages."""
+    vespo_lambda_neg: float = setting(2.0, ge=0)
+    """``vespo``: how fast weights above 1 fall, for negative advantages."""
     topr_positive_weight: float = setting(1.0, ge=0)
     """``topr``: weight of samples with positive reward."""
     topr_negative_weight: float = setting(1.0, ge=0)

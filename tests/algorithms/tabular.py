@@ -187,7 +187,21 @@ CORRECTIONS: dict[str, object] = {
     "sequence ratio without bound": [{"level": "sequence", "action": "truncate"}],
     **{f"`{name}`": name for name in CORRECTION_PRESETS},
 }
-VARIANTS = ("vanilla", "ppo", "gspo", "gspo_token", "cispo", "tis", "topr", "raft++", "kimi15", "sapo", "gmpo", "dppo")
+VARIANTS = (
+    "vanilla",
+    "ppo",
+    "gspo",
+    "gspo_token",
+    "cispo",
+    "tis",
+    "topr",
+    "raft++",
+    "kimi15",
+    "sapo",
+    "gmpo",
+    "dppo",
+    "vespo",
+)
 GROUP_ESTIMATORS: dict[str, tuple[str, tuple[str | None, str | None]]] = {
     "`reinforce`": ("reinforce", ("auto", "auto")),
     "`rloo`": ("rloo", ("auto", "auto")),

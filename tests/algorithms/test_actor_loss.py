@@ -18,8 +18,8 @@ from roll.protocol.metrics import merge_metrics, to_floats
 from tests.algorithms import reference
 from tests.algorithms.reference import Batch, batches, make_batch
 
-# clip_cov and kl_cov choose tokens by their rank within the micro-batch: a documented exception.
-SPLITTABLE = [name for name in POLICY_LOSS_NAMES if name not in ("clip_cov", "kl_cov")]
+# These choose tokens by their rank within the micro-batch: a documented exception.
+SPLITTABLE = [name for name in POLICY_LOSS_NAMES if name not in ("clip_cov", "kl_cov", "m2po")]
 EVERYTHING = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_loss_coef": 0.01, "rl_loss_coef": 0.5}
 
 

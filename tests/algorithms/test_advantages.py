@@ -74,6 +74,11 @@ def centred(i: int, group: list[int], rewards: list[float]) -> float:
     return rewards[i] - (reference.mean([rewards[j] for j in group]) if len(group) > 1 else 0.0)
 
 
+def maxrl(batch: Batch, i: int, group: list[int], rewards: list[float]) -> float:
+    centre = reference.mean([rewards[j] for j in group])
+    return (rewards[i] - centre) / centre if centre > 0 else 0.0
+
+
 def gpg(batch: Batch, i: int, group: list[int], rewards: list[float]) -> float:
     ids = batch.group_ids.tolist()
     with_signal = sum(
@@ -96,7 +101,7 @@ def pass_at_k(batch: Batch, i: int, group: list[int], rewards: list[float]) -> f
     return (reference.mean([value[s] for s in subsets if i in s]) - centre) / spread
 
 
-@pytest.mark.parametrize("formula", [rloo, remax, opo, gpg, pass_at_k], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("formula", [rloo, remax, opo, gpg, maxrl, pass_at_k], ids=lambda f: f.__name__)
 @settings(max_examples=25)
 @given(batch=batches)
 def test_group_estimators_equal_the_loop(formula, batch: Batch) -> None:

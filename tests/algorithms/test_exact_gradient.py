@@ -86,6 +86,19 @@ def test_ragged_lengths_bias_the_default_aggregation_only() -> None:
 
 
 @pytest.mark.parametrize("group_size", [2, 3])
+def test_maxrl_is_the_gradient_of_the_likelihood_cut_off_at_the_group(group_size: int) -> None:
+    """2602.02710 theorem 1 and its centred form: with success probability p and N samples the expected gradient is
+    (1 - (1-p)^N)/p grad p from the successes; the centring term vanishes but where a group has no success, which leaves
+    (1 - (1-p)^(N-1))/p grad p."""
+    policy = TabularPolicy(0, vocabulary=3, length=2)
+    policy.rewards = (policy.rewards > policy.rewards.median()).double()
+    probability = float((policy.log_probs().sum(-1).exp() * policy.rewards).sum())
+    assert 0.1 < probability < 0.9
+    factor = (1 - (1 - probability) ** (group_size - 1)) / probability
+    assert_close(expected_group_gradient(policy, "maxrl", group_size), factor * policy.exact_gradient(), **TOLERANCE)
+
+
+@pytest.mark.parametrize("group_size", [2, 3])
 def test_grpo_without_std_is_the_gradient_times_one_minus_one_over_n(group_size: int) -> None:
     """The mean contains the response itself, so 1/n of its own reward is subtracted; the direction is right."""
     small = TabularPolicy(0, vocabulary=3, length=2)

@@ -24,6 +24,10 @@ FORMULAS = {
     "mse": lambda d: d * d / 2,
     "abs": abs,
     "k3": lambda d: math.exp(-d) - 1 + d,
+    "low_var_kl": lambda d: math.exp(-d) - 1 + d,
+    "k1+": lambda d: d,
+    "abs+": abs,
+    "k3+": lambda d: math.exp(-d) - 1 + d,
 }
 
 
@@ -32,10 +36,22 @@ FORMULAS = {
 def test_estimators_equal_their_formulas(name: str, batch: Batch) -> None:
     result = kl_estimate(batch.log_probs, batch.ref_log_probs, KLOptions(name))
     expected = [
-        [min(FORMULAS[name](p - q), 10.0 if name == "k3" else math.inf) for p, q in zip(ps, qs, strict=True)]
+        [
+            min(FORMULAS[name](p - q), 10.0 if name in ("k3", "low_var_kl", "k3+") else math.inf)
+            for p, q in zip(ps, qs, strict=True)
+        ]
         for ps, qs in zip(batch.log_probs.tolist(), batch.ref_log_probs.tolist(), strict=True)
     ]
     assert_close(result, torch.tensor(expected, dtype=torch.float64).view_as(result), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["k1+", "abs+", "k3+", "low_var_kl+"])
+@given(batch=batches)
+def test_straight_through_estimators_have_the_gradient_of_k2(name: str, batch: Batch) -> None:
+    log_probs = batch.log_probs.clone().requires_grad_()
+    estimate = kl_estimate(log_probs, batch.ref_log_probs, KLOptions(name))
+    (gradient,) = torch.autograd.grad(estimate.sum(), log_probs)
+    assert_close(gradient, batch.log_probs - batch.ref_log_probs)
 
 
 @given(seed=st.integers(0, 2**31))

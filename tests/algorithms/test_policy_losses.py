@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from torch.testing import assert_close
 
-from roll.algorithms.actor_loss import POLICY_LOSS_NAMES, actor_loss_options
+from roll.algorithms.actor_loss import POLICY_LOSS_NAMES, actor_loss, actor_loss_options
+from roll.algorithms.aggregation import denominators_from, denominators_of
 from roll.algorithms.covariance_losses import token_covariance
 from roll.algorithms.loss_types import LossInputs
 from roll.algorithms.metric_builder import MetricBuilder
@@ -73,6 +74,20 @@ def dppo_weight(row: Row, t: int, divergence: str, threshold: float) -> float:
     return 0.0 if away and distance > threshold else min(r, 20.0)
 
 
+def unified_cispo_weight(r: float, a: float) -> float:
+    """2506.13585 eq. 7 with low 0.2 and high 0.3."""
+    if (a > 0 and r > 1.3) or (a < 0 and r < 0.8):
+        return 0.0
+    return r
+
+
+def vespo_weight(row: Row, a: float, positive: tuple[float, float], negative: tuple[float, float]) -> float:
+    """phi(w) = w^k exp(lambda (1 - w)), w the product of the response's ratios."""
+    k, decay = positive if a >= 0 else negative
+    w = math.exp(sum(row.log_ratio))
+    return w**k * math.exp(decay * (1 - w))
+
+
 FORMULAS: list[tuple[str, dict[str, object], Callable[[Row, int], float]]] = [
     ("ppo", {}, lambda row, t: surrogate(row.ratio[t], row.advantage[t])),
     (
@@ -95,6 +110,21 @@ FORMULAS: list[tuple[str, dict[str, object], Callable[[Row, int], float]]] = [
         "cispo",
         {"cispo_epsilon_low": 1.0, "cispo_epsilon_high": 0.3},
         lambda row, t: -clip(row.ratio[t], 0.0, 1.3) * row.advantage[t] * row.logp[t],
+    ),
+    (
+        "cispo",
+        {"cispo_epsilon_low": 0.2, "cispo_epsilon_high": 0.3, "cispo_unified_mask": True},
+        lambda row, t: -unified_cispo_weight(row.ratio[t], row.advantage[t]) * row.advantage[t] * row.logp[t],
+    ),
+    (
+        "vespo",
+        {},
+        lambda row, t: -vespo_weight(row, row.advantage[t], (2.0, 3.0), (3.0, 2.0)) * row.advantage[t] * row.logp[t],
+    ),
+    (
+        "vespo",
+        {"vespo_k_pos": 1.0, "vespo_lambda_pos": 0.5, "vespo_k_neg": 0.0, "vespo_lambda_neg": 4.0},
+        lambda row, t: -vespo_weight(row, row.advantage[t], (1.0, 0.5), (0.0, 4.0)) * row.advantage[t] * row.logp[t],
     ),
     (
         "topr",
@@ -149,11 +179,12 @@ def test_value_equals_the_formula(
 
 
 def test_every_variant_has_a_formula() -> None:
-    assert {name for name, _, _ in FORMULAS} | {"clip_cov", "kl_cov"} == set(POLICY_LOSS_NAMES)
+    # Those that choose tokens over a whole micro-batch have tests of their own.
+    assert {name for name, _, _ in FORMULAS} | {"clip_cov", "kl_cov", "m2po"} == set(POLICY_LOSS_NAMES)
 
 
 # Their weights or values stand apart from what the gradient flows through.
-STOPS_GRADIENT = {"tis", "cispo", "topr", "gspo_token", "dppo", "clip_cov"}
+STOPS_GRADIENT = {"tis", "cispo", "topr", "gspo_token", "dppo", "clip_cov", "vespo"}
 
 
 @pytest.mark.parametrize("variant", sorted(set(POLICY_LOSS_NAMES) - STOPS_GRADIENT))
@@ -168,7 +199,7 @@ def test_gradient_is_that_of_the_value(variant: str, settings: dict[str, object]
     assert torch.autograd.gradcheck(masked, log_probs)
 
 
-@pytest.mark.parametrize("variant", ["tis", "cispo", "topr", "dppo", "vanilla"])
+@pytest.mark.parametrize("variant", ["tis", "cispo", "topr", "dppo", "vanilla", "vespo"])
 def test_weighted_log_prob_losses_have_the_weight_as_gradient(variant: str) -> None:
     batch = make_batch(12, 4, 6)
     log_probs = batch.log_probs.clone().requires_grad_()
@@ -196,6 +227,50 @@ def test_dro_uses_the_reference_where_there_is_one() -> None:
     with_reference = per_token("dro", inputs_of(batch, ref_log_probs=batch.ref_log_probs))
     as_old = per_token("dro", inputs_of(batch, old_log_probs=batch.ref_log_probs))
     assert_close(with_reference, as_old)
+
+
+@pytest.mark.parametrize("all_tokens", [False, True])
+@pytest.mark.parametrize("threshold", [1e-6, 0.02, 0.04, 0.1, 10.0])
+@given(batch=batches)
+def test_m2po_drops_the_largest_until_the_mean_of_the_rest_is_in_bounds(
+    all_tokens: bool, threshold: float, batch: Batch
+) -> None:
+    """One token after the other, as the paper says it."""
+    rows = [Row(batch, i) for i in range(len(batch.mask))]
+    stays = {
+        (i, t): row.log_ratio[position] ** 2
+        for i, row in enumerate(rows)
+        for position, t in enumerate(row.kept)
+        if all_tokens or row.advantage[position] * row.log_ratio[position] > 0
+    }
+    bounded = set(stays)
+    while stays and mean(list(stays.values())) > threshold:
+        stays.pop(max(stays, key=stays.__getitem__))
+    log_probs = batch.log_probs.clone().requires_grad_()
+    inputs = inputs_of(batch, log_probs=log_probs)
+    loss = per_token("m2po", inputs, m2po_threshold=threshold, m2po_all_tokens=all_tokens)
+    (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
+    for i, row in enumerate(rows):
+        for position, t in enumerate(row.kept):
+            dropped = (i, t) in bounded and (i, t) not in stays
+            expected = 0.0 if dropped else -row.ratio[position] * row.advantage[position]
+            assert_close(float(loss[i, t]), expected, rtol=1e-9, atol=1e-12)
+            assert_close(float(gradient[i, t]), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_luspo_is_gspo_summed_over_tokens() -> None:
+    """arXiv 2602.05261: each response's loss is multiplied by its length."""
+    batch = make_batch(8, 7, 9)
+    advantages = torch.where(batch.mask, batch.response_rewards.unsqueeze(-1) - 0.5, 0.0)
+    inputs = inputs_of(batch, advantages=advantages)
+    settings = {"pg_variant": "gspo", "pg_clip": 0.05, "loss_agg_mode": "seq-mean-token-sum"}
+    rows = [Row(batch, i) for i in range(len(batch.mask)) if bool(batch.mask[i].any())]
+    chosen = [float(batch.response_rewards[i]) - 0.5 for i in range(len(batch.mask)) if bool(batch.mask[i].any())]
+    expected = mean(
+        [len(r.kept) * surrogate(r.sequence_ratio, a, 0.05, 0.05) for r, a in zip(rows, chosen, strict=True)]
+    )
+    denominators = denominators_from(denominators_of(batch.mask))
+    assert_close(float(actor_loss(inputs, actor_loss_options(settings), denominators).loss), expected)
 
 
 def test_clip_cov_takes_the_gradient_from_tokens_of_high_covariance() -> None:

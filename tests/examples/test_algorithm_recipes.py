@@ -35,6 +35,14 @@ EXPECTED: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {
     "gspo": (("grpo", GROUP, "gspo", MEAN, 2), {"clip_low": 3e-4, "clip_high": 4e-4}, {}),
     "gspo_token": (("grpo", GROUP, "gspo_token", MEAN, 2), {"clip_low": 3e-4, "clip_high": 4e-4}, {}),
     "cispo": (("grpo", GROUP, "cispo", TOKEN, 2), {"cispo_epsilon_low": 1.0, "cispo_epsilon_high": 2.0}, {}),
+    "m2po": (("grpo", GROUP, "m2po", TOKEN, 2), {"m2po_threshold": 0.04, "m2po_all_tokens": False}, {}),
+    "vespo": (
+        ("grpo", GROUP, "vespo", TOKEN, 2),
+        {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0},
+        {},
+    ),
+    "maxrl": (("maxrl", RAW, "ppo", TOKEN, 2), {}, {"num_return_sequences_in_group": 8}),
+    "luspo": (("grpo", GROUP, "gspo", "seq-mean-token-sum", 2), {"clip_low": 3e-4, "clip_high": 4e-4}, {}),
     "sapo": (("grpo", GROUP, "sapo", MEAN, 2), {"sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05}, {}),
     "gmpo": (("grpo", GROUP, "gmpo", MEAN, 2), {"gmpo_clip_low": 0.4, "gmpo_clip_high": 0.4}, {}),
     "topr": (
