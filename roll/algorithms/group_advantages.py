@@ -39,7 +39,10 @@ def remax(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, T
 
     Without a divergence in the reward this is one number for all tokens of a response.
     """
-    returns = discounted_returns(inputs.token_level_rewards, inputs.mask, 1.0).float()
+    if inputs.rewards.dim() == 1:
+        returns = inputs.spread(inputs.response_rewards)
+    else:
+        returns = discounted_returns(inputs.rewards, inputs.mask, 1.0).float()
     return returns - inputs.spread(inputs.require("baseline_rewards", "remax")), returns
 
 

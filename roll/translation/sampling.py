@@ -24,6 +24,9 @@ def put_bypass(draft: Draft) -> None:
         draft.written.add("loss")
     else:
         draft.put("force_disable_old_logprobs_recompute", True, "bypass", "bypass_loss")
+        if draft.get("prompts") == draft.get("mini.actor") and draft.get("passes", default=1) == 1:
+            rule = "takes the ratio to the engine in the only update of a batch too, here there is none in such a run"
+            draft.refuse("bypass", f"{rule}: take smaller mini-batches, or rollout_is without bypass_mode", False)
 
 
 def put_correction(draft: Draft) -> None:
@@ -49,7 +52,7 @@ def verl_rules(draft: Draft) -> list[dict[str, Any]]:
         draft.without_effect("without rollout_is there are no weights", "is_bound")
         return []
     if bypass and draft.value_of("bypass_loss") != "reinforce":
-        draft.without_effect("ppo_clip in bypass_mode has no weights beside its ratio", "is_level", "is_bound")
+        draft.without_effect("ppo_clip in bypass_mode has its ratio and no weights", "is_level", "is_bound")
         return []
     low, high = bounds(draft.value_of("is_bound"))
     band = {"action": "truncate", "high": high} if low is None else {"action": "both", "low": low, "high": high}
@@ -91,7 +94,7 @@ def sequence_rules(draft: Draft, metric: Any) -> list[dict[str, Any]]:
 
 
 def token_rules(draft: Draft, level: Any, metric: Any) -> list[dict[str, Any]]:
-    """Tokens by their own ratio; there only beside another correction."""
+    """Tokens by their own ratio; there only together with another correction."""
     given = {side: bound for side in ("low", "high") if (bound := draft.get(f"token_mask_{side}")) is not None}
     facts = tuple(f"token_mask_{side}" for side in given)
     if not given:

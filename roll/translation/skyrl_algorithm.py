@@ -260,7 +260,7 @@ def _sampling() -> tuple[Rule, ...]:
                 ours,
                 f"token_mask_{side}",
                 lambda value: None if value is None else number(value),
-                "beside `tis_ratio_type: token`",
+                "together with `tis_ratio_type: token`",
             )
             for side in ("low", "high")
         ),

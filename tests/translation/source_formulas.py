@@ -1,14 +1,15 @@
 """Losses of SkyRL and verl, written down from their definitions: plain loops in float64, with their own defaults.
 
 Columns are (B, R): responses side by side, right-padded, ``mask`` 1.0 on their tokens. verl: ``core_algos.py``,
-``rollout_corr_helper.py``, ``actor.yaml``, ``algorithm.yaml``. SkyRL: ``ppo_utils.py``, ``off_policy_correction_utils.py``
-and the configurations of both packages. Settings are their keys without the common beginning.
+``rollout_corr_helper.py``, ``actor.yaml``, ``algorithm.yaml``. SkyRL: ``ppo_utils.py`` and
+``off_policy_correction_utils.py``, with the configurations of both packages. Settings are their keys without the common
+beginning.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -217,6 +218,9 @@ def verl_actor(batch: Responses, settings: Settings) -> Tensor:
     low, high = get("actor.clip_ratio_low", 0.2), get("actor.clip_ratio_high", 0.2)
     bound = get("actor.clip_ratio_c", 3.0)
     name = get("actor.policy_loss.loss_mode", "vanilla")
+    if get("algorithm.rollout_correction.bypass_mode", False):
+        batch = replace(batch, old=batch.rollout)
+        name = {"ppo_clip": "vanilla", "reinforce": "gpg"}[get("algorithm.rollout_correction.loss_type", "ppo_clip")]
     losses: dict[str, Callable[[], Tensor]] = {
         "vanilla": lambda: dual_clipped(ratio_of(batch), advantages, low, high, bound),
         "gspo": lambda: gspo(batch, advantages, low, high),
@@ -274,9 +278,13 @@ def verl_weights(batch: Responses, settings: Settings) -> Tensor:
         level = "token"
     else:
         threshold = get("algorithm.rollout_correction.rollout_is_threshold", 2.0)
+    trainer = batch.old
+    if get("algorithm.rollout_correction.bypass_mode", False):
+        trainer = batch.log_probs.detach()
+        level = level if get("algorithm.rollout_correction.loss_type") == "reinforce" else None
     if level is None:
         return torch.ones_like(batch.mask)
-    log_ratio = batch.old - batch.rollout
+    log_ratio = trainer - batch.rollout
     if level == "sequence":
         log_ratio = (log_ratio * batch.mask).sum(-1, keepdim=True).expand_as(batch.mask)
     weights = log_ratio.clamp(-20, 20).exp()

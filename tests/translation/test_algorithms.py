@@ -1,12 +1,14 @@
 """Every translated algorithm has the loss and the gradient of the project that it comes from.
 
-The project's formula (:mod:`tests.translation.source_formulas`) and the translated configuration, run through the scoring
-and the losses of a run, on one batch: ragged responses, groups of several sizes, tokens on either side of every bound.
+The project's formula (:mod:`tests.translation.source_formulas`) and the translated configuration, run through the
+scoring and the losses of a run, on one batch: ragged responses, groups of several sizes, tokens on either side of every
+bound.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,19 +17,21 @@ from torch import Tensor
 
 from roll.algorithms.actor_loss import actor_loss_options
 from roll.algorithms.aggregation import denominators_from, denominators_of
-from roll.config.errors import ConfigError
-from roll.config.loader import LoadedConfig
+from roll.config.compose import Composed
+from roll.config.errors import ConfigError, Problems
+from roll.config.loader import LoadedConfig, load_composed
 from roll.config.planning import actor_keys
+from roll.config.sources import SourceFile
 from roll.pipelines.rlvr.scoring import Scoring
 from roll.protocol import DataProto
 from roll.rollout.batch import build_batch
 from roll.strategies.base import Output
 from roll.translation.engine import Translation
-from roll.translation.writing import load
+from roll.translation.writing import tree
 from roll.workers.actor import policy_update_loss
 from roll.workers.critic import value_update_loss
 from tests.rollout.helpers import make_group
-from tests.translation.conftest import QUICKSTART, Translate
+from tests.translation.conftest import Translate
 from tests.translation.source_formulas import (
     Responses,
     covariance,
@@ -83,7 +87,7 @@ def make_responses() -> Responses:
         old=old,
         rollout=(old + column(0.3)).clamp(max=-0.01) * mask,
         reference=(log_probs.detach() + column(0.7)).clamp(max=-0.01) * mask,
-        values=column(1.0),
+        values=(column(1.0) * 64).round() / 64,  # the same in float32
         greedy_scores=torch.tensor([0.5, 1.0, 0.0], dtype=torch.float64).repeat_interleave(4),
         prompt_length=PROMPT,
         response_length=LONGEST,
@@ -119,7 +123,7 @@ class OurSide:
         there, tensors = self._responses, self.batch.batch
         tensors["rollout_log_probs"] = self.spread(there.rollout)
         tensors["old_log_probs"] = self.spread(there.rollout if self.plan.engine_log_probs_as_old else there.old)
-        tensors["ref_log_probs"], tensors["values"] = self.spread(there.reference), self.spread(there.values)
+        tensors["ref_log_probs"], tensors["values"] = self.spread(there.reference), self.spread(there.values).float()
         if self.plan.needs_greedy_baseline:
             tensors["baseline_scores"] = there.greedy_scores.float()
             tensors["baseline_lengths"] = torch.ones(len(there.scores), dtype=torch.int64)
@@ -156,9 +160,11 @@ def command(base: str, settings: Settings) -> str:
 
 
 def translate_whole(translated: Translate, text: str) -> tuple[Translation, LoadedConfig[Any]]:
+    """As :func:`roll.translation.writing.load`, without the file in between, which takes ten times as long."""
     translation = translated(text)
     assert translation.whole
-    return translation, load(translation, QUICKSTART)
+    composed = Composed(tree(translation), SourceFile(Path("translated.yaml")))
+    return translation, load_composed(None, composed, Problems(), check_files=False)
 
 
 def assert_equal(ours: Tensor, theirs: Tensor, leaf: Tensor) -> None:
@@ -258,6 +264,8 @@ IN_THE_LOSS: list[Settings] = [
     *(GRPO | IN_LOSS | {"actor.kl_loss_type": kind, "actor.kl_loss_coef": 0.3} for kind in ("kl", "mse", "abs", "k3")),
 ]
 IS, BOUND = "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_is_threshold"
+BYPASS: Settings = {"algorithm.rollout_correction.bypass_mode": True}
+LOSS_TYPE = "algorithm.rollout_correction.loss_type"
 CORRECTIONS: list[Settings] = [
     GRPO | {IS: "token"},
     GRPO | {IS: "sequence", BOUND: 1.1},
@@ -265,6 +273,9 @@ CORRECTIONS: list[Settings] = [
     GRPO | {IS: "sequence", BOUND: "0.5_1.5", "actor.policy_loss.loss_mode": "cispo"},
     GRPO | {"actor.tis_imp_ratio_cap": 1.1},
     GRPO | {IS: None, BOUND: 3.0},
+    GRPO | BYPASS,
+    GRPO | BYPASS | {IS: "token", BOUND: 1.2},
+    *(GRPO | BYPASS | {LOSS_TYPE: "reinforce", IS: level, BOUND: 1.2} for level in (None, "token", "sequence")),
 ]
 OVERLONG: list[Settings] = [
     GRPO | {"manager": "dapo", "overlong.enable": True, "overlong.len": 6, "overlong.penalty_factor": 0.5},
@@ -400,7 +411,9 @@ def test_scores_of_minus_one_and_one(translated: Translate) -> None:
     here, there = replace(RESPONSES, scores=right_or_wrong), replace(RESPONSES, scores=2 * right_or_wrong - 1)
     ours, theirs = OurSide(loaded, here).actor_loss(), verl_actor(there, settings)
     # The 1e-6 that is added to a spread counts twice as much in scores half as far apart.
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
+    gradients = [torch.autograd.grad(loss, RESPONSES.log_probs)[0] for loss in (ours, theirs)]
+    assert float((gradients[0] - gradients[1]).abs().max()) < 1e-5 * float(gradients[1].abs().max())
 
 
 REFUSED: list[tuple[str, Settings, str]] = [
@@ -427,6 +440,8 @@ REFUSED: list[tuple[str, Settings, str]] = [
     (VERL, GRPO | {IS: "token", "algorithm.rollout_correction.rollout_is_batch_normalize": True}, "mean of 1"),
     (VERL, {"actor.loss_agg_mode": MODES[3], "actor.loss_scale_factor": 30}, "counts for the actor alone"),
     (VERL, {"critic.ppo_epochs": 2}, "one number of passes"),
+    (VERL, GRPO | BYPASS | {"actor.policy_loss.loss_mode": "gspo"}, "is replaced by rollout_correction.loss_type"),
+    (VERL, GRPO | BYPASS | {"actor.ppo_mini_batch_size": 8}, "the only update of a batch"),
     (VERL, GRPO | {"algorithm.use_pf_ppo": True}, "PF-PPO"),
     (VERL, GRPO | {"overlong.enable": True, "overlong.len": 4}, "reward_manager dapo only"),
     (SKYRL, {"use_kl_in_reward": True}, "compares the rewards of a group"),
@@ -450,3 +465,67 @@ def test_what_cannot_be_kept_is_refused(base: str, settings: Settings, message: 
     with pytest.raises(ConfigError) as error:
         translated(command(base, settings))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=cispo",
+            {"pg_variant": "cispo", "cispo_epsilon_low": 0.2, "cispo_epsilon_high": 0.2},
+        ),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov",
+            {"pg_variant": "kl_cov", "kl_cov_ratio": 0.0002, "kl_cov_coef": 0.1},
+        ),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=sapo",
+            {
+                "pg_variant": "sapo",
+                "sapo_tau_pos": 1.0,
+                "sapo_tau_neg": 1.05,
+                "loss_agg_mode": "seq-mean-token-mean",
+            },
+        ),
+        (
+            "bash x.sh trainer.algorithm.policy_loss_type=dual_clip trainer.algorithm.clip_ratio_c=4",
+            {
+                "pg_variant": "ppo",
+                "use_pg_clip_range": True,
+                "pg_clip_low": 0.2,
+                "pg_clip_high": 0.2,
+                "dual_clip_loss": True,
+                "dual_clip_coef": 4.0,
+            },
+        ),
+        (
+            "algorithm.adv_estimator=rloo algorithm.gamma=0.9",
+            {
+                "adv_estimator": "rloo",
+                "whiten_advantages": False,
+                "norm_std_type": "auto",
+                "norm_mean_type": "auto",
+                "gamma": 1.0,
+            },
+        ),
+        ("actor_rollout_ref.actor.entropy_coeff=0.01", {"entropy_loss_coef": 0.01}),
+        ("actor_rollout_ref.actor.loss_agg_mode=token-mean", {"loss_agg_mode": "token-mean"}),
+        (
+            "algorithm.filter_groups.enable=true algorithm.filter_groups.metric=acc",
+            {"rewards.gsm8k_rule.query_filter_config.type": "std_filter"},
+        ),
+        (
+            "trainer.algorithm.dynamic_sampling.type=filter",
+            {"rewards.gsm8k_rule.query_filter_config.type": "std_filter"},
+        ),
+        (
+            "generator.apply_overlong_filtering=true trainer.algorithm.loss_reduction=token_mean "
+            "trainer.algorithm.use_kl_loss=false",
+            {"max_len_mask": True, "loss_agg_mode": "token-mean", "use_kl_loss": False},
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_change_brings_along_what_belongs_to_it(text: str, expected: dict[str, Any], translated: Translate) -> None:
+    """A loss has the options and defaults of its project; the rest of the recipe stays."""
+    assert translated(text).keys == expected
