@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -11,7 +12,7 @@ from roll.translation.draft import Draft
 from roll.translation.judging import put_reward
 from roll.translation.models import put_models
 from roll.translation.placement import device_count, put_devices, put_run_ahead
-from roll.translation.rules import OPTIONS
+from roll.translation.rules import OPTIONS, Dialect
 from roll.translation.sampling import put_sampling
 
 CUTTING = ("tensor", "pipeline", "context")
@@ -34,29 +35,10 @@ def find_roles(draft: Draft) -> None:
         draft.roles = (draft.roles | {"reference"}) if used else (draft.roles - {"reference"})
 
 
-def assemble(draft: Draft) -> None:
+def assemble(draft: Draft, dialect: Dialect) -> None:
     """Set every key that follows from several facts."""
-    for step in (
-        put_strategies,
-        put_host_memory,
-        put_switches,
-        put_engine,
-        put_devices,
-        put_run_ahead,
-        put_batches,
-        put_forward_batches,
-        put_token_budgets,
-        put_optimizers,
-        put_algorithm,
-        put_models,
-        put_steps,
-        put_data,
-        put_stops,
-        put_reward,
-        put_sampling,
-        put_tracking,
-    ):
-        step(draft)
+    for step in dialect.steps or STEPS:
+        (dialect.algorithm or step if step is put_algorithm else step)(draft)
 
 
 def strategy_of(draft: Draft, role: str) -> str:
@@ -273,3 +255,26 @@ def put_tracking(draft: Draft) -> None:
         draft.put("resume_from_checkpoint", draft.facts["resume_path"], "resume_path")
     elif draft.states("resume") and resume is not None:
         draft.put("resume_from_checkpoint", resume, "resume")
+
+
+STEPS: tuple[Callable[[Draft], None], ...] = (
+    put_strategies,
+    put_host_memory,
+    put_switches,
+    put_engine,
+    put_devices,
+    put_run_ahead,
+    put_batches,
+    put_forward_batches,
+    put_token_budgets,
+    put_optimizers,
+    put_algorithm,
+    put_models,
+    put_steps,
+    put_data,
+    put_stops,
+    put_reward,
+    put_sampling,
+    put_tracking,
+)
+"""What an RLVR run has, in order."""

@@ -12,7 +12,7 @@ REWARD, ROLE = "rewards.reward_model", "reward_model"
 
 def put_reward(draft: Draft) -> None:
     """The reward of a whole run: named by its environment, or told by the files' names."""
-    if put_reward_model(draft) or put_function(draft):
+    if draft.facts.get("rewards_set") or put_reward_model(draft) or put_function(draft):
         return
     files = [str(name) for name in draft.get("train_files", default=[])]
     reward = draft.get("reward") or ("gsm8k_rule" if files and all(GSM8K in name.lower() for name in files) else None)

@@ -28,6 +28,8 @@ TRAINING = re.compile(
     r"|examples(?:\.[\w-]+)*\.main\w*"
 )
 """Modules that train; paths of scripts are read as modules."""
+FLAGGED = re.compile(r"^(?:.*\.)?trl\.|^(?:.*\.)?openrlhf\.cli\.|(?:^|\.)scripts\.(?:grpo|sft)$")
+"""TRL's and OpenRLHF's."""
 OF_DATA = re.compile(r"data(?:set)?|preprocess|prepare|download|merge|convert", re.IGNORECASE)
 
 
@@ -48,11 +50,16 @@ class Launch:
         return self.program if self.is_module else ".".join(PurePath(self.program).with_suffix("").parts).strip(".")
 
     @property
+    def takes_flags(self) -> bool:
+        """True for programs that read ``--name value``."""
+        return FLAGGED.search(self.module) is not None
+
+    @property
     def trains(self) -> bool:
         """True for the modules of the projects that are known, and for scripts that take ``key=value`` words."""
         if OF_DATA.search(self.module.rpartition(".")[2]):
             return False
-        if TRAINING.search(self.module):
+        if TRAINING.search(self.module) or self.takes_flags:
             return True
         return any(re.match(r"[+~]{0,2}(?:trainer|actor_rollout_ref|algorithm|data|generator)\.[\w.]+=", word) for word in self.arguments)
 

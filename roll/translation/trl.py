@@ -343,7 +343,7 @@ TRL_GRPO = Dialect(
     (GRPO_RUN, GRPO),
     GRPO_DEFAULTS,
     "model_name_or_path",
-    ((r"(?:.*\.)?(?:trl\.(?:scripts\.)?grpo|scripts\.grpo)", {}),),
+    programs=((r"(?:.*\.)?(?:trl\.(?:scripts\.)?grpo|scripts\.grpo)", {}),),
     prepare=prepare,
     algorithm=put_trl_algorithm,
 )
@@ -353,7 +353,7 @@ TRL_SFT = Dialect(
     (SFT,),
     (("learning_rate", 2e-5), *COMMON_DEFAULTS, ("max_length", 1024)),
     "model_name_or_path",
-    ((r"(?:.*\.)?(?:trl\.(?:scripts\.)?sft|scripts\.sft)", {}),),
+    programs=((r"(?:.*\.)?(?:trl\.(?:scripts\.)?sft|scripts\.sft)", {}),),
     prepare=prepare,
     steps=(put_sft,),
     pipeline="sft",

@@ -144,11 +144,6 @@ REWARDS = Section(
             note="programs are run by `code_sandbox`",
             value=refused(REWARD_SERVICE, None),
         ),
-        Rule(
-            "reward_model.reward_manager reward.reward_manager.name",
-            note="how verl walks through rows; the score of a row is the same",
-            value=one_of({name: name for name in ("naive", "dapo", "prime", "batch", None)}),
-        ),
         Rule("reward_model.sandbox_fusion.* reward.sandbox_fusion.*", note="goes with the service's address"),
     ),
 )
