@@ -218,7 +218,9 @@ def put_data(draft: Draft) -> None:
     for fact, section in (("train_files", "actor_train"), ("val_files", "validation")):
         if draft.states(fact):
             draft.put(f"{section}.data_args.file_name", [file_or_folder(name) for name in draft.facts[fact]], fact)
-    if draft.states("train_files", "prompt_key"):
+    if draft.get("text_key") is not None:
+        draft.put("actor_train.data_args.prompt", str(draft.facts["text_key"]), "text_key")
+    elif draft.states("train_files", "prompt_key"):
         column = draft.get("prompt_key", default="prompt")
         draft.put("actor_train.data_args.messages", column, "train_files", "prompt_key")
     for fact, key in (("seed", "seed"), ("val_batch", "val_batch_size")):

@@ -55,6 +55,12 @@ class Launch:
         return FLAGGED.search(self.module) is not None
 
     @property
+    def is_foreign(self) -> bool:
+        """True for a program that is not known and reads ``--name value``."""
+        flags = any(re.match(r"--[a-z]", word) and not word.startswith("--config-") for word in self.arguments)
+        return flags and not self.trains and not OF_DATA.search(self.module.rpartition(".")[2])
+
+    @property
     def trains(self) -> bool:
         """True for the modules of the projects that are known, and for scripts that take ``key=value`` words."""
         if OF_DATA.search(self.module.rpartition(".")[2]):

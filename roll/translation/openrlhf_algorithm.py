@@ -21,7 +21,7 @@ def prepare(draft: Draft) -> None:
     """Facts that the common arithmetic reads."""
     state(draft, "strategy", "deepspeed")
     samples = int(draft.get("samples", default=1))
-    mini = Fraction(int(draft.get("train_samples", default=128)), samples)
+    mini = Fraction(int(draft.get("mini.actor", default=128)), samples)
     for role in ("actor", "critic"):
         state(draft, f"mini.{role}", mini)
     in_loss, coef = bool(draft.get("in_loss")), float(draft.get("kl_coef", default=0.01))
@@ -43,10 +43,12 @@ def prepare(draft: Draft) -> None:
 
 
 def put_data_names(draft: Draft) -> None:
-    if draft.get("hub") is not None:
-        state(draft, "train_files", [data_name(draft, str(draft.facts["hub"]), "train_split", "train")])
-    if draft.get("eval_hub") is not None:
-        state(draft, "val_files", [data_name(draft, str(draft.facts["eval_hub"]), "eval_split", "train")])
+    for fact, split in (("train_files", "train_split"), ("val_files", "eval_split")):
+        if draft.get(fact) is not None:
+            state(draft, fact, [data_name(draft, str(draft.facts[fact]), split, "train")])
+    template = "native" if draft.get("templated") else "raw"
+    draft.put("actor_train.data_args.template", template, "templated")
+    draft.put("actor_infer.generating_args.top_k", -1)
 
 
 def put_openrlhf_algorithm(draft: Draft) -> None:
@@ -125,7 +127,9 @@ def put_loss(draft: Draft) -> None:
     if entropy and gspo:
         draft.put("entropy_loss_agg_mode", "token-mean", "entropy")
     draft.remark(["policy"], LOCAL_MEAN)
-    if draft.get("corrects"):
+    if draft.get("corrects") and gspo:
+        draft.refuse("corrects", "with gspo takes the ratio against the engine there: leave one of the two out", False)
+    elif draft.get("corrects"):
         cap = float(draft.get("is_cap", default=2.0))
         draft.put("train_infer_correction", [{"level": "token", "action": "truncate", "high": cap}], "corrects", "is_cap")
     else:
@@ -153,8 +157,6 @@ def put_rewards(draft: Draft) -> None:
         if list(draft.get("filter_range", default=[0, 1])) != [0, 1]:
             draft.refuse("filter_range", "must be 0 and 1: groups whose scores are all the same are replaced", [0, 1])
         draft.put("rewards.reward_model.query_filter_config.type", "std_filter", "filtering")
-    prompt = draft.get("input_key", default="input")
-    draft.put("actor_train.data_args.prompt", str(prompt), "input_key")
 
 
 def put_deepspeed(draft: Draft) -> None:

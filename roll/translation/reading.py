@@ -17,6 +17,7 @@ from roll.translation.recording import Command, Recording
 from roll.translation.shell import Variables, commands
 
 COMMAND = "(command)"
+FOREIGN = "is a program of its own: what it trains is in its code, not in its arguments"
 CONFIG_NAME = "--config-name"
 ASSIGNMENT = re.compile(r"([A-Z_][A-Z0-9_]*)=(.*)", re.DOTALL)
 SCRIPT_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -73,6 +74,9 @@ def read_text(text: str) -> Source:
                 launches += 1
                 source.launcher, source.from_module, source.options = launch.module, True, dict(launch.options)
                 mistakes += _read_flags(list(launch.arguments), source)
+                continue
+            if launch is not None and launch.is_foreign:
+                mistakes.append(Problem(COMMAND, launch.program, FOREIGN))
                 continue
             kind = _launcher_of(words, source)
             if kind in ("run", "keys"):
@@ -150,7 +154,7 @@ def _no_run(recording: Recording, launches: Sequence[tuple[Command, Launch]]) ->
     """Why a script has nothing to translate."""
     if launches:
         started = ", ".join(dict.fromkeys(launch.program for _, launch in launches))
-        return f"starts {started}, and none of it is a training program that is known"
+        return f"starts {started}, and none of it is a training program that is known: what others train is in their code"
     last = [line for line in recording.output.splitlines() if not line.startswith("+")][-3:]
     said = f"; it printed: {' / '.join(last)}" if last else ""
     rule = f"starts no training program (exit status {recording.status}){said}"

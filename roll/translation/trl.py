@@ -93,7 +93,7 @@ def _model(role: str, *others: str) -> tuple[Rule, ...]:
             "per_device_train_batch_size",
             (f"{arguments}.per_device_train_batch_size",),
             value=whole,
-            fact="per_device",
+            fact="micro.actor",
             computed=True,
         ),
         Rule(
@@ -101,7 +101,7 @@ def _model(role: str, *others: str) -> tuple[Rule, ...]:
             (f"{arguments}.gradient_accumulation_steps",),
             COMPUTED,
             whole,
-            "accumulation",
+            "mini.actor",
             computed=True,
         ),
     )
@@ -152,7 +152,7 @@ def _run(role: str) -> tuple[Rule, ...]:
             "accelerate",
             computed=True,
         ),
-        Rule("dataset_name", (f"{role}.data_args.file_name",), "of the hub: `hub:OWNER/NAME`", fact="hub", computed=True),
+        Rule("dataset_name", (f"{role}.data_args.file_name",), "of the hub: `hub:OWNER/NAME`", fact="train_files", computed=True),
         Rule("dataset_config", (f"{role}.data_args.file_name",), fact="hub_config", computed=True),
         Rule("dataset_train_split", (f"{role}.data_args.file_name",), fact="train_split", computed=True),
         Rule(

@@ -15,7 +15,9 @@ PEFT_DEFAULTS = {"lora_r": 16, "peft_alpha": 32, "peft_dropout": 0.05}
 
 
 def prepare(draft: Draft) -> None:
-    """Facts that the common arithmetic reads."""
+    """Facts that the common arithmetic reads; those that have a name of theirs take its place."""
+    draft.facts["accumulation"] = int(draft.get("mini.actor", default=1))
+    draft.facts["per_device"] = int(draft.get("micro.actor", default=8))
     world = processes(draft)
     put_strategy(draft)
     put_intervals(draft, put_rollouts(draft, world) if "samples" in draft.facts else Fraction(1))
@@ -41,7 +43,7 @@ def processes(draft: Draft) -> int:
     if total is None:
         total = int(per_node) * machines if per_node is not None and str(per_node).isdecimal() else machines
         if per_node is None:
-            draft.remark(["per_device"], "one process is assumed: give --num_processes for more devices")
+            draft.remark(["micro.actor"], "one process is assumed: give --num_processes for more devices")
     state(draft, "gpus", max(1, int(total) // machines))
     state(draft, "nodes", machines)
     return int(total)
@@ -72,7 +74,7 @@ def put_rollouts(draft: Draft, world: int) -> Fraction:
         rule = f"{float(micro * world * steps):g} completions of a generation do not divide into groups of {samples}"
         draft.problems.add("num_generations", samples, f"must divide them: {rule}")
     state(draft, "prompts", max(1, int(prompts)))
-    draft.put("rollout_batch_size", max(1, int(prompts)), "steps_per_generation", "generation_batch", "per_device")
+    draft.put("rollout_batch_size", max(1, int(prompts)), "steps_per_generation", "generation_batch", "micro.actor")
     state(draft, "mini.actor", Fraction(micro * world * accumulation, samples))
     state(draft, "micro.actor", micro)
     iterations = int(draft.get("iterations", default=1))
@@ -115,7 +117,7 @@ def put_intervals(draft: Draft, updates: Fraction) -> None:
 
 def put_data_names(draft: Draft) -> None:
     """``hub:OWNER/NAME/CONFIG:SPLIT``, or a file."""
-    name = draft.get("hub")
+    name = draft.get("train_files")
     if name is None:
         return
     state(draft, "train_files", [data_name(draft, str(name), "train_split", "train")])
@@ -138,9 +140,9 @@ def put_sft(draft: Draft) -> None:
     draft.put(f"{role}.strategy_args.strategy_name", f"{draft.facts['strategy']}_train", "accelerate")
     if "zero_stage" in draft.facts:
         draft.put(f"{role}.strategy_args.strategy_config.zero_stage", draft.facts["zero_stage"], "accelerate")
-    draft.put(f"{role}.training_args.per_device_train_batch_size", int(draft.get("per_device", default=8)), "per_device")
+    draft.put(f"{role}.training_args.per_device_train_batch_size", int(draft.get("per_device", default=8)), "micro.actor")
     steps = int(draft.get("accumulation", default=1))
-    draft.put(f"{role}.training_args.gradient_accumulation_steps", steps, "accumulation")
+    draft.put(f"{role}.training_args.gradient_accumulation_steps", steps, "mini.actor")
     if "steps" not in draft.facts:
         draft.put(f"{role}.training_args.num_train_epochs", float(draft.get("epochs", default=3)), "epochs")
     if not draft.get("assistant_only"):
@@ -148,8 +150,8 @@ def put_sft(draft: Draft) -> None:
         draft.problems.add("assistant_only_loss", bool(draft.get("assistant_only")), rule, True)
     for fact, section in (("train_files", role), ("val_files", "validation")):
         if draft.states(fact):
-            draft.put(f"{section}.data_args.file_name", draft.facts[fact], "hub", "eval_strategy")
-            draft.put(f"{section}.data_args.messages", "messages", "hub")
+            draft.put(f"{section}.data_args.file_name", draft.facts[fact], "train_files", "eval_strategy")
+            draft.put(f"{section}.data_args.messages", "messages", "train_files")
     put_adapter(draft, role)
     put_attention(draft, (role,))
 
