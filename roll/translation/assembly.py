@@ -123,7 +123,9 @@ def put_batches(draft: Draft) -> None:
         if role == "reference" or not draft.states(*sizes, *layout, f"pipeline.{role}", f"context.{role}"):
             continue
         mini = draft.get(f"mini.{role}", "mini.actor")
-        micro = draft.get(f"micro.{role}", "micro", default=1 if draft.get(f"dynamic.{role}", "dynamic.actor") else None)
+        micro = draft.get(
+            f"micro.{role}", "micro", default=1 if draft.get(f"dynamic.{role}", "dynamic.actor") else None
+        )
         of_all = draft.get(f"micro_of_all.{role}")
         if of_all is not None and draft.states(f"micro_of_all.{role}"):
             micro = max(1, of_all // device_count(draft, role))
@@ -194,8 +196,6 @@ def put_optimizers(draft: Draft) -> None:
         if draft.states(f"betas.{section}") and betas is not None:
             for number, beta in enumerate(betas, start=1):
                 draft.put(f"{section}.training_args.adam_beta{number}", float(beta), f"betas.{section}")
-
-
 
 
 def put_steps(draft: Draft) -> None:

@@ -121,7 +121,16 @@ def translate(
         raise ConfigError(draft.problems.errors)
     kept = {name: value for name, value in source.environment.items() if name.startswith(KEPT_IN_ENVIRONMENT)}
     notes = [*left, *notes]
-    return Translation(dialect, whole, in_order(draft.keys), kept, tuple(notes), tuple(source.left_out), source.unset, tuple(source.remarks))
+    return Translation(
+        dialect,
+        whole,
+        in_order(draft.keys),
+        kept,
+        tuple(notes),
+        tuple(source.left_out),
+        source.unset,
+        tuple(source.remarks),
+    )
 
 
 def dialect_of(source: Source) -> Dialect:

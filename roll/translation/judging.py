@@ -51,7 +51,9 @@ def put_reward_model(draft: Draft) -> bool:
         draft.remark(["rm_path"], "left out: no reward model in this run")
         return False
     if draft.get("reward_file") is not None:
-        rule = "cannot go with a reward model: such a function asks their server of it; rewards.<name>.components combines"
+        rule = (
+            "cannot go with a reward model: such a function asks their server of it; rewards.<name>.components combines"
+        )
         draft.problems.add("custom_reward_function.path", draft.facts["reward_file"], rule)
         return True
     path = draft.get("rm_path")

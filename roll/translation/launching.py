@@ -10,16 +10,61 @@ from pathlib import PurePath
 PYTHON = re.compile(r"python[\d.]*|pypy\d?")
 UV_VALUES = {
     *("--extra", "--with", "--with-editable", "--with-requirements", "--python", "-p", "--project", "--directory"),
-    *("--group", "--only-group", "--no-group", "--no-extra", "--env-file", "--index", "--index-url", "--index-strategy"),
-    *("--extra-index-url", "--find-links", "-f", "--cache-dir", "--config-file", "--prerelease", "--resolution", "--link-mode"),
+    *(
+        "--group",
+        "--only-group",
+        "--no-group",
+        "--no-extra",
+        "--env-file",
+        "--index",
+        "--index-url",
+        "--index-strategy",
+    ),
+    *(
+        "--extra-index-url",
+        "--find-links",
+        "-f",
+        "--cache-dir",
+        "--config-file",
+        "--prerelease",
+        "--resolution",
+        "--link-mode",
+    ),
     *("--package", "-P", "--upgrade-package", "--refresh-package", "--reinstall-package", "--no-build-package"),
 }
 """Options of ``uv run`` that take the next word."""
 PYTHON_VALUES = {"-W", "-X", "--check-hash-based-pycs"}
 LAUNCHER_SWITCHES = {
-    *("--standalone", "--no_python", "--no-python", "--run_path", "--multi_gpu", "--multi-gpu", "--cpu", "--use_deepspeed"),
-    *("--use_fsdp", "--same_network", "--quiet", "-q", "--debug", "--tpu", "--mps", "--no_local_rank", "--enable_each_rank_log"),
-    *("--use_megatron_lm", "--use_xpu", "--save_pid", "--force_multi", "--bind_cores_to_rank", "--no_ssh", "--fsdp_cpu_ram_efficient_loading"),
+    *(
+        "--standalone",
+        "--no_python",
+        "--no-python",
+        "--run_path",
+        "--multi_gpu",
+        "--multi-gpu",
+        "--cpu",
+        "--use_deepspeed",
+    ),
+    *(
+        "--use_fsdp",
+        "--same_network",
+        "--quiet",
+        "-q",
+        "--debug",
+        "--tpu",
+        "--mps",
+        "--no_local_rank",
+        "--enable_each_rank_log",
+    ),
+    *(
+        "--use_megatron_lm",
+        "--use_xpu",
+        "--save_pid",
+        "--force_multi",
+        "--bind_cores_to_rank",
+        "--no_ssh",
+        "--fsdp_cpu_ram_efficient_loading",
+    ),
 }
 """Options of ``torchrun``, ``accelerate launch`` and ``deepspeed`` that take no value."""
 TRAINING = re.compile(
@@ -67,7 +112,10 @@ class Launch:
             return False
         if TRAINING.search(self.module) or self.takes_flags:
             return True
-        return any(re.match(r"[+~]{0,2}(?:trainer|actor_rollout_ref|algorithm|data|generator)\.[\w.]+=", word) for word in self.arguments)
+        return any(
+            re.match(r"[+~]{0,2}(?:trainer|actor_rollout_ref|algorithm|data|generator)\.[\w.]+=", word)
+            for word in self.arguments
+        )
 
 
 def launch_of(words: Sequence[str]) -> Launch | None:

@@ -131,7 +131,9 @@ def put_loss(draft: Draft) -> None:
         draft.refuse("corrects", "with gspo takes the ratio against the engine there: leave one of the two out", False)
     elif draft.get("corrects"):
         cap = float(draft.get("is_cap", default=2.0))
-        draft.put("train_infer_correction", [{"level": "token", "action": "truncate", "high": cap}], "corrects", "is_cap")
+        draft.put(
+            "train_infer_correction", [{"level": "token", "action": "truncate", "high": cap}], "corrects", "is_cap"
+        )
     else:
         draft.without_effect("without enable_vllm_is_correction it does not count", "is_cap")
 
@@ -168,7 +170,9 @@ def put_deepspeed(draft: Draft) -> None:
             continue
         if draft.get("adam_offload"):
             draft.put(f"{options}.offload", "cpu", "adam_offload")
-        arguments: dict[str, Any] = dict(zip(("adam_beta1", "adam_beta2"), draft.get("adam_betas", default=[0.9, 0.95]), strict=True))
+        arguments: dict[str, Any] = dict(
+            zip(("adam_beta1", "adam_beta2"), draft.get("adam_betas", default=[0.9, 0.95]), strict=True)
+        )
         for name, value in arguments.items():
             draft.put(f"{section}.training_args.{name}", float(value), "adam_betas")
         if draft.raw.get("scheduler", "cosine_with_min_lr") == "cosine_with_min_lr":

@@ -126,7 +126,9 @@ def read_recording(recording: Recording, name: str, call: int | None = None) -> 
     source.left_out = [*dict.fromkeys(_short(other) for other in recording.commands if other is not command)]
     source.left_out = source.left_out[:MAX_LEFT_OUT]
     if recording.went_on:
-        source.remarks.append("the script ended before its launch, for files that are not here: its checks were passed over")
+        source.remarks.append(
+            "the script ended before its launch, for files that are not here: its checks were passed over"
+        )
     return _checked(source, mistakes)
 
 
@@ -154,7 +156,9 @@ def _no_run(recording: Recording, launches: Sequence[tuple[Command, Launch]]) ->
     """Why a script has nothing to translate."""
     if launches:
         started = ", ".join(dict.fromkeys(launch.program for _, launch in launches))
-        return f"starts {started}, and none of it is a training program that is known: what others train is in their code"
+        return (
+            f"starts {started}, and none of it is a training program that is known: what others train is in their code"
+        )
     last = [line for line in recording.output.splitlines() if not line.startswith("+")][-3:]
     said = f"; it printed: {' / '.join(last)}" if last else ""
     rule = f"starts no training program (exit status {recording.status}){said}"

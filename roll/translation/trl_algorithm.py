@@ -7,7 +7,12 @@ from typing import Any
 from roll.translation.draft import Draft
 from roll.translation.trl_batches import put_adapter, put_attention
 
-MODES = {"grpo": "seq-mean-token-mean", "dapo": "token-mean", "dr_grpo": "seq-mean-token-sum-norm", "bnpo": "token-mean"}
+MODES = {
+    "grpo": "seq-mean-token-mean",
+    "dapo": "token-mean",
+    "dr_grpo": "seq-mean-token-sum-norm",
+    "bnpo": "token-mean",
+}
 MODES |= {"cispo": "token-mean", "sapo": "seq-mean-token-mean"}
 """How each ``loss_type`` becomes one number."""
 THINK = r"<think>(?!.*<think>)(.*?)</think>.*"

@@ -95,7 +95,9 @@ def put_engine_facts(draft: Draft) -> None:
     state(draft, "colocate", together)
     if not together:
         state(draft, "engines", 1)
-        draft.remark(["trl_colocate"], "one engine behind the trainer's devices: more of them in actor_infer.device_mapping")
+        draft.remark(
+            ["trl_colocate"], "one engine behind the trainer's devices: more of them in actor_infer.device_mapping"
+        )
 
 
 def put_intervals(draft: Draft, updates: Fraction) -> None:
@@ -140,7 +142,9 @@ def put_sft(draft: Draft) -> None:
     draft.put(f"{role}.strategy_args.strategy_name", f"{draft.facts['strategy']}_train", "accelerate")
     if "zero_stage" in draft.facts:
         draft.put(f"{role}.strategy_args.strategy_config.zero_stage", draft.facts["zero_stage"], "accelerate")
-    draft.put(f"{role}.training_args.per_device_train_batch_size", int(draft.get("per_device", default=8)), "micro.actor")
+    draft.put(
+        f"{role}.training_args.per_device_train_batch_size", int(draft.get("per_device", default=8)), "micro.actor"
+    )
     steps = int(draft.get("accumulation", default=1))
     draft.put(f"{role}.training_args.gradient_accumulation_steps", steps, "mini.actor")
     if "steps" not in draft.facts:

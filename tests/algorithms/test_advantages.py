@@ -108,7 +108,9 @@ def test_group_estimators_equal_the_loop(formula, batch: Batch) -> None:
 
 def test_remax_counts_the_divergence_in_the_reward_from_each_token_on() -> None:
     batch = make_batch(3, 5, 6)
-    result = estimate_advantages(replace(inputs_of(batch), token_level_rewards=batch.rewards), AdvantageOptions("remax"))
+    result = estimate_advantages(
+        replace(inputs_of(batch), token_level_rewards=batch.rewards), AdvantageOptions("remax")
+    )
     expected = torch.zeros(batch.mask.shape)
     for i, row in enumerate(batch.mask.tolist()):
         for t in (t for t, masked in enumerate(row) if masked):

@@ -64,7 +64,9 @@ def trl_loss(batch: Responses, settings: Settings, spread: float = SPREAD) -> Te
     if kind == "cispo":
         loss = -ratio.clamp(max=high).detach() * advantages * batch.log_probs
     elif kind == "sapo":
-        heat = torch.where(advantages > 0, settings.get("sapo_temperature_pos", 1.0), settings.get("sapo_temperature_neg", 1.05))
+        heat = torch.where(
+            advantages > 0, settings.get("sapo_temperature_pos", 1.0), settings.get("sapo_temperature_neg", 1.05)
+        )
         loss = -torch.sigmoid(heat * (ratio - 1)) * 4 / heat * advantages
     else:
         bounded = ratio.clamp(max=settings["delta"]) if "delta" in settings else ratio
@@ -203,8 +205,14 @@ OPENRLHF_CASES: list[Settings] = [
     {"gamma": 0.9, "lambd": 0.8, "init_kl_coef": 0.2, "value_clip": 0.1},
     {"advantage_estimator": "reinforce", "init_kl_coef": 0.2, "gamma": 0.9},
     *({"advantage_estimator": "reinforce", "init_kl_coef": 0.1, "kl_estimator": kind} for kind in ("k2", "k3")),
-    *({"advantage_estimator": kind, "init_kl_coef": 0} for kind in ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")),
-    *({"advantage_estimator": "group_norm", **IN_LOSS, "kl_estimator": kind, "init_kl_coef": 0.1} for kind in ("k1", "k2", "k3")),
+    *(
+        {"advantage_estimator": kind, "init_kl_coef": 0}
+        for kind in ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
+    ),
+    *(
+        {"advantage_estimator": "group_norm", **IN_LOSS, "kl_estimator": kind, "init_kl_coef": 0.1}
+        for kind in ("k1", "k2", "k3")
+    ),
     {"advantage_estimator": "group_norm", **IN_LOSS, "policy_loss_type": "gspo", "entropy_loss_coef": 0.1},
     {"advantage_estimator": "group_norm", **IN_LOSS, "eps_clip_low_high": "0.1 0.3", "dual_clip": 1.5},
     {"advantage_estimator": "rloo", **IN_LOSS, "enable_vllm_is_correction": True, "vllm_is_truncated_threshold": 1.1},
@@ -230,7 +238,10 @@ def test_openrlhf_has_the_same_loss_and_gradient(settings: Settings, translated:
         (f"{TRL} --loss_type sapo --importance_sampling_level sequence", "token by token"),
         (f"{TRL} --num_generations 5", "do not divide into groups of 5"),
         (f"{TRL} --reward_funcs mine.reward", "takes whole batches as TRL calls them"),
-        (f"{TRL} --lerning_rate 1", "no translation is known for this key of TRL; the nearest known one is learning_rate"),
+        (
+            f"{TRL} --lerning_rate 1",
+            "no translation is known for this key of TRL; the nearest known one is learning_rate",
+        ),
         (f"{OPENRLHF} --advantage_estimator group_norm", "use_kl_loss puts it into the loss"),
         (f"{OPENRLHF} --normalize_reward", "scale and shift"),
         (f"{OPENRLHF} --remote_rm_url http://h/score", "a protocol of its own"),
