@@ -53,7 +53,8 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
     """This micro-batch's share of the actor's loss over the whole optimizer step.
 
     loss = rl_loss_coef * pg + kl_loss_coef * KL(pi || ref) - entropy_loss_coef * entropy, each aggregated by
-    ``loss_agg_mode`` (or a mode of its own) with the same global denominators.  Sample weights and corrections act on the first term.
+    ``loss_agg_mode`` (or a mode of its own) with the same global denominators.  Sample weights and corrections act on
+    the first term.
 
     Raises ``ValueError`` where a term needs ``ref_log_probs``, ``entropy`` or ``rollout_log_probs`` and has none.
     """

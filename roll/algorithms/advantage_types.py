@@ -39,7 +39,7 @@ class AdvantageOptions:
     advantage_clip: float | None = None
     """Advantages stay within +- this bound, after whitening."""
     pass_k: int = 4
-    """k of ``pass@k``."""
+    """k of ``pass@k``; below the size of the groups."""
     reward_weights: tuple[float, ...] | None = None
     """``gdpo``: weight of each reward; null: 1 each."""
     adv_estimator_args: Mapping[str, Any] = field(default_factory=dict)
@@ -64,6 +64,8 @@ class AdvantageInputs:
     """float (B, L), the critic's (gae)."""
     baseline_rewards: Tensor | None = None
     """float (B,), reward of the greedy response to the same prompt (remax)."""
+    scores: Tensor | None = None
+    """float (B,), raw, before shaping, normalisation and divergence; 1 or more is right (pass@k)."""
     reward_components: Tensor | None = None
     """float (B, K), the rewards apart (gdpo)."""
     step_returns: Tensor | None = None

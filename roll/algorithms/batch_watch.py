@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+ZERO = 1e-6
+"""Advantages up to this are 0 but for rounding."""
 
 
 class BatchWatch:
@@ -14,6 +18,7 @@ class BatchWatch:
         self.truncation_limit = truncation_limit
         self._same_score_steps = 0
         self._truncated_steps = 0
+        self._zero_advantage_steps = 0
 
     def observe(self, scores: Tensor, truncated: Tensor) -> list[str]:
         """Messages to log as warnings, usually none.
@@ -40,3 +45,24 @@ class BatchWatch:
                 f"off at the length limit ({share:.0%} in this one); raise response_length, or check the stop tokens"
             )
         return messages
+
+    def observe_advantages(self, advantages: Tensor, mask: Tensor, adv_estimator: str) -> list[str]:
+        """The same for what the scores of :meth:`observe` became; silent where equal scores are why.
+
+        Args:
+            advantages: float (B, L).
+            mask: bool (B, L), tokens that the loss uses.
+            adv_estimator: its name, for the message.
+        """
+        if advantages.numel() == 0:
+            return []
+        low, high = torch.aminmax(torch.where(mask, advantages, 0.0))
+        nothing = max(-float(low), float(high)) <= ZERO
+        self._zero_advantage_steps = self._zero_advantage_steps + 1 if nothing else 0
+        if self._zero_advantage_steps != self.patience or self._same_score_steps >= self.patience:
+            return []
+        return [
+            f"every advantage of the last {self.patience} steps was 0, so the policy has learned nothing: "
+            f"adv_estimator {adv_estimator} found no difference between responses that the loss uses; look at "
+            "group/mixed_groups_ratio (prompts all too easy or too hard? groups too small?) and at the masks"
+        ]

@@ -79,7 +79,12 @@ CORRECTION_PRESETS: dict[str, CorrectionOptions] = {
     "seq_tis": CorrectionOptions((CorrectionRule("sequence", "truncate", high=2.0),)),
     # arXiv 2510.18855: keep and weigh tokens inside the band, drop the others.
     "icepop": CorrectionOptions((CorrectionRule("token", "both", low=0.5, high=5.0),)),
-    "seq_mask_tis": CorrectionOptions((CorrectionRule("sequence", "both", high=2.0),)),
+    # Weigh a response by its ratio, and drop it where the ratio is above the bound.
+    "sequence_mask": CorrectionOptions((CorrectionRule("sequence", "both", high=2.0),)),
+    # The geometric mean only filters responses; those that stay keep truncated weights per token (OpenRLHF, NeMo-RL).
+    "seq_mask_tis": CorrectionOptions(
+        (CorrectionRule("geometric", "mask", low=0.5, high=5.0), CorrectionRule("token", "truncate", high=5.0))
+    ),
     "geo_mask": CorrectionOptions((CorrectionRule("geometric", "mask", low=0.99, high=1.01),)),
     # Off-policy sequence masking (DeepSeek-V3.2 report, section 3.1): drop responses of negative advantage that the
     # policy has moved away from: mean log(rollout / current) above the bound.

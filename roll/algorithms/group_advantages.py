@@ -67,11 +67,12 @@ def gpg(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Ten
 def pass_at_k(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
     """Advantage of a response for the chance that one of k is right, in closed form; arXiv 2508.10751 eq. 11-14.
 
-    With N responses, W of them wrong (reward <= 0): R = 1 - C(W,k)/C(N,k), s = sqrt(R (1-R)); a right response gets
-    (1-R)/s, a wrong one (1 - R - C(W-1,k-1)/C(N-1,k-1))/s, all get 0 where s is 0.  k is at most the group's size.
+    With N responses, W of them wrong (raw score below 1): R = 1 - C(W,k)/C(N,k), s = sqrt(R (1-R)); a right response
+    gets (1-R)/s, a wrong one (1 - R - C(W-1,k-1)/C(N-1,k-1))/s, all get 0 where s is 0.  From k = N on that is always
+    so: the only choice of k is the whole group.
     """
-    rewards, groups = inputs.response_rewards, inputs.groups
-    right = rewards > 0
+    groups = inputs.groups
+    right = inputs.require("scores", "pass@k") >= 1.0
     size = groups.sizes.double()
     wrong = groups.sum((~right).double())[groups.index]
     k = size.clamp(max=options.pass_k)
@@ -80,7 +81,7 @@ def pass_at_k(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tenso
     others_wrong = _choose_ratio(wrong - 1.0, size - 1.0, k - 1.0)
     advantage = torch.where(right, all_wrong, all_wrong - others_wrong)
     advantage = torch.where(spread > EPS, advantage / spread.clamp(min=EPS), 0.0)
-    return inputs.spread(advantage), inputs.spread(rewards)
+    return inputs.spread(advantage), inputs.spread(inputs.response_rewards)
 
 
 def _choose_ratio(subset: Tensor, total: Tensor, k: Tensor) -> Tensor:

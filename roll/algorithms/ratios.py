@@ -15,7 +15,9 @@ def segment_starts(mask: Tensor) -> Tensor:
 
 def has_holes(mask: Tensor) -> Tensor:
     """bool scalar: some row has more than one run of masked tokens."""
-    return (segment_starts(mask).sum(-1, dtype=torch.int32) > 1).any()
+    bits = mask.view(torch.uint8)
+    starts = torch.count_nonzero(bits[:, 1:] > bits[:, :-1]) + torch.count_nonzero(bits[:, :1])
+    return starts > torch.count_nonzero(bits.amax(-1)) if bits.numel() else starts > 0
 
 
 def segment_mean(values: Tensor, mask: Tensor) -> Tensor:

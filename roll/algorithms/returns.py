@@ -1,13 +1,14 @@
 r"""Discounted sums along the tokens of a response, without a Python loop over them.
 
 A recursion y_t = x_t + c y_{t+1} is solved in blocks of K tokens: inside a block it is a product with the K x K matrix
-c^(s-t), and the block ends form the same recursion with c^K, L/K long.  Rows whose mask has holes (tool output between
-the policy's turns) are first packed to the left, so that the recursion runs from masked token to masked token.
+c^(s-t), and the block ends form the same recursion with c^K, L/K long.  Where the mask has holes (tool output between
+the policy's turns) only masked tokens discount, so the exponent is a count n of masked tokens, another one in every row:
+c^(n_s - n_t) = c^(n_s) / c^(n_t), a product with the matrix of ones between two scalings.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from torch import Tensor
 from roll.algorithms.ratios import has_holes
 
 _BLOCK = 32
+_DEEPEST_EXPONENT = 2.0
+"""Scalings stay above exp(-2) where a block has several tokens: their rounding is that of the exponent times 6e-8."""
 
 
 def reverse_discounted_sum(values: Tensor, discount: float) -> Tensor:
@@ -24,11 +27,12 @@ def reverse_discounted_sum(values: Tensor, discount: float) -> Tensor:
         return values.clone()
     width = min(_BLOCK, length)
     blocks = -(-length // width)
-    padded = torch.nn.functional.pad(values, (0, blocks * width - length)).view(rows, blocks, width)
+    missing = blocks * width - length
+    padded = torch.nn.functional.pad(values, (0, missing)) if missing else values
     steps = torch.arange(width, device=values.device, dtype=torch.float64)
     distance = steps[:, None] - steps[None, :]
     powers = torch.where(distance >= 0, discount ** distance.clamp(min=0), 0.0).to(values.dtype)
-    inside = padded @ powers
+    inside = padded.view(rows, blocks, width) @ powers
     if blocks > 1:
         # What flows into a block is the complete sum at the start of the next one.
         starts = reverse_discounted_sum(inside[:, :, 0], float(discount**width))
@@ -37,37 +41,57 @@ def reverse_discounted_sum(values: Tensor, discount: float) -> Tensor:
     return inside.view(rows, blocks * width)[:, :length]
 
 
-@dataclass(frozen=True)
-class _Packing:
-    """Moves the masked tokens of every row to the left, and back."""
+def masked_discounted_sum(values: Tensor, mask: Tensor, discount: float) -> Tensor:
+    """y_t = sum over s >= t of discount^n x_s, n the masked tokens in (t, s]: float (B, L) -> (B, L).
 
-    mask: Tensor
-    source: Tensor
-    """int64 (T,): flat positions of the masked tokens, row by row."""
-    packed_mask: Tensor
-    """bool (B, W): where they stand in the packed layout, in the same order."""
+    Only masked tokens discount.  What stands on an unmasked token counts for the tokens left of it as if it stood on the
+    last masked one before it.
+    """
+    rows, length = values.shape
+    if discount == 1.0 or length == 0:
+        return reverse_discounted_sum(values, discount)
+    # 0 has no inverse; what 1e-12 lets through is far below the rounding of float32.
+    exponent = math.log(max(discount, 1e-12))
+    width = min(_BLOCK, length, max(int(_DEEPEST_EXPONENT / -exponent), 1))
+    blocks = -(-length // width)
+    missing = blocks * width - length
+    if missing:
+        values, mask = (torch.nn.functional.pad(t, (0, missing)) for t in (values, mask))
+    counts = mask.view(torch.uint8).view(rows, blocks, width).cumsum(-1, dtype=torch.uint8)
+    weights = counts.to(values.dtype).mul_(exponent).exp_()
+    suffix = torch.ones(width, width, dtype=values.dtype, device=values.device).tril_()
+    inside = values.view(rows, blocks, width).mul_(weights) @ suffix
+    if blocks > 1:
+        starts, whole = inside[..., 0].t().contiguous(), weights[..., -1].t().contiguous()
+        running = starts[-1]
+        inflow = [torch.zeros_like(running)]
+        for block in range(blocks - 2, -1, -1):
+            inflow.append(whole[block] * running)
+            running = starts[block] + inflow[-1]
+        inside += torch.stack(inflow[::-1], -1).unsqueeze(-1)
+    return inside.div_(weights).view(rows, blocks * width)[:, :length]
 
-    @classmethod
-    def of(cls, mask: Tensor) -> _Packing:
-        counts = mask.sum(-1, dtype=torch.int32)
-        columns = torch.arange(int(counts.max()), dtype=torch.int32, device=mask.device)
-        return cls(mask, mask.flatten().nonzero().squeeze(-1), columns < counts.unsqueeze(-1))
 
-    def pack(self, values: Tensor) -> Tensor:
-        packed = values.new_zeros(self.packed_mask.shape)
-        return packed.masked_scatter_(self.packed_mask, values.flatten().index_select(0, self.source))
+class _Keep:
+    """Clears what stands outside a mask, NaN included, bit by bit: a third of the time of ``torch.where``."""
 
-    def unpack(self, packed: Tensor) -> Tensor:
-        return packed.new_zeros(self.mask.shape).masked_scatter_(self.mask, packed.masked_select(self.packed_mask))
+    def __init__(self, mask: Tensor, dtype: torch.dtype) -> None:
+        self._bits = torch.int64 if dtype == torch.float64 else torch.int32
+        self._kept = mask.view(torch.uint8).to(self._bits).neg_()
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """A copy, 0 outside the mask."""
+        return torch.bitwise_and(values.view(self._bits), self._kept).view(values.dtype)
+
+    def in_place(self, fresh: Tensor) -> Tensor:
+        fresh.view(self._bits).bitwise_and_(self._kept)
+        return fresh
 
 
 def discounted_returns(token_level_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """G_t = R_t + gamma G_{next masked token}: float (B, L) -> (B, L), 0 outside the mask."""
-    if gamma != 1.0 and bool(has_holes(mask)):
-        packing = _Packing.of(mask)
-        return packing.unpack(reverse_discounted_sum(packing.pack(token_level_rewards), gamma))
-    rewards = torch.where(mask, token_level_rewards, 0.0)
-    return torch.where(mask, reverse_discounted_sum(rewards, gamma), 0.0)
+    keep = _Keep(mask, token_level_rewards.dtype)
+    return keep.in_place(_recursion(keep(token_level_rewards), mask, gamma))
 
 
 def generalized_advantages(
@@ -79,26 +103,25 @@ def generalized_advantages(
     value and running sum are carried across tool output.  The value after the last token is 0.
 
     Args:
-        token_level_rewards, values: float (B, L); what stands outside the mask is ignored.
+        token_level_rewards, values: float32 or float64 (B, L); what stands outside the mask is ignored.
         mask: bool (B, L).
         gamma, lambd: in [0, 1].
 
     Returns:
         (advantages, returns = advantages + values), float (B, L), 0 outside the mask.
     """
-    kept_values = torch.where(mask, values, 0.0)
-    if bool(has_holes(mask)):
-        packing = _Packing.of(mask)
-        packed = _dense_gae(packing.pack(token_level_rewards), packing.pack(values), gamma, lambd)
-        advantages = packing.unpack(packed)
-    else:
-        rewards = torch.where(mask, token_level_rewards, 0.0)
-        advantages = torch.where(mask, _dense_gae(rewards, kept_values, gamma, lambd), 0.0)
-    return advantages, advantages + kept_values
+    keep = _Keep(mask, values.dtype)
+    kept_values = keep(values)
+    delta = keep(token_level_rewards).sub_(kept_values)
+    # The hole before a turn gets gamma times the value of the turn's first token: of all tokens left of it, it is the
+    # last one of the turn before that has it undiscounted, as its delta asks for.
+    delta[:, :-1].add_(kept_values[:, 1:], alpha=gamma)
+    advantages = keep.in_place(_recursion(delta, mask, gamma * lambd))
+    return advantages, kept_values.add_(advantages)
 
 
-def _dense_gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> Tensor:
-    """GAE of rows without holes. Right padding must be 0; what it computes left of a row's tokens is meaningless."""
-    delta = rewards - values
-    delta[:, :-1].add_(values[:, 1:], alpha=gamma)
-    return reverse_discounted_sum(delta, gamma * lambd)
+def _recursion(values: Tensor, mask: Tensor, discount: float) -> Tensor:
+    """The discounted sum of each masked token; what stands left of a row's first one is meaningless."""
+    if discount != 1.0 and bool(has_holes(mask)):
+        return masked_discounted_sum(values, mask, discount)
+    return reverse_discounted_sum(values, discount)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from roll.config.checks import Checks
-from roll.config.names import GREEDY_BASELINE_ESTIMATORS, LEAVE_ONE_OUT_ESTIMATORS
+from roll.config.names import GREEDY_BASELINE_ESTIMATORS, LEAVE_ONE_OUT_ESTIMATORS, PASS_AT_K_ESTIMATORS
 from roll.config.planning import max_new_tokens, needs_critic, needs_old_entropy, uses_old_log_probs
 from roll.config.rlvr import RLVRConfig
 
@@ -18,6 +18,7 @@ def check_algorithm(config: RLVRConfig, checks: Checks) -> None:
     if config.difficulty_low_threshold > config.difficulty_high_threshold:
         rule = f"must not be greater than difficulty_high_threshold {config.difficulty_high_threshold}"
         checks.add("difficulty_low_threshold", config.difficulty_low_threshold, rule, 0.0)
+    check_pass_k(config, checks)
     check_passes(config, checks)
     check_rewards_of_estimator(config, checks)
     check_overlong(config, checks)
@@ -27,6 +28,42 @@ def check_algorithm(config: RLVRConfig, checks: Checks) -> None:
     if config.adv_estimator == "grpo" and config.norm_mean_type is None:
         checks.note("norm_mean_type", "null with grpo: rewards are not compared within their group")
     note_without_effect(config, checks)
+    note_zero_advantages(config, checks)
+
+
+def check_pass_k(config: RLVRConfig, checks: Checks) -> None:
+    """One of k has a chance to differ from one of all only while k is below the group's size."""
+    group, k = config.num_return_sequences_in_group, config.pass_k
+    if config.adv_estimator not in PASS_AT_K_ESTIMATORS:
+        if checks.written("pass_k"):
+            checks.note("pass_k", f"has no effect with adv_estimator: {config.adv_estimator}")
+    elif group < 2:
+        rule = f"must be greater than pass_k {k} with {config.adv_estimator}, or every advantage is 0"
+        checks.add("num_return_sequences_in_group", group, rule, 2 * k)
+    elif k >= group:
+        rule = (
+            f"must be less than num_return_sequences_in_group {group} with {config.adv_estimator}, or every advantage "
+            f"is 0; or set num_return_sequences_in_group to {2 * k}"
+        )
+        checks.add("pass_k", k, rule, group // 2)
+
+
+def note_zero_advantages(config: RLVRConfig, checks: Checks) -> None:
+    """Settings under which every advantage is 0, or no sample is used, whatever the scores."""
+    samples = config.rollout_batch_size * config.num_return_sequences_in_group
+    if config.norm_mean_type == "batch" and samples == 1:
+        checks.note("norm_mean_type", "batch with one sample a step: its advantage is always 0, so nothing is learnt")
+    if config.reward_weights and not any(config.reward_weights.values()):
+        checks.note("reward_weights", "all are 0: every advantage is 0, so nothing is learnt")
+    if config.difficulty_mask and config.difficulty_low_threshold == config.difficulty_high_threshold:
+        rule = "equals difficulty_low_threshold: no mean score lies between them, so nothing is learnt"
+        checks.note("difficulty_high_threshold", rule)
+    arguments = config.actor_infer.generating_args
+    if config.adv_estimator in GREEDY_BASELINE_ESTIMATORS and (arguments.temperature == 0 or not arguments.do_sample):
+        key = "actor_infer.generating_args.temperature"
+        checks.note(
+            key, f"greedy decoding with {config.adv_estimator}: a sample is its own baseline, nothing is learnt"
+        )
 
 
 def check_passes(config: RLVRConfig, checks: Checks) -> None:

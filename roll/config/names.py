@@ -53,6 +53,9 @@ PG_VARIANTS = (
 LEAVE_ONE_OUT_ESTIMATORS = ("rloo",)
 """Estimators that compare the samples of a prompt with one another and so need two."""
 
+PASS_AT_K_ESTIMATORS = ("pass@k", "pass_at_k")
+"""Estimators that ask whether one of ``pass_k`` samples is right."""
+
 GREEDY_BASELINE_ESTIMATORS = ("remax",)
 """Estimators that compare every sample with the greedy response to its prompt."""
 
@@ -60,7 +63,16 @@ KL_PENALTIES = ("kl", "k1", "k2", "k3", "abs", "mse", "full")
 LOSS_AGG_MODES = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 VALUE_LOSSES = ("mse", "huber")
 NORM_TYPES = ("batch", "group", "running")
-CORRECTION_PRESETS = ("tis", "seq_tis", "icepop", "seq_mask_tis", "geo_mask", "opsm", "decoupled")
+CORRECTION_PRESETS = (
+    "tis",
+    "seq_tis",
+    "icepop",
+    "sequence_mask",
+    "seq_mask_tis",
+    "geo_mask",
+    "opsm",
+    "decoupled",
+)
 LR_SCHEDULERS = ("linear", "cosine", "constant")
 ATTENTION = ("sdpa", "eager", "fa2", "flash_attention_2", "auto")
 TRACKERS = ("tensorboard", "stdout", "jsonl", "wandb", "swanlab")

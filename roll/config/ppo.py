@@ -107,7 +107,7 @@ class PPOConfig(PolicyLossConfig):
     """Spread that response rewards are divided by: ``batch``, ``group``, ``running`` or null (none; with ``grpo``
     that is Dr. GRPO). ``auto``: what the estimator's paper asks for."""
     pass_k: int = setting(4, ge=1)
-    """``pass@k``: the k."""
+    """``pass@k``: the k, less than ``num_return_sequences_in_group``. Right is a raw score of 1 or more."""
     reward_weights: dict[str, float] = field(default_factory=dict)
     """``gdpo``: the rewards to normalise apart, with their weights. Names are those of the numbers that the reward
     returns beside its score (``reward/<domain>/<name>`` in the log), or ``score`` for the score itself."""

@@ -95,8 +95,8 @@ class RLVRConfig(PPOConfig, OlderRLVRKeys, RunConfig):
     validation: ValidationConfig | None = None
     """Questions for validation; null: none."""
     warn_after_steps: int = setting(3, ge=0)
-    """A warning tells when all scores were the same, or too many responses were cut off, in so many steps in a row;
-    0: never."""
+    """A warning tells when all scores were the same, all advantages 0, or too many responses were cut off, in so many
+    steps in a row; 0: never."""
     warn_truncated_share: float = setting(0.5, ge=0, le=1)
     """Share of responses cut off at the length limit above which a step counts for ``warn_after_steps``."""
     is_num_return_sequences_expand: bool = setting(False, inert="a prompt is computed once for all of its samples")

@@ -48,11 +48,12 @@ parallel sizes are not taken from their defaults: an engine has one device unles
   `gradient_accumulation_steps` = prompts x samples of a prompt / (micro-batch x ranks), and what does not divide is
   refused with the numbers.
 - **Algorithms.** Their keys act on one another, so they are translated together: what comes out has the loss and the
-  gradient of the formula there, defaults included. Clip ranges go to the options of the loss that is used; verl's
-  `gspo`, `sapo` and `geo_mean` take the mean over responses whatever `loss_agg_mode` says, and SkyRL's KL is always such
-  a mean, so KL, entropy and critic may get a mode of their own; SkyRL's `kl_loss_coef` is the weight of the KL in the
-  reward too. What has no equal here is refused with the reason: `grpo` with the KL in the reward, for one, which their
-  groups compare and ours do not. Denominators are always those of a whole optimizer step, whatever the micro-batches.
+  gradient of the formula there, defaults included. Clip ranges go to the options of the loss that is used. verl's
+  `gspo`, `sapo` and `geo_mean` take the mean over responses whatever `loss_agg_mode` says, and SkyRL's KL is always
+  such a mean, so KL, entropy and critic may get a mode of their own. SkyRL's `kl_loss_coef` is the weight of the KL in
+  the reward, too. What has no equal here is refused with the reason, for one `grpo` with the KL in the reward, which
+  is inside the rewards that a group compares there and outside here. Denominators are always those of a whole optimizer
+  step, however it is split.
 - **Devices.** Nodes x devices of a node become lists: `device_mapping: list(range(0,2))`. Roles that share devices name
   the same ones. `CUDA_VISIBLE_DEVICES` stays in the environment, and lists count within it: with `4,5`, device 0 is the
   fourth GPU.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from roll.config.schema import Mismatch, closest, convert
@@ -104,7 +105,7 @@ class Dialect:
     pipeline: str = "rlvr"
     """What a whole run of it is."""
 
-    @property
+    @cached_property
     def rules(self) -> dict[str, Rule]:
         """Every spelling with its rule."""
         return {spelling: rule for section in self.sections for rule in section.rules for spelling in rule.spellings}

@@ -1,8 +1,10 @@
 """A policy small enough that expectations are sums: exact gradients, and exact biases and variances of estimators.
 
-Responses have T tokens out of V; the logits of a token depend on its position and on the token before it.  All V^T
-responses are enumerated.  The expectation of an estimator over groups of n responses is the sum over all V^(T n)
-groups, weighted by their probability under the policy that sampled: no Monte Carlo, no confidence bounds.
+Responses have T tokens out of V, or end earlier with an end token (ragged lengths); the logits of a token depend on its
+position and on the token before it.  All R responses (V^T without an end token) are enumerated.  The expectation of an
+estimator over groups of n responses is the sum over all R^n groups, weighted by their probability under the policy that
+sampled: no Monte Carlo, no confidence bounds.  What an estimator takes over the whole batch (whitening, the number of
+tokens) stands for a batch of many groups: its probability-weighted value.
 
 ``python -m tests.algorithms.tabular`` prints the tables of biases in the documentation.
 """
@@ -17,8 +19,15 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.actor_loss import actor_loss, actor_loss_options
-from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions, estimate_advantages, resolve_norm_types
-from roll.algorithms.aggregation import LossDenominators
+from roll.algorithms.advantage_types import traits_of
+from roll.algorithms.advantages import (
+    AdvantageInputs,
+    AdvantageOptions,
+    AdvantageOutputs,
+    estimate_advantages,
+    resolve_norm_types,
+)
+from roll.algorithms.aggregation import AGGREGATION_MODES, LossDenominators
 from roll.algorithms.correction_options import CORRECTION_PRESETS
 from roll.algorithms.loss_types import LossInputs
 from roll.algorithms.reward_processing import RewardOptions, RewardPostprocessor, token_level_rewards
@@ -27,21 +36,31 @@ VOCABULARY, LENGTH = 3, 3
 
 
 class TabularPolicy:
-    """Logits (T, V, V) by position and previous token; the token before the first is 0."""
+    """Logits (T, V, V) by position and previous token; the token before the first is 0.
 
-    def __init__(self, seed: int, vocabulary: int = VOCABULARY, length: int = LENGTH) -> None:
+    With ``end``, a response is over after the first token of that id, which ``mask`` (R, T) still contains.
+    """
+
+    def __init__(self, seed: int, vocabulary: int = VOCABULARY, length: int = LENGTH, end: int | None = None) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.length = length
         self.theta = torch.randn(length, vocabulary, vocabulary, dtype=torch.float64, generator=generator)
         self.theta.requires_grad_()
         self.responses = torch.tensor(list(itertools.product(range(vocabulary), repeat=length)))
+        self.mask = torch.ones_like(self.responses, dtype=torch.bool)
+        if end is not None:
+            over = (self.responses == end).cummax(-1).values
+            self.mask[:, 1:] = ~over[:, :-1]
+            # Of the rows that differ only after the end one stays: that of end tokens.
+            once = (self.mask | (self.responses == end)).all(-1)
+            self.responses, self.mask = self.responses[once], self.mask[once]
         self.rewards = torch.randn(len(self.responses), dtype=torch.float64, generator=generator)
 
     def log_probs(self, theta: Tensor | None = None) -> Tensor:
-        """Token log-probs of every response: (V^T, T)."""
+        """Token log-probs of every response, 0 outside the mask: (R, T)."""
         table = (self.theta if theta is None else theta).log_softmax(-1)
         previous = torch.nn.functional.pad(self.responses[:, :-1], (1, 0))
-        return table[torch.arange(self.length), previous, self.responses]
+        return torch.where(self.mask, table[torch.arange(self.length), previous, self.responses], 0.0)
 
     def gradient(self, value: Tensor) -> Tensor:
         return torch.autograd.grad(value, self.theta, retain_graph=True)[0]
@@ -58,7 +77,7 @@ class TabularPolicy:
         return (self.theta + scale * noise).detach()
 
     def exact_values(self) -> Tensor:
-        """Expected reward before each token, given the tokens so far: (V^T, T)."""
+        """Expected reward before each token, given the tokens so far: (R, T)."""
         probabilities = self.log_probs().sum(-1).exp().detach()
         values = torch.empty(len(self.responses), self.length, dtype=torch.float64)
         for t in range(self.length):
@@ -71,47 +90,65 @@ def expected_gradient(
     policy: TabularPolicy, advantages: Tensor, probability: Tensor, rows: Tensor, settings: dict
 ) -> Tensor:
     """-gradient of the actor's loss, summed over ``rows`` (indices of responses) weighted by ``probability``."""
-    inputs = LossInputs(
-        policy.log_probs()[rows], advantages, torch.ones_like(advantages, dtype=torch.bool), sample_weights=probability
-    )
+    mask = policy.mask[rows]
+    inputs = LossInputs(policy.log_probs()[rows], advantages, mask, sample_weights=probability)
     options = actor_loss_options({"loss_agg_mode": "seq-mean-token-sum", "pg_variant": "vanilla", **settings})
-    return -policy.gradient(actor_loss(inputs, options, LossDenominators(1.0, 1.0)).loss)
+    denominators = LossDenominators(float(probability @ mask.sum(-1).double()), 1.0, float(policy.length))
+    return -policy.gradient(actor_loss(inputs, options, denominators).loss)
 
 
 def expected_group_gradient(
-    policy: TabularPolicy, estimator: str, group_size: int, norm: tuple[str | None, str | None] = ("auto", "auto")
+    policy: TabularPolicy,
+    estimator: str,
+    group_size: int,
+    norm: tuple[str | None, str | None] = ("auto", "auto"),
+    loss_agg_mode: str = "seq-mean-token-sum",
 ) -> Tensor:
     """Exact expectation of the on-policy gradient with groups of ``group_size``."""
     count = len(policy.responses)
     groups = torch.tensor(list(itertools.product(range(count), repeat=group_size)))
     rows = groups.flatten()
-    probability = policy.log_probs().sum(-1).exp().detach()[groups].prod(-1)
-    group_ids = torch.arange(len(groups)).repeat_interleave(group_size)
+    weights = policy.log_probs().sum(-1).exp().detach()[groups].prod(-1).repeat_interleave(group_size) / group_size
+    outputs = group_advantages(policy, estimator, groups, norm)
+    advantages = outputs.raw_advantages.double()
+    if traits_of(estimator).whitens:
+        # Groups are not drawn here but listed, each once: the moments of a batch are those weighted by probability.
+        share = torch.where(policy.mask[rows], weights.unsqueeze(-1), 0.0)
+        share /= share.sum()
+        advantages = advantages - (share * advantages).sum()
+        advantages = advantages / (share * advantages.square()).sum().sqrt()
+    return expected_gradient(policy, advantages, weights, rows, {"loss_agg_mode": loss_agg_mode})
+
+
+def group_advantages(
+    policy: TabularPolicy, estimator: str, groups: Tensor, norm: tuple[str | None, str | None] = ("auto", "auto")
+) -> AdvantageOutputs:
+    """Advantages of a batch of groups, int64 (G, n) of indices of responses, as a step computes them: (G n, T)."""
+    rows = groups.flatten()
+    group_ids = torch.arange(len(groups)).repeat_interleave(groups.shape[1])
     normalise = RewardPostprocessor(RewardOptions(*resolve_norm_types(estimator, *norm)))
     rewards, _ = normalise(policy.rewards[rows], group_ids)
-    mask = torch.ones(len(rows), policy.length, dtype=torch.bool)
+    mask = policy.mask[rows]
     inputs = AdvantageInputs(token_level_rewards(rewards, mask), mask, group_ids)
-    advantages = estimate_advantages(inputs, AdvantageOptions(estimator)).advantages.double()
-    weights = probability.repeat_interleave(group_size) / group_size
-    return expected_gradient(policy, advantages, weights, rows, {})
+    return estimate_advantages(inputs, AdvantageOptions(estimator))
 
 
 def sampled_gradients(
     policy: TabularPolicy, sampler: Tensor, column: str, settings: Mapping[str, object]
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of each response that parameters ``sampler`` may sample, and its probability: (V^T, ...), (V^T,).
+    """Gradient of each response that parameters ``sampler`` may sample, and its probability: (R, ...), (R,).
 
     The loss gets the sampler's log-probs as ``column``; advantages are rewards minus the exact expectation.
     """
     sampled = policy.log_probs(sampler).detach()
-    mask = torch.ones(1, policy.length, dtype=torch.bool)
     options = actor_loss_options({"loss_agg_mode": "seq-mean-token-sum", **settings})
     log_probs = policy.log_probs()
     baseline = (log_probs.sum(-1).exp() * policy.rewards).sum().detach()
     gradients = []
     for i in range(len(policy.responses)):
         advantages = (policy.rewards[i] - baseline).expand(1, policy.length)
-        inputs = LossInputs(log_probs[i : i + 1], advantages, mask, **{column: sampled[i : i + 1]})
+        row = slice(i, i + 1)
+        inputs = LossInputs(log_probs[row], advantages, policy.mask[row], **{column: sampled[row]})
         gradients.append(-policy.gradient(actor_loss(inputs, options, LossDenominators(1.0, 1.0)).loss))
     return torch.stack(gradients), sampled.sum(-1).exp()
 
@@ -155,19 +192,33 @@ GROUP_ESTIMATORS: dict[str, tuple[str, tuple[str | None, str | None]]] = {
     "`reinforce`": ("reinforce", ("auto", "auto")),
     "`rloo`": ("rloo", ("auto", "auto")),
     "`grpo` without std": ("grpo", ("group", None)),
-    "`opo` (equal lengths)": ("opo", ("auto", "auto")),
+    "`opo`": ("opo", ("auto", "auto")),
     "`reinforce++_baseline`": ("reinforce++_baseline", ("auto", "auto")),
     "`grpo`": ("grpo", ("auto", "auto")),
 }
+END_TOKEN = 2
 Row = tuple[float, ...]
 
 
 def estimator_table() -> dict[str, Row]:
-    """Length and 1 - cosine of the expected gradient of groups of 2."""
-    policy = TabularPolicy(0)
+    """Length and 1 - cosine of the expected gradient of groups of 2: responses of 3 tokens, then of 1 to 3."""
+    equal, ragged = TabularPolicy(0), TabularPolicy(0, end=END_TOKEN)
     return {
-        label: relative_bias(policy, expected_group_gradient(policy, name, 2, norm))
+        label: tuple(
+            number
+            for policy in (equal, ragged)
+            for number in relative_bias(policy, expected_group_gradient(policy, name, 2, norm))
+        )
         for label, (name, norm) in GROUP_ESTIMATORS.items()
+    }
+
+
+def aggregation_table() -> dict[str, Row]:
+    """1 - cosine of the expected gradient of rloo, responses of 1 to 3 tokens, groups of 2, by loss_agg_mode."""
+    policy = TabularPolicy(0, end=END_TOKEN)
+    return {
+        f"`{mode}`": relative_bias(policy, expected_group_gradient(policy, "rloo", 2, loss_agg_mode=mode))[1:]
+        for mode in AGGREGATION_MODES
     }
 
 
@@ -198,6 +249,8 @@ def markdown(rows: Mapping[str, Row]) -> list[str]:
     return [f"| {label} | {' | '.join(f'{abs(number):.3f}' for number in row)} |" for label, row in rows.items()]
 
 
+TABLES = (estimator_table, aggregation_table, correction_table, variant_table)
+
 if __name__ == "__main__":
-    for table in (estimator_table, correction_table, variant_table):
+    for table in TABLES:
         sys.stdout.write("\n".join([str(table.__doc__), *markdown(table()), "", ""]))

@@ -79,7 +79,7 @@ def with_gradient(
 @given(batch=batches, cut=st.integers(0, 7), mode=st.sampled_from(AGGREGATION_MODES))
 def test_micro_batches_ranks_and_row_order_change_nothing(variant: str, batch: Batch, cut: int, mode: str) -> None:
     settings = {
-        **EVERYTHING, "pg_variant": variant, "loss_agg_mode": mode, "train_infer_correction": "seq_mask_tis"
+        **EVERYTHING, "pg_variant": variant, "loss_agg_mode": mode, "train_infer_correction": "sequence_mask"
     }  # fmt: skip
     expected = with_gradient(batch, [slice(None)], settings)
     split = with_gradient(batch, [slice(0, cut), slice(cut, None)], settings)

@@ -34,6 +34,7 @@ def inputs_of(batch: Batch) -> AdvantageInputs:
         batch.mask,
         batch.group_ids,
         values=batch.values,
+        scores=batch.response_rewards,
         baseline_rewards=batch.sample_weights,
         reward_components=torch.stack([batch.response_rewards, batch.sample_weights], 1),
         step_returns=batch.sample_weights,
@@ -86,7 +87,8 @@ def pass_at_k(batch: Batch, i: int, group: list[int], rewards: list[float]) -> f
     """By enumeration of all subsets of size k: the mean reward of those that hold the response, normalised."""
     k = min(2, len(group))
     subsets = list(itertools.combinations(group, k))
-    value = {s: max(float(rewards[j] > 0) for j in s) for s in subsets}
+    scores = batch.response_rewards.tolist()
+    value = {s: max(float(scores[j] >= 1.0) for j in s) for s in subsets}
     centre = reference.mean(list(value.values()))
     spread = math.sqrt(centre * (1 - centre))
     if spread < 1e-6:
@@ -310,6 +312,7 @@ def test_a_batch_without_rows_stays_one(name: str) -> None:
         mask,
         empty,
         values=torch.zeros(0, 5),
+        scores=torch.zeros(0),
         baseline_rewards=torch.zeros(0),
         step_returns=torch.zeros(0),
     )

@@ -22,6 +22,24 @@ def test_truncation_is_reported_with_its_share() -> None:
     assert "75%" in said[3][0]
 
 
+def test_zero_advantages_are_reported_unless_equal_scores_say_why() -> None:
+    mask = torch.tensor([[True, True, False]] * 4)
+    rounding, outside = torch.full((4, 3), -1e-9), torch.tensor([[0.0, 0.0, 7.0]] * 4)
+    something = torch.tensor([[0.0, -0.5, 0.0]] * 4)
+    watch = BatchWatch(patience=2)
+    said = []
+    for advantages in (rounding, something, outside, rounding, rounding):
+        assert watch.observe(VARIED, WHOLE) == []
+        said.append(watch.observe_advantages(advantages, mask, "pass@k"))
+    assert [len(messages) for messages in said] == [0, 0, 0, 1, 0]
+    assert "pass@k" in said[3][0]
+    watch = BatchWatch(patience=2)
+    said = [watch.observe(SAME, WHOLE) + watch.observe_advantages(rounding, mask, "grpo") for _ in range(4)]
+    assert [len(messages) for messages in said] == [0, 1, 0, 0]
+    assert "score 0" in said[1][0]
+    assert BatchWatch(patience=0).observe_advantages(rounding, mask, "grpo") == []
+
+
 def test_too_little_to_judge() -> None:
     watch = BatchWatch(patience=1)
     assert watch.observe(torch.zeros(1), torch.zeros(1, dtype=torch.bool)) == []

@@ -135,6 +135,20 @@ def test_without_mismatch_no_preset_does_anything() -> None:
         assert torch.equal(result.keep, batch.mask)
 
 
+def test_seq_mask_tis_filters_by_the_geometric_mean_and_weighs_tokens() -> None:
+    """A response stays while the geometric mean of its ratios lies in [0.5, 5]; each token weighs min(ratio, 5)."""
+    ratios = [[9.0, 1.0, 0.2], [9.0, 9.0, 4.0], [0.4, 0.4, 0.7], [0.6, 0.5, 1.5]]
+    log_ratio = torch.tensor(ratios, dtype=torch.float64).log()
+    rollout = torch.full_like(log_ratio, -8.0)
+    inputs = LossInputs(rollout, torch.ones_like(rollout), torch.ones(4, 3).bool(), rollout + log_ratio, rollout)
+    result = correct_mismatch(inputs, correction_options("seq_mask_tis"), MetricBuilder())
+    for i, row in enumerate(ratios):
+        geometric = math.exp(mean([math.log(ratio) for ratio in row]))
+        assert result.keep[i].tolist() == [0.5 <= geometric <= 5.0] * 3
+        assert_close(result.weights[i].tolist(), [min(ratio, 5.0) for ratio in row])
+    assert result.keep[:, 0].tolist() == [True, False, False, True]
+
+
 def test_gradient_enters_the_weights_only_when_asked_and_on_policy() -> None:
     batch = make_batch(2, 4, 6)
     log_probs = batch.log_probs.clone().requires_grad_()

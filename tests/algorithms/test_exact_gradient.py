@@ -16,6 +16,7 @@ from tests.algorithms.tabular import (
     corrected_gradients,
     expected_gradient,
     expected_group_gradient,
+    group_advantages,
     relative_bias,
 )
 
@@ -52,6 +53,36 @@ def test_remax_is_unbiased_whatever_the_greedy_reward(policy: TabularPolicy) -> 
     baseline = torch.full((len(policy.responses),), 0.7, dtype=torch.float64)
     gradient = gradient_with(policy, AdvantageOptions("remax"), baseline_rewards=baseline)
     assert_close(gradient, policy.exact_gradient(), **TOLERANCE)
+
+
+@pytest.mark.parametrize("end", [None, 2])
+def test_whitening_scales_by_the_spread_of_a_drawn_batch(end: int | None) -> None:
+    """The table lists each group once and weighs it; a step draws groups, and whitens what it has drawn."""
+    policy = TabularPolicy(0, end=end)
+    probability = policy.log_probs().sum(-1).exp().detach()
+    generator = torch.Generator().manual_seed(3)
+    groups = torch.multinomial(probability, 2 * 20_000, replacement=True, generator=generator).view(-1, 2)
+    outputs = group_advantages(policy, "reinforce++_baseline", groups)
+    slope = torch.linalg.lstsq(
+        torch.stack([outputs.raw_advantages[:, 0], torch.ones(len(outputs.raw_advantages))], -1),
+        outputs.advantages[:, :1],
+    ).solution[0]
+    without = expected_group_gradient(policy, "grpo", 2, ("group", None))
+    whitened = expected_group_gradient(policy, "reinforce++_baseline", 2)
+    assert_close(float(whitened.norm() / without.norm()), float(slope), rtol=0.02, atol=0.0)
+
+
+def test_ragged_lengths_bias_the_default_aggregation_only() -> None:
+    """A response's mean weighs its tokens by 1/length, which is no constant; the sum does not."""
+    policy = TabularPolicy(0, end=2)
+    exact = policy.exact_gradient()
+    assert set(policy.mask.sum(-1).tolist()) == {1, 2, 3}
+    assert_close(policy.log_probs().sum(-1).exp().sum().item(), 1.0)
+    assert_close(expected_group_gradient(policy, "rloo", 2), exact, **TOLERANCE)
+    token_mean = expected_group_gradient(policy, "rloo", 2, loss_agg_mode="token-mean")
+    assert relative_bias(policy, token_mean)[1] < 1e-9
+    sequence_mean = expected_group_gradient(policy, "rloo", 2, loss_agg_mode="seq-mean-token-mean")
+    assert relative_bias(policy, sequence_mean)[1] > 0.005
 
 
 @pytest.mark.parametrize("group_size", [2, 3])
@@ -106,7 +137,7 @@ def test_gradients_of_kl_losses_on_one_token() -> None:
 def mismatch(policy: TabularPolicy) -> dict[str, tuple[float, float]]:
     engine, exact = policy.perturbed(0.6), policy.exact_gradient()
     names = {"none": None, "unbounded": [{"level": "sequence", "action": "truncate"}]}
-    names |= {name: name for name in ("tis", "seq_tis", "seq_mask_tis", "icepop", "geo_mask")}
+    names |= {name: name for name in ("tis", "seq_tis", "sequence_mask", "icepop", "geo_mask")}
     return {
         name: bias_and_deviation(*corrected_gradients(policy, engine, correction), exact)
         for name, correction in names.items()
@@ -119,10 +150,10 @@ def test_the_sequence_ratio_removes_the_bias_of_a_mismatched_engine(mismatch: di
 
 
 def test_truncation_trades_bias_for_variance(mismatch: dict[str, tuple[float, float]]) -> None:
-    for preset in ("seq_tis", "seq_mask_tis"):
+    for preset in ("seq_tis", "sequence_mask"):
         assert 0 < mismatch[preset][0] < mismatch["none"][0]
         assert mismatch[preset][1] < mismatch["unbounded"][1]
-    assert mismatch["seq_tis"][0] < mismatch["seq_mask_tis"][0]
+    assert mismatch["seq_tis"][0] < mismatch["sequence_mask"][0]
 
 
 def test_masking_far_responses_lowers_the_variance_most(mismatch: dict[str, tuple[float, float]]) -> None:

@@ -37,6 +37,29 @@ def test_blocks_join_at_every_length(length: int, discount: float) -> None:
     assert_close(reverse_discounted_sum(values, discount), expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("length", [31, 32, 33, 300, 1030])
+@pytest.mark.parametrize(
+    ("gamma", "lambd"), [(1.0, 0.95), (0.99, 0.9), (0.9, 0.5), (1.0, 0.05), (1e-3, 1e-3), (0.9, 0.0), (0.0, 0.9)]
+)
+def test_tool_output_over_many_blocks(length: int, gamma: float, lambd: float) -> None:
+    """Turns and tool output of random lengths, longer and shorter than a block; the loop is in float64."""
+    generator = torch.Generator().manual_seed(length)
+    rows = 5
+    spans = torch.randint(1, 60, (rows, length), generator=generator).cumsum(-1)
+    turn = torch.searchsorted(spans, torch.arange(length).expand(rows, -1).contiguous(), right=True)
+    mask = (turn % 2 == 0) & (torch.arange(length) < torch.tensor([length, length, length * 2 // 3, 7, 0])[:, None])
+    rewards, values = torch.randn(2, rows, length, dtype=torch.float64, generator=generator).unbind(0)
+    expected = reference.gae(rewards.tolist(), values.tolist(), mask.tolist(), gamma, lambd)
+    advantages, returns = generalized_advantages(rewards, values, mask, gamma, lambd)
+    assert_close(advantages, expected, rtol=1e-10, atol=1e-10)
+    single, _ = generalized_advantages(rewards.float(), values.float(), mask, gamma, lambd)
+    # Sums of up to some 20 terms of size 1, rounded to 6e-8 each.
+    assert_close(single.double(), expected, rtol=1e-5, atol=1e-5)
+    sums = discounted_returns(rewards, mask, gamma)
+    assert_close(sums, reference.returns(rewards.tolist(), mask.tolist(), gamma), rtol=1e-10, atol=1e-10)
+    assert not advantages[~mask].any() and not returns[~mask].any() and not sums[~mask].any()
+
+
 def test_float32_stays_accurate_over_long_rows() -> None:
     batch = make_batch(5, 8, 4000, density=0.95)
     exact, _ = generalized_advantages(batch.rewards, batch.values, batch.mask, 1.0, 1.0)

@@ -114,6 +114,30 @@ def test_remax_subtracts_the_greedy_reward_made_as_a_samples_is() -> None:
     torch.testing.assert_close(last_token, expected.repeat_interleave(batch.batch["response_mask"].sum(-1)))
 
 
+@pytest.mark.parametrize("kl_coef", [0.0, 2.0])
+def test_pass_at_k_takes_right_and_wrong_from_the_raw_score(kl_coef: float) -> None:
+    """A divergence in the reward, however large, makes no wrong answer right and no right one wrong."""
+    settings = {"adv_estimator": "pass@k", "pass_k": 2, "add_token_level_kl": True, "init_kl_coef": kl_coef}
+    batch, _ = settled(settings, 4)
+    advantages = batch.batch["advantages"].gather(1, batch.batch["response_mask"].int().argmax(-1, keepdim=True))
+    # Scores 1, 0.25 | 0, 0.5, 1 | 3, 7. Of three with two wrong, one of two is right with 2/3: s = sqrt(2)/3. The right
+    # one gets (1/3)/s, a wrong one (1/3 - 1/2)/s. Groups of two have one choice of two.
+    expected = [0.0, 0.0, -(0.125**0.5), -(0.125**0.5), 0.5**0.5, 0.0, 0.0]
+    torch.testing.assert_close(advantages[:, 0], torch.tensor(expected))
+
+
+def test_steps_without_advantages_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """Scores differ, but not within a group."""
+    config = RLVRConfig(adv_estimator="grpo", warn_after_steps=2)
+    scoring = Scoring(config, (config.norm_mean_type, config.norm_std_type), 4)
+    for _ in range(3):
+        batch = scored_batch(False)
+        batch.batch["scores"] = torch.tensor([1.0, 1.0, 0.1, 0.1, 0.1, 0.5, 0.5])
+        scoring(batch)
+    assert [record.message for record in caplog.records if "every advantage of the last 2 steps" in record.message]
+    assert len(caplog.records) == 1
+
+
 def test_gdpo_normalises_the_weighed_rewards_apart() -> None:
     components = torch.tensor([[1.0, 0], [0, 1], [1, 0], [1, 1], [0, 1], [0, 0], [1, 1]])
     settings = {"adv_estimator": "gdpo", "reward_weights": {"right": 2.0, "short": 0.5}}

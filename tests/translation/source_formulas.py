@@ -1,8 +1,9 @@
 """Losses of SkyRL and verl, written down from their definitions: plain loops in float64, with their own defaults.
 
 Columns are (B, R): responses side by side, right-padded, ``mask`` 1.0 on their tokens. verl: ``core_algos.py``,
-``rollout_corr_helper.py``, ``actor.yaml``, ``algorithm.yaml``. SkyRL: ``ppo_utils.py``, ``off_policy_correction_utils.py``
-and the configurations of both packages. Settings are their keys without the common beginning.
+``rollout_corr_helper.py``, ``actor.yaml``, ``algorithm.yaml``. SkyRL: ``ppo_utils.py`` and
+``off_policy_correction_utils.py``, with the configurations of both packages. Settings are their keys without the common
+beginning.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """Every translated algorithm has the loss and the gradient of the project that it comes from.
 
-The project's formula (:mod:`tests.translation.source_formulas`) and the translated configuration, run through the scoring
-and the losses of a run, on one batch: ragged responses, groups of several sizes, tokens on either side of every bound.
+The project's formula (:mod:`tests.translation.source_formulas`) and the translated configuration, run through the
+scoring and the losses of a run, on one batch: ragged responses, groups of several sizes, tokens on either side of every
+bound.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,19 +17,21 @@ from torch import Tensor
 
 from roll.algorithms.actor_loss import actor_loss_options
 from roll.algorithms.aggregation import denominators_from, denominators_of
-from roll.config.errors import ConfigError
-from roll.config.loader import LoadedConfig
+from roll.config.compose import Composed
+from roll.config.errors import ConfigError, Problems
+from roll.config.loader import LoadedConfig, load_composed
 from roll.config.planning import actor_keys
+from roll.config.sources import SourceFile
 from roll.pipelines.rlvr.scoring import Scoring
 from roll.protocol import DataProto
 from roll.rollout.batch import build_batch
 from roll.strategies.base import Output
 from roll.translation.engine import Translation
-from roll.translation.writing import load
+from roll.translation.writing import tree
 from roll.workers.actor import policy_update_loss
 from roll.workers.critic import value_update_loss
 from tests.rollout.helpers import make_group
-from tests.translation.conftest import QUICKSTART, Translate
+from tests.translation.conftest import Translate
 from tests.translation.source_formulas import (
     Responses,
     covariance,
@@ -83,7 +87,7 @@ def make_responses() -> Responses:
         old=old,
         rollout=(old + column(0.3)).clamp(max=-0.01) * mask,
         reference=(log_probs.detach() + column(0.7)).clamp(max=-0.01) * mask,
-        values=column(1.0),
+        values=(column(1.0) * 64).round() / 64,  # the same in float32
         greedy_scores=torch.tensor([0.5, 1.0, 0.0], dtype=torch.float64).repeat_interleave(4),
         prompt_length=PROMPT,
         response_length=LONGEST,
@@ -119,7 +123,7 @@ class OurSide:
         there, tensors = self._responses, self.batch.batch
         tensors["rollout_log_probs"] = self.spread(there.rollout)
         tensors["old_log_probs"] = self.spread(there.rollout if self.plan.engine_log_probs_as_old else there.old)
-        tensors["ref_log_probs"], tensors["values"] = self.spread(there.reference), self.spread(there.values)
+        tensors["ref_log_probs"], tensors["values"] = self.spread(there.reference), self.spread(there.values).float()
         if self.plan.needs_greedy_baseline:
             tensors["baseline_scores"] = there.greedy_scores.float()
             tensors["baseline_lengths"] = torch.ones(len(there.scores), dtype=torch.int64)
@@ -156,9 +160,11 @@ def command(base: str, settings: Settings) -> str:
 
 
 def translate_whole(translated: Translate, text: str) -> tuple[Translation, LoadedConfig[Any]]:
+    """As :func:`roll.translation.writing.load`, without the file in between, which takes ten times as long."""
     translation = translated(text)
     assert translation.whole
-    return translation, load(translation, QUICKSTART)
+    composed = Composed(tree(translation), SourceFile(Path("translated.yaml")))
+    return translation, load_composed(None, composed, Problems(), check_files=False)
 
 
 def assert_equal(ours: Tensor, theirs: Tensor, leaf: Tensor) -> None:
@@ -400,7 +406,9 @@ def test_scores_of_minus_one_and_one(translated: Translate) -> None:
     here, there = replace(RESPONSES, scores=right_or_wrong), replace(RESPONSES, scores=2 * right_or_wrong - 1)
     ours, theirs = OurSide(loaded, here).actor_loss(), verl_actor(there, settings)
     # The 1e-6 that is added to a spread counts twice as much in scores half as far apart.
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
+    gradients = [torch.autograd.grad(loss, RESPONSES.log_probs)[0] for loss in (ours, theirs)]
+    assert float((gradients[0] - gradients[1]).abs().max()) < 1e-5 * float(gradients[1].abs().max())
 
 
 REFUSED: list[tuple[str, Settings, str]] = [

@@ -158,19 +158,20 @@ class Scoring:
 
     def _add_advantages(self, batch: DataProto) -> AdvantageOutputs:
         tensors = batch.batch
-        scored = ~tensors["scores"].isnan()
-        # A sample without a reward is nobody's baseline: it gets a group of its own and no masked token.
-        alone = -1 - torch.arange(len(scored))
         inputs = AdvantageInputs(
             token_level_rewards=tensors["token_level_rewards"],
-            mask=tensors["response_mask"] & scored[:, None],
-            group_ids=torch.where(scored, tensors["group_ids"], alone),
+            mask=tensors["response_mask"],
+            group_ids=tensors["group_ids"],
+            scores=tensors["scores"],
             values=tensors.get("values"),
             baseline_rewards=self._baseline_rewards(batch),
             reward_components=tensors.get("reward_components"),
         )
         outputs = estimate_advantages(inputs, self._advantages)
         tensors["advantages"], tensors["returns"] = outputs.advantages, outputs.returns
+        estimator = self._config.adv_estimator
+        for message in self._watch.observe_advantages(outputs.advantages, tensors["loss_mask"], estimator):
+            logger.warning("%s", message)
         return outputs
 
     def state_dict(self) -> dict[str, Any]:
