@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -11,7 +12,7 @@ from roll.translation.draft import Draft
 from roll.translation.judging import put_reward
 from roll.translation.models import put_models
 from roll.translation.placement import device_count, put_devices, put_run_ahead
-from roll.translation.rules import OPTIONS
+from roll.translation.rules import OPTIONS, Dialect
 from roll.translation.sampling import put_sampling
 
 CUTTING = ("tensor", "pipeline", "context")
@@ -34,29 +35,10 @@ def find_roles(draft: Draft) -> None:
         draft.roles = (draft.roles | {"reference"}) if used else (draft.roles - {"reference"})
 
 
-def assemble(draft: Draft) -> None:
+def assemble(draft: Draft, dialect: Dialect) -> None:
     """Set every key that follows from several facts."""
-    for step in (
-        put_strategies,
-        put_host_memory,
-        put_switches,
-        put_engine,
-        put_devices,
-        put_run_ahead,
-        put_batches,
-        put_forward_batches,
-        put_token_budgets,
-        put_optimizers,
-        put_algorithm,
-        put_models,
-        put_steps,
-        put_data,
-        put_stops,
-        put_reward,
-        put_sampling,
-        put_tracking,
-    ):
-        step(draft)
+    for step in dialect.steps or STEPS:
+        (dialect.algorithm or step if step is put_algorithm else step)(draft)
 
 
 def strategy_of(draft: Draft, role: str) -> str:
@@ -141,7 +123,9 @@ def put_batches(draft: Draft) -> None:
         if role == "reference" or not draft.states(*sizes, *layout, f"pipeline.{role}", f"context.{role}"):
             continue
         mini = draft.get(f"mini.{role}", "mini.actor")
-        micro = draft.get(f"micro.{role}", "micro", default=1 if draft.get(f"dynamic.{role}", "dynamic.actor") else None)
+        micro = draft.get(
+            f"micro.{role}", "micro", default=1 if draft.get(f"dynamic.{role}", "dynamic.actor") else None
+        )
         of_all = draft.get(f"micro_of_all.{role}")
         if of_all is not None and draft.states(f"micro_of_all.{role}"):
             micro = max(1, of_all // device_count(draft, role))
@@ -214,8 +198,6 @@ def put_optimizers(draft: Draft) -> None:
                 draft.put(f"{section}.training_args.adam_beta{number}", float(beta), f"betas.{section}")
 
 
-
-
 def put_steps(draft: Draft) -> None:
     """Passes over the data become steps where the number of rows is known."""
     if not draft.states("epochs") or draft.states("steps"):
@@ -236,7 +218,9 @@ def put_data(draft: Draft) -> None:
     for fact, section in (("train_files", "actor_train"), ("val_files", "validation")):
         if draft.states(fact):
             draft.put(f"{section}.data_args.file_name", [file_or_folder(name) for name in draft.facts[fact]], fact)
-    if draft.states("train_files", "prompt_key"):
+    if draft.get("text_key") is not None:
+        draft.put("actor_train.data_args.prompt", str(draft.facts["text_key"]), "text_key")
+    elif draft.states("train_files", "prompt_key"):
         column = draft.get("prompt_key", default="prompt")
         draft.put("actor_train.data_args.messages", column, "train_files", "prompt_key")
     for fact, key in (("seed", "seed"), ("val_batch", "val_batch_size")):
@@ -273,3 +257,26 @@ def put_tracking(draft: Draft) -> None:
         draft.put("resume_from_checkpoint", draft.facts["resume_path"], "resume_path")
     elif draft.states("resume") and resume is not None:
         draft.put("resume_from_checkpoint", resume, "resume")
+
+
+STEPS: tuple[Callable[[Draft], None], ...] = (
+    put_strategies,
+    put_host_memory,
+    put_switches,
+    put_engine,
+    put_devices,
+    put_run_ahead,
+    put_batches,
+    put_forward_batches,
+    put_token_budgets,
+    put_optimizers,
+    put_algorithm,
+    put_models,
+    put_steps,
+    put_data,
+    put_stops,
+    put_reward,
+    put_sampling,
+    put_tracking,
+)
+"""What an RLVR run has, in order."""

@@ -8,6 +8,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -55,7 +56,7 @@ def translated(arguments: argparse.Namespace) -> Translation:
     Raises:
         ConfigError: text that cannot be read, or keys and values without a translation.
     """
-    source = read(arguments.source, arguments.call)
+    source = with_config(read(arguments.source, arguments.call))
     dialect = DIALECTS[arguments.dialect] if arguments.dialect else dialect_of(source)
     recipe = load_config(RLVRConfig, arguments.recipe, check_files=False)
     return translate(source, dialect, recipe, arguments.train_rows)
@@ -88,6 +89,22 @@ def read(words: Sequence[str], call: int | None = None) -> Source:
     if "=" in words[0]:
         return read_words(words)
     raise ConfigError([Problem("(file)", words[0], "no such file; a command is given as its words, or on stdin")])
+
+
+def with_config(source: Source) -> Source:
+    """TRL's ``--config FILE``: its keys, below those of the command line.
+
+    Raises:
+        ConfigError: no such file, or not a YAML section.
+    """
+    name = source.keys.get("config")
+    if not isinstance(name, str) or not name.endswith((".yaml", ".yml")):
+        return source
+    file = Path(name)
+    if not file.is_file():
+        raise ConfigError([Problem("--config", name, "no such file")])
+    given = read_yaml(file.read_text(encoding="utf-8"), file.name)
+    return replace(source, keys={**given.keys, **source.keys})
 
 
 def read_pasted(text: str, call: int | None = None) -> Source:

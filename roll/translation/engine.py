@@ -14,12 +14,15 @@ from roll.config.rlvr import RLVRConfig
 from roll.config.strategy import strategy_keys
 from roll.translation.assembly import assemble, find_roles, strategy_of
 from roll.translation.draft import ROLES, Draft
+from roll.translation.openrlhf import OPENRLHF
 from roll.translation.reading import UNSET, Source
 from roll.translation.rules import Dialect, Rule
 from roll.translation.skyrl import SKYRL, SKYRL_TRAIN
+from roll.translation.trl import TRL_GRPO, TRL_SFT
 from roll.translation.verl import VERL
 
-DIALECTS = {dialect.name: dialect for dialect in (SKYRL_TRAIN, SKYRL, VERL)}
+DIALECTS = {dialect.name: dialect for dialect in (SKYRL_TRAIN, SKYRL, VERL, TRL_GRPO, TRL_SFT, OPENRLHF)}
+NAMES = "SkyRL, verl, TRL or OpenRLHF"
 KEPT_IN_ENVIRONMENT = (
     "CUDA_",
     "NCCL_",
@@ -96,7 +99,7 @@ def translate(
     draft = Draft(whole=whole)
     if train_rows is not None:
         draft.facts["rows"] = train_rows
-    draft.facts |= dialect.facts
+    draft.facts |= {**dialect.facts, "launcher_options": source.options}
     draft.defaults = _default_facts(dialect)
     if not whole:
         draft.facts |= facts_of(recipe)
@@ -113,12 +116,21 @@ def translate(
     if draft.problems.errors:
         raise ConfigError(draft.problems.errors)
     found = {key: match for key, match in matches.items() if match}
-    notes = _put_all(draft, found, {**known, **given}, set(given))
+    notes = _put_all(draft, dialect, found, {**known, **given}, set(given))
     if draft.problems.errors:
         raise ConfigError(draft.problems.errors)
     kept = {name: value for name, value in source.environment.items() if name.startswith(KEPT_IN_ENVIRONMENT)}
     notes = [*left, *notes]
-    return Translation(dialect, whole, in_order(draft.keys), kept, tuple(notes), tuple(source.left_out), source.unset, tuple(source.remarks))
+    return Translation(
+        dialect,
+        whole,
+        in_order(draft.keys),
+        kept,
+        tuple(notes),
+        tuple(source.left_out),
+        source.unset,
+        tuple(source.remarks),
+    )
 
 
 def dialect_of(source: Source) -> Dialect:
@@ -127,6 +139,9 @@ def dialect_of(source: Source) -> Dialect:
     Raises:
         ConfigError: no dialect has any of the keys.
     """
+    for dialect in DIALECTS.values():
+        if any(re.fullmatch(pattern, source.launcher) for pattern, _ in dialect.programs):
+            return dialect
     module = source.launcher.partition(".")[0]
     if source.from_module and module in DIALECTS:
         return DIALECTS[module]
@@ -136,7 +151,7 @@ def dialect_of(source: Source) -> Dialect:
         key = next(iter(source.keys), "(command)")
         nearest = next((near for dialect in DIALECTS.values() if (near := dialect.nearest(key))), None)
         hint = f"; the nearest known one is {nearest}" if nearest else ""
-        rule = f"is no key of SkyRL or verl{hint}"
+        rule = f"is no key of {NAMES}{hint}"
         raise ConfigError([Problem(key, source.keys.get(key), rule, has_value=key in source.keys)])
     found = [name for name, score in scores.items() if score == best]
     if SKYRL.name in found and source.launcher.startswith(NEWER_EXAMPLES):
@@ -284,10 +299,14 @@ def _match(key: str, value: Any, dialect: Dialect, draft: Draft) -> _Match | Non
     return _Match(rule, rest, ours)
 
 
-def _put_all(draft: Draft, matches: Mapping[str, _Match], values: Mapping[str, Any], given: set[str]) -> list[Note]:
+def _put_all(
+    draft: Draft, dialect: Dialect, matches: Mapping[str, _Match], values: Mapping[str, Any], given: set[str]
+) -> list[Note]:
+    if dialect.prepare is not None:
+        dialect.prepare(draft)
     find_roles(draft)
     if draft.whole:
-        draft.put("pipeline", "rlvr")
+        draft.put("pipeline", dialect.pipeline)
     direct: dict[str, list[str]] = {}
     for key, match in matches.items():
         direct[key] = []
@@ -295,7 +314,7 @@ def _put_all(draft: Draft, matches: Mapping[str, _Match], values: Mapping[str, A
             name = _own_key(template.replace("{rest}", match.rest), draft)
             draft.put(name, match.value)
             direct[key] += [name] if name in draft.keys else []
-    assemble(draft)
+    assemble(draft, dialect)
     dropped = _drop_idle_keys(draft) if draft.whole else {}
     notes = []
     for key, match in matches.items():

@@ -12,7 +12,7 @@ REWARD, ROLE = "rewards.reward_model", "reward_model"
 
 def put_reward(draft: Draft) -> None:
     """The reward of a whole run: named by its environment, or told by the files' names."""
-    if put_reward_model(draft) or put_function(draft):
+    if draft.facts.get("rewards_set") or put_reward_model(draft) or put_function(draft):
         return
     files = [str(name) for name in draft.get("train_files", default=[])]
     reward = draft.get("reward") or ("gsm8k_rule" if files and all(GSM8K in name.lower() for name in files) else None)
@@ -51,7 +51,9 @@ def put_reward_model(draft: Draft) -> bool:
         draft.remark(["rm_path"], "left out: no reward model in this run")
         return False
     if draft.get("reward_file") is not None:
-        rule = "cannot go with a reward model: such a function asks their server of it; rewards.<name>.components combines"
+        rule = (
+            "cannot go with a reward model: such a function asks their server of it; rewards.<name>.components combines"
+        )
         draft.problems.add("custom_reward_function.path", draft.facts["reward_file"], rule)
         return True
     path = draft.get("rm_path")

@@ -10,16 +10,61 @@ from pathlib import PurePath
 PYTHON = re.compile(r"python[\d.]*|pypy\d?")
 UV_VALUES = {
     *("--extra", "--with", "--with-editable", "--with-requirements", "--python", "-p", "--project", "--directory"),
-    *("--group", "--only-group", "--no-group", "--no-extra", "--env-file", "--index", "--index-url", "--index-strategy"),
-    *("--extra-index-url", "--find-links", "-f", "--cache-dir", "--config-file", "--prerelease", "--resolution", "--link-mode"),
+    *(
+        "--group",
+        "--only-group",
+        "--no-group",
+        "--no-extra",
+        "--env-file",
+        "--index",
+        "--index-url",
+        "--index-strategy",
+    ),
+    *(
+        "--extra-index-url",
+        "--find-links",
+        "-f",
+        "--cache-dir",
+        "--config-file",
+        "--prerelease",
+        "--resolution",
+        "--link-mode",
+    ),
     *("--package", "-P", "--upgrade-package", "--refresh-package", "--reinstall-package", "--no-build-package"),
 }
 """Options of ``uv run`` that take the next word."""
 PYTHON_VALUES = {"-W", "-X", "--check-hash-based-pycs"}
 LAUNCHER_SWITCHES = {
-    *("--standalone", "--no_python", "--no-python", "--run_path", "--multi_gpu", "--multi-gpu", "--cpu", "--use_deepspeed"),
-    *("--use_fsdp", "--same_network", "--quiet", "-q", "--debug", "--tpu", "--mps", "--no_local_rank", "--enable_each_rank_log"),
-    *("--use_megatron_lm", "--use_xpu", "--save_pid", "--force_multi", "--bind_cores_to_rank", "--no_ssh", "--fsdp_cpu_ram_efficient_loading"),
+    *(
+        "--standalone",
+        "--no_python",
+        "--no-python",
+        "--run_path",
+        "--multi_gpu",
+        "--multi-gpu",
+        "--cpu",
+        "--use_deepspeed",
+    ),
+    *(
+        "--use_fsdp",
+        "--same_network",
+        "--quiet",
+        "-q",
+        "--debug",
+        "--tpu",
+        "--mps",
+        "--no_local_rank",
+        "--enable_each_rank_log",
+    ),
+    *(
+        "--use_megatron_lm",
+        "--use_xpu",
+        "--save_pid",
+        "--force_multi",
+        "--bind_cores_to_rank",
+        "--no_ssh",
+        "--fsdp_cpu_ram_efficient_loading",
+    ),
 }
 """Options of ``torchrun``, ``accelerate launch`` and ``deepspeed`` that take no value."""
 TRAINING = re.compile(
@@ -28,6 +73,8 @@ TRAINING = re.compile(
     r"|examples(?:\.[\w-]+)*\.main\w*"
 )
 """Modules that train; paths of scripts are read as modules."""
+FLAGGED = re.compile(r"^(?:.*\.)?trl\.|^(?:.*\.)?openrlhf\.cli\.|(?:^|\.)scripts\.(?:grpo|sft)$")
+"""TRL's and OpenRLHF's."""
 OF_DATA = re.compile(r"data(?:set)?|preprocess|prepare|download|merge|convert", re.IGNORECASE)
 
 
@@ -48,13 +95,27 @@ class Launch:
         return self.program if self.is_module else ".".join(PurePath(self.program).with_suffix("").parts).strip(".")
 
     @property
+    def takes_flags(self) -> bool:
+        """True for programs that read ``--name value``."""
+        return FLAGGED.search(self.module) is not None
+
+    @property
+    def is_foreign(self) -> bool:
+        """True for a program that is not known and reads ``--name value``."""
+        flags = any(re.match(r"--[a-z]", word) and not word.startswith("--config-") for word in self.arguments)
+        return flags and not self.trains and not OF_DATA.search(self.module.rpartition(".")[2])
+
+    @property
     def trains(self) -> bool:
         """True for the modules of the projects that are known, and for scripts that take ``key=value`` words."""
         if OF_DATA.search(self.module.rpartition(".")[2]):
             return False
-        if TRAINING.search(self.module):
+        if TRAINING.search(self.module) or self.takes_flags:
             return True
-        return any(re.match(r"[+~]{0,2}(?:trainer|actor_rollout_ref|algorithm|data|generator)\.[\w.]+=", word) for word in self.arguments)
+        return any(
+            re.match(r"[+~]{0,2}(?:trainer|actor_rollout_ref|algorithm|data|generator)\.[\w.]+=", word)
+            for word in self.arguments
+        )
 
 
 def launch_of(words: Sequence[str]) -> Launch | None:

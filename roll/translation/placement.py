@@ -53,7 +53,9 @@ def put_engine_devices(draft: Draft, trainers: int, together: bool, next_free: i
         draft.problems.add("actor_rollout_ref.rollout.tensor_model_parallel_size", size, rule, 1)
     else:
         mapping = devices(0 if together else next_free, wanted)
-        draft.put("actor_infer.device_mapping", mapping, "gpus", "nodes", "engines", "colocate", "engine_gpus", "engine_nodes")
+        draft.put(
+            "actor_infer.device_mapping", mapping, "gpus", "nodes", "engines", "colocate", "engine_gpus", "engine_nodes"
+        )
         draft.facts["devices"] = next_free if together else next_free + wanted
 
 

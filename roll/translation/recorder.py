@@ -150,7 +150,7 @@ def driver(
     for path, text in files.items():
         lines.append(_put(f"root/{path}", text))
     lines.append(f'chmod -R u+rwx "$ROLL_BASE/root"; (builtin cd "$ROLL_BASE/.bin" && chmod u+rx {names})')
-    lines.append("for name in $(compgen -e); do unset \"$name\" 2>/dev/null; done")
+    lines.append('for name in $(compgen -e); do unset "$name" 2>/dev/null; done')
     own = {"ROLL_BASE": "$ROLL_BASE", "ROLL_TOOLS": "$ROLL_BASE/.tools", "TMPDIR": "$ROLL_BASE"}
     own |= {"PATH": "$ROLL_BASE/.bin", "BASH_ENV": "$ROLL_BASE/.bin/every-shell"}
     lines += [f'export {name}="{value}"' for name, value in own.items()]

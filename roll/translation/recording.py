@@ -41,8 +41,10 @@ _SET_OR_TESTED = re.compile(
     rf"|\bfor\s+({_NAME})|\b(?:read|mapfile|readarray|declare|local|typeset|getopts)\b([^\n;|]*)",
     re.MULTILINE,
 )
-_OF_THE_SHELL = re.compile(r"BASH\w*|PWD|OLDPWD|PATH|IFS|UID|EUID|PPID|RANDOM|SECONDS|LINENO|SHLVL|FUNCNAME|OPTARG|"
-                           r"OPTIND|HOSTNAME|HOSTTYPE|OSTYPE|MACHTYPE|REPLY|PIPESTATUS|SHELLOPTS|EPOCH\w*|TMPDIR|_|ROLL_\w+")
+_OF_THE_SHELL = re.compile(
+    r"BASH\w*|PWD|OLDPWD|PATH|IFS|UID|EUID|PPID|RANDOM|SECONDS|LINENO|SHLVL|FUNCNAME|OPTARG|"
+    r"OPTIND|HOSTNAME|HOSTTYPE|OSTYPE|MACHTYPE|REPLY|PIPESTATUS|SHELLOPTS|EPOCH\w*|TMPDIR|_|ROLL_\w+"
+)
 _ABSOLUTE = re.compile(r"(?:/[\w.+-]+)+/(?:python[\d.]*|torchrun|accelerate|deepspeed|trl|uv|ray)\b")
 _MISSING = re.compile(r": (\S*/(?:python[\d.]*|torchrun|accelerate|deepspeed|trl|uv|ray)): No such file or directory")
 _SHELL_FILE = re.compile(r"([\w./@+-]*[\w@+-]+\.(?:sh|bash|env))\b|(?<![\w/])((?:\.{0,2}/)?[\w./-]*\.env)\b")
@@ -76,7 +78,10 @@ class Recording:
 
 
 def record(
-    script: Path, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None, sandbox: Sandbox | None = None
+    script: Path,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    sandbox: Sandbox | None = None,
 ) -> Recording:
     """Run ``script`` as ``bash script arguments`` under stand-ins for all programs.
 
@@ -229,7 +234,9 @@ def _commands(recorded: str, root: Path, environment: Mapping[str, str]) -> list
         kept = {
             key: _outside(value, base, root)
             for key, value in variables.items()
-            if not _OF_THE_SHELL.fullmatch(key) and not key.startswith(("__UNSET_", "BASH_FUNC")) and value != marker(key)
+            if not _OF_THE_SHELL.fullmatch(key)
+            and not key.startswith(("__UNSET_", "BASH_FUNC"))
+            and value != marker(key)
         }
         found.append(Command(words, kept))
         place = end + 1

@@ -127,7 +127,7 @@ class Dialect:
         section, _, last = key.rpartition(".")
         siblings = [name for name in known if name.rpartition(".")[0] == section]
         by_name = closest(last, [name.rpartition(".")[2] for name in siblings]) if siblings else None
-        return f"{section}.{by_name}" if by_name else closest(key, known)
+        return f"{section}.{by_name}".lstrip(".") if by_name else closest(key, known)
 
 
 def whole(value: Any) -> int:

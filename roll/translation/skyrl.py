@@ -201,7 +201,7 @@ def _dialect(name: str, title: str, strategies: dict[str, str], note: str, *own:
     newer = name == "skyrl"
     sections = (_run(), _data(), algorithm(newer), training(strategies, note), generation(), *surroundings())
     facts = FACTS | {"masks_drop_tokens": not newer}
-    programs = ((r"skyrl(?:_train|\.train)\.entrypoints\.main_\w+", {}),)
+    programs = ((rf"{'skyrl.train' if newer else 'skyrl_train'}\.entrypoints\.main_\w+", {}),)
     return Dialect(name, title, sections, (*DEFAULTS, *own), "trainer.policy.model.path", facts, programs)
 
 

@@ -33,8 +33,12 @@ def _adapters() -> tuple[Rule, ...]:
     for name, ours, suffix in (("policy", ACTOR, ""), ("critic", CRITIC, ".critic")):
         theirs, arguments = f"trainer.{name}.model.lora", f"{ours}.model_args"
         rules += [
-            Rule(f"{theirs}.rank", (f"{arguments}.lora_rank",), "0: no LoRA", whole, f"lora_rank{suffix}", computed=True),
-            Rule(f"{theirs}.alpha", (f"{arguments}.lora_alpha",), value=whole, fact=f"lora_alpha{suffix}", computed=True),
+            Rule(
+                f"{theirs}.rank", (f"{arguments}.lora_rank",), "0: no LoRA", whole, f"lora_rank{suffix}", computed=True
+            ),
+            Rule(
+                f"{theirs}.alpha", (f"{arguments}.lora_alpha",), value=whole, fact=f"lora_alpha{suffix}", computed=True
+            ),
             Rule(f"{theirs}.target_modules", (f"{arguments}.lora_target",), fact=f"lora_target{suffix}", computed=True),
             Rule(f"{theirs}.dropout", (f"{arguments}.lora_dropout",), value=number),
             Rule(
@@ -55,8 +59,12 @@ def _engines() -> tuple[Rule, ...]:
     only = (
         ("data_parallel_size", "engines over data-parallel groups serve mixtures of experts", (1, None)),
         ("expert_parallel_size", EXPERTS, (1, None)),
-        ("pipeline_parallel_size", "engines in pipeline stages have no translation: set "
-         "actor_infer.strategy_args.strategy_config.pipeline_parallel_size and num_gpus_per_worker", (1, None)),
+        (
+            "pipeline_parallel_size",
+            "engines in pipeline stages have no translation: set "
+            "actor_infer.strategy_args.strategy_config.pipeline_parallel_size and num_gpus_per_worker",
+            (1, None),
+        ),
         ("external_proxy_url", "engines on other hosts are not available", (None,)),
         ("external_server_urls", "engines on other hosts are not available", (None, [])),
         ("remote_urls", "engines on other hosts are not available", (None, [])),
@@ -100,10 +108,17 @@ def _engines() -> tuple[Rule, ...]:
             "given to the chat template, in validation too",
         ),
         *(
-            Rule(f"generator.{name} {ENGINE_KEYS}.{name}", note=f"`{neutral[0]}` only".lower(), value=refused(reason, *neutral))
+            Rule(
+                f"generator.{name} {ENGINE_KEYS}.{name}",
+                note=f"`{neutral[0]}` only".lower(),
+                value=refused(reason, *neutral),
+            )
             for name, reason, neutral in only
         ),
-        Rule(f"{ENGINE_KEYS}.delta_weight_sync.* generator.delta_weight_sync.*", note="weights go to the engines directly, not over storage"),
+        Rule(
+            f"{ENGINE_KEYS}.delta_weight_sync.* generator.delta_weight_sync.*",
+            note="weights go to the engines directly, not over storage",
+        ),
         Rule(
             "generator.max_input_length",
             note="counts over several turns; a single prompt is limited by `trainer.max_prompt_length`",
@@ -192,7 +207,9 @@ def surroundings() -> tuple[Section, ...]:
                     "trainer.max_tokens_per_microbatch",
                     note="-1; `use_dynamic_batching_in_train` forms micro-batches by tokens",
                     value=refused(
-                        "micro-batches by tokens have no translation: use_dynamic_batching_in_train forms them", -1, None
+                        "micro-batches by tokens have no translation: use_dynamic_batching_in_train forms them",
+                        -1,
+                        None,
                     ),
                 ),
                 Rule(
@@ -200,7 +217,11 @@ def surroundings() -> tuple[Section, ...]:
                     note="null",
                     value=refused("names a program of its own: what it trains is in its code", None),
                 ),
-                Rule("trainer.arctic_rl.*", note="options of another program", value=refused("belongs to ArcticRL's own program")),
+                Rule(
+                    "trainer.arctic_rl.*",
+                    note="options of another program",
+                    value=refused("belongs to ArcticRL's own program"),
+                ),
                 Rule(
                     "trainer.fully_async.*",
                     note="`async_generation_ratio` runs generation ahead",
@@ -209,7 +230,9 @@ def surroundings() -> tuple[Section, ...]:
                 Rule(
                     "trainer.rope_scaling trainer.rope_theta generator.rope_scaling generator.rope_theta",
                     note="null",
-                    value=refused("has no translation: model_args.model_config_kwargs changes a model's config.json", None),
+                    value=refused(
+                        "has no translation: model_args.model_config_kwargs changes a model's config.json", None
+                    ),
                 ),
                 Rule("environment.skyrl_gym.*", note="belongs to environments", value=refused(TURNS)),
                 Rule(
@@ -217,7 +240,11 @@ def surroundings() -> tuple[Section, ...]:
                     note="false",
                     value=refused(TURNS, False, None),
                 ),
-                Rule("generator.vision_language_generator generator.is_multimodal", value=refused(MULTIMODAL, False), note="false"),
+                Rule(
+                    "generator.vision_language_generator generator.is_multimodal",
+                    value=refused(MULTIMODAL, False),
+                    note="false",
+                ),
             ),
         ),
     )

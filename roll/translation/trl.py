@@ -93,7 +93,7 @@ def _model(role: str, *others: str) -> tuple[Rule, ...]:
             "per_device_train_batch_size",
             (f"{arguments}.per_device_train_batch_size",),
             value=whole,
-            fact="per_device",
+            fact="micro.actor",
             computed=True,
         ),
         Rule(
@@ -101,7 +101,7 @@ def _model(role: str, *others: str) -> tuple[Rule, ...]:
             (f"{arguments}.gradient_accumulation_steps",),
             COMPUTED,
             whole,
-            "accumulation",
+            "mini.actor",
             computed=True,
         ),
     )
@@ -111,7 +111,9 @@ def _run(role: str) -> tuple[Rule, ...]:
     """Length, places and times of a run, and its processes."""
     return (
         epochs("num_train_epochs"),
-        Rule("max_steps", ("max_steps",), "optimizer steps there; -1: by epochs", whole, "optimizer_steps", computed=True),
+        Rule(
+            "max_steps", ("max_steps",), "optimizer steps there; -1: by epochs", whole, "optimizer_steps", computed=True
+        ),
         Rule("seed", ("seed",), value=whole),
         Rule("output_dir", ("output_dir",)),
         Rule("run_name", ("exp_name",)),
@@ -135,7 +137,9 @@ def _run(role: str) -> tuple[Rule, ...]:
         ),
         Rule("eval_steps", ("eval_steps",), "optimizer steps there", optional(whole), "eval_interval", computed=True),
         Rule("resume_from_checkpoint", ("resume_from_checkpoint",)),
-        Rule("num_processes", (f"{role}.device_mapping",), "processes: one a device", whole, "processes", computed=True),
+        Rule(
+            "num_processes", (f"{role}.device_mapping",), "processes: one a device", whole, "processes", computed=True
+        ),
         Rule("num_machines", ("num_gpus_per_node",), value=whole, fact="machines", computed=True),
         Rule(
             "accelerate_config config_file",
@@ -152,7 +156,13 @@ def _run(role: str) -> tuple[Rule, ...]:
             "accelerate",
             computed=True,
         ),
-        Rule("dataset_name", (f"{role}.data_args.file_name",), "of the hub: `hub:OWNER/NAME`", fact="hub", computed=True),
+        Rule(
+            "dataset_name",
+            (f"{role}.data_args.file_name",),
+            "of the hub: `hub:OWNER/NAME`",
+            fact="train_files",
+            computed=True,
+        ),
         Rule("dataset_config", (f"{role}.data_args.file_name",), fact="hub_config", computed=True),
         Rule("dataset_train_split", (f"{role}.data_args.file_name",), fact="train_split", computed=True),
         Rule(
@@ -162,7 +172,11 @@ def _run(role: str) -> tuple[Rule, ...]:
             fact="test_split",
             computed=True,
         ),
-        Rule("dataset_streaming datasets", note="null", value=refused("has no translation: name files in file_name", False, None)),
+        Rule(
+            "dataset_streaming datasets",
+            note="null",
+            value=refused("has no translation: name files in file_name", False, None),
+        ),
         Rule("shuffle_dataset", (f"{role}.data_args.shuffle",), value=truth),
         Rule("chat_template_kwargs.*", (f"{role}.data_args.chat_template_kwargs.{{rest}}",)),
         Rule(
@@ -193,12 +207,25 @@ GRPO = Section(
             "steps_per_generation",
             computed=True,
         ),
-        Rule("generation_batch_size", ("rollout_batch_size",), value=optional(whole), fact="generation_batch", computed=True),
+        Rule(
+            "generation_batch_size",
+            ("rollout_batch_size",),
+            value=optional(whole),
+            fact="generation_batch",
+            computed=True,
+        ),
         Rule("num_iterations", ("ppo_epochs",), value=whole, fact="iterations", computed=True),
         Rule("temperature", (f"{ENGINE}.generating_args.temperature",), value=number),
         Rule("top_p", (f"{ENGINE}.generating_args.top_p",), value=number),
-        Rule("top_k", (f"{ENGINE}.generating_args.top_k",), "0 and null: all tokens", lambda value: whole(value or 0) or -1),
-        Rule("min_p", (f"{ENGINE}.generating_args.min_p",), value=lambda value: 0.0 if value is None else number(value)),
+        Rule(
+            "top_k",
+            (f"{ENGINE}.generating_args.top_k",),
+            "0 and null: all tokens",
+            lambda value: whole(value or 0) or -1,
+        ),
+        Rule(
+            "min_p", (f"{ENGINE}.generating_args.min_p",), value=lambda value: 0.0 if value is None else number(value)
+        ),
         Rule("repetition_penalty", (f"{ENGINE}.generating_args.repetition_penalty",), value=number),
         Rule("generation_kwargs", note="null", value=refused("has no translation: generating_args has keys", None)),
         Rule("use_vllm", (f"{ENGINE}.strategy_args.strategy_name",), value=truth, fact="use_vllm", computed=True),
@@ -224,11 +251,22 @@ GRPO = Section(
             "vllm_enable_sleep_mode",
             note="engines are this run's own",
         ),
-        Rule("vllm_structured_outputs_regex vllm_guided_decoding_regex", note="null", value=refused("has no translation", None)),
+        Rule(
+            "vllm_structured_outputs_regex vllm_guided_decoding_regex",
+            note="null",
+            value=refused("has no translation", None),
+        ),
         Rule("beta", ("use_kl_loss", "kl_loss_coef"), "0: no reference", number, "beta", computed=True),
         Rule("epsilon", ("pg_clip_low",), value=number, fact="epsilon", computed=True),
         Rule("epsilon_high", ("pg_clip_high",), "null: as `epsilon`", optional(number), "epsilon_high", computed=True),
-        Rule("delta", ("dual_clip_coef",), "bounds the ratio of negative advantages", optional(number), "delta", computed=True),
+        Rule(
+            "delta",
+            ("dual_clip_coef",),
+            "bounds the ratio of negative advantages",
+            optional(number),
+            "delta",
+            computed=True,
+        ),
         Rule(
             "loss_type",
             ("pg_variant", "loss_agg_mode"),
@@ -256,11 +294,15 @@ GRPO = Section(
         ),
         Rule("mask_truncated_completions", ("max_len_mask",), value=truth),
         Rule("top_entropy_quantile", ("top_entropy_quantile",), value=number),
-        Rule("vllm_importance_sampling_correction", ("train_infer_correction",), value=truth, fact="is_on", computed=True),
+        Rule(
+            "vllm_importance_sampling_correction", ("train_infer_correction",), value=truth, fact="is_on", computed=True
+        ),
         Rule(
             "vllm_importance_sampling_mode",
             ("train_infer_correction",),
-            value=one_of({name: name for name in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")}),
+            value=one_of(
+                {name: name for name in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")}
+            ),
             fact="is_mode",
             computed=True,
         ),
@@ -272,8 +314,16 @@ GRPO = Section(
             computed=True,
         ),
         Rule("reward_funcs", ("rewards.<name>.components",), value=listed, fact="reward_funcs", computed=True),
-        Rule("reward_weights", ("rewards.<name>.components",), value=optional(listed), fact="reward_weights", computed=True),
-        Rule("reward_model_name_or_path", ("reward_model.model_args.model_name_or_path",), fact="rm_path", computed=True),
+        Rule(
+            "reward_weights",
+            ("rewards.<name>.components",),
+            value=optional(listed),
+            fact="reward_weights",
+            computed=True,
+        ),
+        Rule(
+            "reward_model_name_or_path", ("reward_model.model_args.model_name_or_path",), fact="rm_path", computed=True
+        ),
         Rule(
             "multi_objective_aggregation",
             note="`sum_then_normalize`",
@@ -296,9 +346,23 @@ SFT = Section(
         Rule("max_length max_seq_length", ("sequence_length",), "longer rows are left out here, cut there", whole),
         Rule("packing", (f"{SFT_TRAIN}.use_sequence_packing",), value=truth),
         Rule("packing_strategy padding_free eval_packing pad_to_multiple_of", note="no such choice here"),
-        Rule("assistant_only_loss", note="true: only answers are learned", value=truth, fact="assistant_only", computed=True),
-        Rule("completion_only_loss", note="answers are learned", value=refused("the whole text is learned there", True, None)),
-        Rule("dataset_text_field eos_token pad_token chat_template_path dataset_kwargs", note="null", value=refused("has no translation", None, "text", "messages")),
+        Rule(
+            "assistant_only_loss",
+            note="true: only answers are learned",
+            value=truth,
+            fact="assistant_only",
+            computed=True,
+        ),
+        Rule(
+            "completion_only_loss",
+            note="answers are learned",
+            value=refused("the whole text is learned there", True, None),
+        ),
+        Rule(
+            "dataset_text_field eos_token pad_token chat_template_path dataset_kwargs",
+            note="null",
+            value=refused("has no translation", None, "text", "messages"),
+        ),
         Rule("loss_type", note="nll", value=refused("negative log-likelihood only", "nll")),
     ),
 )
@@ -343,7 +407,7 @@ TRL_GRPO = Dialect(
     (GRPO_RUN, GRPO),
     GRPO_DEFAULTS,
     "model_name_or_path",
-    ((r"(?:.*\.)?(?:trl\.(?:scripts\.)?grpo|scripts\.grpo)", {}),),
+    programs=((r"(?:.*\.)?(?:trl\.(?:scripts\.)?grpo|scripts\.grpo)", {}),),
     prepare=prepare,
     algorithm=put_trl_algorithm,
 )
@@ -353,7 +417,7 @@ TRL_SFT = Dialect(
     (SFT,),
     (("learning_rate", 2e-5), *COMMON_DEFAULTS, ("max_length", 1024)),
     "model_name_or_path",
-    ((r"(?:.*\.)?(?:trl\.(?:scripts\.)?sft|scripts\.sft)", {}),),
+    programs=((r"(?:.*\.)?(?:trl\.(?:scripts\.)?sft|scripts\.sft)", {}),),
     prepare=prepare,
     steps=(put_sft,),
     pipeline="sft",

@@ -28,6 +28,19 @@ from roll.translation.verl_algorithm import DEFAULTS as ALGORITHM_DEFAULTS
 from roll.translation.verl_roles import ACTOR_KEYS, MODEL, ROLLOUT, TRAINING
 from roll.translation.verl_surroundings import SURROUNDINGS
 
+
+def engine(value: object) -> str:
+    """
+    Raises:
+        ValueError: an engine that is not available here.
+    """
+    if value == "trtllm":
+        raise ValueError(
+            "is not available; vllm samples from the same model: write actor_rollout_ref.rollout.name=vllm behind"
+        )
+    return str(one_of({"vllm": "vllm", "hf": "hf_infer", "sglang": "sglang"})(value))
+
+
 CONFIG_FILES = {"ppo_trainer": "fsdp", "ppo_megatron_trainer": "megatron", "transfer_queue_ppo_trainer": "fsdp"}
 
 
@@ -167,7 +180,7 @@ GENERATION = Section(
             f"{ROLLOUT}.name",
             (f"{ENGINE}.{STRATEGY}",),
             "`hf` is `hf_infer`",
-            one_of({"vllm": "vllm", "hf": "hf_infer", "sglang": "sglang"}),
+            engine,
             "engine",
         ),
         Rule(
@@ -274,7 +287,10 @@ DEFAULTS = (
 
 PROGRAMS = (
     (r"verl\.trainer\.main_ppo\w*|verl\.experimental\.(?:transfer_queue|separation)\.main_\w+", {}),
-    (r"verl\.experimental\.one_step_off_policy\.(?:\w+\.)*main_\w+|recipe\.one_step_off_policy\.main_\w+", {"one_step_off": True}),
+    (
+        r"verl\.experimental\.one_step_off_policy\.(?:\w+\.)*main_\w+|recipe\.one_step_off_policy\.main_\w+",
+        {"one_step_off": True},
+    ),
     (r"recipe\.(?:dapo|entropy|char_count)\.(?:src\.)?main_\w+", {}),
 )
 """Of the recipes those whose keys say all that they do."""

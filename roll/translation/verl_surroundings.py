@@ -144,11 +144,6 @@ REWARDS = Section(
             note="programs are run by `code_sandbox`",
             value=refused(REWARD_SERVICE, None),
         ),
-        Rule(
-            "reward_model.reward_manager reward.reward_manager.name",
-            note="how verl walks through rows; the score of a row is the same",
-            value=one_of({name: name for name in ("naive", "dapo", "prime", "batch", None)}),
-        ),
         Rule("reward_model.sandbox_fusion.* reward.sandbox_fusion.*", note="goes with the service's address"),
     ),
 )
@@ -198,11 +193,19 @@ ENGINES = Section(
         *(
             Rule(f"{ROLLOUT}.{name}", note=f"{neutral[0]} only", value=refused(reason, *neutral))
             for name, reason, neutral in (
-                ("data_parallel_size", "engines over data-parallel groups serve mixtures of experts; each device (or "
-                 "tensor-parallel group) is an engine of its own here", (1, None)),
+                (
+                    "data_parallel_size",
+                    "engines over data-parallel groups serve mixtures of experts; each device (or "
+                    "tensor-parallel group) is an engine of its own here",
+                    (1, None),
+                ),
                 ("expert_parallel_size", EXPERTS, (1, None)),
-                ("pipeline_model_parallel_size", "engines in pipeline stages have no translation: set "
-                 "actor_infer.strategy_args.strategy_config.pipeline_parallel_size and num_gpus_per_worker", (1, None)),
+                (
+                    "pipeline_model_parallel_size",
+                    "engines in pipeline stages have no translation: set "
+                    "actor_infer.strategy_args.strategy_config.pipeline_parallel_size and num_gpus_per_worker",
+                    (1, None),
+                ),
                 ("ignore_eos", "sampling past the end of a response is not available", (False, None)),
                 ("over_sample_rate", "dropping the slowest requests of a step is not available", (0, 0.0, None)),
                 ("quantization", "quantised engines are not available: they would sample from another model", (None,)),
@@ -224,7 +227,11 @@ ENGINES = Section(
             )
             for theirs, ours in MODEL_KEYS
         ),
-        Rule(f"{MODEL}.torch_dtype", tuple(f"{role}.model_args.dtype" for role in (ACTOR, REFERENCE)), value=one_of(DTYPES)),
+        Rule(
+            f"{MODEL}.torch_dtype",
+            tuple(f"{role}.model_args.dtype" for role in (ACTOR, REFERENCE)),
+            value=one_of(DTYPES),
+        ),
         Rule(
             f"{MODEL}.lora_adapter_path",
             (f"{ACTOR}.model_args.adapter_name_or_path",),
@@ -272,11 +279,19 @@ ENGINES = Section(
             computed=True,
         ),
         *(
-            Rule(f"{theirs}.fsdp_config.mixed_precision.param_dtype", (f"{ours}.{OPTIONS}.param_dtype",), value=one_of(DTYPES))
+            Rule(
+                f"{theirs}.fsdp_config.mixed_precision.param_dtype",
+                (f"{ours}.{OPTIONS}.param_dtype",),
+                value=one_of(DTYPES),
+            )
             for theirs, ours in ROLES
         ),
         *(
-            Rule(f"{theirs}.fsdp_config.mixed_precision.reduce_dtype", (f"{ours}.{OPTIONS}.reduce_dtype",), value=one_of(DTYPES))
+            Rule(
+                f"{theirs}.fsdp_config.mixed_precision.reduce_dtype",
+                (f"{ours}.{OPTIONS}.reduce_dtype",),
+                value=one_of(DTYPES),
+            )
             for theirs, ours in ROLES
         ),
         *(
@@ -333,7 +348,11 @@ ENGINES = Section(
             for theirs, _ in ROLES
         ),
         *(
-            Rule(f"{theirs}.optim.optimizer", note="AdamW", value=refused("AdamW only", "AdamW", "adamw", "adam", "Adam", None))
+            Rule(
+                f"{theirs}.optim.optimizer",
+                note="AdamW",
+                value=refused("AdamW only", "AdamW", "adamw", "adam", "Adam", None),
+            )
             for theirs, _ in ROLES
         ),
         *(
@@ -359,7 +378,9 @@ ENGINES = Section(
             value=whole,
             fact="ulysses.reference",
         ),
-        Rule(f"{REF_KEYS}.model.path", (f"{REFERENCE}.model_args.model_name_or_path",), "null: `pretrain`", optional(str)),
+        Rule(
+            f"{REF_KEYS}.model.path", (f"{REFERENCE}.model_args.model_name_or_path",), "null: `pretrain`", optional(str)
+        ),
         Rule("critic.model.tokenizer_path", note="the policy's tokenizer, as there"),
         Rule("critic.model.use_shm data.use_shm", note="no such choice here"),
         Rule(
@@ -422,7 +443,9 @@ UNAVAILABLE = Section(
         Rule(
             "data.train_max_samples data.val_max_samples",
             note="all rows; `data_args.dataset_filter` keeps some",
-            value=refused("a number of rows has no translation: data_args.dataset_filter keeps rows by a condition", -1, None),
+            value=refused(
+                "a number of rows has no translation: data_args.dataset_filter keeps rows by a condition", -1, None
+            ),
         ),
         Rule(
             f"{MODEL}.external_lib critic.model.external_lib {MODEL}.custom_chat_template {MODEL}.tokenizer_path "
@@ -440,7 +463,9 @@ UNAVAILABLE = Section(
         ),
         Rule(f"{ACTOR_KEYS}.router_replay.mode", note="`disabled`", value=refused(EXPERTS, "disabled", None)),
         Rule(f"{ACTOR_KEYS}.router_replay.*", note="belongs to mixtures of experts"),
-        Rule(f"{ACTOR_KEYS}.qat.enable", note="false", value=refused("training for quantisation is not available", False)),
+        Rule(
+            f"{ACTOR_KEYS}.qat.enable", note="false", value=refused("training for quantisation is not available", False)
+        ),
         Rule(f"{ROLLOUT}.engine_kwargs.trtllm.*", note="goes with the engine"),
         Rule("env.*", note="belongs to simulated worlds", value=refused("simulated worlds are not supported yet")),
         Rule("data.gen_batch_size", note="groups are filled up until `rollout_batch_size` remain"),

@@ -137,12 +137,16 @@ def test_forged_records_are_words_and_nothing_more(tmp_path: Path, sandbox: Sand
     assert len(recorded(tmp_path, text, sandbox).commands) <= 1
 
 
-@pytest.mark.parametrize("without", [("namespaces", "landlock"), ("seccomp", "namespaces"), ("namespaces", "mounts", "landlock", "uid")])
+@pytest.mark.parametrize(
+    "without", [("namespaces", "landlock"), ("seccomp", "namespaces"), ("namespaces", "mounts", "landlock", "uid")]
+)
 def test_without_isolation_nothing_runs(without: tuple[str, ...], tmp_path: Path) -> None:
     file = tmp_path / "run.sh"
     file.write_text(f"{RUN}\n", encoding="utf-8")
     box = Sandbox(Settings(require=REQUIRED, without=without))
-    with pytest.raises(ConfigError, match="is not run: scripts run only where they can be confined.*the command line itself"):
+    with pytest.raises(
+        ConfigError, match="is not run: scripts run only where they can be confined.*the command line itself"
+    ):
         record(file, sandbox=box)
     box.close()
 

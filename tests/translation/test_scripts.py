@@ -37,7 +37,10 @@ FEATURES = {
     "counted devices": (f"n=$(nvidia-smi -L | wc -l)\n{RUN} {BATCH}=$((n * 16))", 128),
     "trace": (f"set -euxo pipefail\nulimit -n 65535\n{RUN} {BATCH}=136 2>&1 | tee run.log", 136),
     "continued lines": (f"{RUN} \\\n  {BATCH}=8 \\\n  trainer.nnodes=1 \\\n  {BATCH}=144 \\\n", 144),
-    "launcher in a variable": (f"PYTHON=/opt/conda/envs/rl/bin/python\n$PYTHON -u -m verl.trainer.main_ppo {BATCH}=152", 152),
+    "launcher in a variable": (
+        f"PYTHON=/opt/conda/envs/rl/bin/python\n$PYTHON -u -m verl.trainer.main_ppo {BATCH}=152",
+        152,
+    ),
     "wrappers": (f"nohup timeout 3600 env A=1 {RUN} {BATCH}=160 > /var/log/none/run.log 2>&1 &\nwait", 160),
     "ray job": (f"ray stop\nray start --head\nray job submit --address=http://h:1 --no-wait -- {RUN} {BATCH}=168", 168),
     "uv": (f"uv run --isolated --extra vllm --with ray==2.1 -m verl.trainer.main_ppo {BATCH}=176", 176),
@@ -57,7 +60,9 @@ def sandbox() -> Iterator[Sandbox]:
     box.close()
 
 
-def run(folder: Path, text: str, sandbox: Sandbox, *arguments: str, call: int | None = None, **variables: str) -> Source:
+def run(
+    folder: Path, text: str, sandbox: Sandbox, *arguments: str, call: int | None = None, **variables: str
+) -> Source:
     file = folder / "run.sh"
     file.write_text(text, encoding="utf-8")
     return read_recording(record(file, arguments, variables, sandbox), file.name, call)

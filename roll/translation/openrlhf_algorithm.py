@@ -1,0 +1,181 @@
+"""OpenRLHF's algorithm, batches and rewards: facts in the terms of the other projects, and keys with the same gradient.
+
+Its means over tokens are those of one micro-batch on one device, averaged; here they are of the whole optimizer step. The
+two are the same where micro-batches have as many tokens, and the note says so.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+from roll.translation.draft import Draft
+from roll.translation.trl_batches import data_name, state
+
+LOCAL_MEAN = "a mean over the tokens of each micro-batch there, over all of the optimizer step here"
+GROUPED = ("rloo", "grpo", "reinforce_plus_plus_baseline")
+"""Estimators that compare the samples of a prompt."""
+
+
+def prepare(draft: Draft) -> None:
+    """Facts that the common arithmetic reads."""
+    state(draft, "strategy", "deepspeed")
+    samples = int(draft.get("samples", default=1))
+    mini = Fraction(int(draft.get("mini.actor", default=128)), samples)
+    for role in ("actor", "critic"):
+        state(draft, f"mini.{role}", mini)
+    in_loss, coef = bool(draft.get("in_loss")), float(draft.get("kl_coef", default=0.01))
+    state(draft, "kl_loss", in_loss and coef > 0)
+    state(draft, "kl_in_reward", not in_loss and coef > 0)
+    engines = draft.get("vllm_engines") or 0
+    state(draft, "engine", "vllm" if engines else "hf_infer")
+    draft.put("actor_infer.strategy_args.strategy_name", draft.facts["engine"], "vllm_engines")
+    if engines:
+        state(draft, "engines", int(engines))
+    else:
+        state(draft, "colocate", True)
+    if draft.get("dynamic.actor") and draft.get("rollout_budget") is not None:
+        state(draft, "forward_budget.actor", draft.facts["rollout_budget"])
+    loggers = [name for name in ("wandb", "tensorboard") if draft.get(f"use_{name}")]
+    state(draft, "loggers", loggers or ["stdout"])
+    draft.put("track_with", loggers or ["stdout"], "use_wandb", "use_tensorboard")
+    put_data_names(draft)
+
+
+def put_data_names(draft: Draft) -> None:
+    for fact, split in (("train_files", "train_split"), ("val_files", "eval_split")):
+        if draft.get(fact) is not None:
+            state(draft, fact, [data_name(draft, str(draft.facts[fact]), split, "train")])
+    template = "native" if draft.get("templated") else "raw"
+    draft.put("actor_train.data_args.template", template, "templated")
+    draft.put("actor_infer.generating_args.top_k", -1)
+
+
+def put_openrlhf_algorithm(draft: Draft) -> None:
+    """Every key of the algorithm, its rewards, and what DeepSpeed is told."""
+    put_advantages(draft)
+    put_kl(draft)
+    put_loss(draft)
+    put_rewards(draft)
+    put_deepspeed(draft)
+
+
+def put_advantages(draft: Draft) -> None:
+    """Estimators; all but ``gae`` and ``reinforce`` have no discount there."""
+    estimator, name = str(draft.get("estimator")), draft.raw.get("estimator", "gae")
+    draft.put("adv_estimator", estimator, "estimator")
+    draft.put("whiten_advantages", estimator == "gae", "estimator")
+    if estimator == "grpo":
+        draft.put("norm_std_type", None if name == "dr_grpo" else "group", "estimator")
+    if estimator in GROUPED:
+        draft.without_effect(f"{name} does not discount there", "gamma", "lam")
+        if draft.get("kl_in_reward"):
+            rule = "takes the KL off each token behind the comparison of the group there; use_kl_loss puts it into the loss"
+            draft.refuse("kl_coef", f"with {name} {rule}, and 0 is none", 0)
+    else:
+        draft.put("gamma", float(draft.get("gamma", default=1.0)), "gamma")
+    if estimator == "gae":
+        draft.put("lambd", float(draft.get("lam", default=1.0)), "lam")
+        draft.put("value_clip", float(draft.get("value_clip", default=0.5)), "value_clip")
+        draft.put("value_loss_agg_mode", "token-mean", "estimator")
+    low, high = draft.get("reward_range", default=[-10, 10])
+    if -low != high:
+        draft.refuse("reward_range", "must be as far below 0 as above: there is one bound here", [-10, 10])
+    else:
+        draft.put("reward_clip", float(high), "reward_range")
+
+
+def put_kl(draft: Draft) -> None:
+    """One weight and one estimator, in the loss or in the reward."""
+    kind, coef = str(draft.get("kl_estimator", default="k1")), float(draft.get("kl_coef", default=0.01))
+    in_loss, in_reward = bool(draft.get("kl_loss")), bool(draft.get("kl_in_reward"))
+    draft.put("use_kl_loss", in_loss, "in_loss")
+    draft.put("add_token_level_kl", in_reward, "in_loss")
+    if in_loss:
+        draft.put("kl_loss_coef", coef, "kl_coef")
+        draft.put("kl_loss_type", kind, "kl_estimator")
+        if draft.get("policy") == "gspo":
+            draft.put("kl_loss_agg_mode", "token-mean", "policy")
+    if in_reward:
+        draft.put("init_kl_coef", coef, "kl_coef")
+        draft.put("kl_penalty", kind, "kl_estimator")
+    if draft.get("kl_target") is not None:
+        if in_loss:
+            draft.refuse("kl_target", "moves the weight of the KL in the loss there; here that of the KL in the reward")
+        draft.put("target_kl", float(draft.facts["kl_target"]), "kl_target")
+        draft.put("kl_horizon", int(draft.get("horizon", default=10000)), "horizon")
+    else:
+        draft.without_effect("the weight stays fixed", "horizon")
+
+
+def put_loss(draft: Draft) -> None:
+    """PPO's clip or GSPO, the entropy, and weights against vLLM's mismatch."""
+    gspo = draft.get("policy") == "gspo"
+    draft.put("pg_variant", "gspo" if gspo else "ppo", "policy")
+    draft.put("loss_agg_mode", "seq-mean-token-mean" if gspo else "token-mean", "policy")
+    low, high = draft.get("eps_both", default=[draft.get("eps", default=0.2)] * 2)
+    draft.put("use_pg_clip_range", True, "eps", "eps_both")
+    draft.put("pg_clip_low", min(float(low), 1.0), "eps", "eps_both")
+    draft.put("pg_clip_high", float(high), "eps", "eps_both")
+    if draft.get("dual") is not None:
+        if gspo:
+            draft.refuse("dual", "with gspo has no translation")
+        draft.put("dual_clip_loss", True, "dual")
+        draft.put("dual_clip_coef", float(draft.facts["dual"]), "dual")
+    entropy = draft.get("entropy", default=0.0)
+    draft.put("entropy_loss_coef", float(entropy), "entropy")
+    if entropy and gspo:
+        draft.put("entropy_loss_agg_mode", "token-mean", "entropy")
+    draft.remark(["policy"], LOCAL_MEAN)
+    if draft.get("corrects") and gspo:
+        draft.refuse("corrects", "with gspo takes the ratio against the engine there: leave one of the two out", False)
+    elif draft.get("corrects"):
+        cap = float(draft.get("is_cap", default=2.0))
+        draft.put(
+            "train_infer_correction", [{"level": "token", "action": "truncate", "high": cap}], "corrects", "is_cap"
+        )
+    else:
+        draft.without_effect("without enable_vllm_is_correction it does not count", "is_cap")
+
+
+def put_rewards(draft: Draft) -> None:
+    """A reward model on its role; functions and services have another protocol."""
+    remote, model = draft.get("remote"), draft.get("rm_path")
+    if remote is not None:
+        rule = "is asked in a protocol of its own: write the function as one of ours (docs/rewards.md), or serve it as "
+        draft.refuse("remote", f"{rule}http_reward asks it, and name it in rewards.<name>.worker_cls")
+    elif model is None:
+        draft.problems.missing("reward_pretrain", "is needed: the reward model", "owner/reward-model")
+    else:
+        draft.facts["rm"] = True
+        draft.facts["rm_own"] = not draft.get("colocate")
+    if draft.get("critic_path") is not None or "critic" in draft.roles:
+        path = draft.get("critic_path", "rm_path", "model")
+        draft.put("critic.model_args.model_name_or_path", str(path), "critic_path")
+    if draft.get("overlong") is not None:
+        draft.put("overlong_buffer_length", int(draft.facts["overlong"]), "overlong")
+        draft.put("overlong_penalty_factor", float(draft.get("overlong_share", default=1.0)), "overlong_share")
+    if draft.get("filtering"):
+        if list(draft.get("filter_range", default=[0, 1])) != [0, 1]:
+            draft.refuse("filter_range", "must be 0 and 1: groups whose scores are all the same are replaced", [0, 1])
+        draft.put("rewards.reward_model.query_filter_config.type", "std_filter", "filtering")
+
+
+def put_deepspeed(draft: Draft) -> None:
+    """ZeRO, offload, Adam's betas and the end of the schedule."""
+    for section in ("actor_train", "reference", "critic"):
+        options = f"{section}.strategy_args.strategy_config"
+        draft.put(f"{options}.zero_stage", int(draft.get("zero_stage", default=2)), "zero_stage")
+        if section == "reference":
+            continue
+        if draft.get("adam_offload"):
+            draft.put(f"{options}.offload", "cpu", "adam_offload")
+        arguments: dict[str, Any] = dict(
+            zip(("adam_beta1", "adam_beta2"), draft.get("adam_betas", default=[0.9, 0.95]), strict=True)
+        )
+        for name, value in arguments.items():
+            draft.put(f"{section}.training_args.{name}", float(value), "adam_betas")
+        if draft.raw.get("scheduler", "cosine_with_min_lr") == "cosine_with_min_lr":
+            draft.put(f"{section}.training_args.min_lr_ratio", 0.1, "scheduler")
+    if draft.get("lora_rank", default=0) > 0 and draft.get("lora_dropout"):
+        draft.put("actor_train.model_args.lora_dropout", float(draft.facts["lora_dropout"]), "lora_dropout")
