@@ -29,11 +29,11 @@ ROLES: dict[str, dict[str, Any]] = {
     "alpha": ADAPTERS | {"lora_alpha": 16},
 }
 REFUSED = [  # written, loaded, words
-    ("whole", "frozen", r"trained weights of model.embed_tokens.weight, .* which model_args.freeze_module_prefix freezes"),
+    ("whole", "frozen", r"trained weights of model.embed_tokens.weight, .* model_args.freeze_module_prefix freezes"),
     ("frozen", "whole", r"were frozen \(model_args.freeze_module_prefix\) and are trained here"),
     ("whole", "adapters", r"this run does not train"),
     ("adapters", "whole", r"lora_A.default.weight.* which this run does not train \(model_args.lora_target"),
-    ("adapters", "fewer adapters", r"v_proj.lora_A.default.weight.* which this run does not train \(model_args.lora_target"),
+    ("adapters", "fewer adapters", r"v_proj.lora_A.default.weight.* does not train \(model_args.lora_target"),
     ("fewer adapters", "adapters", r"holds nothing of .*v_proj.lora_A"),
     ("adapters", "rank", r"\(model_args.lora_rank\)"),
     ("adapters", "alpha", r"scaled by 2 there and by 4 here"),
