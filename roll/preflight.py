@@ -115,8 +115,8 @@ def check_resumption(loaded: LoadedConfig[Any]) -> None:
 
 
 _ANEW = (
-    "Go on with the configuration that wrote it (config.yaml in its output_dir), or start a new run: another output_dir, "
-    "or resume_from_checkpoint: false"
+    "Go on with the configuration that wrote it (config.yaml in its output_dir), or start a new run: another "
+    "output_dir, or resume_from_checkpoint: false"
 )
 
 

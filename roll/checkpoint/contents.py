@@ -95,8 +95,8 @@ def check_strategy(written: ModelContents, strategy: str, folder: Path) -> None:
     if strategy not in readers:
         raise CheckpointMismatchError(
             f"{folder} was written by {written.strategy}, which {strategy} cannot read; go on with "
-            f"{' or '.join(readers)}, or start a new run (another output_dir) with pretrain: the model that the old run "
-            "exported (save_hf_model)"
+            f"{' or '.join(readers)}, or start a new run (another output_dir) from the model that the old one exported "
+            "(save_hf_model): pretrain"
         )
 
 

@@ -73,6 +73,9 @@ def read_manifest(folder: Path) -> Manifest:
         if content["format"] != _FORMAT:
             raise CheckpointDamagedError(f"{path}: format {content['format']} is not the one known here ({_FORMAT})")
         files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
+        outside = next((name for name in files if Path(name).is_absolute() or ".." in Path(name).parts), None)
+        if outside is not None:
+            raise CheckpointDamagedError(f"{path}: {outside!r} is no file of this folder")
         return Manifest(int(content["step"]), content["created"], files)
     except FileNotFoundError:
         raise CheckpointDamagedError(f"{folder}: no {MANIFEST_NAME}, so it was never finished") from None

@@ -44,8 +44,6 @@ class Refusal:
     applies: Test = is_set
     except_under: tuple[str, ...] = ()
     """Strategies (by the beginning of their name) that deal with the key themselves."""
-    under: str | None = None
-    """The strategies (by the beginning of their name) that lack the feature; None: all."""
 
     @property
     def regex(self) -> re.Pattern[str]:
@@ -129,6 +127,4 @@ def _excepted(refusal: Refusal, data: Mapping[str, Any], path: str) -> bool:
     for name in (path.partition(".")[0], "strategy_args", "strategy_name"):
         node = node.get(name) if isinstance(node, Mapping) else None
     strategy = node if isinstance(node, str) else StrategyArguments().strategy_name
-    if refusal.under is not None and not strategy.startswith(refusal.under):
-        return True
     return strategy.startswith(refusal.except_under)

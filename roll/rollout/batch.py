@@ -16,9 +16,10 @@ def build_batch(groups: Sequence[SampleGroup], pad_token_id: int) -> DataProto:
     """One row a sample, the samples of a group adjacent, right-padded to the longest sample of the batch.
 
     Returns:
-        DataProto with tensors ``input_ids`` int64, ``attention_mask`` and ``response_mask`` (what the policy sampled, in
-        all rounds) bool, ``rollout_log_probs`` float32, ``weight_versions`` int32, all (B, L); ``scores`` float32 (B,), NaN where a sample has no reward;
-        ``group_ids`` int64 (B,); object columns ``prompt_id``, ``sample_id``, ``domain``, ``tag``, ``finish_reason``.
+        DataProto with tensors ``input_ids`` int64, ``attention_mask`` and ``response_mask`` (what the policy sampled)
+        bool, ``rollout_log_probs`` float32, ``weight_versions`` int32, all (B, L); ``scores`` float32 (B,), NaN where a
+        sample has no reward; ``group_ids`` int64 (B,); object columns ``prompt_id``, ``sample_id``, ``domain``,
+        ``tag``, ``finish_reason``.
     """
     sizes = np.array([group.num_samples for group in groups])
     prompt_lengths = np.repeat([len(group.prompt.token_ids) for group in groups], sizes)

@@ -107,7 +107,7 @@ class RolloutContext:
         return finished
 
     def group(self, prompt: PromptRow, *parts: FinishedGroup, earlier_rounds: bool = False) -> SampleGroup:
-        """The samples of ``parts`` as the group of ``prompt``: what was sampled, behind the context it was sampled with.
+        """The samples of ``parts`` as the group of ``prompt``, each behind the context that it was sampled with.
 
         A part may answer a context that goes on behind the prompt: with an earlier sample, and whatever the loop puts
         there.  All of it is context; text and finish reason of a sample are those of its last round.

@@ -36,8 +36,8 @@ class EngineCommand:
 
 @dataclass(slots=True)
 class FinishedGroup:
-    """All samples of one request, or of one prompt in several rounds. Sample i owns ``lengths[i]`` consecutive entries of
-    the flat arrays: the tokens behind the prompt."""
+    """All samples of one request, or of one prompt in several rounds. Sample i owns ``lengths[i]`` consecutive entries
+    of the flat arrays: the tokens behind the prompt."""
 
     request_id: str
     token_ids: np.ndarray

@@ -1,7 +1,7 @@
 """What a training checkpoint holds apart from tensors: the step, a description of the model, RNG states of every rank.
 
-``trainer_state.json`` (:mod:`roll.checkpoint.contents`) and ``rng_rank<r>/`` (JSON and safetensors) for each rank r, the
-same under every strategy.
+``trainer_state.json`` (:mod:`roll.checkpoint.contents`) and ``rng_rank<r>/`` (JSON and safetensors) for each rank
+r: the same under every strategy.
 """
 
 from __future__ import annotations

@@ -85,7 +85,9 @@ def test_replacement_cut_short_is_undone(tmp_path: Path) -> None:
     assert names(tmp_path) == ["checkpoint-1"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "removed", "no manifest", "broken manifest", "later format"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "changed", "removed", "no manifest", "broken manifest", "outside", "later format"]
+)
 def test_damaged_checkpoint_is_skipped_with_the_reason(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -104,6 +106,10 @@ def test_damaged_checkpoint_is_skipped_with_the_reason(
             manifest.unlink()
         case "broken manifest":
             manifest.write_text(manifest.read_text()[:40])
+        case "outside":
+            names = json.loads(manifest.read_text())
+            names["files"]["../other/model.bin"] = {"size": 1, "blake2b": ""}
+            manifest.write_text(json.dumps(names))
         case "later format":
             manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
     with caplog.at_level(logging.WARNING):
@@ -114,6 +120,7 @@ def test_damaged_checkpoint_is_skipped_with_the_reason(
         "removed": "actor_train/shard-0.bin is missing",
         "no manifest": "never finished",
         "broken manifest": "not a readable manifest",
+        "outside": "'../other/model.bin' is no file of this folder",
         "later format": "format 99",
     }[damage]
     assert reason in caplog.text

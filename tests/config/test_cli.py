@@ -12,9 +12,11 @@ import pytest
 import yaml
 
 from roll import cli
+from roll.checkpoint.contents import ModelContents
 from roll.config.cli_args import parse_launcher_args
 from roll.config.loader import LoadedConfig
 from roll.config.masking import MASK, is_secret
+from tests.checkpoint.test_contents import write_checkpoint
 from tests.config.good import GOOD, GOOD_SFT, changed
 
 
@@ -123,6 +125,25 @@ def test_run_hands_the_loaded_configuration_to_the_pipeline(monkeypatch: pytest.
     assert [loaded.config.max_steps for loaded in seen] == [3, 5]
     with pytest.raises(SystemExit) as refused:
         cli.launch("sft", "nowhere", "nothing", [])
+    assert refused.value.code == 2
+
+
+@pytest.mark.usefixtures("good")
+def test_a_checkpoint_of_another_backend_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "roll.pipelines.rlvr", types.ModuleType("roll.pipelines.rlvr"))  # it has no run
+    for file in ("train.jsonl", "val.jsonl"):
+        Path(file).touch()
+    write_checkpoint(Path("out/checkpoints"), {"actor_train": ModelContents("megatron_train", {"lm_head.weight": [4]})})
+    words = ["good.yaml", "output_dir=out", "resume_from_checkpoint=true"]
+    for command in ("run", "check"):
+        assert cli.main([command, *words]) == 2
+        error = capsys.readouterr().err
+        assert "good.yaml: actor_train.strategy_args.strategy_name = 'fsdp2_train'" in error
+        assert "was written by megatron_train" in error and "start a new run" in error
+    with pytest.raises(SystemExit) as refused:
+        cli.launch("rlvr", "nowhere", "nothing", ["--config_path", ".", "--config_name", "good", *words[1:]])
     assert refused.value.code == 2
 
 

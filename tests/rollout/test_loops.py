@@ -140,9 +140,9 @@ def rows_of(result: Any) -> Iterator[tuple[int, dict[str, list[Any]]]]:
     """Prompt and columns, without padding, of every row of a batch."""
     batch = build_batch(result.groups, 0).batch
     orders = [group.order for group in result.groups for _ in range(group.num_samples)]
-    for row, order in enumerate(orders):
-        there = batch["attention_mask"][row]
-        yield order, {name: batch[name][row][there].tolist() for name in TOKEN_COLUMNS}
+    for index, order in enumerate(orders):
+        there = batch["attention_mask"][index]
+        yield order, {name: batch[name][index][there].tolist() for name in TOKEN_COLUMNS}
 
 
 TOKEN_COLUMNS = ("input_ids", "response_mask", "rollout_log_probs", "weight_versions")
@@ -159,7 +159,7 @@ def test_what_was_sampled_is_trained_behind_what_it_was_sampled_with(
         result.groups[:] = [group_from(group_state(group), lambda _, name: rows[name]) for group in result.groups]
     calls = {0: (0, 1, 4), 1: (0, 1, 2), 2: (3,)}  # the calls whose tokens a sample of the group is made of
     wanted = calls if earlier_rounds else {sample: rounds[-1:] for sample, rounds in calls.items()}
-    for index, (order, row) in enumerate(rows_of(result)):
+    for index, (order, columns) in enumerate(rows_of(result)):
         trained = 0
         for call in wanted[index % GROUP_SIZE]:
             context, finished = loop.calls[order][call]
@@ -167,13 +167,13 @@ def test_what_was_sampled_is_trained_behind_what_it_was_sampled_with(
             # Of the two answers the first goes on in `last`, the second in `alone`.
             sample = 1 if call == 1 and index % GROUP_SIZE == 0 else 0
             begin, end = len(context), len(context) + len(samples[sample])
-            assert row["input_ids"][:end] == [*context, *samples[sample].tolist()]
-            assert all(row["response_mask"][begin:end])
-            assert row["rollout_log_probs"][begin:end] == finished.split(finished.log_probs)[sample].tolist()
+            assert columns["input_ids"][:end] == [*context, *samples[sample].tolist()]
+            assert all(columns["response_mask"][begin:end])
+            assert columns["rollout_log_probs"][begin:end] == finished.split(finished.log_probs)[sample].tolist()
             (span,) = finished.weight_versions[sample]
-            assert row["weight_versions"][begin:end] == [span[0]] * (end - begin)
+            assert columns["weight_versions"][begin:end] == [span[0]] * (end - begin)
             trained += end - begin
-        assert sum(row["response_mask"]) == trained and len(row["input_ids"]) == end
+        assert sum(columns["response_mask"]) == trained and len(columns["input_ids"]) == end
         group = result.groups[index // GROUP_SIZE]
         assert group.reward_samples()[index % GROUP_SIZE].num_tokens == trained
     assert index == 6 * GROUP_SIZE - 1

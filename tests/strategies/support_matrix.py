@@ -123,8 +123,8 @@ NUMBERS = (
         "training in fp16, with a loss scale",
         in_file("strategies/test_fp16.py")("test_a_step_in_fp16_is_near_the_one_in_fp32"),
         in_file("strategies/test_fp16.py")("test_a_step_in_fp16_is_near_the_one_in_fp32"),
-        Refused(f"{MODEL}.dtype", "fp16", "fp16 training under DeepSpeed"),
-        Refused(f"{MODEL}.dtype", "fp16", "fp16 under Megatron"),
+        in_file("strategies/test_fp16.py")("test_a_step_in_fp16_is_near_the_one_in_fp32"),
+        in_file("strategies/test_fp16.py")("test_a_step_in_fp16_is_near_the_one_in_fp32"),
     ),
     by_gradient(
         "a gradient that is not finite is dropped and counted", *["test_a_gradient_that_is_not_finite_is_dropped"] * 4
@@ -276,8 +276,23 @@ STATE = (
         "checkpoints load on another number of ranks",
         fsdp2_checkpoint("test_two_ranks_then_one_then_four"),
         fsdp_checkpoint("test_two_ranks_write_and_others_go_on"),
-        Yes("strategies/deepspeed/test_checkpoint.py::test_another_number_of_ranks_continues", "under the same stage"),
+        Yes("strategies/deepspeed/test_checkpoint.py::test_another_number_of_ranks_continues"),
         megatron_weights("test_another_way_of_cutting_goes_on_from_the_same_state"),
+    ),
+    Feature(
+        "and under other sizes of the same backend",
+        Other("`fsdp_size`, and under FSDP1"),
+        Other("`fsdp_size`, and under FSDP2"),
+        Yes("strategies/deepspeed/test_checkpoint.py::test_every_stage_continues_every_other", "any ZeRO stage"),
+        megatron_weights("test_another_way_of_cutting_goes_on_from_the_same_state", "any parallel sizes"),
+    ),
+    Feature(
+        "a checkpoint that holds more or other weights than the role trains is refused by name",
+        *[Yes("strategies/test_checkpoint_mismatch.py::test_nothing_of_a_checkpoint_is_dropped")] * 4,
+    ),
+    Feature(
+        "no file of a checkpoint can run code",
+        *[Yes("strategies/test_checkpoint_safety.py::test_no_file_of_a_checkpoint_runs_code")] * 4,
     ),
     by_weights("export as a Hugging Face folder", "test_export_is_a_hugging_face_folder"),
     by_weights("weights to the engines, in buckets", "test_buckets_hold_the_whole_model_once"),

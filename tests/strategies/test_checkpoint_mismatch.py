@@ -15,7 +15,7 @@ from roll.checkpoint.contents import CheckpointMismatchError
 from roll.config.roles import WorkerConfig
 from roll.strategies.base import ModelHead
 from roll.strategies.factory import create_strategy
-from tests.strategies.samples import TensorBatch, make_batch, make_role, policy_loss
+from tests.strategies.samples import TensorBatch, make_batch, make_role, policy_loss, split_rows
 from tests.strategies.sharded_cases import POLICY, weights_of
 
 RunRanks = Callable[..., list[Any]]
@@ -29,11 +29,11 @@ ROLES: dict[str, dict[str, Any]] = {
     "alpha": ADAPTERS | {"lora_alpha": 16},
 }
 REFUSED = [  # written, loaded, words
-    ("whole", "frozen", r"trained weights of model.embed_tokens.weight, .* which model_args.freeze_module_prefix freezes"),
+    ("whole", "frozen", r"trained weights of model.embed_tokens.weight, .* model_args.freeze_module_prefix freezes"),
     ("frozen", "whole", r"were frozen \(model_args.freeze_module_prefix\) and are trained here"),
     ("whole", "adapters", r"this run does not train"),
     ("adapters", "whole", r"lora_A.default.weight.* which this run does not train \(model_args.lora_target"),
-    ("adapters", "fewer adapters", r"v_proj.lora_A.default.weight.* which this run does not train \(model_args.lora_target"),
+    ("adapters", "fewer adapters", r"v_proj.lora_A.default.weight.* does not train \(model_args.lora_target"),
     ("fewer adapters", "adapters", r"holds nothing of .*v_proj.lora_A"),
     ("adapters", "rank", r"\(model_args.lora_rank\)"),
     ("adapters", "alpha", r"scaled by 2 there and by 4 here"),
@@ -92,6 +92,62 @@ def test_nothing_of_a_checkpoint_is_dropped(
     assert len(matching) == (len(REFUSED) if has_adapters else 4)
     for writer, reader, words in matching:
         assert re.search(words, said[writer, reader]), said[writer, reader]
+
+
+def settings(strategy: Any) -> list[dict[str, Any]]:
+    """The optimizer's hyperparameters, by parameter group."""
+    optimizer = strategy.engine.basic_optimizer if hasattr(strategy, "engine") else strategy.optimizer
+    adam = getattr(optimizer, "optimizer", optimizer)
+    return [{name: value for name, value in group.items() if name != "params"} for group in adam.param_groups]
+
+
+def go_round(roles: dict[str, WorkerConfig], batch: TensorBatch, folder: Path) -> dict[str, torch.Tensor]:
+    """From one role's checkpoint to the next role's, and back under the first; the weights, which must not change."""
+    strategy = started("first", roles["first"])
+    for _ in range(2):
+        strategy.train_step(batch, policy_loss, POLICY)
+    wanted = weights_of(strategy)
+    written = folder / "first"
+    strategy.save(written)
+    strategy.saved()
+    for name in ("other", "first"):
+        strategy = started(name, roles[name])
+        own = settings(strategy)
+        strategy.load(written)
+        assert settings(strategy) == own, "hyperparameters are the configuration's"
+        assert strategy.step == 2
+        written = folder / f"again_{name}"
+        strategy.save(written)
+        strategy.saved()
+    again = weights_of(strategy)
+    assert all(torch.equal(again[key], wanted[key]) for key in wanted)
+    strategy.train_step(batch, policy_loss, POLICY)
+    return weights_of(strategy)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2_train", "fsdp_train", "deepspeed_train", "megatron_train"])
+def test_another_type_and_other_hyperparameters_go_on(
+    run_ranks: RunRanks, untied_model: Path, tmp_path: Path, strategy: str
+) -> None:
+    """Float32 weights and moments through a run in bf16, to the bit."""
+    pytest.importorskip({"deepspeed_train": "deepspeed", "megatron_train": "megatron.core"}.get(strategy, "torch"))
+    changed = {"learning_rate": 3e-3, "weight_decay": 0.5, "adam_beta1": 0.7, "adam_beta2": 0.8, "adam_epsilon": 1e-4}
+    roles = {
+        "first": make_role(untied_model, strategy),
+        "other": make_role(untied_model, strategy, dtype="bf16", training=changed),
+    }
+    parts = split_rows(make_batch(), (7, 5))
+    results = run_ranks(2, go_round, roles, parts, tmp_path)
+    direct = run_ranks(2, three_steps, roles["first"], parts)
+    assert direct[0].keys() == results[0].keys()
+    assert all(torch.equal(results[0][name], weight) for name, weight in direct[0].items())
+
+
+def three_steps(role: WorkerConfig, batch: TensorBatch) -> dict[str, torch.Tensor]:
+    strategy = started("first", role)
+    for _ in range(3):
+        strategy.train_step(batch, policy_loss, POLICY)
+    return weights_of(strategy)
 
 
 def another(model: Path, folder: Path) -> Path:

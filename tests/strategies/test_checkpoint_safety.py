@@ -100,9 +100,9 @@ def attack(role: WorkerConfig, batch: TensorBatch, root: Path) -> list[str]:
         write_manifest(copy, 1)
         found = manager.resolve(str(copy))
         assert found is not None, "its manifest is right"
-        for read in (lambda: strategy.load(found.role("actor_train")), lambda: load_state(found.role("pipeline"))):
+        for read, role_name in ((strategy.load, "actor_train"), (load_state, "pipeline")):
             try:
-                read()
+                read(found.role(role_name))
             except Exception as error:
                 assert str(error), name
         tried += 1

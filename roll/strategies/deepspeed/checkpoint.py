@@ -23,12 +23,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from roll.checkpoint.contents import CheckpointMismatchError, ModelContents
+from roll.checkpoint import CheckpointDamagedError
+from roll.checkpoint.contents import ModelContents
 from roll.strategies.deepspeed.partitions import MOMENTS, MasterStates
 from roll.strategies.trainer_state import load_trainer_state, restore_rng_states, save_trainer_state
 
 _FOLDER = "model_and_optimizer"
 _WEIGHT = "weight"
+_STARTS = "starts"
+"""In a file's metadata: of each parameter the number of the first element that it holds."""
 
 
 def save(path: Path, engine: Any, contents: ModelContents, state: dict[str, Any]) -> None:
@@ -45,7 +48,7 @@ def save(path: Path, engine: Any, contents: ModelContents, state: dict[str, Any]
                 held = masters.get(run, None if kind == _WEIGHT else kind)
                 tensors[f"{kind}/{run.name}"] = held.float().to("cpu", copy=True).contiguous()
     if tensors:
-        save_file(tensors, folder / f"rank{dist.get_rank():05d}.safetensors", metadata={"starts": json.dumps(starts)})
+        save_file(tensors, folder / f"rank{dist.get_rank():05d}.safetensors", metadata={_STARTS: json.dumps(starts)})
     save_trainer_state(path, contents, {**state, "updates": masters.updates})
 
 
@@ -85,7 +88,7 @@ class _WrittenRuns:
         """float32: elements ``begin`` to ``end`` of the flattened parameter.
 
         Raises:
-            CheckpointMismatchError: the files lack some of them.
+            CheckpointDamagedError: the files lack some of them.
         """
         wanted = torch.empty(end - begin)
         found = 0
@@ -96,7 +99,7 @@ class _WrittenRuns:
                 wanted[low - begin : high - begin] = held[low - start : high - start]
                 found += high - low
         if found != end - begin:
-            raise CheckpointMismatchError(
+            raise CheckpointDamagedError(
                 f"the checkpoint has {found} of elements {begin} to {end} of {kind}/{name}; files are missing"
             )
         return wanted
@@ -108,6 +111,9 @@ def _opened(folder: Path) -> Iterator[_WrittenRuns]:
     with ExitStack() as stack:
         for path in sorted(folder.glob("rank*.safetensors")):
             file = stack.enter_context(safe_open(path, framework="pt"))
-            for name, start in json.loads((file.metadata() or {})["starts"]).items():
+            starts = (file.metadata() or {}).get(_STARTS)
+            if starts is None:
+                raise CheckpointDamagedError(f"{path} does not say which elements it holds")
+            for name, start in json.loads(starts).items():
                 written.runs.setdefault(name, []).append((int(start), file))
         yield written

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from roll.checkpoint import CheckpointDamagedError
 from roll.checkpoint.contents import ModelContents
 from roll.protocol.rank import RankInfo
 from roll.strategies.megatron.optimizer import MOMENTS, MasterStates
@@ -60,6 +61,7 @@ def load(
     Raises:
         FileNotFoundError: ``path`` is no such checkpoint.
         CheckpointMismatchError: something of it would be left behind by a model with ``contents``.
+        CheckpointDamagedError: the files lack something that it should have.
     """
     state = load_trainer_state(path, contents)
     with _open(path / _FOLDER) as files:
@@ -76,6 +78,8 @@ def _load_parameter(
     values = {}
     for kind in _KINDS:
         key = f"{kind}/{_ORIGINALS[own.correspondence.name] if own.correspondence.is_copy else own.correspondence.name}"
+        if key not in files:
+            raise CheckpointDamagedError(f"the checkpoint's files have no {key}")
         if state["tensor_parallel_size"] == info.tp_size:
             values[kind] = files[key][info.tp_rank].get_tensor(key)
         else:

@@ -1,7 +1,7 @@
 """AdamW under Megatron, plain or distributed over data-parallel ranks, and its states by parameter.
 
 With the distributed optimizer a rank holds float32 weights and moments of an interval of each parameter (ZeRO stage 1);
-with parameters of 16 bits there are float32 master weights beside them.  :class:`MasterStates` hides both: what it hands
+with parameters of 16 bits there are float32 master weights as well.  :class:`MasterStates` hides both: what it hands
 out and takes is always a parameter's whole float32 tensor on this tensor- and pipeline-parallel rank.
 """
 

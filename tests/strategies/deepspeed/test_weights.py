@@ -102,8 +102,3 @@ def test_bf16_reference_equals_the_trainer_exactly(run_ranks: RunRanks, tied_mod
 def test_a_forward_only_strategy_does_not_train(tied_model: Path) -> None:
     with pytest.raises(ValueError, match="deepspeed_infer cannot train; use deepspeed_train"):
         create_strategy(make_role(tied_model, "deepspeed_infer")).initialize(num_training_steps=3)
-
-
-def test_fp16_training_is_refused(tied_model: Path) -> None:
-    with pytest.raises(ValueError, match=r"actor_train.model_args.dtype: not available yet: fp16 training"):
-        create_strategy(make_role(tied_model, "deepspeed_train", dtype="fp16"))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from roll.config.roles import SequencePackingArguments
+from roll.strategies.loss_scale import INITIAL_SCALE
 from tests.strategies.megatron.layouts import by_replica
 from tests.strategies.megatron.models import plain_value_results
 from tests.strategies.samples import make_batch, plain_model, plain_outputs, policy_loss
@@ -216,7 +217,21 @@ def test_bf16_computes_in_bf16_and_keeps_float32_weights(
         assert torch.equal(state[f"weight/{name}"], parameter.detach())
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("sizes", [{"tp": 2, "sp": True}, {"pp": 2}, {"cp": 2}, {"pp": 2, "vpp": 2}])
+def test_fp16_scales_the_loss_however_the_model_is_cut(
+    run_case: RunCase, expected: Expected, sizes: dict[str, Any]
+) -> None:
+    results = run_case(cases.train, 2, sizes, "qwen3", dtype="fp16")
+    wanted = expected("qwen3")
+    assert {result["metrics"]["loss_scale"] for result in results} == {INITIAL_SCALE}
+    # 11 bits: 0.05% of each of two dozen products and sums, of which some cancel in a norm's weight.
+    assert results[0]["metrics"]["grad_norm"] == pytest.approx(wanted["norm"], rel=2e-3)
+    for name, gradient in wanted["gradients"].items():
+        unscaled = results[0]["gradients"][name] / INITIAL_SCALE
+        assert 0 < float((unscaled - gradient).norm()) < 1e-2 * float(gradient.norm()), name
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_reference_in_compute_dtype_equals_the_trainer(run_case: RunCase, dtype: str) -> None:
     """The KL to the initial policy is exactly 0 before the first update."""
     trained = run_case(cases.train, 2, {"tp": 2}, dtype=dtype)

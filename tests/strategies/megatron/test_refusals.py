@@ -18,7 +18,6 @@ cases = pytest.importorskip("tests.strategies.megatron.cases", reason="needs meg
     [
         ({"pp": 2, "vpp": 4}, {}, "8 stages for 4 layers; use at most 4"),
         ({"additional_configs": {"num_layer": 3}}, {}, "TransformerConfig has no num_layer"),
-        ({}, {"dtype": "fp16"}, "not available yet: fp16 under Megatron; set bf16"),
         ({}, {"model_args": {"freeze_module_prefix": "modle"}}, "no parameter starts with 'modle'"),
         (
             {},
