@@ -36,6 +36,7 @@ OTHERS = {
     "engines on other hosts": "engines on other hosts are not available",
     "an engine of another kind": "vllm samples from the same model",
     "an engine over two nodes": "would span two nodes",
+    "batches that do not divide": "do not divide into micro-batches of",
     "programs scored by a service": "scores come from a program service",
 }
 SHARE = 0.85
