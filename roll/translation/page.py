@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 
-from roll.translation.rules import Dialect, Rule, Section
 from roll.translation.openrlhf import OPENRLHF
+from roll.translation.rules import Dialect, Rule, Section
 from roll.translation.skyrl import SKYRL, SKYRL_TRAIN
 from roll.translation.trl import TRL_GRPO, TRL_SFT
 from roll.translation.verl import VERL
@@ -33,7 +33,7 @@ standard error. The result is checked as `roll check` would; with a mistake in i
 | option | does |
 |---|---|
 | `--yaml` | prints YAML instead of `key=value` lines |
-| `--from NAME` | whose keys they are, where the text does not tell: `verl`, `skyrl_train`, `skyrl`, `trl`, `trl_sft`, `openrlhf` |
+| `--from NAME` | whose keys: `verl`, `skyrl_train`, `skyrl`, `trl`, `trl_sft`, `openrlhf`; default: the text tells |
 | `--call N` | which run of a script that starts several |
 | `--recipe FILE` | what single keys change (the quickstart, `gsm8k/rlvr_config`), for its sizes and devices |
 | `--train-rows N` | rows of the training data, so that epochs become steps |
@@ -49,24 +49,25 @@ parallel sizes are not taken from their defaults: an engine has one device unles
 ## Scripts
 
 A launch script is run, not parsed: bash works out its arithmetic, arrays, branches, defaults, functions and sourced
-files, and what it calls Python with is translated. Launchers (`python3 -m`, `uv run`, `torchrun`, `accelerate launch`,
-`deepspeed`, `ray job submit`, `trl`), package managers, downloads and services are stand-ins that write down their words
-and succeed; tools that work on text are real; `python3 -c` works out what it prints. Nothing is installed, started,
-downloaded or trained.
+files, and what it calls Python with is translated. Launchers (`python3 -m`, `uv run`, `torchrun`, `accelerate
+launch`, `deepspeed`, `ray job submit`, `trl`), package managers, downloads and services are stand-ins that write down
+their words and succeed; tools that work on text are real; `python3 -c` works out what it prints. Nothing is
+installed, started, downloaded or trained.
 
 The script runs where model-written code runs ([the sandbox](code-rewards.md)): no network, none of your files, your
-environment or your processes, a scratch folder that is thrown away, and limits on time, memory and output. Where the host
-cannot give that (no namespaces and no user of its own, another system than Linux), **no script is run**: give the command
-line itself, which needs no shell. What the script sees of your folder are the shell files that it names (`source env.sh`,
-`bash run_all.sh`), from its repository or its own folder.
+environment or your processes, a scratch folder that is thrown away, and limits on time, memory and output. Where the
+host cannot give that (no namespaces and no user of its own, another system than Linux), **no script is run**: give
+the command line itself, which needs no shell. What the script sees of your folder are the shell files that it names
+(`source env.sh`, `bash run_all.sh`), from its repository or its own folder.
 
-- A variable that is used and never set becomes `${oc.env:NAME}`, read where the translated run starts; computing with it
-  is an error. Put it in front: `roll translate NAME=value run.sh`. For numbers of nodes and devices their default holds,
-  and a note says so.
+- A variable that is used and never set becomes `${oc.env:NAME}`, read where the translated run starts; computing with
+  it is an error. Put it in front: `roll translate NAME=value run.sh`. For numbers of nodes and devices their default
+  holds, and a note says so.
 - Where a script starts several runs, `--call N` takes one; without it they are listed.
 - A script that checks for files before it launches is run a second time without these checks, with a note.
-- Programs that are not the projects' own trainers (recipes, examples with code of their own) are refused: what they train
-  is in their code. Mixtures of experts, images, tools and several turns are refused as long as they are not supported.
+- Programs that are not the projects' own trainers (recipes, examples with code of their own) are refused: what they
+  train is in their code. Mixtures of experts, images, tools and several turns are refused as long as they are not
+  supported.
 
 ## What is more than a name
 
@@ -98,14 +99,15 @@ line itself, which needs no shell. What the script sees of your folder are the s
   `reward_model.ground_truth` or `reward_spec.ground_truth`. `roll prepare-data gsm8k` makes files of our own.
 - **Rewards.** Theirs are chosen by a column of the data, ours in the configuration. Files with `gsm8k` in their name
   get `gsm8k_rule`; others are assumed to be mathematics, and the note says so. A `custom_reward_function` of verl is
-  called from its file as verl calls it (`roll.rewards.function_file.score`); a reward model gets the role `reward_model`.
+  called from its file as verl calls it (`roll.rewards.function_file.score`); a reward model gets the role
+  `reward_model`.
 - **TRL.** Batches count completions and processes: a rollout has `per_device_train_batch_size` x processes x
   `steps_per_generation` of them. Steps (`max_steps`, `save_steps`) are optimizer steps there and rollouts here. To the
   spread of a group 1e-4 is added there and 1e-6 here: advantages of rewards of 0 and 1 differ by less than one part in
   2,000. `bnpo`, which divides by the tokens of one micro-batch, is refused where there are several.
-- **OpenRLHF.** Its means are over the tokens of one micro-batch, averaged; here they are over the whole optimizer step:
-  the same where micro-batches have as many tokens. Its whitening divides by N, ours by N - 1. The other algorithms are the
-  same, which the tests compute on both sides.
+- **OpenRLHF.** Its means are over the tokens of one micro-batch, averaged; here they are over the whole optimizer
+  step: the same where micro-batches have as many tokens. Its whitening divides by N, ours by N - 1. The other
+  algorithms are the same, which the tests compute on both sides.
 """
 END = """## Adding a key
 
