@@ -121,7 +121,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="roll translate",
         description="Turn a command, launch script or YAML file of verl, SkyRL, TRL or OpenRLHF into keys of this "
-        "project. A script is run in a sandbox with stand-ins for all programs; where the host has none, it is not run.",
+        "project. A script is run in a sandbox with stand-ins for all programs; where there is none, it is not run.",
         epilog="Example: roll translate python3 -m verl.trainer.main_ppo data.train_batch_size=64 ...",
     )
     parser.add_argument("--from", dest="dialect", choices=tuple(DIALECTS), help="whose keys; default: told by the keys")
