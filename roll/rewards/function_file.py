@@ -1,4 +1,4 @@
-"""A reward function in a file of verl's kind: ``compute_score(data_source, solution_str, ground_truth, extra_info)``."""
+"""A function in a file, of verl's kind: ``compute_score(data_source, solution_str, ground_truth, extra_info)``."""
 
 from __future__ import annotations
 

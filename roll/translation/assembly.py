@@ -165,11 +165,13 @@ def put_token_budgets(draft: Draft) -> None:
     for role, section in draft.sections():
         own, dynamic = f"token_budget.{role}", (f"dynamic.{role}", "dynamic.actor")
         ranks = ranks_of_a_sequence(draft, role)
-        phases = {"train": (dynamic, (own, "token_budget.actor"))} if role != "reference" else {}
-        forward = (f"forward_dynamic.{role}", *dynamic)
-        phases["infer"] = (forward, (f"forward_budget.{role}", own, "token_budget.actor"))
+        forward: tuple[str, ...] = (f"forward_dynamic.{role}", *dynamic)
+        phases: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+            "train": (dynamic, (own, "token_budget.actor")),
+            "infer": (forward, (f"forward_budget.{role}", own, "token_budget.actor")),
+        }
         for phase, (switches, budgets) in phases.items():
-            if not draft.states(*switches):
+            if (role == "reference" and phase == "train") or not draft.states(*switches):
                 continue
             asked = bool(draft.get(*switches, default=False))
             if asked or draft.get(*dynamic):
@@ -177,7 +179,8 @@ def put_token_budgets(draft: Draft) -> None:
             budget = draft.get(*budgets)
             if asked and budget is not None:
                 draft.put(f"{section}.max_tokens_per_microbatch_in_{phase}", int(budget) * ranks, *budgets)
-        for fact, switches in ((own, dynamic), (f"forward_budget.{role}", forward)):
+        counted: dict[str, tuple[str, ...]] = {own: dynamic, f"forward_budget.{role}": forward}
+        for fact, switches in counted.items():
             if fact in draft.given and not (draft.states(*switches) and draft.get(*switches)):
                 draft.remark([fact], "left out: without use_dynamic_bsz it has no effect")
 

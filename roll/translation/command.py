@@ -1,4 +1,4 @@
-"""``roll translate``: SkyRL's and verl's keys and commands as this project's configuration."""
+"""``roll translate``: keys, commands and scripts of verl, SkyRL, TRL and OpenRLHF as this project's configuration."""
 
 from __future__ import annotations
 
@@ -120,7 +120,8 @@ def read_pasted(text: str, call: int | None = None) -> Source:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="roll translate",
-        description="Turn a command, script or YAML file of SkyRL or verl into keys of this project.",
+        description="Turn a command, launch script or YAML file of verl, SkyRL, TRL or OpenRLHF into keys of this "
+        "project. A script is run in a sandbox with stand-ins for all programs; where there is none, it is not run.",
         epilog="Example: roll translate python3 -m verl.trainer.main_ppo data.train_batch_size=64 ...",
     )
     parser.add_argument("--from", dest="dialect", choices=tuple(DIALECTS), help="whose keys; default: told by the keys")
@@ -132,6 +133,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--call", type=int, metavar="N", help="which run of a script that starts several, from 1")
     parser.add_argument("--quiet", action="store_true", help="no notes on stderr")
     parser.add_argument(
-        "source", nargs=argparse.REMAINDER, metavar="FILE | COMMAND", help="a YAML file, a script, a command, or stdin"
+        "source",
+        nargs=argparse.REMAINDER,
+        metavar="FILE | COMMAND",
+        help="a YAML file, a script (NAME=value ... run.sh argument ...), a command, or stdin",
     )
     return parser

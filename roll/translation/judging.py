@@ -24,6 +24,8 @@ def put_reward(draft: Draft) -> None:
             draft.remark(["train_files"], text)
         draft.put(f"rewards.{reward}.worker_cls", reward, "reward", "train_files")
         draft.put(f"rewards.{reward}.tag_included", None, "reward", "train_files")
+        if reward == "code_sandbox":
+            draft.put(f"rewards.{reward}.reward_kwargs.partial", False, "reward")
         if draft.get("reward_workers") is not None:
             draft.put(f"rewards.{reward}.world_size", max(1, draft.facts["reward_workers"]), "reward_workers")
 

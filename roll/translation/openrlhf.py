@@ -193,7 +193,8 @@ RUN = Section(
         Rule("remote_rm_url", ("rewards.<name>.worker_cls",), fact="remote", computed=True),
         Rule("agent_func_path", note="null", value=refused(TURNS, None)),
         Rule(
-            "save_hf_ckpt disable_ds_ckpt max_ckpt_mem use_ds_universal_ckpt save_value_network wandb_org wandb_group perf "
+            "save_hf_ckpt disable_ds_ckpt max_ckpt_mem use_ds_universal_ckpt save_value_network wandb_org "
+            "wandb_group perf "
             "full_determinism disable_fast_tokenizer value_head_prefix",
             note="no such choice here",
         ),

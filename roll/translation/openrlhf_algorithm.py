@@ -1,7 +1,7 @@
 """OpenRLHF's algorithm, batches and rewards: facts in the terms of the other projects, and keys with the same gradient.
 
-Its means over tokens are those of one micro-batch on one device, averaged; here they are of the whole optimizer step. The
-two are the same where micro-batches have as many tokens, and the note says so.
+Its means over tokens are those of one micro-batch on one device, averaged; here they are of the whole optimizer step.
+The two are the same where micro-batches have as many tokens, and the note says so.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ def put_advantages(draft: Draft) -> None:
     if estimator in GROUPED:
         draft.without_effect(f"{name} does not discount there", "gamma", "lam")
         if draft.get("kl_in_reward"):
-            rule = "takes the KL off each token behind the comparison of the group there; use_kl_loss puts it into the loss"
+            rule = (
+                "takes the KL off each token behind the comparison of the group there; use_kl_loss puts it into "
+                "the loss"
+            )
             draft.refuse("kl_coef", f"with {name} {rule}, and 0 is none", 0)
     else:
         draft.put("gamma", float(draft.get("gamma", default=1.0)), "gamma")

@@ -5,19 +5,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 
+from roll.translation.openrlhf import OPENRLHF
 from roll.translation.rules import Dialect, Rule, Section
 from roll.translation.skyrl import SKYRL, SKYRL_TRAIN
+from roll.translation.trl import TRL_GRPO, TRL_SFT
 from roll.translation.verl import VERL
 
-INTRODUCTION = """# Coming from SkyRL or verl
+INTRODUCTION = """# Coming from verl, SkyRL, TRL or OpenRLHF
 
 `roll translate` turns their keys and commands into keys of this project, says what each became, and refuses what it
-does not know, with the nearest key that it does. Nothing is run. Files written for ROLL need no translation: they load
-as they are.
+does not know, with the nearest key that it does. Files written for ROLL need no translation: they load as they are.
 
 ```bash
 roll translate python3 -m verl.trainer.main_ppo data.train_batch_size=64 trainer.n_gpus_per_node=2 ...
-roll translate run_gsm8k.sh                     # a launch script: its variables and continued lines are read
+roll translate run_gsm8k.sh                     # a launch script, run in a sandbox
+roll translate NNODES=2 bash run_gsm8k.sh data.train_batch_size=64   # with variables in front and arguments behind
+roll translate trl grpo --config grpo.yaml      # TRL: arguments, or its YAML file
+roll translate python3 -m openrlhf.cli.train_ppo_ray --pretrain ...
 roll translate --yaml run_gsm8k.sh > mine.yaml  # a file of its own; then: roll run mine.yaml
 roll translate trainer.strategy=deepspeed       # single keys: changes to a recipe
 ```
@@ -29,7 +33,8 @@ standard error. The result is checked as `roll check` would; with a mistake in i
 | option | does |
 |---|---|
 | `--yaml` | prints YAML instead of `key=value` lines |
-| `--from skyrl_train`, `skyrl` or `verl` | whose keys they are, where the text does not tell |
+| `--from NAME` | whose keys: `verl`, `skyrl_train`, `skyrl`, `trl`, `trl_sft`, `openrlhf`; default: the text tells |
+| `--call N` | which run of a script that starts several |
 | `--recipe FILE` | what single keys change (the quickstart, `gsm8k/rlvr_config`), for its sizes and devices |
 | `--train-rows N` | rows of the training data, so that epochs become steps |
 | `--quiet` | no notes |
@@ -40,6 +45,29 @@ A command that starts their program (`-m verl.trainer.main_ppo`), and any text t
 their defaults are written out where they differ from ours, and the table marks them. Anything else is a **change** to a
 recipe: only the keys that are given are translated, with the recipe's sizes where the arithmetic needs more. Engines'
 parallel sizes are not taken from their defaults: an engine has one device unless the command says otherwise.
+
+## Scripts
+
+A launch script is run, not parsed: bash works out its arithmetic, arrays, branches, defaults, functions and sourced
+files, and what it calls Python with is translated. Launchers (`python3 -m`, `uv run`, `torchrun`, `accelerate
+launch`, `deepspeed`, `ray job submit`, `trl`), package managers, downloads and services are stand-ins that write down
+their words and succeed; tools that work on text are real; `python3 -c` works out what it prints. Nothing is
+installed, started, downloaded or trained.
+
+The script runs where model-written code runs ([the sandbox](code-rewards.md)): no network, none of your files, your
+environment or your processes, a scratch folder that is thrown away, and limits on time, memory and output. Where the
+host cannot give that (no namespaces and no user of its own, another system than Linux), **no script is run**: give
+the command line itself, which needs no shell. What the script sees of your folder are the shell files that it names
+(`source env.sh`, `bash run_all.sh`), from its repository or its own folder.
+
+- A variable that is used and never set becomes `${oc.env:NAME}`, read where the translated run starts; computing with
+  it is an error. Put it in front: `roll translate NAME=value run.sh`. For numbers of nodes and devices their default
+  holds, and a note says so.
+- Where a script starts several runs, `--call N` takes one; without it they are listed.
+- A script that checks for files before it launches is run a second time without these checks, with a note.
+- Programs that are not the projects' own trainers (recipes, examples with code of their own) are refused: what they
+  train is in their code. Mixtures of experts, images, tools and several turns are refused as long as they are not
+  supported.
 
 ## What is more than a name
 
@@ -70,7 +98,16 @@ parallel sizes are not taken from their defaults: an engine has one device unles
 - **Data.** Their Parquet files are read as they are: the conversation in `prompt`, the ground truth in
   `reward_model.ground_truth` or `reward_spec.ground_truth`. `roll prepare-data gsm8k` makes files of our own.
 - **Rewards.** Theirs are chosen by a column of the data, ours in the configuration. Files with `gsm8k` in their name
-  get `gsm8k_rule`; others are assumed to be mathematics, and the note says so.
+  get `gsm8k_rule`; others are assumed to be mathematics, and the note says so. A `custom_reward_function` of verl is
+  called from its file as verl calls it (`roll.rewards.function_file.score`); a reward model gets the role
+  `reward_model`.
+- **TRL.** Batches count completions and processes: a rollout has `per_device_train_batch_size` x processes x
+  `steps_per_generation` of them. Steps (`max_steps`, `save_steps`) are optimizer steps there and rollouts here. To the
+  spread of a group 1e-4 is added there and 1e-6 here: advantages of rewards of 0 and 1 differ by less than one part in
+  2,000. `bnpo`, which divides by the tokens of one micro-batch, is refused where there are several.
+- **OpenRLHF.** Its means are over the tokens of one micro-batch, averaged; here they are over the whole optimizer
+  step: the same where micro-batches have as many tokens. Its whitening divides by N, ours by N - 1. The other
+  algorithms are the same, which the tests compute on both sides.
 """
 END = """## Adding a key
 
@@ -90,6 +127,10 @@ def page() -> str:
     for section in SKYRL.sections:
         lines += [f"### SkyRL: {section.title.lower()}", "", *table(older[section.title], section), ""]
     lines += defaults(SKYRL_TRAIN, "Defaults of SkyRL")
+    lines += dialect_lines(TRL_GRPO)
+    for section in TRL_SFT.sections:
+        lines += [f"### {section.title}", "", *table(section), ""]
+    lines += dialect_lines(OPENRLHF)
     lines.append(END)
     return "\n".join(lines)
 

@@ -22,12 +22,12 @@ TEXT_TOOLS = """
     awk gawk mawk base64 basename bc cat cmp column comm cut date diff dirname egrep expand expr false fgrep find fmt
     fold getopt grep head id jq join ls md5sum mktemp nl numfmt od paste printf readlink realpath rev sed seq sha256sum
     shuf sort stat strings sum tac tail tr true uname uniq wc xargs
-""".split()
-FILE_TOOLS = "chmod cp ln mkdir mv rm rmdir touch".split()
+"""
+FILE_TOOLS = "chmod cp ln mkdir mv rm rmdir touch"
 """Real within the scratch folder, and successful elsewhere."""
-WRAPPERS = "env nice nohup numactl nsys setsid srun stdbuf sudo taskset time timeout unbuffer mpirun".split()
+WRAPPERS = "env nice nohup numactl nsys setsid srun stdbuf sudo taskset time timeout unbuffer mpirun"
 """Commands that start the command behind their own options."""
-SILENT = "sleep nvidia-smi rocm-smi npu-smi nproc hostname scontrol which tee uvx pip pip3 conda git curl wget".split()
+SILENT = "sleep nvidia-smi rocm-smi npu-smi nproc hostname scontrol which tee uvx pip pip3 conda git curl wget"
 
 NOT_SET = "variable_not_set_"
 """Computing with a marker ends in bash's complaint about this word with the name behind it."""
@@ -141,10 +141,10 @@ def driver(
     lines = ["umask 022", "exec @DESCRIPTOR@>&4 4>&- 3<&-".replace("@DESCRIPTOR@", str(DESCRIPTOR)), base]
     lines += [f"[ \"$(echo runs)\" = runs ] && printf '{READY}\\0' >&{DESCRIPTOR}"]
     lines += [_put(".bin/every-shell", _every_shell(absolute, go_on)), f"stand_in={shlex.quote(_stand_in())}"]
-    names = shlex.join([*LAUNCHERS, "bash", "sh", "unknown", *FILE_TOOLS, *WRAPPERS, *SILENT])
+    names = shlex.join([*LAUNCHERS, "bash", "sh", "unknown", *FILE_TOOLS.split(), *WRAPPERS.split(), *SILENT.split()])
     lines += [
-        _links(".bin", TEXT_TOOLS),
-        _links(".tools", (*FILE_TOOLS, "sleep", "env", "cat", "bash")),
+        _links(".bin", TEXT_TOOLS.split()),
+        _links(".tools", (*FILE_TOOLS.split(), "sleep", "env", "cat", "bash")),
         f'for name in {names}; do printf %s "$stand_in" > "$ROLL_BASE/.bin/$name"; done',
     ]
     for path, text in files.items():
@@ -164,7 +164,7 @@ def driver(
 def _stand_in() -> str:
     # The real interpreter works out what `python3 -c` prints; it is in the sandbox as well.
     named = {"DESCRIPTOR": str(DESCRIPTOR), "DEVICES": str(DEVICES), "PYTHON": sys.executable}
-    named |= {"WRAPPERS": "|".join(WRAPPERS), "FILE_TOOLS": "|".join(FILE_TOOLS)}
+    named |= {"WRAPPERS": "|".join(WRAPPERS.split()), "FILE_TOOLS": "|".join(FILE_TOOLS.split())}
     text = _STAND_IN
     for name, value in named.items():
         text = text.replace(f"@{name}@", value)
@@ -178,7 +178,8 @@ def _every_shell(absolute: list[str], go_on: bool) -> str:
 
 def _links(into: str, tools: Iterable[str]) -> str:
     """Links to those of the tools that the host has, by one command."""
-    search = 'for folder in /usr/local/bin /usr/bin /bin; do [ -x "$folder/$tool" ] && paths+=("$folder/$tool") && break; done'
+    folders = "/usr/local/bin /usr/bin /bin"
+    search = f'for folder in {folders}; do [ -x "$folder/$tool" ] && paths+=("$folder/$tool") && break; done'
     return f'paths=(); for tool in {shlex.join(tools)}; do {search}; done; ln -s -t "$ROLL_BASE/{into}" "${{paths[@]}}"'
 
 

@@ -32,7 +32,7 @@ from roll.translation.skyrl_generation import generation
 from roll.translation.skyrl_roles import training
 from roll.translation.skyrl_surroundings import surroundings
 
-ENVIRONMENTS = {"gsm8k": "gsm8k_rule", "gsm8k_multi_turn": "gsm8k_rule", "aime": "math_rule"}
+ENVIRONMENTS = {"gsm8k": "gsm8k_rule", "gsm8k_multi_turn": "gsm8k_rule", "aime": "math_rule", "lcb": "code_sandbox"}
 
 
 def environment(value: object) -> str:
@@ -201,7 +201,9 @@ def _dialect(name: str, title: str, strategies: dict[str, str], note: str, *own:
     newer = name == "skyrl"
     sections = (_run(), _data(), algorithm(newer), training(strategies, note), generation(), *surroundings())
     facts = FACTS | {"masks_drop_tokens": not newer}
-    programs = ((rf"{'skyrl.train' if newer else 'skyrl_train'}\.entrypoints\.main_\w+", {}),)
+    programs: tuple[tuple[str, dict[str, Any]], ...] = (
+        (rf"{'skyrl.train' if newer else 'skyrl_train'}\.entrypoints\.main_\w+", {}),
+    )
     return Dialect(name, title, sections, (*DEFAULTS, *own), "trainer.policy.model.path", facts, programs)
 
 

@@ -3,6 +3,8 @@ available here."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from roll.translation.rules import (
     ACTOR,
     CRITIC,
@@ -56,7 +58,7 @@ def _adapters() -> tuple[Rule, ...]:
 
 def _engines() -> tuple[Rule, ...]:
     """Stop strings, and what engines are asked for beyond their sizes."""
-    only = (
+    only: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
         ("data_parallel_size", "engines over data-parallel groups serve mixtures of experts", (1, None)),
         ("expert_parallel_size", EXPERTS, (1, None)),
         (
@@ -127,11 +129,14 @@ def _engines() -> tuple[Rule, ...]:
         Rule(
             f"{ENGINE_KEYS}.enable_http_endpoint {ENGINE_KEYS}.http_endpoint_host {ENGINE_KEYS}.http_endpoint_port "
             f"{ENGINE_KEYS}.model_dtype {ENGINE_KEYS}.vllm_v1_disable_multiproc {ENGINE_KEYS}.served_model_name "
-            f"{ENGINE_KEYS}.override_existing_update_group {ENGINE_KEYS}.enable_ray_prometheus_stats {ENGINE_KEYS}.vllm_stats_interval "
+            f"{ENGINE_KEYS}.override_existing_update_group {ENGINE_KEYS}.enable_ray_prometheus_stats "
+            f"{ENGINE_KEYS}.vllm_stats_interval "
             f"{ENGINE_KEYS}.weight_transfer_threshold_cuda_ipc_GB {ENGINE_KEYS}.fully_sharded_loras "
             "generator.enable_http_endpoint generator.http_endpoint_host generator.http_endpoint_port "
-            "generator.weight_transfer_threshold_cuda_ipc_GB generator.fully_sharded_loras generator.enable_ray_prometheus_stats "
-            "generator.vllm_stats_interval generator.append_eos_token_after_stop_str_in_multi_turn generator.trajectory_logging.*",
+            "generator.weight_transfer_threshold_cuda_ipc_GB generator.fully_sharded_loras "
+            "generator.enable_ray_prometheus_stats "
+            "generator.vllm_stats_interval generator.append_eos_token_after_stop_str_in_multi_turn "
+            "generator.trajectory_logging.*",
             note="no such choice here",
         ),
     )
@@ -156,7 +161,8 @@ def _megatron() -> tuple[Rule, ...]:
                 note="has no effect without experts",
             ),
             Rule(
-                f"{theirs}.empty_cuda_cache {theirs}.ddp_config.* {theirs}.lora_config.* {theirs}.model_config_kwargs.* "
+                f"{theirs}.empty_cuda_cache {theirs}.ddp_config.* {theirs}.lora_config.* "
+                f"{theirs}.model_config_kwargs.* "
                 f"{theirs}.dist_ckpt_optim_fully_reshardable {theirs}.freeze_moe_router",
                 note="no such choice here",
             ),
@@ -177,7 +183,8 @@ def _megatron() -> tuple[Rule, ...]:
                 Rule(
                     f"{theirs}.optimizer_config_kwargs.optimizer_cpu_offload",
                     (f"{ours}.{OPTIONS}.optimizer_cpu_offload",),
-                    "moments stay on the devices during the step: the same numbers, more memory; Megatron does not move them "
+                    "moments stay on the devices during the step: the same numbers, more memory; Megatron does not "
+                    "move them "
                     "to the host here yet",
                     lambda value: False,
                 ),
@@ -199,7 +206,8 @@ def surroundings() -> tuple[Section, ...]:
                     note="of their program alone",
                 ),
                 Rule(
-                    "trainer.tracker_commit_each_step trainer.hf_hub_repo trainer.enable_ray_gpu_monitor trainer.dump_data_batch_path "
+                    "trainer.tracker_commit_each_step trainer.hf_hub_repo trainer.enable_ray_gpu_monitor "
+                    "trainer.dump_data_batch_path "
                     "trainer.policy.record_memory_path trainer.micro_eval_batch_size trainer.tracker.*",
                     note="no such choice here",
                 ),

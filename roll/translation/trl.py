@@ -180,12 +180,17 @@ def _run(role: str) -> tuple[Rule, ...]:
         Rule("shuffle_dataset", (f"{role}.data_args.shuffle",), value=truth),
         Rule("chat_template_kwargs.*", (f"{role}.data_args.chat_template_kwargs.{{rest}}",)),
         Rule(
-            "bf16 fp16 tf32 gradient_checkpointing_kwargs use_cpu ddp_timeout dataloader_num_workers remove_unused_columns "
-            "disable_tqdm log_level log_completions num_completions_to_print log_unique_prompts push_to_hub hub_model_id "
-            "hub_strategy ddp_find_unused_parameters dataloader_pin_memory save_only_model overwrite_output_dir do_eval do_train "
+            "bf16 fp16 tf32 gradient_checkpointing_kwargs use_cpu ddp_timeout dataloader_num_workers "
+            "remove_unused_columns "
+            "disable_tqdm log_level log_completions num_completions_to_print log_unique_prompts push_to_hub "
+            "hub_model_id "
+            "hub_strategy ddp_find_unused_parameters dataloader_pin_memory save_only_model overwrite_output_dir "
+            "do_eval do_train "
             "logging_first_step logging_strategy logging_dir per_device_eval_batch_size average_tokens_across_devices "
-            "disable_dropout use_liger_kernel use_liger_loss torch_compile dataset_num_proc save_safetensors config main_process_port "
-            "num_generations_eval ds3_gather_for_generation use_transformers_paged cache_implementation mixed_precision "
+            "disable_dropout use_liger_kernel use_liger_loss torch_compile dataset_num_proc save_safetensors "
+            "config main_process_port "
+            "num_generations_eval ds3_gather_for_generation use_transformers_paged cache_implementation "
+            "mixed_precision "
             "dynamo_backend machine_rank same_network num_cpu_threads_per_process trackio_space_id project",
             note="no such choice here, or the same numbers by other means",
         ),
@@ -247,7 +252,8 @@ GRPO = Section(
         ),
         Rule("vllm_max_model_length vllm_max_model_len", (f"{ENGINE}.{OPTIONS}.max_model_len",), value=optional(whole)),
         Rule(
-            "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_server_base_url vllm_model_impl "
+            "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_server_base_url "
+            "vllm_model_impl "
             "vllm_enable_sleep_mode",
             note="engines are this run's own",
         ),

@@ -135,7 +135,10 @@ def put_rewards(draft: Draft) -> None:
         return
     for place, name in enumerate(names):
         if name not in REWARDS:
-            rule = f"function {name} takes whole batches as TRL calls them: write one of ours (docs/rewards.md) and name it in "
+            rule = (
+                f"function {name} takes whole batches as TRL calls them: write one of ours (docs/rewards.md) and "
+                f"name it in "
+            )
             draft.refuse("reward_funcs", f"{rule}rewards.<name>.worker_cls; known: {', '.join(REWARDS)}")
             continue
         prefix = "rewards.trl" if len(names) == 1 and weights is None else f"rewards.trl.components.{name}"

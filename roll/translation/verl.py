@@ -285,7 +285,7 @@ DEFAULTS = (
     ("trainer.resume_mode", "auto"),
 )
 
-PROGRAMS = (
+PROGRAMS: tuple[tuple[str, dict[str, bool]], ...] = (
     (r"verl\.trainer\.main_ppo\w*|verl\.experimental\.(?:transfer_queue|separation)\.main_\w+", {}),
     (
         r"verl\.experimental\.one_step_off_policy\.(?:\w+\.)*main_\w+|recipe\.one_step_off_policy\.main_\w+",

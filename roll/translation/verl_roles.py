@@ -298,8 +298,8 @@ TRAINING = Section(
         Rule(f"{MODEL}.target_modules", (f"{ACTOR}.model_args.lora_target",), fact="lora_target", computed=True),
         Rule(
             f"{MODEL}.use_shm {MODEL}.use_liger {MODEL}.use_fused_kernels {MODEL}.enable_activation_offload",
-            note="the same numbers by other means: log-probs have a fused head of their own, and activations are computed "
-            "again rather than moved",
+            note="the same numbers by other means: log-probs have a fused head of their own, and activations are "
+            "computed again rather than moved",
         ),
         *_optimizer(ACTOR_KEYS, ACTOR),
         *_optimizer("critic", CRITIC),

@@ -107,7 +107,8 @@ REWARDS = Section(
             computed=True,
         ),
         Rule(
-            "reward_model.rollout.* reward.reward_model.rollout.* reward_model.model.fsdp_config.* reward_model.strategy "
+            "reward_model.rollout.* reward.reward_model.rollout.* reward_model.model.fsdp_config.* "
+            "reward_model.strategy "
             "reward_model.model.use_remove_padding reward_model.ulysses_sequence_parallel_size reward_model.max_length "
             "reward_model.use_dynamic_bsz reward_model.forward_max_token_len_per_gpu reward_model.megatron.* "
             "reward_model.model.use_fused_kernels reward_model.model.external_lib reward_model.use_reward_loop "
@@ -116,7 +117,8 @@ REWARDS = Section(
         ),
         Rule(
             "reward_model.num_workers reward_model.launch_reward_fn_async",
-            note="rewards are always computed while engines generate; `rewards.<name>.world_size` says in how many workers",
+            note="rewards are always computed while engines generate; `rewards.<name>.world_size` says in how many "
+            "workers",
         ),
         Rule(
             "reward.custom_reward_function.path custom_reward_function.path",
@@ -186,7 +188,8 @@ ENGINES = Section(
         Rule(
             f"{ROLLOUT}.checkpoint_engine.backend {ROLLOUT}.layered_summon {ROLLOUT}.layer_name_map.* {ROLLOUT}.seed "
             f"{ROLLOUT}.trace.* {ROLLOUT}.scheduling_policy {ROLLOUT}.prometheus.* {ROLLOUT}.skip_rollout "
-            f"{ROLLOUT}.enable_sleep_mode {ROLLOUT}.checkpoint_engine.engine_kwargs.* {ROLLOUT}.expert_tensor_parallel_size "
+            f"{ROLLOUT}.enable_sleep_mode {ROLLOUT}.checkpoint_engine.engine_kwargs.* "
+            f"{ROLLOUT}.expert_tensor_parallel_size "
             f"{ROLLOUT}.micro_batch_size {ROLLOUT}.use_fire_sampling {ROLLOUT}.disable_log_requests",
             note="no such choice here",
         ),
@@ -302,7 +305,8 @@ ENGINES = Section(
             Rule(
                 f"{theirs}.fsdp_config.mixed_precision.buffer_dtype {theirs}.entropy_checkpointing "
                 f"{theirs}.entropy_from_logits_with_chunking {theirs}.fsdp_config.entropy_from_logits_with_chunking "
-                f"{theirs}.fsdp_config.entropy_checkpointing {theirs}.fsdp_config.use_torch_compile {theirs}.use_fused_kernels "
+                f"{theirs}.fsdp_config.entropy_checkpointing {theirs}.fsdp_config.use_torch_compile "
+                f"{theirs}.use_fused_kernels "
                 f"{theirs}.fsdp_config.full_determinism {theirs}.calculate_entropy",
                 note=SAME_NUMBERS,
             )
@@ -310,7 +314,8 @@ ENGINES = Section(
         ),
         *(
             Rule(
-                f"{theirs}.megatron.use_mbridge {theirs}.megatron.vanilla_mbridge {theirs}.megatron.use_dist_checkpointing "
+                f"{theirs}.megatron.use_mbridge {theirs}.megatron.vanilla_mbridge "
+                f"{theirs}.megatron.use_dist_checkpointing "
                 f"{theirs}.megatron.dist_checkpointing_path {theirs}.megatron.dist_checkpointing_prefix "
                 f"{theirs}.load_weight {theirs}.megatron.load_weight",
                 note=FROM_HUGGING_FACE,
@@ -332,15 +337,16 @@ ENGINES = Section(
                 f"{theirs}.optim.override_optimizer_config.optimizer_cpu_offload",
                 (f"{ours}.{OPTIONS}.optimizer_cpu_offload",),
                 value=lambda value: False,
-                note="moments stay on the devices during the step: the same numbers, more memory; Megatron does not move "
-                "them to the host here yet",
+                note="moments stay on the devices during the step: the same numbers, more memory; Megatron does not "
+                "move them to the host here yet",
             )
             for theirs, ours in ROLES
             if ours != REFERENCE
         ),
         *(
             Rule(
-                f"{theirs}.optim.override_optimizer_config.* {theirs}.optim.optimizer_impl {theirs}.optim.lr_warmup_init "
+                f"{theirs}.optim.override_optimizer_config.* {theirs}.optim.optimizer_impl "
+                f"{theirs}.optim.lr_warmup_init "
                 f"{theirs}.optim.use_checkpoint_opt_param_scheduler {theirs}.optim.weight_decay_incr_style "
                 f"{theirs}.optim.num_cycles",
                 note="AdamW with constant weight decay; warm-up starts at 0",
@@ -423,7 +429,8 @@ UNAVAILABLE = Section(
         Rule("data.image_key data.video_key data.audio_key", note="text only", value=refused(MULTIMODAL, None)),
         Rule("data.image_patch_size data.return_multi_modal_inputs", note="text only"),
         Rule(
-            f"{ROLLOUT}.multi_turn.enable {ROLLOUT}.multi_turn.interaction_config_path {ROLLOUT}.multi_turn.tool_config_path "
+            f"{ROLLOUT}.multi_turn.enable {ROLLOUT}.multi_turn.interaction_config_path "
+            f"{ROLLOUT}.multi_turn.tool_config_path "
             f"{ROLLOUT}.agent.agent_loop_config_path {ROLLOUT}.agent.custom_async_server.path data.tool_config_path "
             f"{ROLLOUT}.agent.agent_loop_manager_class",
             note="one turn",
@@ -436,7 +443,8 @@ UNAVAILABLE = Section(
         ),
         Rule(f"{ROLLOUT}.multi_turn.*", note="has no effect without `multi_turn.enable`"),
         Rule(
-            "data.custom_cls.path data.custom_cls.name data.sampler.class_path data.sampler.class_name data.datagen.path",
+            "data.custom_cls.path data.custom_cls.name data.sampler.class_path data.sampler.class_name "
+            "data.datagen.path",
             note="`data_args` reads the file; `data_args.curriculum` orders it",
             value=refused(f"{OWN_CODE}; data_args.curriculum orders rows by a column", None),
         ),

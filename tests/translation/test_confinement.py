@@ -1,4 +1,4 @@
-"""A script from anywhere reaches nothing of the user's: files, network, processes; where that is not sure, it is not run."""
+"""A script from anywhere reaches nothing of the user's: files, network, processes. Else it is not run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,9 +41,11 @@ def test_files_stay_as_they_are(tmp_path: Path, sandbox: Sandbox) -> None:
     kept.write_text("kept", encoding="utf-8")
     python = sys.executable
     text = f"""
-        rm -rf {tmp_path}/kept.txt; /bin/rm -rf {tmp_path}/kept.txt; : > {tmp_path}/kept.txt; echo x >> {tmp_path}/kept.txt
+        rm -rf {tmp_path}/kept.txt; /bin/rm -rf {tmp_path}/kept.txt
+        : > {tmp_path}/kept.txt; echo x >> {tmp_path}/kept.txt
         /bin/chmod 000 {tmp_path}/kept.txt; /bin/mv {tmp_path}/kept.txt {tmp_path}/moved; touch {own}; echo x > {own}
-        {python} -c 'open("{tmp_path}/kept.txt", "w")'; /usr/bin/env python3 -c 'import os; os.unlink("{tmp_path}/kept.txt")'
+        {python} -c 'open("{tmp_path}/kept.txt", "w")'
+        /usr/bin/env python3 -c 'import os; os.unlink("{tmp_path}/kept.txt")'
         rm -rf ../../..; cp {tmp_path}/kept.txt stolen
     """
     recorded(tmp_path, text, sandbox)
@@ -125,7 +128,7 @@ def command_lines() -> list[str]:
     ids=["fork bomb", "disk", "memory", "output"],
 )
 def test_greedy_scripts_end(text: str, tmp_path: Path, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "LIMITS", recording.replace(recording.LIMITS, wall=2.0))
+    monkeypatch.setattr(recording, "LIMITS", replace(recording.LIMITS, wall=2.0))
     started = time.monotonic()
     recorded(tmp_path, f"({text}) 2>/dev/null", sandbox)
     assert time.monotonic() - started < 30
@@ -133,7 +136,10 @@ def test_greedy_scripts_end(text: str, tmp_path: Path, sandbox: Sandbox, monkeyp
 
 
 def test_forged_records_are_words_and_nothing_more(tmp_path: Path, sandbox: Sandbox) -> None:
-    text = "printf 'CALL\\0python3\\0/\\0002\\0-m\\0' >&50; printf 'CALL\\0a\\0/\\0999999999\\0' >&50; printf '\\0\\0\\0' >&50"
+    text = (
+        "printf 'CALL\\0python3\\0/\\0002\\0-m\\0' >&50; printf 'CALL\\0a\\0/\\0999999999\\0' >&50; printf "
+        "'\\0\\0\\0' >&50"
+    )
     assert len(recorded(tmp_path, text, sandbox).commands) <= 1
 
 
@@ -145,7 +151,7 @@ def test_without_isolation_nothing_runs(without: tuple[str, ...], tmp_path: Path
     file.write_text(f"{RUN}\n", encoding="utf-8")
     box = Sandbox(Settings(require=REQUIRED, without=without))
     with pytest.raises(
-        ConfigError, match="is not run: scripts run only where they can be confined.*the command line itself"
+        ConfigError, match=r"is not run: scripts run only where they can be confined.*the command line itself"
     ):
         record(file, sandbox=box)
     box.close()

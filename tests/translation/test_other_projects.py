@@ -1,7 +1,7 @@
 """TRL and OpenRLHF: their arguments, and the loss and gradient of every algorithm against formulas of their own.
 
-The formulas are plain float64, written down from the definitions: TRL's ``GRPOConfig`` and its loss, OpenRLHF's arguments,
-``PolicyLoss`` and the experience maker.
+The formulas are plain float64, written down from the definitions: TRL's ``GRPOConfig`` and its loss, OpenRLHF's
+arguments, ``PolicyLoss`` and the experience maker.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ TRL = (
     f"--per_device_train_batch_size 16 --max_prompt_length {PROMPT} --max_completion_length {LONGEST} "
 )
 OPENRLHF = (
-    "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --reward_pretrain rm --prompt_data gsm8k.jsonl --colocate_all_models "
+    "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --reward_pretrain rm --prompt_data gsm8k.jsonl "
+    "--colocate_all_models "
     "--actor_num_gpus_per_node 1 --ref_num_gpus_per_node 1 --critic_num_gpus_per_node 1 --reward_num_gpus_per_node 1 "
     "--vllm_num_engines 1 --rollout_batch_size 8 --n_samples_per_prompt 4 --train_batch_size 16 "
     f"--prompt_max_len {PROMPT} --generate_max_len {LONGEST} "
