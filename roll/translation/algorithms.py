@@ -15,8 +15,9 @@ from roll.translation.sampling import put_bypass, put_correction
 
 DISCOUNTING = ("gae", "reinforce_plus_plus", "reinforce++")
 """Estimators in which both projects discount; the others have no gamma there."""
-NORMALISING = ("grpo", "reinforce_plus_plus_baseline")
-"""Estimators that compare a group's rewards: there with the KL inside, here before it is subtracted."""
+NORMALISING = ("grpo", "reinforce_plus_plus_baseline", "maxrl")
+"""Estimators that compare a group's rewards: there with the KL inside, here before it is subtracted, or with a mean
+that must be positive."""
 CLIPPING = ("ppo", "gspo_token", "gspo", "raft++", "clip_cov")
 """Losses that clip the ratio."""
 SEQUENCE_MEAN, NORM = "seq-mean-token-mean", "seq-mean-token-sum-norm"
@@ -88,7 +89,8 @@ def put_advantages(draft: Draft) -> None:
         draft.put("lambd", draft.value_of("lam"), "lam")
     elif estimator != "gae":
         draft.without_effect(f"{estimator} has no lambda", "lam")
-    if estimator in NORMALISING and draft.get("kl_in_reward") and draft.states("estimator", "kl_in_reward"):
+    weight = draft.first_of("reward_kl_coef", *(("kl_loss_coef",) if draft.facts.get("one_kl_coef") else ()))
+    if estimator in NORMALISING and draft.get("kl_in_reward") and weight and draft.states("estimator", "kl_in_reward"):
         rule = f"subtracts the KL there before {estimator} compares the rewards of a group, here after it"
         draft.refuse("kl_in_reward", f"{rule}; put the KL into the loss, or take rloo", False)
 

@@ -259,9 +259,10 @@ AGGREGATIONS: list[Settings] = [
     *({"actor.loss_agg_mode": mode} for mode in MODES),
     {"actor.loss_agg_mode": "seq-mean-token-mean", "critic.loss_agg_mode": "token-mean", "critic.cliprange_value": 0.1},
 ]
+KL_KINDS = ("kl", "mse", "abs", "k3", "kl+", "k2+", "abs+", "low_var_kl+")
 IN_THE_LOSS: list[Settings] = [
     GRPO | IN_LOSS,
-    *(GRPO | IN_LOSS | {"actor.kl_loss_type": kind, "actor.kl_loss_coef": 0.3} for kind in ("kl", "mse", "abs", "k3")),
+    *(GRPO | IN_LOSS | {"actor.kl_loss_type": kind, "actor.kl_loss_coef": 0.3} for kind in KL_KINDS),
 ]
 IS, BOUND = "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_is_threshold"
 BYPASS: Settings = {"algorithm.rollout_correction.bypass_mode": True}
@@ -300,6 +301,7 @@ SKYRL_CASES: list[Settings] = [
     {"advantage_estimator": "gae", "gamma": 0.9, "lambd": 0.8},
     {"advantage_estimator": "gae", "value_clip": 0.5, "loss_reduction": "sequence_mean"},
     {"grpo_norm_by_std": False, "gamma": 0.9},
+    {"advantage_estimator": "maxrl"},
     NO_KL,
     {"kl_loss_coef": 0.3, "kl_estimator_type": "k2", "use_entropy_loss": True},
     *(
@@ -347,6 +349,11 @@ MASKS: list[Settings] = [
         "off_policy_correction.tis_ratio_type": "token",
         "off_policy_correction.token_mask_is_threshold_low": 0.8,
     },
+    {
+        "off_policy_correction.tis_ratio_type": "sequence",
+        "off_policy_correction.outlier_token_is_threshold_low": 0.55,
+        "off_policy_correction.outlier_token_is_threshold_high": 2.2,
+    },
 ]
 
 
@@ -369,7 +376,7 @@ def test_skyrl(settings: Settings, translated: Translate) -> None:
 
 
 def test_the_masks_of_the_older_package_with_a_mean_over_responses(translated: Translate) -> None:
-    for settings in MASKS[:2]:
+    for settings in (*MASKS[:2], MASKS[3]):
         compare(translated, SKYRL, settings | {"loss_reduction": "sequence_mean"})
 
 
@@ -386,6 +393,8 @@ def test_the_batch_reaches_every_bound() -> None:
     assert int(((candidates > 1) & (candidates < 5)).sum()) > 3 and (candidates > 0.2).sum() > 10
     mismatch = (there.old - there.rollout)[valid].exp()
     assert (mismatch > 2.0).any() and (mismatch < 0.8).any()
+    smallest = (there.old - there.rollout).masked_fill(~valid, 0.0).min(-1).values.exp()
+    assert (smallest < 0.55).any() and (smallest > 0.55).any()
     products = ((there.old - there.rollout) * there.mask).sum(-1).exp()
     assert (products > 2.0).any() and (products < 0.5).any() and ((products > 0.5) & (products < 2.0)).any()
 
@@ -450,6 +459,8 @@ REFUSED: list[tuple[str, Settings, str]] = [
     (SKYRL, {"policy_loss_type": "cispo", "cispo.cispo_anchor": "rollout"}, "engine's log-probs"),
     (SKYRL.replace("skyrl_train", "skyrl.train"), {"policy_loss_type": "kl_cov"}, "divides advantages"),
     (SKYRL, MASKS[0], "out of the number of tokens"),
+    (SKYRL, MASKS[3], "out of the number of tokens"),
+    (SKYRL, {"advantage_estimator": "maxrl", **NO_KL, "use_kl_in_reward": True}, "before maxrl compares"),
     (SKYRL, MASKS[2] | {"off_policy_correction.tis_ratio_type": "sequence"}, "ratio of the sequence"),
     (SKYRL, {"loss_reduction": "token_mean_legacy"}, "micro-batches"),
     (SKYRL, {"dynamic_sampling.type": "replace"}, "never by copies"),
