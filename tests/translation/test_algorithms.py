@@ -123,6 +123,8 @@ class OurSide:
         there, tensors = self._responses, self.batch.batch
         tensors["rollout_log_probs"] = self.spread(there.rollout)
         tensors["old_log_probs"] = self.spread(there.rollout if self.plan.engine_log_probs_as_old else there.old)
+        if not (self.plan.needs_old_log_probs or self.plan.engine_log_probs_as_old):
+            del tensors["old_log_probs"]
         tensors["ref_log_probs"], tensors["values"] = self.spread(there.reference), self.spread(there.values).float()
         if self.plan.needs_greedy_baseline:
             tensors["baseline_scores"] = there.greedy_scores.float()
@@ -373,6 +375,16 @@ def test_skyrl_train(settings: Settings, translated: Translate) -> None:
 )
 def test_skyrl(settings: Settings, translated: Translate) -> None:
     compare(translated, SKYRL.replace("skyrl_train", "skyrl.train"), settings)
+
+
+@pytest.mark.parametrize("settings", [{}, LOSSES[1], GRPO | {IS: "token", BOUND: 1.2}, GRPO | IN_LOSS], ids=name_of)
+def test_a_single_update_of_a_batch(settings: Settings, translated: Translate) -> None:
+    """The policy before the update is the current one: no pass computes it here, and the formula is the same."""
+    single = {"actor.ppo_mini_batch_size": 8, "critic.ppo_mini_batch_size": 8}
+    _, loaded = translate_whole(translated, command(VERL, settings | single))
+    assert not loaded.plan.needs_old_log_probs
+    there = replace(RESPONSES, old=RESPONSES.log_probs.detach())
+    assert_equal(OurSide(loaded, there).actor_loss(), verl_actor(there, settings), RESPONSES.log_probs)
 
 
 def test_the_masks_of_the_older_package_with_a_mean_over_responses(translated: Translate) -> None:
