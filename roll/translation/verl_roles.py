@@ -12,7 +12,6 @@ from roll.translation.rules import (
     STRATEGY,
     Rule,
     Section,
-    as_written,
     flipped,
     listed,
     never_below_zero,
@@ -173,10 +172,11 @@ def _batches(theirs: str, ours: str, role: str) -> tuple[Rule, ...]:
             note="DeepSpeed takes it as 1, with a note",
         ),
         Rule(
-            f"{theirs}.shuffle {theirs}.data_loader_seed",
-            note="samples of a step are dealt out by `seed`",
-            value=as_written,
+            f"{theirs}.shuffle",
+            note="mini-batches are the same in every pass",
+            value=refused("mini-batches are not shuffled from pass to pass", False),
         ),
+        Rule(f"{theirs}.data_loader_seed", note="counts with `shuffle`"),
         Rule(
             f"{theirs}.use_torch_compile {theirs}.checkpoint.save_contents {theirs}.checkpoint.load_contents",
             note="no such choice here: checkpoints are whole",
