@@ -62,7 +62,7 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
 
     def reduced(loss: Tensor, sample_weights: Tensor | None = None) -> Tensor:
         keep = inputs.keep if loss.dtype == inputs.log_probs.dtype else None
-        return aggregate(loss, inputs.mask, options.loss_agg_mode, denominators, sample_weights, keep)
+        return aggregate(loss, inputs.mask, options.loss_agg_mode, denominators, sample_weights, keep, inputs.group_ids)
 
     per_token = policy_losses.resolve(options.pg_variant)(inputs, options.pg, metrics)
     if inputs.policy_mask is not None:
