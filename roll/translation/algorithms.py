@@ -253,10 +253,16 @@ def put_critic(draft: Draft) -> None:
 
 
 def put_passes(draft: Draft) -> None:
-    """Passes over a batch, one number for both roles."""
+    """Passes over a batch and their order, the same for both roles."""
+    if draft.states("shuffle.actor"):
+        draft.put("shuffle_mini_batches", draft.facts["shuffle.actor"], "shuffle.actor", "shuffle.critic")
+    has_critic = "critic" in draft.roles
+    of_actor = draft.get("shuffle.actor", default=False)
+    if has_critic and "shuffle.critic" in draft.given and draft.facts["shuffle.critic"] != of_actor:
+        draft.refuse("shuffle.critic", "must equal the actor's: there is one key for both")
     if draft.states("passes"):
         draft.put("ppo_epochs", draft.facts["passes"], "passes")
-    if "passes.critic" in draft.given and "critic" in draft.roles:
+    if "passes.critic" in draft.given and has_critic:
         passes = draft.facts["passes.critic"]
         if passes != draft.first_of("passes"):
             draft.refuse("passes.critic", "must equal the actor's: there is one number of passes here")

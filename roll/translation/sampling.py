@@ -28,9 +28,6 @@ def put_bypass(draft: Draft) -> None:
         draft.written.add("loss")
     else:
         draft.put("force_disable_old_logprobs_recompute", True, "bypass", "bypass_loss")
-        if draft.get("prompts") == draft.get("mini.actor") and draft.get("passes", default=1) == 1:
-            rule = "takes the ratio to the engine in the only update of a batch too, here there is none in such a run"
-            draft.refuse("bypass", f"{rule}: take smaller mini-batches, or rollout_is without bypass_mode", False)
 
 
 def put_correction(draft: Draft) -> None:

@@ -39,10 +39,10 @@ REDUCTIONS = {
     "token_mean": "token-mean",
     "sequence_mean": "seq-mean-token-mean",
     "seq_mean_token_sum_norm": "seq-mean-token-sum-norm",
+    "prompt_mean": "prompt-mean",
 }
 OTHER_REDUCTIONS = {
     "token_mean_legacy": "it depends on how a batch is split into micro-batches",
-    "prompt_mean": "a mean over prompts is not available",
 }
 FACTS: dict[str, Any] = {
     "dual_names": ("dual_clip",),

@@ -46,7 +46,8 @@ LOSSES = {
     "dppo_kl": "dppo",
 }
 AGGREGATIONS = {
-    mode: mode for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+    mode: mode
+    for mode in ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 }
 LOSS, CORRECTION = f"{ACTOR_KEYS}.policy_loss", "algorithm.rollout_correction"
 NULLS = (None, "null", "none", "None", "")

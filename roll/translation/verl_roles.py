@@ -173,8 +173,11 @@ def _batches(theirs: str, ours: str, role: str) -> tuple[Rule, ...]:
         ),
         Rule(
             f"{theirs}.shuffle",
-            note="mini-batches are the same in every pass",
-            value=refused("mini-batches are not shuffled from pass to pass", False),
+            ("shuffle_mini_batches",),
+            "one key for actor and critic",
+            truth,
+            f"shuffle.{role}",
+            computed=True,
         ),
         Rule(f"{theirs}.data_loader_seed", note="counts with `shuffle`"),
         Rule(

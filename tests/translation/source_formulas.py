@@ -208,8 +208,8 @@ def dppo(batch: Responses, advantages: Tensor, kind: str, low: float, high: floa
 
 def verl_aggregate(batch: Responses, loss: Tensor, mode: str, length: float | None = None) -> Tensor:
     rows = (loss * batch.mask).sum(-1)
-    if mode == "token-mean":
-        return rows.sum() / batch.mask.sum()
+    if mode in ("token-mean", "token-sum"):
+        return rows.sum() / (batch.mask.sum() if mode == "token-mean" else 1.0)
     if mode == "seq-mean-token-mean":
         return row_means(loss, batch.mask).mean()
     return rows.mean() / ((length or batch.response_length) if mode == "seq-mean-token-sum-norm" else 1.0)
@@ -345,6 +345,9 @@ def skyrl_actor(batch: Responses, settings: Settings) -> Tensor:
     mode = get("loss_reduction", "token_mean")
     if mode == "token_mean":
         total = mean(loss, batch.mask)
+    elif mode == "prompt_mean":
+        prompts = [batch.group == number for number in batch.group.unique()]
+        total = torch.stack([mean(loss[rows], batch.mask[rows]) for rows in prompts]).mean()
     elif mode == "sequence_mean":
         total = row_means(loss, batch.mask).mean()
     else:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.actor_loss import actor_loss_options
-from roll.algorithms.aggregation import denominators_from, denominators_of
+from roll.algorithms.aggregation import denominators_from, denominators_of, group_tokens_of
 from roll.config.compose import Composed
 from roll.config.errors import ConfigError, Problems
 from roll.config.loader import LoadedConfig, load_composed
@@ -133,7 +133,9 @@ class OurSide:
 
     @property
     def denominators(self) -> Any:
-        return denominators_from(denominators_of(self.batch.batch["loss_mask"]), float(self.plan.norm_length))
+        mask, groups = self.batch.batch["loss_mask"], self.batch.batch["group_ids"]
+        whole = denominators_from(denominators_of(mask), float(self.plan.norm_length))
+        return replace(whole, group_tokens=group_tokens_of(mask, groups, len(LENGTHS)))
 
     def actor_loss(self) -> Tensor:
         options = actor_loss_options(actor_keys(self.config))
@@ -248,7 +250,7 @@ LOSSES: list[Settings] = [
         "actor.policy_loss.ppo_kl_coef": 0.7,
     },
 ]
-MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum")
 EVERY_TERM = GRPO | IN_LOSS | {"actor.kl_loss_coef": 0.2, "actor.entropy_coeff": 0.1}
 AGGREGATIONS: list[Settings] = [
     *(EVERY_TERM | {"actor.loss_agg_mode": mode} for mode in MODES),
@@ -332,7 +334,7 @@ SKYRL_CASES: list[Settings] = [
     {"policy_loss_type": "kl_cov", "kl_cov.kl_cov_frac": 0.1, "kl_cov.ppo_kl_coef": 0.5},
     *(
         {"loss_reduction": mode, "use_entropy_loss": True, "entropy_loss_coef": 0.2, "kl_loss_coef": 0.2}
-        for mode in ("token_mean", "sequence_mean", "seq_mean_token_sum_norm")
+        for mode in ("token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean")
     ),
     {"loss_reduction": "seq_mean_token_sum_norm", "max_seq_len": 40},
     {"use_tis": True, "tis_imp_ratio_cap": 1.1},
@@ -377,13 +379,16 @@ def test_skyrl(settings: Settings, translated: Translate) -> None:
     compare(translated, SKYRL.replace("skyrl_train", "skyrl.train"), settings)
 
 
-@pytest.mark.parametrize("settings", [{}, LOSSES[1], GRPO | {IS: "token", BOUND: 1.2}, GRPO | IN_LOSS], ids=name_of)
+@pytest.mark.parametrize(
+    "settings", [{}, LOSSES[1], GRPO | {IS: "token", BOUND: 1.2}, GRPO | IN_LOSS, GRPO | BYPASS], ids=name_of
+)
 def test_a_single_update_of_a_batch(settings: Settings, translated: Translate) -> None:
-    """The policy before the update is the current one: no pass computes it here, and the formula is the same."""
+    """The policy before the update is the current one, or the engine's: no pass computes it here."""
     single = {"actor.ppo_mini_batch_size": 8, "critic.ppo_mini_batch_size": 8}
     _, loaded = translate_whole(translated, command(VERL, settings | single))
     assert not loaded.plan.needs_old_log_probs
     there = replace(RESPONSES, old=RESPONSES.log_probs.detach())
+    assert loaded.plan.engine_log_probs_as_old == ("algorithm.rollout_correction.bypass_mode" in settings)
     assert_equal(OurSide(loaded, there).actor_loss(), verl_actor(there, settings), RESPONSES.log_probs)
 
 
@@ -461,8 +466,8 @@ REFUSED: list[tuple[str, Settings, str]] = [
     (VERL, GRPO | {IS: "token", "algorithm.rollout_correction.rollout_is_batch_normalize": True}, "mean of 1"),
     (VERL, {"actor.loss_agg_mode": MODES[3], "actor.loss_scale_factor": 30}, "counts for the actor alone"),
     (VERL, {"critic.ppo_epochs": 2}, "one number of passes"),
+    (VERL, {"critic.shuffle": True}, "one key for both"),
     (VERL, GRPO | BYPASS | {"actor.policy_loss.loss_mode": "gspo"}, "is replaced by rollout_correction.loss_type"),
-    (VERL, GRPO | BYPASS | {"actor.ppo_mini_batch_size": 8}, "the only update of a batch"),
     (VERL, GRPO | {"algorithm.use_pf_ppo": True}, "PF-PPO"),
     (VERL, GRPO | {"overlong.enable": True, "overlong.len": 4}, "reward_manager dapo only"),
     (SKYRL, {"use_kl_in_reward": True}, "compares the rewards of a group"),
@@ -531,6 +536,7 @@ def test_what_cannot_be_kept_is_refused(base: str, settings: Settings, message: 
                 "gamma": 1.0,
             },
         ),
+        ("actor_rollout_ref.actor.shuffle=true", {"shuffle_mini_batches": True}),
         ("actor_rollout_ref.actor.entropy_coeff=0.01", {"entropy_loss_coef": 0.01}),
         ("actor_rollout_ref.actor.loss_agg_mode=token-mean", {"loss_agg_mode": "token-mean"}),
         (
