@@ -43,6 +43,11 @@ def row_sum(mask: Tensor, denominators: LossDenominators) -> Tensor:
     return torch.full((mask.shape[0],), 1.0 / max(denominators.samples, 1.0), dtype=torch.float64)
 
 
+def share_of_the_prompt(mask: Tensor, denominators: LossDenominators, group_ids: Tensor) -> Tensor:
+    assert denominators.group_tokens is not None
+    return mask.sum(-1) / denominators.group_tokens[group_ids].clamp(min=1)
+
+
 def halved_where_unlikely(inputs: LossInputs, metrics: MetricBuilder) -> Correction:
     unlikely = inputs.rollout_log_probs < -2.0
     metrics.mean("actor/unlikely", (unlikely & inputs.mask).sum(), inputs.num_tokens)

@@ -63,7 +63,8 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
 
     def reduced(loss: Tensor, sample_weights: Tensor | None = None, mode: str | None = None) -> Tensor:
         keep = inputs.keep if loss.dtype == inputs.log_probs.dtype else None
-        return aggregate(loss, inputs.mask, mode or options.loss_agg_mode, denominators, sample_weights, keep)
+        aggregation = mode or options.loss_agg_mode
+        return aggregate(loss, inputs.mask, aggregation, denominators, sample_weights, keep, inputs.group_ids)
 
     per_token = policy_losses.resolve(options.pg_variant)(inputs, options.pg, metrics)
     if inputs.policy_mask is not None:

@@ -1,7 +1,8 @@
 r"""From per-token losses to a micro-batch's share of the loss of the whole optimizer step.
 
 With :math:`l_{it}` the loss of token t of row i, :math:`m_{it}` the mask, :math:`n_i` the masked tokens of row i, and
-T (tokens), N (rows with a masked token) counted over *all* ranks and micro-batches of the optimizer step:
+T (tokens), N (rows with a masked token), T_g (tokens of prompt g) and P (prompts with a masked token) counted over
+*all* ranks and micro-batches of the optimizer step:
 
 =========================  ==================================================  =====================================
 mode                       loss                                                source
@@ -10,17 +11,22 @@ token-mean                 sum_it m l / T                                      D
 seq-mean-token-mean        sum_i (1/n_i) sum_t m l / N                         GRPO, arXiv 2402.03300 eq. 3
 seq-mean-token-sum         sum_i sum_t m l / N                                 REINFORCE
 seq-mean-token-sum-norm    sum_i sum_t m l / (N * norm_length)                 Dr. GRPO, arXiv 2503.20783 app. A
+prompt-mean                sum_g (1/T_g) sum_{i in g, t} m l / P               mean over prompts of their token means
+token-sum                  sum_it m l                                          no denominator
 =========================  ==================================================  =====================================
 
 Every mode is a weight per row times the masked row sum, so the mask multiplies the numerator in each of them, and the
 sum of the shares over micro-batches and ranks is the global loss.  A mode is a function ``(mask, denominators) ->
-weights``, bool (B, L) to float64 (B,); :data:`aggregation_modes` knows them by name, and any other by dotted path.
+weights``, bool (B, L) to float64 (B,), or ``(mask, denominators, group_ids) -> weights`` with int64 (B,) that index
+:attr:`LossDenominators.group_tokens`; :data:`aggregation_modes` knows them by name, and any other by dotted path.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,6 +46,8 @@ class LossDenominators:
     """Rows with at least one masked token."""
     norm_length: float | None = None
     """The constant length of ``seq-mean-token-sum-norm``, in tokens (``loss_norm_length``)."""
+    group_tokens: Tensor | None = None
+    """float64 (G,): masked tokens of each prompt; None where the mode does not ask for groups."""
 
 
 def denominators_of(mask: Tensor) -> Tensor:
@@ -53,7 +61,18 @@ def denominators_from(summed: Tensor, norm_length: float | None = None) -> LossD
     return LossDenominators(tokens, samples, norm_length)
 
 
-RowWeights = Callable[[Tensor, LossDenominators], Tensor]
+def group_tokens_of(mask: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
+    """This rank's part of :attr:`LossDenominators.group_tokens`, to be summed over ranks.
+
+    Args:
+        mask: bool (B, L).
+        group_ids: int64 (B,), 0 to ``num_groups`` - 1, the same number for a prompt on every rank.
+    """
+    tokens = mask.sum(-1).double()
+    return torch.zeros(num_groups, dtype=torch.float64, device=mask.device).index_add_(0, group_ids, tokens)
+
+
+RowWeights = Callable[..., Tensor]
 aggregation_modes: Registry[RowWeights] = Registry("loss_agg_mode")
 
 
@@ -91,6 +110,26 @@ def seq_mean_token_sum_norm(mask: Tensor, denominators: LossDenominators) -> Ten
     return _ones(mask) / (max(denominators.samples, 1.0) * denominators.norm_length)
 
 
+@register_aggregation("prompt-mean")
+def prompt_mean(mask: Tensor, denominators: LossDenominators, group_ids: Tensor) -> Tensor:
+    """1 / (T_g P)."""
+    assert denominators.group_tokens is not None
+    tokens = denominators.group_tokens.to(mask.device)
+    return 1.0 / (tokens[group_ids].clamp(min=1) * torch.count_nonzero(tokens).clamp(min=1))
+
+
+@register_aggregation("token-sum")
+def token_sum(mask: Tensor, denominators: LossDenominators) -> Tensor:
+    """1."""
+    return _ones(mask)
+
+
+@cache
+def needs_groups(mode: str) -> bool:
+    """True where the mode's function takes the ids of groups."""
+    return len(inspect.signature(aggregation_modes.resolve(mode)).parameters) > 2
+
+
 def _ones(mask: Tensor) -> Tensor:
     return torch.ones(mask.shape[0], dtype=torch.float64, device=mask.device)
 
@@ -105,6 +144,7 @@ def aggregate(
     denominators: LossDenominators,
     sample_weights: Tensor | None = None,
     keep: Keep | None = None,
+    group_ids: Tensor | None = None,
 ) -> Tensor:
     """The micro-batch's share of the global loss, a scalar.
 
@@ -115,10 +155,17 @@ def aggregate(
         denominators: of the whole optimizer step.
         sample_weights: optional float (B,), multiplied onto each row's loss; the denominators stay as they are.
         keep: of the mask and the type of ``loss``, where the caller has one.
+        group_ids: int64 (B,), indices into ``denominators.group_tokens``, for modes that ask for groups.
 
-    An empty mask gives 0 with zero gradient.  Raises ``ValueError`` for an unknown mode.
+    An empty mask gives 0 with zero gradient.  Raises ``ValueError`` for an unknown mode, or one that asks for groups
+    where there are none.
     """
-    weights = aggregation_modes.resolve(mode)(mask, denominators).to(loss.dtype)
+    arguments = (mask, denominators)
+    if needs_groups(mode):
+        if group_ids is None or denominators.group_tokens is None:
+            raise ValueError(f"loss_agg_mode {mode!r} needs group_ids: which rows answer the same prompt")
+        arguments = (*arguments, group_ids)  # type: ignore[assignment]
+    weights = aggregation_modes.resolve(mode)(*arguments).to(loss.dtype)
     if sample_weights is not None:
         weights = weights * sample_weights
     row_sums: Tensor = _MaskedRowSums.apply(loss, keep or Keep(mask, loss.dtype))

@@ -75,7 +75,7 @@ def maxrl(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, T
     """
     rewards, groups = inputs.response_rewards, inputs.groups
     mean = groups.mean(rewards)[groups.index]
-    advantages = torch.where(mean > EPS, (rewards - mean) / mean.clamp(min=EPS), 0.0)
+    advantages = torch.where(mean > EPS, (rewards - mean) / (mean + EPS), 0.0)
     return inputs.spread(advantages), inputs.spread(rewards)
 
 

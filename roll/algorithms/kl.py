@@ -1,4 +1,5 @@
-r"""Estimators of the Kullback-Leibler divergence from sampled tokens, and controllers of its coefficient.
+r"""Estimators of the Kullback-Leibler divergence from sampled tokens, and controllers of its
+coefficient and of the entropy bonus's.
 
 For a token sampled from the policy, with :math:`d = \log\pi - \log\pi_{ref}`:
 
@@ -21,6 +22,7 @@ pi / pi_old with its gradient, which makes value and gradient unbiased when the 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -193,6 +195,33 @@ class AdaptiveKLController(FixedKLController):
         """``current_kl``: measured divergence, in the target's unit; ``num_samples``: responses it was measured on."""
         error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * num_samples / self.horizon
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = float(state["value"])
+
+
+class EntropyController:
+    """Adaptive weight of the entropy bonus: none above a target entropy, growing step by step below it.
+
+    At step k with entropy e the weight is c_k where e <= target, else 0; c_{k+1} is c_k + delta where e < target and
+    c_k - delta where e > target, within [0, bound].  Source: Skywork-OR1 (arXiv 2505.22312) section 3.
+    """
+
+    def __init__(self, value: float, target: float, delta: float, bound: float | None) -> None:
+        self.value = value
+        self.target = target
+        self.delta = delta
+        self.bound = math.inf if bound is None else bound
+
+    def step(self, entropy: float) -> float:
+        """The weight for a batch of the mean ``entropy`` (nats a token, before the update); moves on to the next."""
+        weight = self.value if entropy <= self.target else 0.0
+        change = self.delta * ((entropy < self.target) - (entropy > self.target))
+        self.value = min(max(self.value + change, 0.0), self.bound)
+        return weight
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.value = float(state["value"])

@@ -79,6 +79,8 @@ class LossInputs:
     policy_mask: Tensor | None = None
     """bool (B, L): tokens of ``mask`` that the policy-gradient term uses; the others count as 0 in it, not as absent,
     and stay in the other terms."""
+    group_ids: Tensor | None = None
+    """int64 (B,), indices into :attr:`~roll.algorithms.aggregation.LossDenominators.group_tokens`."""
     old_is_rollout: bool = False
     """``old_log_probs`` are the engine's: the ratio is taken against the policy that sampled."""
 

@@ -44,6 +44,7 @@ def value_loss(
     denominators: LossDenominators,
     loss_agg_mode: str = "token-mean",
     value_loss_type: str = "mse",
+    group_ids: Tensor | None = None,
 ) -> LossOutputs:
     """The error, clipped around the old values: max(e(v, R), e(clip(v, old +- c), R)), with e half the squared error.
 
@@ -58,6 +59,7 @@ def value_loss(
         denominators: of the whole optimizer step; the result is this micro-batch's share of the global loss.
         loss_agg_mode: one of :data:`roll.algorithms.aggregation.AGGREGATION_MODES`.
         value_loss_type: name of another e (:data:`value_losses`), or the dotted path of one.
+        group_ids: int64 (B,), for modes that ask for groups.
     """
     metrics = MetricBuilder()
     error_of = value_losses.resolve(value_loss_type)
@@ -68,7 +70,7 @@ def value_loss(
         clipped_error = error_of(near, returns)
         loss = torch.maximum(error, clipped_error)
         clipped_count = ((clipped_error > error) & mask).sum()
-    total = aggregate(loss, mask, loss_agg_mode, denominators)
+    total = aggregate(loss, mask, loss_agg_mode, denominators, group_ids=group_ids)
     tokens = mask.sum()
     metrics.mean("critic/loss", total, tokens.double() / max(denominators.tokens, 1.0))
     metrics.mean("critic/clipfrac", clipped_count, tokens)

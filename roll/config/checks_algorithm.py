@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from roll.config.checks import Checks
 from roll.config.names import GREEDY_BASELINE_ESTIMATORS, LEAVE_ONE_OUT_ESTIMATORS, PASS_AT_K_ESTIMATORS
-from roll.config.planning import max_new_tokens, needs_critic, needs_old_entropy, uses_old_log_probs
+from roll.config.planning import (
+    max_new_tokens,
+    needs_critic,
+    needs_old_entropy,
+    rlvr_training_plans,
+    uses_old_log_probs,
+)
 from roll.config.rlvr import RLVRConfig
 
 
@@ -74,8 +80,8 @@ def check_passes(config: RLVRConfig, checks: Checks) -> None:
     if config.enable_old_logprobs_recompute:
         checks.add(key, True, "contradicts enable_old_logprobs_recompute: true; keep one of them", False)
     if needs_old_entropy(config):
-        rule = f"leaves no entropies for top_entropy_quantile {config.top_entropy_quantile:g}"
-        checks.add(key, True, rule, False)
+        user = "target_entropy" if config.target_entropy is not None else "top_entropy_quantile"
+        checks.add(key, True, f"leaves no entropies for {user} {getattr(config, user):g}", False)
     if config.train_infer_correction and uses_old_log_probs(config):
         checks.note("train_infer_correction", f"has no effect with {key}: old and engine log-probs are the same")
 
@@ -118,7 +124,12 @@ def note_without_effect(config: RLVRConfig, checks: Checks) -> None:
     if config.add_token_level_kl and config.init_kl_coef == 0:
         checks.note("add_token_level_kl", "has no effect with init_kl_coef 0")
     note_unused_aggregations(config, checks)
-    if config.rl_loss_coef == 0 and config.entropy_loss_coef == 0 and not config.use_kl_loss:
+    for key in ("entropy_coef_delta", "entropy_coef_max"):
+        if checks.written(key) and config.target_entropy is None:
+            checks.note(key, "has no effect without target_entropy")
+    if config.shuffle_mini_batches and rlvr_training_plans(config)["actor_train"].optimizer_steps_per_step == 1:
+        checks.note("shuffle_mini_batches", "has no effect: a batch is one mini-batch, passed over once")
+    if config.rl_loss_coef == 0 and config.entropy_loss_coef == 0 and not (config.use_kl_loss or config.target_entropy):
         checks.note("rl_loss_coef", "0 with no other loss term: the policy does not learn")
 
 
@@ -126,7 +137,10 @@ def note_unused_aggregations(config: RLVRConfig, checks: Checks) -> None:
     """Modes of a term that the loss does not have, and a length that no mode divides by."""
     terms = {
         "kl_loss_agg_mode": (config.use_kl_loss, "use_kl_loss: true"),
-        "entropy_loss_agg_mode": (config.entropy_loss_coef > 0, "entropy_loss_coef above 0"),
+        "entropy_loss_agg_mode": (
+            config.entropy_loss_coef > 0 or config.target_entropy is not None,
+            "entropy_loss_coef above 0",
+        ),
         "value_loss_agg_mode": (needs_critic(config), "a critic"),
     }
     for key, (used, what) in terms.items():

@@ -254,7 +254,7 @@ def engine_log_probs_as_old(config: RLVRConfig) -> bool:
     asynchronous runs, whose samples come from older weights, unless a correction compares both or something else needs
     the trainer's."""
     if config.force_disable_old_logprobs_recompute:
-        return uses_old_log_probs(config) or (is_async(config) and not config.train_infer_correction)
+        return uses_old_log_probs(config) or not config.train_infer_correction
     return is_async(config) and not (config.train_infer_correction or trainer_is_old(config))
 
 
@@ -272,7 +272,7 @@ def needs_old_log_probs(config: RLVRConfig) -> bool:
 
 
 def needs_old_entropy(config: RLVRConfig) -> bool:
-    return config.top_entropy_quantile < 1.0
+    return config.top_entropy_quantile < 1.0 or config.target_entropy is not None
 
 
 def needs_greedy_baseline(config: RLVRConfig) -> bool:

@@ -30,6 +30,8 @@ class PPOConfig(PolicyLossConfig):
     """Model that the critic starts from; null: ``pretrain``."""
     ppo_epochs: int = setting(1, ge=1)
     """Passes over a rollout batch."""
+    shuffle_mini_batches: bool = False
+    """Draw the samples of each mini-batch anew in every pass; false: consecutive samples, the same in every pass."""
     adv_estimator: str = setting(
         "gae", choices=ADV_ESTIMATORS, planned=PLANNED_ADV_ESTIMATORS, dotted_path=True, example="grpo"
     )
@@ -76,6 +78,14 @@ class PPOConfig(PolicyLossConfig):
     """Weight of the policy loss."""
     entropy_loss_coef: float = setting(0.0, ge=0)
     """Weight of the entropy bonus; 0: no entropy is computed in training."""
+    target_entropy: float | None = setting(None, ge=0, example=0.2)
+    """Entropy in nats a token below which the bonus acts: its weight begins at ``entropy_loss_coef``, grows by
+    ``entropy_coef_delta`` with every step below the target and falls with every step above it, where the bonus is off.
+    null: the weight stays fixed."""
+    entropy_coef_delta: float = setting(0.005, gt=0)
+    """Change of that weight in a step."""
+    entropy_coef_max: float | None = setting(None, gt=0)
+    """Greatest value of that weight; null: none."""
     use_kl_loss: bool = False
     """Add the KL to the reference policy to the loss."""
     kl_loss_coef: float = setting(0.0, ge=0, read_if={"use_kl_loss": (True,)})
@@ -128,7 +138,8 @@ class PPOConfig(PolicyLossConfig):
     enable_old_logprobs_recompute: bool = False
     """Compute the trainer's log-probs before the update even when nothing needs them."""
     force_disable_old_logprobs_recompute: bool = False
-    """Never compute them: the engine's log-probs stand in where old ones are needed."""
+    """Never compute them: the engine's log-probs stand in for them, also where there is a single update a batch (there,
+    a ``train_infer_correction`` compares the current policy with the engine instead)."""
     train_infer_correction: str | list[Any] | dict[str, Any] | None = field(
         default=None, metadata=rules(parse=parse_correction, example="tis")
     )

@@ -15,8 +15,9 @@ from roll.translation.sampling import put_bypass, put_correction
 
 DISCOUNTING = ("gae", "reinforce_plus_plus", "reinforce++")
 """Estimators in which both projects discount; the others have no gamma there."""
-NORMALISING = ("grpo", "reinforce_plus_plus_baseline")
-"""Estimators that compare a group's rewards: there with the KL inside, here before it is subtracted."""
+NORMALISING = ("grpo", "reinforce_plus_plus_baseline", "maxrl")
+"""Estimators that compare a group's rewards: there with the KL inside, here before it is subtracted, or with a mean
+that must be positive."""
 CLIPPING = ("ppo", "gspo_token", "gspo", "raft++", "clip_cov")
 """Losses that clip the ratio."""
 SEQUENCE_MEAN, NORM = "seq-mean-token-mean", "seq-mean-token-sum-norm"
@@ -88,7 +89,8 @@ def put_advantages(draft: Draft) -> None:
         draft.put("lambd", draft.value_of("lam"), "lam")
     elif estimator != "gae":
         draft.without_effect(f"{estimator} has no lambda", "lam")
-    if estimator in NORMALISING and draft.get("kl_in_reward") and draft.states("estimator", "kl_in_reward"):
+    weight = draft.first_of("reward_kl_coef", *(("kl_loss_coef",) if draft.facts.get("one_kl_coef") else ()))
+    if estimator in NORMALISING and draft.get("kl_in_reward") and weight and draft.states("estimator", "kl_in_reward"):
         rule = f"subtracts the KL there before {estimator} compares the rewards of a group, here after it"
         draft.refuse("kl_in_reward", f"{rule}; put the KL into the loss, or take rloo", False)
 
@@ -251,10 +253,16 @@ def put_critic(draft: Draft) -> None:
 
 
 def put_passes(draft: Draft) -> None:
-    """Passes over a batch, one number for both roles."""
+    """Passes over a batch and their order, the same for both roles."""
+    if draft.states("shuffle.actor"):
+        draft.put("shuffle_mini_batches", draft.facts["shuffle.actor"], "shuffle.actor", "shuffle.critic")
+    has_critic = "critic" in draft.roles
+    of_actor = draft.get("shuffle.actor", default=False)
+    if has_critic and "shuffle.critic" in draft.given and draft.facts["shuffle.critic"] != of_actor:
+        draft.refuse("shuffle.critic", "must equal the actor's: there is one key for both")
     if draft.states("passes"):
         draft.put("ppo_epochs", draft.facts["passes"], "passes")
-    if "passes.critic" in draft.given and "critic" in draft.roles:
+    if "passes.critic" in draft.given and has_critic:
         passes = draft.facts["passes.critic"]
         if passes != draft.first_of("passes"):
             draft.refuse("passes.critic", "must equal the actor's: there is one number of passes here")

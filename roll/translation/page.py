@@ -111,10 +111,11 @@ the command line itself, which needs no shell. What the script sees of your fold
 """
 END = """## Adding a key
 
-The tables are data: `roll/translation/verl.py`, `skyrl.py` and the files beside them. A `Rule` has their key, ours, a
-conversion and a note; where several keys play together it states a fact, and `roll/translation/assembly.py` does the
-arithmetic, and `algorithms.py` that of the algorithm: a row there needs one in `tests/translation/test_algorithms.py`, where
-the loss and its gradient are compared with the formula. This page is made from the tables: `python -m roll.translation.page > docs/translation.md`.
+The tables are data: `roll/translation/verl.py`, `skyrl.py` and the files next to them. A `Rule` has their key, ours, a
+conversion and a note; where several keys play together it states a fact, `roll/translation/assembly.py` does the
+arithmetic, and `algorithms.py` and `sampling.py` that of the algorithm. A row of the algorithm needs one in
+`tests/translation/test_algorithms.py`, which compares loss and gradient with the formula. This page is made from the
+tables: `python -m roll.translation.page > docs/translation.md`.
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from roll.translation.draft import Draft
@@ -10,6 +11,9 @@ DAPO_SCORES = 0.5
 """DAPO's mathematics is scored with -1 and 1 in verl, with 0 and 1 here: half the distance between right and wrong."""
 WITH_PENALTY = ("score", "seq_reward", "seq_final_reward")
 """Metrics of ``filter_groups`` that contain the over-long punishment."""
+
+
+ALONE = "without tis_ratio_type or sequence_mask_metric it does not count there"
 
 
 def put_bypass(draft: Draft) -> None:
@@ -24,9 +28,6 @@ def put_bypass(draft: Draft) -> None:
         draft.written.add("loss")
     else:
         draft.put("force_disable_old_logprobs_recompute", True, "bypass", "bypass_loss")
-        if draft.get("prompts") == draft.get("mini.actor") and draft.get("passes", default=1) == 1:
-            rule = "takes the ratio to the engine in the only update of a batch too, here there is none in such a run"
-            draft.refuse("bypass", f"{rule}: take smaller mini-batches, or rollout_is without bypass_mode", False)
 
 
 def put_correction(draft: Draft) -> None:
@@ -77,10 +78,13 @@ def skyrl_rules(draft: Draft) -> list[dict[str, Any]]:
     rules: list[dict[str, Any]] = []
     if level is not None:
         rules.append({"level": level, "action": "truncate", "high": draft.value_of(f"tis_{level}_cap")})
-    masks = sequence_rules(draft, metric) + token_rules(draft, level, metric)
+    masks = outlier_rules(draft, level, metric) + sequence_rules(draft, metric) + token_rules(draft, level, metric)
     if masks and draft.facts.get("masks_drop_tokens") and draft.value_of("aggregation") == "token-mean":
         rule = "takes what it masks out of the number of tokens in this version; here the denominators stay as they are"
-        draft.refuse("mask_metric", f"{rule}: loss_reduction sequence_mean counts responses and is the same")
+        draft.refuse(
+            "mask_metric" if metric else "tis_type",
+            f"{rule}: loss_reduction sequence_mean counts responses and is the same",
+        )
     return rules + masks
 
 
@@ -93,6 +97,17 @@ def sequence_rules(draft: Draft, metric: Any) -> list[dict[str, Any]]:
     return [{"level": "geometric" if name == "geo" else "sequence", "action": "mask", "low": low, "high": high}]
 
 
+def outlier_rules(draft: Draft, level: Any, metric: Any) -> list[dict[str, Any]]:
+    """Responses with a token whose ratio is far off; there only together with another correction."""
+    low, high = draft.get("outlier_low"), draft.get("outlier_high")
+    if level is None and metric is None:
+        draft.without_effect(ALONE, "outlier_low", "outlier_high")
+        return []
+    rules = [] if high is None else [{"level": "max", "action": "mask", "high": high}]
+    # The largest k1 is minus the logarithm of the smallest ratio.
+    return rules + ([] if low is None else [{"level": "max", "action": "mask", "metric": "k1", "high": -math.log(low)}])
+
+
 def token_rules(draft: Draft, level: Any, metric: Any) -> list[dict[str, Any]]:
     """Tokens by their own ratio; there only together with another correction."""
     given = {side: bound for side in ("low", "high") if (bound := draft.get(f"token_mask_{side}")) is not None}
@@ -100,7 +115,7 @@ def token_rules(draft: Draft, level: Any, metric: Any) -> list[dict[str, Any]]:
     if not given:
         return []
     if level is None and metric is None:
-        draft.without_effect("without tis_ratio_type or sequence_mask_metric it does not count there", *facts)
+        draft.without_effect(ALONE, *facts)
         return []
     if level == "sequence" or metric is not None:
         draft.refuse(facts[0], "leaves masked tokens out of the ratio of the sequence there; here it does not")

@@ -12,7 +12,7 @@ from roll.translation.rules import Rule, Section, number, one_of, refused, truth
 
 ALGORITHM = "trainer.algorithm"
 CORRECTION = f"{ALGORITHM}.off_policy_correction"
-ESTIMATORS = {name: name for name in ("grpo", "gae", "rloo", "reinforce++")}
+ESTIMATORS = {name: name for name in ("grpo", "gae", "rloo", "reinforce++", "maxrl")}
 KL_TYPES = {name: name for name in ("k1", "k2", "k3", "abs")}
 LOSSES = {
     "regular": "ppo",
@@ -39,10 +39,10 @@ REDUCTIONS = {
     "token_mean": "token-mean",
     "sequence_mean": "seq-mean-token-mean",
     "seq_mean_token_sum_norm": "seq-mean-token-sum-norm",
+    "prompt_mean": "prompt-mean",
 }
 OTHER_REDUCTIONS = {
     "token_mean_legacy": "it depends on how a batch is split into micro-batches",
-    "prompt_mean": "a mean over prompts is not available",
 }
 FACTS: dict[str, Any] = {
     "dual_names": ("dual_clip",),
@@ -237,7 +237,6 @@ def _sampling() -> tuple[Rule, ...]:
     ours = ("train_infer_correction",)
     levels = {None: None, "null": None, "token": "token", "sequence": "sequence"}
     metrics = {None: None, "null": None, "product": "product", "geometric": "geometric"}
-    outlier = "sequences are not masked for a single token"
     return (
         _computed(f"{CORRECTION}.tis_ratio_type", ours, "tis_type", one_of(levels), "truncated importance weights"),
         _computed(f"{CORRECTION}.token_tis_ratio_clip_high", ours, "tis_token_cap", note="with `token`"),
@@ -264,10 +263,15 @@ def _sampling() -> tuple[Rule, ...]:
             )
             for side in ("low", "high")
         ),
-        Rule(
-            f"{CORRECTION}.outlier_token_is_threshold_low {CORRECTION}.outlier_token_is_threshold_high",
-            note="null",
-            value=refused(f"{outlier}: write null", None),
+        *(
+            _computed(
+                f"{CORRECTION}.outlier_token_is_threshold_{side}",
+                ours,
+                f"outlier_{side}",
+                lambda value: None if value is None else number(value),
+                "together with another correction: a response with such a token is dropped (`level: max`)",
+            )
+            for side in ("low", "high")
         ),
         _computed(f"{ALGORITHM}.use_tis", ours, "use_tis", truth, "older name of `tis_ratio_type: token`"),
         _computed(f"{ALGORITHM}.tis_imp_ratio_cap", ours, "tis_cap", note="with `use_tis`"),

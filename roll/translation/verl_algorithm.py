@@ -29,6 +29,7 @@ OTHER_ESTIMATORS = {
 }
 """Why the others are refused."""
 KL_TYPES = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+KL_TYPES |= {f"{theirs}+": ours if ours == "k2" else f"{ours}+" for theirs, ours in KL_TYPES.items()}
 OTHER_KL_TYPES = {"full": "it is not implemented in verl either"}
 LOSSES = {
     "vanilla": "ppo",
@@ -45,7 +46,8 @@ LOSSES = {
     "dppo_kl": "dppo",
 }
 AGGREGATIONS = {
-    mode: mode for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+    mode: mode
+    for mode in ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 }
 LOSS, CORRECTION = f"{ACTOR_KEYS}.policy_loss", "algorithm.rollout_correction"
 NULLS = (None, "null", "none", "None", "")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from roll.algorithms.actor_loss import actor_loss, actor_loss_options
-from roll.algorithms.aggregation import LossDenominators
+from roll.algorithms.aggregation import LossDenominators, needs_groups
 from roll.algorithms.loss_types import LossInputs
 from roll.algorithms.options import ActorLossOptions
 from roll.distributed import Dispatch, register
@@ -31,6 +32,7 @@ LOSS_COLUMNS = (
     "rollout_log_probs",
     "sample_weights",
     "policy_mask",
+    "group_ids",
 )
 
 
@@ -42,10 +44,20 @@ class ActorWorker(TrainingWorker):
 
     @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS + LOSS_COLUMNS)
     def update(self, batch: DataProto) -> Metrics:
-        """Collective. ``meta_info["mini_batches"]`` optimizer steps over the rows, ``meta_info["epochs"]`` times."""
+        """Collective. ``meta_info["mini_batches"]`` optimizer steps over the rows, ``meta_info["epochs"]`` times.
+
+        ``meta_info["entropy_loss_coef"]``, where it is there, is the step's weight of the entropy bonus.
+        """
         options = actor_loss_options(self.context.extra["loss"])
+        if "entropy_loss_coef" in batch.meta_info:
+            options = replace(options, entropy_loss_coef=batch.meta_info["entropy_loss_coef"])
         shares = mini_batches(batch.batch, batch.meta_info["mini_batches"])
-        denominators = self.denominators([s["loss_mask"] for s in shares], batch.meta_info["norm_length"])
+        groups = None
+        modes = (options.loss_agg_mode, options.kl_loss_agg_mode, options.entropy_loss_agg_mode)
+        if any(mode is not None and needs_groups(mode) for mode in modes):
+            groups = [share["group_ids"] for share in shares], int(batch.meta_info["num_groups"])
+        masks = [share["loss_mask"] for share in shares]
+        denominators = self.denominators(masks, batch.meta_info["norm_length"], groups)
         outputs = [Output.LOG_PROBS] + ([Output.ENTROPY] if options.needs_entropy else [])
         metrics = []
         for _ in range(batch.meta_info["epochs"]):

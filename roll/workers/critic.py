@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from roll.algorithms.aggregation import LossDenominators
+from roll.algorithms.aggregation import LossDenominators, needs_groups
 from roll.algorithms.value_loss import value_loss
 from roll.distributed import Dispatch, register
 from roll.protocol import DataProto
@@ -27,11 +27,15 @@ class CriticWorker(TrainingWorker):
         """``values`` float32 (B, L): the value of the state in which each response token was sampled."""
         return DataProto.from_dict(self.strategy.forward(batch.batch, [Output.VALUES]))
 
-    @register(Dispatch.DP_MP_COMPUTE, columns=(*MODEL_COLUMNS, "loss_mask", "values", "returns"))
+    @register(Dispatch.DP_MP_COMPUTE, columns=(*MODEL_COLUMNS, "loss_mask", "values", "returns", "group_ids"))
     def update(self, batch: DataProto) -> Metrics:
         """Collective. ``meta_info["mini_batches"]`` optimizer steps over the rows, ``meta_info["epochs"]`` times."""
         shares = mini_batches(batch.batch, batch.meta_info["mini_batches"])
-        denominators = self.denominators([s["loss_mask"] for s in shares], batch.meta_info["norm_length"])
+        groups = None
+        if needs_groups(self.context.extra["loss"]["loss_agg_mode"]):
+            groups = [share["group_ids"] for share in shares], int(batch.meta_info["num_groups"])
+        masks = [share["loss_mask"] for share in shares]
+        denominators = self.denominators(masks, batch.meta_info["norm_length"], groups)
         metrics = []
         for _ in range(batch.meta_info["epochs"]):
             for share, denominator in zip(shares, denominators, strict=True):
@@ -58,5 +62,6 @@ def value_update_loss(
         value_loss_type=value_loss_type,
         loss_agg_mode=loss_agg_mode,
         denominators=denominators,
+        group_ids=batch.get("group_ids"),
     )
     return result.loss, result.metrics

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from roll.algorithms.aggregation import LossDenominators, denominators_from, denominators_of
+from roll.algorithms.aggregation import LossDenominators, denominators_from, denominators_of, group_tokens_of
 from roll.distributed import Dispatch, register
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import LossFunction, Output, TensorBatch, TrainStrategy
@@ -21,10 +22,25 @@ class TrainingWorker(ModelWorker):
 
     strategy: TrainStrategy
 
-    def denominators(self, masks: list[torch.Tensor], norm_length: float | None = None) -> list[LossDenominators]:
-        """Collective. Of each mini-batch, summed over all ranks, from the loss masks of this rank's shares."""
+    def denominators(
+        self,
+        masks: list[torch.Tensor],
+        norm_length: float | None = None,
+        groups: tuple[list[torch.Tensor], int] | None = None,
+    ) -> list[LossDenominators]:
+        """Collective. Of each mini-batch, summed over all ranks, from the loss masks of this rank's shares.
+
+        Args:
+            groups: the ids of each mini-batch's rows and their number, where the loss is aggregated by prompts.
+        """
         local = torch.stack([denominators_of(mask) for mask in masks])
-        return [denominators_from(summed, norm_length) for summed in self.strategy.all_reduce_sum(local).unbind()]
+        totals = [denominators_from(summed, norm_length) for summed in self.strategy.all_reduce_sum(local).unbind()]
+        if groups is None:
+            return totals
+        ids, number = groups
+        tokens = torch.stack([group_tokens_of(mask, of, number) for mask, of in zip(masks, ids, strict=True)])
+        by_mini_batch = zip(totals, self.strategy.all_reduce_sum(tokens).unbind(), strict=True)
+        return [replace(total, group_tokens=summed) for total, summed in by_mini_batch]
 
     def optimizer_step(
         self, batch: TensorBatch, loss: LossFunction, outputs: Collection[Output], temperature: float, prefix: str

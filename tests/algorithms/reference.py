@@ -117,7 +117,13 @@ def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def aggregate(loss: torch.Tensor, mask: torch.Tensor, mode: str, norm_length: float, weights: torch.Tensor) -> float:
+def aggregate(
+    loss: torch.Tensor, mask: torch.Tensor, mode: str, norm_length: float, weights: torch.Tensor, group_ids: list[int]
+) -> float:
+    by_group: dict[int, int] = {}
+    for row, group in zip(mask.tolist(), group_ids, strict=True):
+        by_group[group] = by_group.get(group, 0) + sum(row)
+    prompts = sum(1 for count in by_group.values() if count)
     tokens = sum(1 for row in mask.tolist() for m in row if m)
     samples = sum(1 for row in mask.tolist() if any(row))
     total = 0.0
@@ -130,6 +136,8 @@ def aggregate(loss: torch.Tensor, mask: torch.Tensor, mode: str, norm_length: fl
             "seq-mean-token-mean": 1.0 / (len(kept) * samples),
             "seq-mean-token-sum": 1.0 / samples,
             "seq-mean-token-sum-norm": 1.0 / (samples * norm_length),
+            "prompt-mean": 1.0 / (prompts * by_group[group_ids[i]]),
+            "token-sum": 1.0,
         }[mode]
         total += float(weights[i]) * share * sum(kept)
     return total

@@ -27,7 +27,7 @@ from roll.algorithms.advantages import (
     estimate_advantages,
     resolve_norm_types,
 )
-from roll.algorithms.aggregation import AGGREGATION_MODES, LossDenominators
+from roll.algorithms.aggregation import AGGREGATION_MODES, LossDenominators, group_tokens_of
 from roll.algorithms.correction_options import CORRECTION_PRESETS
 from roll.algorithms.loss_types import LossInputs
 from roll.algorithms.reward_processing import RewardOptions, RewardPostprocessor, token_level_rewards
@@ -87,13 +87,27 @@ class TabularPolicy:
 
 
 def expected_gradient(
-    policy: TabularPolicy, advantages: Tensor, probability: Tensor, rows: Tensor, settings: dict
+    policy: TabularPolicy,
+    advantages: Tensor,
+    probability: Tensor,
+    rows: Tensor,
+    settings: dict,
+    group_size: int = 1,
 ) -> Tensor:
-    """-gradient of the actor's loss, summed over ``rows`` (indices of responses) weighted by ``probability``."""
+    """-gradient of the actor's loss, summed over ``rows`` (indices of responses) weighted by ``probability``.
+
+    ``group_size`` adjacent rows are a group.
+    """
     mask = policy.mask[rows]
-    inputs = LossInputs(policy.log_probs()[rows], advantages, mask, sample_weights=probability)
+    number = len(rows) // group_size
+    group_ids = torch.arange(number).repeat_interleave(group_size)
+    # Rows weigh by the probability of their group over its size, so a prompt's tokens are taken over the size, too; and
+    # over the number of groups listed, which the mode divides by.
+    group_tokens = group_tokens_of(mask, group_ids, number) / (group_size * number)
+    inputs = LossInputs(policy.log_probs()[rows], advantages, mask, sample_weights=probability, group_ids=group_ids)
     options = actor_loss_options({"loss_agg_mode": "seq-mean-token-sum", "pg_variant": "vanilla", **settings})
-    denominators = LossDenominators(float(probability @ mask.sum(-1).double()), 1.0, float(policy.length))
+    tokens = float(probability @ mask.sum(-1).double())
+    denominators = LossDenominators(tokens, 1.0, float(policy.length), group_tokens)
     return -policy.gradient(actor_loss(inputs, options, denominators).loss)
 
 
@@ -117,7 +131,7 @@ def expected_group_gradient(
         share /= share.sum()
         advantages = advantages - (share * advantages).sum()
         advantages = advantages / (share * advantages.square()).sum().sqrt()
-    return expected_gradient(policy, advantages, weights, rows, {"loss_agg_mode": loss_agg_mode})
+    return expected_gradient(policy, advantages, weights, rows, {"loss_agg_mode": loss_agg_mode}, group_size)
 
 
 def group_advantages(

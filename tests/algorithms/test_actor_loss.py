@@ -10,8 +10,15 @@ from torch.testing import assert_close
 
 from roll.algorithms import options as options_module
 from roll.algorithms.actor_loss import POLICY_LOSS_NAMES, actor_loss, actor_loss_options, register_policy_loss
-from roll.algorithms.aggregation import AGGREGATION_MODES, LossDenominators, denominators_from, denominators_of
+from roll.algorithms.aggregation import (
+    AGGREGATION_MODES,
+    LossDenominators,
+    denominators_from,
+    denominators_of,
+    group_tokens_of,
+)
 from roll.algorithms.loss_types import LossInputs, LossOutputs
+from roll.algorithms.masked import Groups
 from roll.algorithms.metric_builder import MetricBuilder
 from roll.algorithms.policy_registry import options_class_of
 from roll.protocol.metrics import merge_metrics, to_floats
@@ -33,12 +40,15 @@ def inputs_of(batch: Batch, rows: slice | torch.Tensor = slice(None), **changes:
         batch.ref_log_probs[rows],
         batch.entropy[rows],
         batch.sample_weights[rows],
+        group_ids=Groups.of(batch.group_ids).index[rows],
     )
     return replace(inputs, **changes)
 
 
 def whole(batch: Batch) -> LossDenominators:
-    return denominators_from(denominators_of(batch.mask), norm_length=10.0)
+    groups = Groups.of(batch.group_ids)
+    tokens = group_tokens_of(batch.mask, groups.index, len(groups.counts))
+    return replace(denominators_from(denominators_of(batch.mask), norm_length=10.0), group_tokens=tokens)
 
 
 def test_terms_may_be_aggregated_by_modes_of_their_own() -> None:
@@ -193,8 +203,8 @@ def test_sample_weights_multiply_the_policy_gradient_of_their_row(mode: str) -> 
     metrics = to_floats(actor_loss(inputs_of(batch), options, whole(batch)).metrics)
     ratio = (batch.log_probs - batch.old_log_probs).exp()
     surrogate = -torch.minimum(ratio * batch.advantages, ratio.clamp(0.8, 1.2) * batch.advantages)
-    weighted = reference.aggregate(surrogate, batch.mask, mode, 10.0, batch.sample_weights)
-    plain = reference.aggregate(surrogate, batch.mask, mode, 10.0, torch.ones(6))
+    weighted = reference.aggregate(surrogate, batch.mask, mode, 10.0, batch.sample_weights, batch.group_ids.tolist())
+    plain = reference.aggregate(surrogate, batch.mask, mode, 10.0, torch.ones(6), batch.group_ids.tolist())
     assert metrics["actor/pg_loss"] == pytest.approx(plain)
     assert metrics["actor/weighted_pg_loss"] == metrics["actor/total_loss"] == pytest.approx(0.5 * weighted)
     assert metrics["actor/sample_weights_max"] == pytest.approx(float(batch.sample_weights.max()))
@@ -210,7 +220,9 @@ def test_the_policy_mask_zeroes_tokens_of_the_policy_gradient_alone(mode: str) -
     everywhere = to_floats(actor_loss(inputs_of(batch), actor_loss_options(settings), whole(batch)).metrics)
     ratio = (batch.log_probs - batch.old_log_probs).exp()
     surrogate = -torch.minimum(ratio * batch.advantages, ratio.clamp(0.8, 1.2) * batch.advantages)
-    expected = reference.aggregate(surrogate * chosen, batch.mask, mode, 10.0, batch.sample_weights)
+    expected = reference.aggregate(
+        surrogate * chosen, batch.mask, mode, 10.0, batch.sample_weights, batch.group_ids.tolist()
+    )
     assert metrics["actor/weighted_pg_loss"] == pytest.approx(0.5 * expected)
     for term in ("actor/kl_loss", "actor/entropy"):
         assert metrics[term] == everywhere[term]

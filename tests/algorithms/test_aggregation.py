@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,35 +14,53 @@ from roll.algorithms.aggregation import (
     aggregate,
     denominators_from,
     denominators_of,
+    group_tokens_of,
 )
+from roll.algorithms.masked import Groups
 from tests.algorithms import reference
 from tests.algorithms.reference import Batch, batches, make_batch
 
 modes = st.sampled_from(AGGREGATION_MODES)
 
 
-def whole(mask: torch.Tensor, norm_length: float = 10.0) -> LossDenominators:
-    return denominators_from(denominators_of(mask), norm_length)
+def whole(mask: torch.Tensor, norm_length: float = 10.0, group_ids: torch.Tensor | None = None) -> LossDenominators:
+    ids = torch.arange(len(mask)) if group_ids is None else group_ids
+    number = int(ids.max()) + 1 if len(ids) else 0
+    denominators = denominators_from(denominators_of(mask), norm_length)
+    return replace(denominators, group_tokens=group_tokens_of(mask, ids, number))
+
+
+def dense(batch: Batch) -> torch.Tensor:
+    return Groups.of(batch.group_ids).index
 
 
 @given(batch=batches, mode=modes)
 def test_every_mode_equals_the_loop(batch: Batch, mode: str) -> None:
-    result = aggregate(batch.advantages, batch.mask, mode, whole(batch.mask), batch.sample_weights)
-    expected = reference.aggregate(batch.advantages, batch.mask, mode, 10.0, batch.sample_weights)
+    ids = dense(batch)
+    denominators = whole(batch.mask, group_ids=ids)
+    result = aggregate(batch.advantages, batch.mask, mode, denominators, batch.sample_weights, group_ids=ids)
+    expected = reference.aggregate(
+        batch.advantages, batch.mask, mode, 10.0, batch.sample_weights, batch.group_ids.tolist()
+    )
     assert_close(float(result), expected, rtol=1e-12, atol=1e-12)
 
 
 @given(batch=batches, mode=modes, cut=st.integers(0, 7), padding=st.integers(0, 5))
 def test_shares_of_any_split_add_up(batch: Batch, mode: str, cut: int, padding: int) -> None:
     """Micro-batches of any size, on any rank, padded to any width."""
-    denominators = whole(batch.mask)
-    total = aggregate(batch.advantages, batch.mask, mode, denominators)
+    ids = dense(batch)
+    denominators = whole(batch.mask, group_ids=ids)
+    total = aggregate(batch.advantages, batch.mask, mode, denominators, group_ids=ids)
     pad = torch.nn.functional.pad
     parts = [
-        aggregate(pad(loss, (0, padding)), pad(mask, (padding, 0)).roll(-padding, 1), mode, denominators)
-        for loss, mask in zip(
-            (batch.advantages[:cut], batch.advantages[cut:]), (batch.mask[:cut], batch.mask[cut:]), strict=True
+        aggregate(
+            pad(batch.advantages[rows], (0, padding)),
+            pad(batch.mask[rows], (padding, 0)).roll(-padding, 1),
+            mode,
+            denominators,
+            group_ids=ids[rows],
         )
+        for rows in (slice(0, cut), slice(cut, None))
     ]
     assert_close(sum(parts), total, rtol=1e-12, atol=1e-12)
 
@@ -55,7 +75,7 @@ def test_denominators_add_up_over_ranks(batch: Batch, cut: int) -> None:
 def test_an_empty_mask_gives_zero_loss_and_zero_gradient(mode: str) -> None:
     loss = torch.randn(3, 4, requires_grad=True)
     mask = torch.zeros(3, 4, dtype=torch.bool)
-    result = aggregate(loss, mask, mode, whole(mask))
+    result = aggregate(loss, mask, mode, whole(mask), group_ids=torch.arange(3))
     result.backward()
     assert result.item() == 0.0
     assert loss.grad is not None
@@ -66,8 +86,10 @@ def test_an_empty_mask_gives_zero_loss_and_zero_gradient(mode: str) -> None:
 def test_fault_3_the_mask_multiplies_the_numerator_in_every_mode(mode: str) -> None:
     batch = make_batch(1, 5, 9)
     dirty = torch.where(batch.mask, batch.advantages, 1e6)
-    clean = aggregate(batch.advantages, batch.mask, mode, whole(batch.mask))
-    assert_close(aggregate(dirty, batch.mask, mode, whole(batch.mask)), clean)
+    ids = dense(batch)
+    denominators = whole(batch.mask, group_ids=ids)
+    clean = aggregate(batch.advantages, batch.mask, mode, denominators, group_ids=ids)
+    assert_close(aggregate(dirty, batch.mask, mode, denominators, group_ids=ids), clean)
 
 
 def test_fault_4_the_norm_length_is_a_constant_and_samples_divide() -> None:
@@ -85,3 +107,5 @@ def test_unknown_mode_and_missing_length_are_named() -> None:
         aggregate(torch.ones(1, 1), mask, "token_mean", whole(mask))
     with pytest.raises(ValueError, match="norm_length"):
         aggregate(torch.ones(1, 1), mask, "seq-mean-token-sum-norm", LossDenominators(1.0, 1.0))
+    with pytest.raises(ValueError, match=r"prompt-mean.*group_ids"):
+        aggregate(torch.ones(1, 1), mask, "prompt-mean", LossDenominators(1.0, 1.0))

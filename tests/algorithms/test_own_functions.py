@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from roll.algorithms.actor_loss import actor_loss, actor_loss_options
 from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions, estimate_advantages
-from roll.algorithms.aggregation import LossDenominators, aggregate
+from roll.algorithms.aggregation import LossDenominators, aggregate, group_tokens_of
 from roll.algorithms.kl import KLOptions, kl_estimate
 from roll.algorithms.metric_builder import MetricBuilder
 from roll.algorithms.sample_selection import SampleWeightOptions, sample_weights
@@ -48,6 +48,14 @@ def test_advantage_estimator_with_an_option_of_its_own() -> None:
     outputs = estimate_advantages(AdvantageInputs(batch.rewards, batch.mask, batch.group_ids), options)
     totals = batch.rewards.sum(-1, keepdim=True).expand_as(batch.mask)
     assert_close(outputs.advantages, torch.where(batch.mask, totals - 0.25, 0.0).float())
+
+
+def test_aggregation_that_asks_for_groups() -> None:
+    mask = torch.tensor([[True, True], [True, False], [True, True]])
+    groups, loss = torch.tensor([1, 0, 1]), torch.tensor([[1.0, 2.0], [3.0, 9.0], [4.0, 5.0]])
+    denominators = LossDenominators(5.0, 3.0, group_tokens=group_tokens_of(mask, groups, 2))
+    result = aggregate(loss, mask, f"{OWN}.share_of_the_prompt", denominators, group_ids=groups)
+    assert_close(result, torch.tensor(3.0 * 2 / 4 + 3.0 * 1 / 1 + 9.0 * 2 / 4))
 
 
 def test_kl_estimator_in_loss_and_reward() -> None:

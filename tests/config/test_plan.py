@@ -109,6 +109,7 @@ PASSES: list[tuple[dict[str, Any], bool, bool]] = [
     ({"enable_old_logprobs_recompute": True}, False, True),
     ({"ppo_epochs": 2, "force_disable_old_logprobs_recompute": True}, False, False),
     ({"top_entropy_quantile": 0.2}, False, True),
+    ({"target_entropy": 0.2}, False, True),
 ]
 
 
@@ -123,7 +124,10 @@ def test_passes_that_something_consumes(
 
 def test_the_engines_log_probs_stand_in_where_old_ones_are_used_and_not_computed(tmp_path: Path) -> None:
     never = {"force_disable_old_logprobs_recompute": True}
-    for changes, stands_in in (({}, False), ({"ppo_epochs": 2}, True), ({"add_token_level_kl": True}, True)):
+    # In a single update, too, unless a correction compares the current policy with the engine.
+    corrected = {"train_infer_correction": "tis"}
+    cases = ({}, True), (corrected, False), ({"ppo_epochs": 2}, True), ({"add_token_level_kl": True}, True)
+    for changes, stands_in in cases:
         assert rlvr_plan(tmp_path, ON_POLICY | changes).engine_log_probs_as_old is False
         assert rlvr_plan(tmp_path, ON_POLICY | changes | never).engine_log_probs_as_old is stands_in
 

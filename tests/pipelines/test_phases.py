@@ -1,11 +1,14 @@
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from roll.config.plan import TrainingPlan
 from roll.config.roles import WorkerConfig
-from roll.pipelines.rlvr.phases import computed
+from roll.pipelines.rlvr.phases import computed, update_model
 from roll.protocol import DataProto
+from roll.protocol.metrics import Mean
 
 
 @pytest.mark.parametrize("dp_size", [1, 2])
@@ -30,3 +33,45 @@ def test_what_ranks_compute_comes_back_in_the_order_of_the_batch(dp_size: int) -
         work = seen[0].batch["attention_mask"].view(2, 4, 6).sum((1, 2))
         assert work.max() - work.min() <= 1, "each rank's share in tokens"
         assert set(seen[0].batch.keys()) == {"input_ids", "attention_mask", "response_mask"}
+
+
+class FakeTrainer:
+    """Keeps the samples of each mini-batch of each pass, over all ranks."""
+
+    name = "actor_train"
+
+    def __init__(self, role: WorkerConfig, dp_size: int) -> None:
+        self.role, self.dp_size = role, dp_size
+        self.passes: list[list[list[int]]] = []
+
+    def update(self, shares: DataProto) -> dict[str, Mean]:
+        count, epochs = shares.meta_info["mini_batches"], shares.meta_info["epochs"]
+        ranks = shares.batch["input_ids"][:, 0].view(self.dp_size, count, -1)
+        mini_batches = [sorted(ranks[:, mini].flatten().tolist()) for mini in range(count)]
+        self.passes += [mini_batches] * epochs
+        assert shares.meta_info["num_groups"] == 4
+        return {"actor/pg_loss": Mean(float(epochs), 1.0)}
+
+
+@pytest.mark.parametrize("by_prompt", [False, True])
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_mini_batches_are_drawn_anew_in_every_pass(dp_size: int, by_prompt: bool) -> None:
+    rows = torch.arange(16)
+    batch = DataProto.from_dict(
+        {"input_ids": rows[:, None], "attention_mask": torch.ones(16, 1).bool(), "group_ids": rows // 4},
+        non_tensors={"prompt_id": list("aaaabbbbccccdddd")},
+    )
+    training = TrainingPlan(16, 8 // dp_size, gradient_accumulation_steps=1, dp_size=dp_size, epochs=3)
+
+    def run(seed: tuple[int, ...] | None) -> list[list[list[int]]]:
+        trainer = FakeTrainer(WorkerConfig(use_prefix_sharing=by_prompt), dp_size)
+        update_model(batch, trainer, training, seed)  # type: ignore[arg-type]
+        return trainer.passes
+
+    assert run(None) == [[list(range(8)), list(range(8, 16))]] * 3
+    shuffled = run((42, 7))
+    assert run((42, 7)) == shuffled != run((42, 8))
+    assert all(sorted(chain(*mini_batches)) == list(range(16)) for mini_batches in shuffled)
+    assert len({str(mini_batches) for mini_batches in shuffled}) > 1
+    if by_prompt:
+        assert all(len({row // 4 for row in mini}) == 2 for mini_batches in shuffled for mini in mini_batches)

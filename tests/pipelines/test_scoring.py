@@ -138,6 +138,30 @@ def test_steps_without_advantages_are_reported(caplog: pytest.LogCaptureFixture)
     assert len(caplog.records) == 1
 
 
+def test_the_entropy_bonus_follows_a_target_and_survives_a_checkpoint() -> None:
+    """2505.22312: off above the target; below it the weight of the step, which then grows by delta."""
+    settings = {
+        "target_entropy": 0.5,
+        "entropy_loss_coef": 0.01,
+        "entropy_coef_delta": 0.004,
+        "entropy_coef_max": 0.015,
+    }
+    config = RLVRConfig(adv_estimator="grpo", **settings)
+    scoring = Scoring(config, (config.norm_mean_type, config.norm_std_type), 4)
+    weights = []
+    for entropy in (0.2, 0.3, 0.4, 0.9, 0.9, 0.1, 0.5, 0.5):
+        batch = scored_batch(False)
+        batch.batch["old_entropy"] = torch.where(batch.batch["response_mask"], entropy, 77.0)
+        metrics = to_floats(scoring(batch))
+        weights.append(scoring.entropy_coef)
+        assert metrics["actor/old_entropy"] == pytest.approx(entropy)
+        assert metrics["actor/entropy_coef"] == scoring.entropy_coef
+        resumed = Scoring(config, (config.norm_mean_type, config.norm_std_type), 4)
+        resumed.load_state_dict(scoring.state_dict())
+        scoring = resumed
+    assert weights == pytest.approx([0.01, 0.014, 0.015, 0.0, 0.0, 0.007, 0.011, 0.011])
+
+
 def test_gdpo_normalises_the_weighed_rewards_apart() -> None:
     components = torch.tensor([[1.0, 0], [0, 1], [1, 0], [1, 1], [0, 1], [0, 0], [1, 1]])
     settings = {"adv_estimator": "gdpo", "reward_weights": {"right": 2.0, "short": 0.5}}

@@ -57,6 +57,8 @@ def whitened(values: Tensor, mask: Tensor) -> Tensor:
 def divergence(policy: Tensor, reference: Tensor, kind: str) -> Tensor:
     """Both projects hold the third estimator and its exponent within bounds."""
     distance = policy - reference
+    if kind.endswith("+"):
+        return divergence(policy, reference, kind[:-1]).detach() + distance**2 / 2 - (distance**2 / 2).detach()
     if kind in ("k1", "kl"):
         return distance
     if kind in ("k2", "mse"):
@@ -90,7 +92,9 @@ def advantages_of(batch: Responses, estimator: str, rewards: Tensor, gamma: floa
     for i in range(len(total)):
         group = [j for j in range(len(total)) if batch.group[j] == batch.group[i]]
         own = total[group]
-        if estimator == "grpo":
+        if estimator == "maxrl":
+            result[i] = (total[i] - own.mean()) / (own.mean() + 1e-6)
+        elif estimator == "grpo":
             result[i] = (total[i] - own.mean()) / (own.std() + 1e-6 if by_std else 1.0)
         elif estimator == "reinforce_plus_plus_baseline":
             result[i] = total[i] - own.mean()
@@ -204,8 +208,8 @@ def dppo(batch: Responses, advantages: Tensor, kind: str, low: float, high: floa
 
 def verl_aggregate(batch: Responses, loss: Tensor, mode: str, length: float | None = None) -> Tensor:
     rows = (loss * batch.mask).sum(-1)
-    if mode == "token-mean":
-        return rows.sum() / batch.mask.sum()
+    if mode in ("token-mean", "token-sum"):
+        return rows.sum() / (batch.mask.sum() if mode == "token-mean" else 1.0)
     if mode == "seq-mean-token-mean":
         return row_means(loss, batch.mask).mean()
     return rows.mean() / ((length or batch.response_length) if mode == "seq-mean-token-sum-norm" else 1.0)
@@ -341,6 +345,9 @@ def skyrl_actor(batch: Responses, settings: Settings) -> Tensor:
     mode = get("loss_reduction", "token_mean")
     if mode == "token_mean":
         total = mean(loss, batch.mask)
+    elif mode == "prompt_mean":
+        prompts = [batch.group == number for number in batch.group.unique()]
+        total = torch.stack([mean(loss[rows], batch.mask[rows]) for rows in prompts]).mean()
     elif mode == "sequence_mean":
         total = row_means(loss, batch.mask).mean()
     else:
@@ -377,6 +384,13 @@ def skyrl_weights(batch: Responses, settings: Settings) -> Tensor:
         low, high = (get(f"off_policy_correction.geo_mask_{side}", at) for side, at in (("low", 0.99), ("high", 1.01)))
         ratio = row_means(log_ratio, batch.mask).exp()[:, None]
         weights = weights * ((ratio >= low) & (ratio <= high))
+    if level or metric:
+        least, most = (get(f"off_policy_correction.outlier_token_is_threshold_{side}") for side in ("low", "high"))
+        for i, row in enumerate(log_ratio.exp()):
+            tokens = row[batch.mask[i].bool()]
+            if (least is not None and tokens.min() < least) or (most is not None and tokens.max() > most):
+                weights = weights.clone()
+                weights[i] = 0.0
     if (level or metric) and (least := get("off_policy_correction.token_mask_is_threshold_low")) is not None:
         weights = weights * (log_ratio.exp() >= least)
     return weights

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.actor_loss import actor_loss_options
-from roll.algorithms.aggregation import denominators_from, denominators_of
+from roll.algorithms.aggregation import denominators_from, denominators_of, group_tokens_of
 from roll.config.compose import Composed
 from roll.config.errors import ConfigError, Problems
 from roll.config.loader import LoadedConfig, load_composed
@@ -123,6 +123,8 @@ class OurSide:
         there, tensors = self._responses, self.batch.batch
         tensors["rollout_log_probs"] = self.spread(there.rollout)
         tensors["old_log_probs"] = self.spread(there.rollout if self.plan.engine_log_probs_as_old else there.old)
+        if not (self.plan.needs_old_log_probs or self.plan.engine_log_probs_as_old):
+            del tensors["old_log_probs"]
         tensors["ref_log_probs"], tensors["values"] = self.spread(there.reference), self.spread(there.values).float()
         if self.plan.needs_greedy_baseline:
             tensors["baseline_scores"] = there.greedy_scores.float()
@@ -131,7 +133,9 @@ class OurSide:
 
     @property
     def denominators(self) -> Any:
-        return denominators_from(denominators_of(self.batch.batch["loss_mask"]), float(self.plan.norm_length))
+        mask, groups = self.batch.batch["loss_mask"], self.batch.batch["group_ids"]
+        whole = denominators_from(denominators_of(mask), float(self.plan.norm_length))
+        return replace(whole, group_tokens=group_tokens_of(mask, groups, len(LENGTHS)))
 
     def actor_loss(self) -> Tensor:
         options = actor_loss_options(actor_keys(self.config))
@@ -246,7 +250,7 @@ LOSSES: list[Settings] = [
         "actor.policy_loss.ppo_kl_coef": 0.7,
     },
 ]
-MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum")
 EVERY_TERM = GRPO | IN_LOSS | {"actor.kl_loss_coef": 0.2, "actor.entropy_coeff": 0.1}
 AGGREGATIONS: list[Settings] = [
     *(EVERY_TERM | {"actor.loss_agg_mode": mode} for mode in MODES),
@@ -259,9 +263,10 @@ AGGREGATIONS: list[Settings] = [
     *({"actor.loss_agg_mode": mode} for mode in MODES),
     {"actor.loss_agg_mode": "seq-mean-token-mean", "critic.loss_agg_mode": "token-mean", "critic.cliprange_value": 0.1},
 ]
+KL_KINDS = ("kl", "mse", "abs", "k3", "kl+", "k2+", "abs+", "low_var_kl+")
 IN_THE_LOSS: list[Settings] = [
     GRPO | IN_LOSS,
-    *(GRPO | IN_LOSS | {"actor.kl_loss_type": kind, "actor.kl_loss_coef": 0.3} for kind in ("kl", "mse", "abs", "k3")),
+    *(GRPO | IN_LOSS | {"actor.kl_loss_type": kind, "actor.kl_loss_coef": 0.3} for kind in KL_KINDS),
 ]
 IS, BOUND = "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_is_threshold"
 BYPASS: Settings = {"algorithm.rollout_correction.bypass_mode": True}
@@ -300,6 +305,7 @@ SKYRL_CASES: list[Settings] = [
     {"advantage_estimator": "gae", "gamma": 0.9, "lambd": 0.8},
     {"advantage_estimator": "gae", "value_clip": 0.5, "loss_reduction": "sequence_mean"},
     {"grpo_norm_by_std": False, "gamma": 0.9},
+    {"advantage_estimator": "maxrl"},
     NO_KL,
     {"kl_loss_coef": 0.3, "kl_estimator_type": "k2", "use_entropy_loss": True},
     *(
@@ -328,7 +334,7 @@ SKYRL_CASES: list[Settings] = [
     {"policy_loss_type": "kl_cov", "kl_cov.kl_cov_frac": 0.1, "kl_cov.ppo_kl_coef": 0.5},
     *(
         {"loss_reduction": mode, "use_entropy_loss": True, "entropy_loss_coef": 0.2, "kl_loss_coef": 0.2}
-        for mode in ("token_mean", "sequence_mean", "seq_mean_token_sum_norm")
+        for mode in ("token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean")
     ),
     {"loss_reduction": "seq_mean_token_sum_norm", "max_seq_len": 40},
     {"use_tis": True, "tis_imp_ratio_cap": 1.1},
@@ -346,6 +352,11 @@ MASKS: list[Settings] = [
     {
         "off_policy_correction.tis_ratio_type": "token",
         "off_policy_correction.token_mask_is_threshold_low": 0.8,
+    },
+    {
+        "off_policy_correction.tis_ratio_type": "sequence",
+        "off_policy_correction.outlier_token_is_threshold_low": 0.55,
+        "off_policy_correction.outlier_token_is_threshold_high": 2.2,
     },
 ]
 
@@ -368,8 +379,21 @@ def test_skyrl(settings: Settings, translated: Translate) -> None:
     compare(translated, SKYRL.replace("skyrl_train", "skyrl.train"), settings)
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, LOSSES[1], GRPO | {IS: "token", BOUND: 1.2}, GRPO | IN_LOSS, GRPO | BYPASS], ids=name_of
+)
+def test_a_single_update_of_a_batch(settings: Settings, translated: Translate) -> None:
+    """The policy before the update is the current one, or the engine's: no pass computes it here."""
+    single = {"actor.ppo_mini_batch_size": 8, "critic.ppo_mini_batch_size": 8}
+    _, loaded = translate_whole(translated, command(VERL, settings | single))
+    assert not loaded.plan.needs_old_log_probs
+    there = replace(RESPONSES, old=RESPONSES.log_probs.detach())
+    assert loaded.plan.engine_log_probs_as_old == ("algorithm.rollout_correction.bypass_mode" in settings)
+    assert_equal(OurSide(loaded, there).actor_loss(), verl_actor(there, settings), RESPONSES.log_probs)
+
+
 def test_the_masks_of_the_older_package_with_a_mean_over_responses(translated: Translate) -> None:
-    for settings in MASKS[:2]:
+    for settings in (*MASKS[:2], MASKS[3]):
         compare(translated, SKYRL, settings | {"loss_reduction": "sequence_mean"})
 
 
@@ -386,6 +410,8 @@ def test_the_batch_reaches_every_bound() -> None:
     assert int(((candidates > 1) & (candidates < 5)).sum()) > 3 and (candidates > 0.2).sum() > 10
     mismatch = (there.old - there.rollout)[valid].exp()
     assert (mismatch > 2.0).any() and (mismatch < 0.8).any()
+    smallest = (there.old - there.rollout).masked_fill(~valid, 0.0).min(-1).values.exp()
+    assert (smallest < 0.55).any() and (smallest > 0.55).any()
     products = ((there.old - there.rollout) * there.mask).sum(-1).exp()
     assert (products > 2.0).any() and (products < 0.5).any() and ((products > 0.5) & (products < 2.0)).any()
 
@@ -440,8 +466,8 @@ REFUSED: list[tuple[str, Settings, str]] = [
     (VERL, GRPO | {IS: "token", "algorithm.rollout_correction.rollout_is_batch_normalize": True}, "mean of 1"),
     (VERL, {"actor.loss_agg_mode": MODES[3], "actor.loss_scale_factor": 30}, "counts for the actor alone"),
     (VERL, {"critic.ppo_epochs": 2}, "one number of passes"),
+    (VERL, {"critic.shuffle": True}, "one key for both"),
     (VERL, GRPO | BYPASS | {"actor.policy_loss.loss_mode": "gspo"}, "is replaced by rollout_correction.loss_type"),
-    (VERL, GRPO | BYPASS | {"actor.ppo_mini_batch_size": 8}, "the only update of a batch"),
     (VERL, GRPO | {"algorithm.use_pf_ppo": True}, "PF-PPO"),
     (VERL, GRPO | {"overlong.enable": True, "overlong.len": 4}, "reward_manager dapo only"),
     (SKYRL, {"use_kl_in_reward": True}, "compares the rewards of a group"),
@@ -450,6 +476,8 @@ REFUSED: list[tuple[str, Settings, str]] = [
     (SKYRL, {"policy_loss_type": "cispo", "cispo.cispo_anchor": "rollout"}, "engine's log-probs"),
     (SKYRL.replace("skyrl_train", "skyrl.train"), {"policy_loss_type": "kl_cov"}, "divides advantages"),
     (SKYRL, MASKS[0], "out of the number of tokens"),
+    (SKYRL, MASKS[3], "out of the number of tokens"),
+    (SKYRL, {"advantage_estimator": "maxrl", **NO_KL, "use_kl_in_reward": True}, "before maxrl compares"),
     (SKYRL, MASKS[2] | {"off_policy_correction.tis_ratio_type": "sequence"}, "ratio of the sequence"),
     (SKYRL, {"loss_reduction": "token_mean_legacy"}, "micro-batches"),
     (SKYRL, {"dynamic_sampling.type": "replace"}, "never by copies"),
@@ -508,6 +536,7 @@ def test_what_cannot_be_kept_is_refused(base: str, settings: Settings, message: 
                 "gamma": 1.0,
             },
         ),
+        ("actor_rollout_ref.actor.shuffle=true", {"shuffle_mini_batches": True}),
         ("actor_rollout_ref.actor.entropy_coeff=0.01", {"entropy_loss_coef": 0.01}),
         ("actor_rollout_ref.actor.loss_agg_mode=token-mean", {"loss_agg_mode": "token-mean"}),
         (

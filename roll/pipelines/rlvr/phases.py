@@ -11,7 +11,7 @@ from roll.config.plan import TrainingPlan
 from roll.distributed import Cluster
 from roll.pipelines.row_order import length_metrics, order_for
 from roll.protocol import DataProto
-from roll.protocol.metrics import Metrics
+from roll.protocol.metrics import Metrics, merge_metrics
 from roll.workers.model import MODEL_COLUMNS
 
 
@@ -49,11 +49,43 @@ def computed(batch: DataProto, cluster: Cluster, call: Callable[[DataProto], Dat
     return call(batch.select(MODEL_COLUMNS, [])[order])[np.argsort(order)].batch
 
 
-def update_model(batch: DataProto, cluster: Cluster, training: TrainingPlan, **meta_info: float) -> Metrics:
-    """All optimizer steps of one model on one batch: ``epochs`` passes over its mini-batches."""
+def update_model(
+    batch: DataProto,
+    cluster: Cluster,
+    training: TrainingPlan,
+    shuffle_seed: tuple[int, ...] | None = None,
+    **meta_info: float,
+) -> Metrics:
+    """All optimizer steps of one model on one batch: ``epochs`` passes over its mini-batches.
+
+    Args:
+        shuffle_seed: mini-batches are drawn anew for every pass, from this seed; None: consecutive rows, each pass the
+            same.
+    """
     num_mini_batches = len(batch) // training.mini_batch_size
-    order = order_for(batch, cluster.role.use_prefix_sharing, training.dp_size, num_mini_batches)
-    shares = batch[order] if training.dp_size > 1 else batch
-    shares.meta_info |= {"mini_batches": num_mini_batches, "epochs": training.epochs, **meta_info}
-    metrics: Metrics = cluster.update(shares)
-    return metrics | length_metrics(batch, order, cluster.name, training.dp_size)
+    by_prompt = cluster.role.use_prefix_sharing
+    passes = [batch] if shuffle_seed is None else []
+    for epoch in range(training.epochs if shuffle_seed is not None else 0):
+        passes.append(batch[shuffled_rows(batch, (*(shuffle_seed or ()), epoch), by_prompt)])
+    meta_info |= {
+        "mini_batches": num_mini_batches,
+        "epochs": training.epochs // len(passes),
+        "num_groups": int(batch.batch["group_ids"].max()) + 1,
+    }
+    metrics: list[Metrics] = []
+    for rows in passes:
+        order = order_for(rows, by_prompt, training.dp_size, num_mini_batches)
+        shares = rows[order] if training.dp_size > 1 else rows
+        shares.meta_info |= meta_info
+        metrics.append(cluster.update(shares))
+    return merge_metrics(metrics) | length_metrics(rows, order, cluster.name, training.dp_size)
+
+
+def shuffled_rows(batch: DataProto, seed: tuple[int, ...], by_prompt: bool) -> np.ndarray:
+    """int64 (B,): the rows in an order drawn from ``seed``; with ``by_prompt`` those of a prompt stay together."""
+    generator = np.random.default_rng(seed)
+    if not by_prompt:
+        return generator.permutation(len(batch))
+    _, prompt = np.unique(batch.batch["group_ids"].numpy(), return_inverse=True)
+    place: np.ndarray = generator.permutation(int(prompt.max()) + 1)
+    return np.argsort(place[prompt], kind="stable")

@@ -158,11 +158,12 @@ class RLVRPipeline:
     def learn(self, batch: DataProto, step: int) -> None:
         """All optimizer steps of actor and critic on this batch."""
         norm_length = float(self.plan.norm_length)
+        seed = (self.config.seed, step) if self.config.shuffle_mini_batches else None
         with self.frame.phase("step_train"):
             if self.clusters.critic is not None:
                 self.residency.bring({"critic": TRAINING})
                 training = self.plan.training["critic"]
-                self.frame.record(update_model(batch, self.clusters.critic, training, norm_length=norm_length))
+                self.frame.record(update_model(batch, self.clusters.critic, training, seed, norm_length=norm_length))
             if step >= self.config.critic_warmup or self.clusters.critic is None:
                 self.residency.bring({"actor_train": TRAINING})
                 self.frame.record(
@@ -170,8 +171,10 @@ class RLVRPipeline:
                         batch,
                         self.clusters.actor_train,
                         self.plan.training["actor_train"],
+                        seed,
                         temperature=self.temperature,
                         norm_length=norm_length,
+                        entropy_loss_coef=self.scoring.entropy_coef,
                     )
                 )
 

@@ -17,7 +17,7 @@ from roll.algorithms.advantages import (
 )
 from roll.algorithms.batch_watch import BatchWatch
 from roll.algorithms.data_metrics import BatchColumns, compute_data_metrics
-from roll.algorithms.kl import KLOptions, kl_estimate, make_kl_controller
+from roll.algorithms.kl import EntropyController, KLOptions, kl_estimate, make_kl_controller
 from roll.algorithms.masked import masked_mean, row_mean
 from roll.algorithms.reward_processing import (
     RewardOptions,
@@ -54,6 +54,12 @@ class Scoring:
         mean_type, std_type = resolve_norm_types(config.adv_estimator, *norm_types)
         self._normalise = RewardPostprocessor(RewardOptions(mean_type, std_type, config.reward_clip))
         self._kl_controller = make_kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
+        self._entropy_controller = None
+        if config.target_entropy is not None:
+            bounds = config.entropy_coef_delta, config.entropy_coef_max
+            self._entropy_controller = EntropyController(config.entropy_loss_coef, config.target_entropy, *bounds)
+        self.entropy_coef = config.entropy_loss_coef
+        """Weight of the entropy bonus in the update of the batch that was scored last."""
         self._masks = _options(SampleMaskOptions, config)
         self._weights = _options(SampleWeightOptions, config)
         weights = tuple(config.reward_weights.values())
@@ -90,7 +96,12 @@ class Scoring:
         batch.batch["token_level_rewards"] = inputs.token_level_rewards
         for message in self._watch.observe_advantages(outputs.advantages, used, self._config.adv_estimator):
             logger.warning("%s", message)
-        return merge_metrics([masked, rewarded, outputs.metrics, _data_metrics(batch, outputs)])
+        metrics = [masked, rewarded, outputs.metrics, _data_metrics(batch, outputs)]
+        if self._entropy_controller is not None:
+            entropy = float(masked_mean(batch.batch["old_entropy"], batch.batch["loss_mask"]))
+            self.entropy_coef = self._entropy_controller.step(entropy)
+            metrics.append({"actor/old_entropy": Mean(entropy), "actor/entropy_coef": Mean(self.entropy_coef)})
+        return merge_metrics(metrics)
 
     def _add_loss_mask(self, batch: DataProto, lengths: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
         """bool (B,): the responses that the loss uses."""
@@ -182,11 +193,16 @@ class Scoring:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {"rewards": self._normalise.state_dict(), "kl": self._kl_controller.state_dict()}
+        state = {"rewards": self._normalise.state_dict(), "kl": self._kl_controller.state_dict()}
+        if self._entropy_controller is not None:
+            state["entropy"] = self._entropy_controller.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._normalise.load_state_dict(state["rewards"])
         self._kl_controller.load_state_dict(state["kl"])
+        if self._entropy_controller is not None and "entropy" in state:
+            self._entropy_controller.load_state_dict(state["entropy"])
 
 
 def _options(options_class: type[Any], config: RLVRConfig) -> Any:
