@@ -78,3 +78,31 @@ def test_nothing_is_computed_that_nothing_uses(run: Run) -> None:
     assert not {"time/ref_log_probs_values", "time/old_log_probs", "time/values", "actor/entropy"} & row.keys()
     started = {path.stem.rpartition("-")[0] for path in (finished.logs / "workers").iterdir()}
     assert started == {"actor_train", "actor_infer", "rewards.digits"}
+
+
+def test_prompts_shuffled_mini_batches_and_a_target_entropy_reach_the_update(run: Run) -> None:
+    changes = {
+        "max_steps": 2,
+        "ppo_epochs": 2,
+        "loss_agg_mode": "prompt-mean",
+        "shuffle_mini_batches": True,
+        "target_entropy": 50.0,
+        "entropy_loss_coef": 0.01,
+        "entropy_coef_delta": 0.02,
+        "kl_penalty": "k3+",
+        "actor_train.training_args": training_args(4, 2, 5e-3),
+    }
+    finished = run(changes)
+    assert finished.values("actor/entropy_coef") == pytest.approx([0.01, 0.03])
+    for row in finished.steps:
+        assert row["actor/total_samples"] == 2 * 16
+        assert row["actor/entropy"] > 0 and row["actor/old_entropy"] > 0
+        assert row["actor/ratio_min"] < 1 < row["actor/ratio_max"]
+
+
+def test_the_engine_anchors_the_ratio_of_a_single_update(run: Run) -> None:
+    (row,) = run({"max_steps": 1, "force_disable_old_logprobs_recompute": True}).steps
+    assert "time/old_log_probs" not in row
+    # The ratio to the engine's own log-probs, which agree with the trainer's but for rounding.
+    assert row["actor/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert row["actor/approxkl"] > 0 or row["actor/ratio_max"] > 1 or row["actor/train_infer_log_diff_abs_max"] == 0
