@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import builtins
 import collections
-import importlib
+import io
 import operator
 import sys
 import threading
@@ -22,7 +22,7 @@ from unittest import mock
 
 from roll.rewards.sandbox.channel import Channel, ChannelClosed, MessageTooLarge
 from roll.rewards.sandbox.instances import Instances
-from roll.rewards.sandbox.values import SHARED_MODULES, Encoded, decode, encode
+from roll.rewards.sandbox.values import Encoded, decode, encode, encode_class, shared_class
 
 _SPECIAL = ("name", "doc", "dict", "bases", "mro", "qualname", "module", "annotations", "abstractmethods", "defaults")
 _READABLE = frozenset(f"__{name}__" for name in _SPECIAL)
@@ -162,7 +162,9 @@ class Remote:
         instance = self._instances.encode(value)
         if instance is not None:
             return instance
-        if isinstance(value, Iterator) and not isinstance(value, Coroutine):
+        if isinstance(value, type) and (shared := encode_class(value)) is not None:
+            return shared
+        if isinstance(value, Iterator) and not isinstance(value, Coroutine | io.IOBase):
             self._callbacks.append(lambda: next(([item] for item in value), None))
             return {"t": "iterator", "id": len(self._callbacks) - 1}
         if callable(value) and not (isinstance(value, mock.NonCallableMock) and value._mock_children):
@@ -216,7 +218,9 @@ def restore(argument: Any, after: Any) -> None:
     elif isinstance(argument, collections.deque) and isinstance(after, collections.deque):
         argument.clear()
         argument.extend(after)
-    elif (isinstance(argument, dict) and isinstance(after, dict)) or (isinstance(argument, set) and isinstance(after, set)):
+    elif (isinstance(argument, dict) and isinstance(after, dict)) or (
+        isinstance(argument, set) and isinstance(after, set)
+    ):
         argument.clear()
         argument.update(after)
 
@@ -240,17 +244,6 @@ def next_line(prompt: str) -> str:
 
 def read_line() -> str:
     return str(sys.stdin.readline())
-
-
-def shared_class(module: str, name: str) -> type:
-    """
-    Raises:
-        ValueError: it is none of Python's classes that both processes have.
-    """
-    found = getattr(importlib.import_module(module), name, None) if module in SHARED_MODULES else None
-    if not isinstance(found, type):
-        raise ValueError(f"no class {module}.{name}")
-    return found
 
 
 class Proxy:
@@ -356,6 +349,9 @@ class AwaitableProxy(Proxy):
 
     def send(self, value: Any) -> Any:
         raise StopIteration(self._roll_remote.ask("await", self))
+
+    def __next__(self) -> Any:
+        return self.send(None)
 
     def throw(self, *details: Any) -> Any:
         raise details[0]

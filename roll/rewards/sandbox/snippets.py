@@ -152,7 +152,7 @@ class Piece:
                 return True
             if isinstance(node, ast.Name) and node.id in _DYNAMIC:
                 return True
-        return any(takes_candidate(node) for node in self._functions) and bool(self._entry_point)
+        return any(takes_candidate(node) for node in self._functions)
 
     def refuse_what_cannot_work(self, bound: Set[str]) -> None:
         """
@@ -293,8 +293,8 @@ def why_not(node: ast.AST, mocks: bool) -> str | None:
     if isinstance(node, ast.Call):
         return why_not_call(node, mocks)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        if node.value.id in _BLIND_MODULES or node.attr == "iscoroutinefunction":
-            return f"uses {node.value.id}.{node.attr}, which sees nothing of another process"
+        blind = node.value.id in _BLIND_MODULES or node.attr == "iscoroutinefunction"
+        return f"uses {node.value.id}.{node.attr}, which sees nothing of another process" if blind else None
     return None
 
 
@@ -365,21 +365,25 @@ def judges_by_arguments(sources: Iterable[str]) -> bool:
 
     Then a function that returns something and also changes its argument would decide on what is expected.
     """
-    passed: set[str] = set()
-    derived: set[str] = set()
     for source in sources:
         try:
             tree = ast.parse(source)
         except SyntaxError:
             continue
         known = set(dir(builtins)) | bound_names(tree)
+        passed: dict[str, tuple[int, int]] = {}
+        used: list[tuple[str, tuple[int, int]]] = []
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
+                place = (node.lineno, node.col_offset)
                 of_response = bool(dotted(node.func)) and dotted(node.func)[0] not in known
                 arguments = (*node.args, *(keyword.value for keyword in node.keywords))
                 if of_response or dotted(node.func)[:1] in (["candidate"], ["solution"]):
-                    passed |= {each.id for each in arguments if isinstance(each, ast.Name)}
+                    for name in (each.id for each in arguments if isinstance(each, ast.Name)):
+                        passed[name] = min(place, passed.get(name, place))
                 else:
                     inside = (part for each in arguments for part in ast.walk(each))
-                    derived |= {each.id for each in inside if isinstance(each, ast.Name)}
-    return bool(passed & derived)
+                    used += [(each.id, place) for each in inside if isinstance(each, ast.Name)]
+        if any(name in passed and place > passed[name] for name, place in used):
+            return True
+    return False

@@ -66,9 +66,7 @@ FORMS = {
     "check_named_by_the_case": add_form(
         [{"assert_code": "def check(candidate):\n    assert candidate(1, 2) == 3", "entry_point": "add"}]
     ),
-    "check_of_another_name": add_form(
-        "def check_add(candidate):\n    assert candidate(1, 2) == 3", entry_point="add"
-    ),
+    "check_of_another_name": add_form("def check_add(candidate):\n    assert candidate(1, 2) == 3", entry_point="add"),
     "check_that_is_called": add_form(
         "def check(candidate):\n    assert candidate(1, 2) == 3\ncheck(add)", entry_point="add"
     ),
@@ -79,7 +77,10 @@ FORMS = {
         (("entry_point", "Solution().add"),),
     ),
     "humaneval_columns": Form(
-        None, ADD, BAD_ADD, (("test", "M = {}\n\n\ndef check(candidate):\n    assert candidate(1, 2) == 3\n"), ("entry_point", "add"))
+        None,
+        ADD,
+        BAD_ADD,
+        (("test", "M = {}\n\n\ndef check(candidate):\n    assert candidate(1, 2) == 3\n"), ("entry_point", "add")),
     ),
     "test_function": add_form("def test_add():\n    assert add(1, 2) == 3"),
     "test_functions": add_form("def test_a():\n    assert add(1, 2) == 3\ndef test_b():\n    assert add(2, 2) == 4"),
@@ -130,7 +131,9 @@ FORMS = {
     ),
     # Iterators
     "map": Form("assert list(map(double, [1, 2])) == [2, 4]", DOUBLE, "def double(n): raise StopIteration"),
-    "all_map": Form("assert all(map(even, [2, 4]))", "def even(n): return n % 2 == 0", "def even(n): raise StopIteration"),
+    "all_map": Form(
+        "assert all(map(even, [2, 4]))", "def even(n): return n % 2 == 0", "def even(n): raise StopIteration"
+    ),
     "any_filter": Form(
         "assert not any(map(odd, [2, 4]))", "def odd(n): return n % 2 == 1", "def odd(n): raise StopIteration"
     ),
@@ -142,18 +145,27 @@ FORMS = {
         "def numbers(n): return iter(range(n))",
         "def numbers(n): return iter([0, 0])",
     ),
-    "generator": Form("assert [x for x in up_to(3)] == [0, 1, 2]", "def up_to(n):\n    yield from range(n)", "def up_to(n):\n    yield n"),
+    "generator": Form(
+        "assert [x for x in up_to(3)] == [0, 1, 2]",
+        "def up_to(n):\n    yield from range(n)",
+        "def up_to(n):\n    yield n",
+    ),
     "generator_as_argument": Form(
-        "assert total(x * x for x in range(4)) == 14", "def total(xs): return sum(xs)", "def total(xs): return len(list(xs))"
+        "assert total(x * x for x in range(4)) == 14",
+        "def total(xs): return sum(xs)",
+        "def total(xs): return len(list(xs))",
     ),
     "iterator_as_argument": Form(
         "assert total(iter([1, 2])) == 3", "def total(xs): return next(xs) + next(xs)", "def total(xs): return next(xs)"
     ),
     # Classes of the tests and of the response
-    "list_node": Form(f"{LIST_NODE}\nassert values(reverse(build([1, 2, 3]))) == [3, 2, 1]", REVERSE, "def reverse(head): return head"),
+    "list_node": Form(
+        f"{LIST_NODE}\nassert values(reverse(build([1, 2, 3]))) == [3, 2, 1]", REVERSE, "def reverse(head): return head"
+    ),
     "list_node_of_both": Form(
         f"{LIST_NODE}\nassert values(reverse(build([1, 2, 3]))) == [3, 2, 1]",
-        "class ListNode:\n    def __init__(self, val=0, next=None):\n        self.val, self.next = val, next\n" + REVERSE,
+        "class ListNode:\n    def __init__(self, val=0, next=None):\n        self.val, self.next = val, next\n"
+        + REVERSE,
         "class ListNode:\n    pass\ndef reverse(head): return ListNode()",
     ),
     "list_node_annotated": Form(
@@ -207,7 +219,9 @@ FORMS = {
         "Point.__eq__ = lambda self, other: True\ndef move(p): return Point(5)",
     ),
     "subclass": Form(
-        "assert issubclass(Dog, Animal)", "class Animal: pass\nclass Dog(Animal): pass", "class Animal: pass\nclass Dog: pass"
+        "assert issubclass(Dog, Animal)",
+        "class Animal: pass\nclass Dog(Animal): pass",
+        "class Animal: pass\nclass Dog: pass",
     ),
     "subclass_of_an_exception": Form(
         "assert issubclass(Broken, ValueError)", "class Broken(ValueError): pass", "class Broken(KeyError): pass"
@@ -295,7 +309,9 @@ FORMS = {
     ),
     # Asynchronous functions
     "async_run": Form("import asyncio\nassert asyncio.run(double(2)) == 4", "async " + DOUBLE, "async " + BAD_DOUBLE),
-    "async_test": Form("async def test_a():\n    assert await double(2) == 4", "async " + DOUBLE, "async " + BAD_DOUBLE),
+    "async_test": Form(
+        "async def test_a():\n    assert await double(2) == 4", "async " + DOUBLE, "async " + BAD_DOUBLE
+    ),
     "async_gather": Form(
         "import asyncio\nasync def main():\n    return await asyncio.gather(double(1), double(2))\n"
         "assert asyncio.run(main()) == [2, 4]",
@@ -326,9 +342,13 @@ FORMS = {
         "async " + DOUBLE,
         "async " + BAD_DOUBLE,
     ),
-    "async_call": Form({"fn_name": "double", "inputs": [[2]], "outputs": [4]}, "async " + DOUBLE, "async " + BAD_DOUBLE),
+    "async_call": Form(
+        {"fn_name": "double", "inputs": [[2]], "outputs": [4]}, "async " + DOUBLE, "async " + BAD_DOUBLE
+    ),
     # Changes in place
-    "in_place": Form("xs = [3, 1]\norder(xs)\nassert xs == [1, 3]", "def order(xs): xs.sort()", "def order(xs): sorted(xs)"),
+    "in_place": Form(
+        "xs = [3, 1]\norder(xs)\nassert xs == [1, 3]", "def order(xs): xs.sort()", "def order(xs): sorted(xs)"
+    ),
     "in_place_with_a_result": Form(
         "xs = [1, 1, 2]\nk = dedupe(xs)\nassert k == 2 and xs[:2] == [1, 2]",
         "def dedupe(xs):\n    xs[:] = sorted(set(xs))\n    return len(xs)",
@@ -339,7 +359,9 @@ FORMS = {
         "def turn(m): m[:] = [list(r) for r in zip(*m[::-1])]",
         "def turn(m): m.reverse()",
     ),
-    "in_place_by_name": Form("d = {}\nput(d=d)\nassert d == {'a': 1}", "def put(d): d['a'] = 1", "def put(d): d = {'a': 1}"),
+    "in_place_by_name": Form(
+        "d = {}\nput(d=d)\nassert d == {'a': 1}", "def put(d): d['a'] = 1", "def put(d): d = {'a': 1}"
+    ),
     "in_place_deque": Form(
         "from collections import deque\nq = deque([1, 2])\nturn(q)\nassert list(q) == [2, 1]",
         "def turn(q): q.rotate(1)",
@@ -364,7 +386,9 @@ FORMS = {
     "whole_number_as_a_fraction": Form(
         {"fn_name": "f", "inputs": [[1]], "outputs": [5]}, "def f(n): return 5.0", "def f(n): return 5.000001"
     ),
-    "fraction": Form({"fn_name": "f", "inputs": [[1]], "outputs": [0.3]}, "def f(n): return .1 + .2", "def f(n): return .31"),
+    "fraction": Form(
+        {"fn_name": "f", "inputs": [[1]], "outputs": [0.3]}, "def f(n): return .1 + .2", "def f(n): return .31"
+    ),
     "whole_number_in_a_list": Form(
         {"fn_name": "f", "inputs": [[1]], "outputs": [[[10**9, 1]]]},
         "def f(n): return [10**9, 1]",
@@ -426,13 +450,22 @@ UNUSABLE = {
         "    assert roll() == 4",
         "replaces random.randint",
     ),
-    "a_patched_environment": ("def test_a(monkeypatch):\n    monkeypatch.setenv('A', 'b')\n    assert read() == 'b'", "replaces"),
+    "a_patched_environment": (
+        "def test_a(monkeypatch):\n    monkeypatch.setenv('A', 'b')\n    assert read() == 'b'",
+        "replaces",
+    ),
     "files_of_pytest": ("def test_a(tmp_path):\n    assert read(str(tmp_path)) == []", "no files in common"),
     "a_file": ("open('x', 'w').write('1')\nassert read('x') == '1'", "no files in common"),
-    "temporary_files": ("import tempfile\nwith tempfile.TemporaryDirectory() as d:\n    assert files(d) == []", "tempfile"),
+    "temporary_files": (
+        "import tempfile\nwith tempfile.TemporaryDirectory() as d:\n    assert files(d) == []",
+        "tempfile",
+    ),
     "a_derived_class": ("class Cat(Animal):\n    pass\nassert Cat().speak() == 'meow'", "derives Cat"),
     "source_code": ("import inspect\nassert 'for' in inspect.getsource(add)", "inspect"),
-    "another_process": ("import subprocess\nassert subprocess.run(['python', 'solution.py']).returncode == 0", "subprocess"),
+    "another_process": (
+        "import subprocess\nassert subprocess.run(['python', 'solution.py']).returncode == 0",
+        "subprocess",
+    ),
 }
 
 
