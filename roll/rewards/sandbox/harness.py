@@ -25,7 +25,7 @@ from typing import Any
 from roll.rewards.sandbox.channel import Channel
 from roll.rewards.sandbox.comparison import equal_values
 from roll.rewards.sandbox.proxies import AwaitableProxy, Proxy, Remote, ResponseGone
-from roll.rewards.sandbox.snippets import MODULE_NAMES, RUN_UNITTEST, bound_names, data_classes, judges_by_arguments
+from roll.rewards.sandbox.snippets import MODULE_NAMES, RUN_UNITTEST, bound_names
 
 USUAL_ALIASES = {"np": "numpy", "pd": "pandas", "plt": "matplotlib.pyplot"}
 """Names under which tests use modules that they leave to the response to import."""
@@ -58,24 +58,23 @@ def run(job: bytes, channel: Channel, verdicts: int) -> None:
     """Run the tests of a job.
 
     Args:
-        job: JSON with ``case_timeout``, ``object_operators`` and one of ``tests`` (sources, each a case), ``calls`` or
-            ``pytest`` (the text of a file).
+        job: JSON with ``case_timeout``, ``object_operators``, the result of
+            :func:`~roll.rewards.sandbox.snippets.preparation`, and one of ``tests`` (sources, each a case), ``calls``
+            or ``pytest`` (the text of a file).
         channel: to the response's process.
         verdicts: the descriptor that verdicts go to.
     """
     settings = json.loads(job)
     report = Verdicts(verdicts)
-    sources = [settings.get("setup", ""), *settings.get("tests", []), settings.get("pytest", "")]
-    names, prelude = data_classes(sources)
+    preparation = settings["preparation"]
     tests = sys.modules["tests"] = types.ModuleType("tests")
     namespace = tests.__dict__
-    expects_ends = any("StopIteration" in source or "StopAsyncIteration" in source for source in sources)
-    remote = Remote(channel, settings["object_operators"], expects_ends, names, namespace.get)
+    names, ends = preparation["classes"], preparation["expects_ends"]
+    remote = Remote(channel, settings["object_operators"], ends, names, namespace.get)
     builtins.issubclass = partial(is_subclass, builtins.issubclass)  # type: ignore[assignment]
     remote.set_deadline(settings["case_timeout"])
-    in_place = not judges_by_arguments(sources)
     try:
-        state = remote.wait_ready({"classes": names, "prelude": prelude, "in_place": in_place})
+        state = remote.wait_ready(preparation)
         if "compile_error" in state or "raised" in state:
             details = state.get("raised")
             note = f"{details.get('name')}: {details.get('text')}" if isinstance(details, dict) else ""

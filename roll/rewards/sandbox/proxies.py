@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 from roll.rewards.sandbox.channel import Channel, ChannelClosed, MessageTooLarge
 from roll.rewards.sandbox.instances import Instances
@@ -167,7 +166,7 @@ class Remote:
         if isinstance(value, Iterator) and not isinstance(value, Coroutine | io.IOBase):
             self._callbacks.append(lambda: next(([item] for item in value), None))
             return {"t": "iterator", "id": len(self._callbacks) - 1}
-        if callable(value) and not (isinstance(value, mock.NonCallableMock) and value._mock_children):
+        if callable(value) and not is_mock_with_attributes(value):
             self._callbacks.append(value)
             return {"t": "callback", "id": len(self._callbacks) - 1}
         reason = f"a {type(value).__name__} cannot be handed to the response: only data, functions and data classes"
@@ -205,6 +204,11 @@ class Remote:
             self._proxies[number] = type(str(data["name"]), (base,), members)
         found = self._proxies[number]
         return found if isinstance(found, type) else base
+
+
+def is_mock_with_attributes(value: Any) -> bool:
+    mock = sys.modules.get("unittest.mock")
+    return mock is not None and isinstance(value, mock.NonCallableMock) and bool(value._mock_children)
 
 
 def restore(argument: Any, after: Any) -> None:

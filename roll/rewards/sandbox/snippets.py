@@ -13,6 +13,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
+from typing import Any
 
 MODULE_NAMES = ("solution", "main", "candidate", "answer", "submission")
 """Names under which tests import the response."""
@@ -329,6 +330,20 @@ def target_of(node: ast.Call) -> str:
     first = next(values, "")
     constant = bool(node.args) and isinstance(node.args[0], ast.Constant)
     return first if constant else f"{first}.{next(values, '')}"
+
+
+@functools.lru_cache(maxsize=512)
+def preparation(sources: tuple[str, ...]) -> dict[str, Any]:
+    """What both processes are told of the tests before any of them runs.
+
+    Returns:
+        ``classes`` that only hold data, and the ``prelude`` that defines them; ``expects_ends``: whether
+        ``StopIteration`` may reach the tests; ``in_place``: whether arguments that a function has changed come back
+        where it also returns something.
+    """
+    names, prelude = data_classes(sources)
+    ends = any("StopIteration" in source or "StopAsyncIteration" in source for source in sources)
+    return {"classes": names, "prelude": prelude, "expects_ends": ends, "in_place": not judges_by_arguments(sources)}
 
 
 def data_classes(sources: Iterable[str]) -> tuple[list[str], str]:

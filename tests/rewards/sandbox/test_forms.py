@@ -91,10 +91,12 @@ FORMS = {
         "def test_a():\n    assert add(1, 2) == 3\nif __name__ == '__main__':\n    test_a()"
     ),
     "unittest": add_form(
-        "import unittest\nclass TestAdd(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(add(1, 2), 3)"
+        "import unittest\nclass TestAdd(unittest.TestCase):\n    def test_a(self):\n"
+        "        self.assertEqual(add(1, 2), 3)"
     ),
     "unittest_with_main": add_form(
-        "import unittest\nfrom solution import *\nclass T(unittest.TestCase):\n    def setUp(self):\n        self.n = 3\n"
+        "import unittest\nfrom solution import *\nclass T(unittest.TestCase):\n    def setUp(self):\n"
+        "        self.n = 3\n"
         "    def test_a(self):\n        self.assertEqual(add(1, 2), self.n)\n"
         "if __name__ == '__main__':\n    unittest.main()"
     ),
@@ -124,7 +126,8 @@ FORMS = {
         "def div(a, b): return 0",
     ),
     "assert_raises": Form(
-        "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        with self.assertRaises(ValueError):\n"
+        "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n"
+        "        with self.assertRaises(ValueError):\n"
         "            check_age(-1)",
         "def check_age(n):\n    if n < 0: raise ValueError('negative')",
         "def check_age(n): pass",
@@ -186,7 +189,8 @@ FORMS = {
         "def make(xs): return ListNode(3)",
     ),
     "list_node_cycle": Form(
-        f"{LIST_NODE}\nhead = build([1, 2])\nhead.next.next = head\nassert has_cycle(head)\nassert not has_cycle(build([1]))",
+        f"{LIST_NODE}\nhead = build([1, 2])\nhead.next.next = head\nassert has_cycle(head)\n"
+        "assert not has_cycle(build([1]))",
         "def has_cycle(head):\n    seen = set()\n    while head:\n        if id(head) in seen: return True\n"
         "        seen.add(id(head)); head = head.next\n    return False",
         "def has_cycle(head): return True",
@@ -202,7 +206,8 @@ FORMS = {
         "def depth(n): return 1",
     ),
     "tree_node_inverted": Form(
-        f"{TREE}\nroot = invert(TreeNode(1, TreeNode(2), TreeNode(3)))\nassert (root.left.val, root.right.val) == (3, 2)",
+        f"{TREE}\nroot = invert(TreeNode(1, TreeNode(2), TreeNode(3)))\n"
+        "assert (root.left.val, root.right.val) == (3, 2)",
         "def invert(n):\n    if n: n.left, n.right = invert(n.right), invert(n.left)\n    return n",
         "def invert(n): return n",
     ),
@@ -213,7 +218,8 @@ FORMS = {
         "def move(p): return p",
     ),
     "data_class_forged": Form(
-        "class Point:\n    def __init__(self, x):\n        self.x = x\n    def __eq__(self, other):\n        return self.x == other.x\n"
+        "class Point:\n    def __init__(self, x):\n        self.x = x\n    def __eq__(self, other):\n"
+        "        return self.x == other.x\n"
         "assert move(Point(1)) == Point(2)",
         "def move(p): return Point(p.x + 1)",
         "Point.__eq__ = lambda self, other: True\ndef move(p): return Point(5)",
@@ -238,12 +244,14 @@ FORMS = {
     ),
     "type_as_result": Form("assert kind(3) is int", "def kind(x): return type(x)", "def kind(x): return str"),
     "deep_copy_of_an_object": Form(
-        "import copy\na = Box([1])\nb = copy.deepcopy(a)\nb.items.append(2)\nassert a.items == [1]\nassert a.count() == 1",
+        "import copy\na = Box([1])\nb = copy.deepcopy(a)\nb.items.append(2)\nassert a.items == [1]\n"
+        "assert a.count() == 1",
         "class Box:\n    def __init__(self, items): self.items = items\n    def count(self): return len(self.items)",
         "class Box:\n    def __init__(self, items): self.items = items\n    def count(self): return 2",
     ),
     "deep_copy_of_the_input": Form(
-        "from copy import deepcopy\ndata = [[1, 2], [3]]\nkept = deepcopy(data)\nassert flat(data) == [1, 2, 3]\nassert data == kept",
+        "from copy import deepcopy\ndata = [[1, 2], [3]]\nkept = deepcopy(data)\n"
+        "assert flat(data) == [1, 2, 3]\nassert data == kept",
         "def flat(xs): return [x for row in xs for x in row]",
         "def flat(xs):\n    found = [x for row in xs for x in row]\n    xs.clear()\n    return found",
     ),
@@ -283,12 +291,14 @@ FORMS = {
         "def ask(): return int(input('a'))",
     ),
     "patched_input_by_monkeypatch": Form(
-        "def test_a(monkeypatch):\n    monkeypatch.setattr('builtins.input', lambda prompt='': '5')\n    assert ask() == 5",
+        "def test_a(monkeypatch):\n    monkeypatch.setattr('builtins.input', lambda prompt='': '5')\n"
+        "    assert ask() == 5",
         "def ask(): return int(input())",
         "def ask(): return 4",
     ),
     "patched_standard_input": Form(
-        "import io, sys\nfrom unittest import mock\nwith mock.patch('sys.stdin', io.StringIO('1\\n2\\n')):\n    assert total() == 3",
+        "import io, sys\nfrom unittest import mock\nwith mock.patch('sys.stdin', io.StringIO('1\\n2\\n')):\n"
+        "    assert total() == 3",
         "import sys\ndef total(): return sum(int(line) for line in sys.stdin)",
         "import sys\ndef total(): return int(sys.stdin.readline())",
     ),
@@ -298,7 +308,8 @@ FORMS = {
         "def read(): return 8",
     ),
     "mock_as_a_function": Form(
-        "from unittest.mock import Mock\ncall = Mock()\neach([1, 2], call)\nassert call.call_count == 2\ncall.assert_called_with(2)",
+        "from unittest.mock import Mock\ncall = Mock()\neach([1, 2], call)\nassert call.call_count == 2\n"
+        "call.assert_called_with(2)",
         "def each(xs, f):\n    for x in xs: f(x)",
         "def each(xs, f): f(2)",
     ),
@@ -319,7 +330,8 @@ FORMS = {
         "async " + BAD_DOUBLE,
     ),
     "async_iteration": Form(
-        "import asyncio\nasync def main():\n    return [x async for x in up_to(2)]\nassert asyncio.run(main()) == [0, 1]",
+        "import asyncio\nasync def main():\n    return [x async for x in up_to(2)]\n"
+        "assert asyncio.run(main()) == [0, 1]",
         "async def up_to(n):\n    for i in range(n): yield i",
         "async def up_to(n):\n    yield n",
     ),
