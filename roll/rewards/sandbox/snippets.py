@@ -213,6 +213,7 @@ def as_pytest_file(setup: str, pieces: Iterable[Piece]) -> str:
     return "\n\n".join(parts)
 
 
+@functools.lru_cache(maxsize=512)
 def pytest_file(text: str) -> str:
     """A row's own file for pytest.
 

@@ -89,7 +89,8 @@ def shared_class(module: str, name: str) -> type:
     Raises:
         ValueError: it is none of those.
     """
-    found = getattr(importlib.import_module(module), name, None) if module in _SHARED_MODULES else None
+    public = module in _SHARED_MODULES and not name.startswith("_")
+    found = getattr(importlib.import_module(module), name, None) if public else None
     if not isinstance(found, type):
         raise ValueError(f"no class {module}.{name}")
     return found
