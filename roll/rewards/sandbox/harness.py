@@ -18,7 +18,7 @@ import json
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -73,6 +73,9 @@ def run(job: bytes, channel: Channel, verdicts: int) -> None:
     remote = Remote(channel, settings["object_operators"], ends, names, namespace.get)
     builtins.issubclass = partial(is_subclass, builtins.issubclass)  # type: ignore[assignment]
     remote.set_deadline(settings["case_timeout"])
+    missing = missing_import([*preparation["imports"], *(["pytest"] if "pytest" in settings else [])])
+    if missing:
+        return report.send(impossible=missing)
     try:
         state = remote.wait_ready(preparation)
         if "compile_error" in state or "raised" in state:
@@ -89,6 +92,17 @@ def run(job: bytes, channel: Channel, verdicts: int) -> None:
         report.send(gone=described(gone), timed_out=gone.timed_out)
     if remote.impossible is not None:
         report.send(impossible=remote.impossible)
+    return None
+
+
+def missing_import(names: Sequence[str]) -> str | None:
+    """Why the tests cannot import what they need; None: they can."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a package may fail in any way
+            return f"the tests import {name}, which fails in the sandbox: {described(error)[:MAX_NOTE]}"
+    return None
 
 
 def run_calls(settings: dict[str, Any], remote: Remote, report: Verdicts) -> None:
@@ -268,7 +282,17 @@ def run_pytest(settings: dict[str, Any], remote: Remote, report: Verdicts, names
                 self.names[self.numbers[report.nodeid]] = False
 
     plugin = Plugin()
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--rootdir=.", "-c", os.devnull]
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:faulthandler",
+        "--rootdir=.",
+        "--confcutdir=.",
+        "-c",
+        os.devnull,
+    ]
     with contextlib.redirect_stdout(io.StringIO()):
         pytest.main([*options, "test_solution.py"], plugins=[plugin])
     for number, passed in getattr(plugin, "names", {}).items():

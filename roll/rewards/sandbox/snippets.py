@@ -340,11 +340,24 @@ def preparation(sources: tuple[str, ...]) -> dict[str, Any]:
     Returns:
         ``classes`` that only hold data, and the ``prelude`` that defines them; ``expects_ends``: whether
         ``StopIteration`` may reach the tests; ``in_place``: whether arguments that a function has changed come back
-        where it also returns something.
+        where it also returns something; ``imports`` without which no test can pass.
     """
     names, prelude = data_classes(sources)
     ends = any("StopIteration" in source or "StopAsyncIteration" in source for source in sources)
-    return {"classes": names, "prelude": prelude, "expects_ends": ends, "in_place": not judges_by_arguments(sources)}
+    in_place = not judges_by_arguments(sources)
+    imports = sorted({name for source in sources for name in packages(source)})
+    return {"classes": names, "prelude": prelude, "expects_ends": ends, "in_place": in_place, "imports": imports}
+
+
+def packages(source: str) -> set[str]:
+    """What it imports at its top, beside Python's own modules and the response."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return set()
+    names = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in tree.body if isinstance(node, ast.ImportFrom) and node.module}
+    return {name for name in names if name.partition(".")[0] not in {*sys.stdlib_module_names, *MODULE_NAMES}}
 
 
 def data_classes(sources: Iterable[str]) -> tuple[list[str], str]:

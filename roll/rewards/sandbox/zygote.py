@@ -173,6 +173,7 @@ class Zygote:
                 place_descriptors([*descriptors, writing])
                 self._confine_or_tell(len(descriptors), limits, slot, folder, proc)
                 programs.forget_own_modules()
+                programs.settle_in(folder or mounts.SCRATCH)
                 program()
             finally:
                 os._exit(1)
