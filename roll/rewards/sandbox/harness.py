@@ -71,7 +71,7 @@ def run(job: bytes, channel: Channel, verdicts: int) -> None:
     namespace = tests.__dict__
     names, ends = preparation["classes"], preparation["expects_ends"]
     remote = Remote(channel, settings["object_operators"], ends, names, namespace.get)
-    builtins.issubclass = partial(is_subclass, builtins.issubclass)  # type: ignore[assignment]
+    builtins.issubclass = partial(is_subclass, builtins.issubclass)
     remote.set_deadline(settings["case_timeout"])
     missing = missing_import([*preparation["imports"], *(["pytest"] if "pytest" in settings else [])])
     if missing:

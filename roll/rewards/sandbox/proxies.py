@@ -63,7 +63,7 @@ class Remote:
         object_operators: bool = False,
         ends_iterations: bool = False,
         classes: Sequence[str] = (),
-        find_class: Callable[[str], Any] = {}.get,
+        find_class: Callable[[str], Any] = lambda name: None,
     ) -> None:
         self._channel = channel
         self._instances = Instances("t", classes, find_class)
@@ -145,7 +145,7 @@ class Remote:
     def _run_callback(self, message: dict[str, Any]) -> dict[str, Any]:
         try:
             which = message["callback"]
-            function = {"input": read_input, "readline": read_line}.get(which) or self._callbacks[which]
+            function = INPUT[which] if isinstance(which, str) else self._callbacks[which]
             self._instances.update(message.get("instances", {}), self._decode_other)
             arguments = [decode(item, self._decode_other) for item in message["args"]]
             value = encode(function(*arguments), self._encode_other)
@@ -248,6 +248,10 @@ def next_line(prompt: str) -> str:
 
 def read_line() -> str:
     return str(sys.stdin.readline())
+
+
+INPUT: dict[str, Callable[..., Any]] = {"input": read_input, "readline": read_line}
+"""What a response may ask of the tests' process by name."""
 
 
 class Proxy:

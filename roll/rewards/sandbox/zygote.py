@@ -233,7 +233,7 @@ class Zygote:
             if killer == 0:
                 try:
                     # It may signal that user's processes, and none of them may signal it.
-                    its_own = self._uid(host.UIDS)
+                    its_own = uid - slot + host.UIDS
                     os.setresuid(its_own, uid, its_own)
                     os.kill(-1, signal.SIGKILL)
                 finally:
