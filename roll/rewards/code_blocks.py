@@ -8,15 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 PYTHON = ("python", "python3", "py", "")
-_OPENING = re.compile(r"^(?P<before>.*?)(?P<fence>`{3,}|~{3,})(?P<info>[^`]*)$")
+_DEEPEST_QUOTATION = 20
 _ANY_PYTHON = re.compile(r"py(thon)?[\d.]*")
 _LANGUAGE = re.compile(r"[{.\s]*([\w+#.-]*)")
-_MARKER = re.compile(r"[\s>]*(?:[-*+]|\d+[.)])?[\s>]*")
-"""What may stand before a fence on its line: a quotation's mark, a list item's."""
-_PROGRAM = re.compile(
-    r"^\s*(async def|def|class|import|from|for|while|if|with|try|print|raise|assert|return|@\w)\b|^\s*[\w\[\], .]+ ?[-+*/]?=[^=]",
-    re.MULTILINE,
-)
+_LIST_ITEM = re.compile(r"[-*+]|\d{1,9}[.)]")
+_WORD = r"^[ \t]{0,100}(async def|def|class|import|from|for|while|if|with|try|print|raise|assert|return|@\w)\b"
+_ASSIGNMENT = r"^[ \t]{0,100}[\w\[\], .]{1,200}[-+*/]?=[^=]"
+_PROGRAM = re.compile(f"{_WORD}|{_ASSIGNMENT}", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    before: str
+    mark: str
+    info: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +57,14 @@ def is_wanted(language: str, languages: Sequence[str]) -> bool:
 def code_blocks(text: str) -> list[Block]:
     """All fenced blocks, the last of which may be cut off."""
     blocks: list[Block] = []
-    opened: re.Match[str] | None = None
+    opened: Fence | None = None
     lines: list[str] = []
     # Not splitlines(), which also splits at characters that may stand in a program's texts.
     for line in text.replace("\r\n", "\n").split("\n"):
         if opened is None:
             opened, lines = opening_fence(line), []
             continue
-        rest = closing_fence(line, opened["fence"])
+        rest = closing_fence(line, opened.mark)
         if rest is None:
             lines.append(line)
             continue
@@ -70,13 +75,19 @@ def code_blocks(text: str) -> list[Block]:
     return blocks
 
 
-def opening_fence(line: str) -> re.Match[str] | None:
-    """A fence with nothing but a list's or a quotation's mark before it, or behind a sentence if it names a language."""
-    found = _OPENING.match(line)
-    if found is None:
+def opening_fence(line: str) -> Fence | None:
+    """A fence behind nothing but a list's or a quotation's mark, or behind a sentence if it names a language."""
+    begin = min((line.find(mark) for mark in ("```", "~~~") if mark in line), default=-1)
+    if begin < 0:
         return None
-    names_one = found["info"].strip().isalnum()
-    return found if _MARKER.fullmatch(found["before"]) or names_one else None
+    before, rest = line[:begin], line[begin:]
+    info = rest.lstrip(rest[0])
+    if "`" in info:
+        return None
+    marker = before.strip(" \t>")
+    if marker and not _LIST_ITEM.fullmatch(marker) and not info.strip().isalnum():
+        return None
+    return Fence(before, rest[: len(rest) - len(info)], info)
 
 
 def closing_fence(line: str, fence: str) -> str | None:
@@ -86,11 +97,11 @@ def closing_fence(line: str, fence: str) -> str | None:
     return before if len(stripped) - len(before) >= len(fence) else None
 
 
-def finished(opened: re.Match[str], lines: list[str]) -> Block:
-    quoted = opened["before"].count(">")
+def finished(opened: Fence, lines: list[str]) -> Block:
+    quoted = min(opened.before.count(">"), _DEEPEST_QUOTATION)
     if quoted:
         lines = [re.sub(rf"^(?:\s*> ?){{1,{quoted}}}", "", line) for line in lines]
-    return Block(language_of(opened["info"]), textwrap.dedent("\n".join(lines)).strip("\n"))
+    return Block(language_of(opened.info), textwrap.dedent("\n".join(lines)).strip("\n"))
 
 
 def language_of(info: str) -> str:

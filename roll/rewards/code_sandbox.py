@@ -13,11 +13,12 @@ from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, Rewar
 from roll.rewards.code_blocks import PYTHON, has_code_block, last_code_block
 from roll.rewards.extraction import after_thought
 from roll.rewards.http_reward import HttpReward
-from roll.rewards.sandbox.cases import CaseError, read_cases
+from roll.rewards.sandbox.cases import read_cases
 from roll.rewards.sandbox.client import Sandbox, SandboxError, Settings
 from roll.rewards.sandbox.judging import Judging, judge
 from roll.rewards.sandbox.limits import MEBIBYTE, Limits
 from roll.rewards.sandbox.protections import PROMISED, PROTECTIONS, MissingProtection, consequence
+from roll.rewards.sandbox.snippets import CaseError
 
 MOST_AT_A_TIME = 8
 """Samples of one reward worker: more workers (``world_size``) take more."""

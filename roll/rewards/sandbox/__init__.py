@@ -6,11 +6,12 @@ run in one process and the response in another (:mod:`~roll.rewards.sandbox.prox
 own word.
 """
 
-from roll.rewards.sandbox.cases import CaseError, Cases, read_cases
+from roll.rewards.sandbox.cases import Cases, read_cases
 from roll.rewards.sandbox.client import Sandbox, SandboxError, Settings
 from roll.rewards.sandbox.judging import Judging, Outcome, judge
 from roll.rewards.sandbox.limits import Limits
 from roll.rewards.sandbox.protections import PROTECTIONS, MissingProtection, Report
+from roll.rewards.sandbox.snippets import CaseError
 
 __all__ = [
     "PROTECTIONS",

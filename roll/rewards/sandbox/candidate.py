@@ -20,7 +20,7 @@ from typing import Any
 
 from roll.rewards.sandbox.channel import Channel, ChannelClosed, MessageTooLarge
 from roll.rewards.sandbox.instances import Instances
-from roll.rewards.sandbox.values import SHARED_MODULES, Encoded, decode, encode
+from roll.rewards.sandbox.values import Encoded, decode, encode, encode_class, shared_class
 
 MODULE = "solution"
 MAX_TEXT = 2000
@@ -185,9 +185,8 @@ class Server:
         instance = self._instances.encode(value)
         if instance is not None:
             return instance
-        if isinstance(value, type) and value.__module__ in SHARED_MODULES and not issubclass(value, BaseException):
-            if getattr(sys.modules.get(value.__module__), value.__name__, None) is value:
-                return {"t": "type", "module": value.__module__, "name": value.__name__}
+        if isinstance(value, type) and (shared := encode_class(value)) is not None:
+            return shared
         encoded: dict[str, Any] = {"t": "object", "id": self._number(value)}
         if inspect.isawaitable(value):
             encoded["awaitable"] = True
@@ -202,6 +201,8 @@ class Server:
     def _decode_other(self, data: dict[str, Any]) -> Any:
         if data["t"] == "callback":
             return self._callback(data["id"])
+        if data["t"] == "type":
+            return shared_class(data["module"], data["name"])
         if data["t"] == "iterator":
             return self._iterator(data["id"])
         if data["t"] == "instance":

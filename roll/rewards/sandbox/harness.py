@@ -18,13 +18,14 @@ import json
 import os
 import sys
 import types
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from functools import partial
 from typing import Any
 
 from roll.rewards.sandbox.channel import Channel
 from roll.rewards.sandbox.comparison import equal_values
-from roll.rewards.sandbox.proxies import AwaitableProxy, Remote, ResponseGone
-from roll.rewards.sandbox.snippets import MODULE_NAMES, RUN_UNITTEST, bound_names, data_classes, judges_by_arguments
+from roll.rewards.sandbox.proxies import AwaitableProxy, Proxy, Remote, ResponseGone
+from roll.rewards.sandbox.snippets import MODULE_NAMES, RUN_UNITTEST, bound_names
 
 USUAL_ALIASES = {"np": "numpy", "pd": "pandas", "plt": "matplotlib.pyplot"}
 """Names under which tests use modules that they leave to the response to import."""
@@ -57,22 +58,26 @@ def run(job: bytes, channel: Channel, verdicts: int) -> None:
     """Run the tests of a job.
 
     Args:
-        job: JSON with ``case_timeout``, ``object_operators`` and one of ``tests`` (sources, each a case), ``calls`` or
-            ``pytest`` (the text of a file).
+        job: JSON with ``case_timeout``, ``object_operators``, the result of
+            :func:`~roll.rewards.sandbox.snippets.preparation`, and one of ``tests`` (sources, each a case), ``calls``
+            or ``pytest`` (the text of a file).
         channel: to the response's process.
         verdicts: the descriptor that verdicts go to.
     """
     settings = json.loads(job)
     report = Verdicts(verdicts)
-    sources = [settings.get("setup", ""), *settings.get("tests", []), settings.get("pytest", "")]
-    names, prelude = data_classes(sources)
-    namespace: dict[str, Any] = {"__name__": "tests"}
-    expects_ends = any("StopIteration" in source or "StopAsyncIteration" in source for source in sources)
-    remote = Remote(channel, settings["object_operators"], expects_ends, names, namespace.get)
+    preparation = settings["preparation"]
+    tests = sys.modules["tests"] = types.ModuleType("tests")
+    namespace = tests.__dict__
+    names, ends = preparation["classes"], preparation["expects_ends"]
+    remote = Remote(channel, settings["object_operators"], ends, names, namespace.get)
+    builtins.issubclass = partial(is_subclass, builtins.issubclass)
     remote.set_deadline(settings["case_timeout"])
-    in_place = not judges_by_arguments(sources)
+    missing = missing_import([*preparation["imports"], *(["pytest"] if "pytest" in settings else [])])
+    if missing:
+        return report.send(impossible=missing)
     try:
-        state = remote.wait_ready({"classes": names, "prelude": prelude, "in_place": in_place})
+        state = remote.wait_ready(preparation)
         if "compile_error" in state or "raised" in state:
             details = state.get("raised")
             note = f"{details.get('name')}: {details.get('text')}" if isinstance(details, dict) else ""
@@ -87,6 +92,17 @@ def run(job: bytes, channel: Channel, verdicts: int) -> None:
         report.send(gone=described(gone), timed_out=gone.timed_out)
     if remote.impossible is not None:
         report.send(impossible=remote.impossible)
+    return None
+
+
+def missing_import(names: Sequence[str]) -> str | None:
+    """Why the tests cannot import what they need; None: they can."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a package may fail in any way
+            return f"the tests import {name}, which fails in the sandbox: {described(error)[:MAX_NOTE]}"
+    return None
 
 
 def run_calls(settings: dict[str, Any], remote: Remote, report: Verdicts) -> None:
@@ -156,6 +172,11 @@ def run_snippets(settings: dict[str, Any], remote: Remote, report: Verdicts, nam
         except (Exception, SystemExit) as error:
             failed = error
         report.case(number, failed)
+
+
+def is_subclass(real: Callable[..., bool], kind: Any, base: Any) -> bool:
+    """``issubclass`` that also knows the response's classes, which are no classes here."""
+    return kind._roll_remote.ask("issubclass", kind, base) is True if type(kind) is Proxy else real(kind, base)
 
 
 def run_unittest(kind: Any, name: str) -> None:
@@ -261,7 +282,17 @@ def run_pytest(settings: dict[str, Any], remote: Remote, report: Verdicts, names
                 self.names[self.numbers[report.nodeid]] = False
 
     plugin = Plugin()
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--rootdir=.", "-c", os.devnull]
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:faulthandler",
+        "--rootdir=.",
+        "--confcutdir=.",
+        "-c",
+        os.devnull,
+    ]
     with contextlib.redirect_stdout(io.StringIO()):
         pytest.main([*options, "test_solution.py"], plugins=[plugin])
     for number, passed in getattr(plugin, "names", {}).items():

@@ -11,11 +11,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from roll.rewards.sandbox.cases import CaseError, Cases
+from roll.rewards.sandbox.cases import Cases
 from roll.rewards.sandbox.client import Process, Sandbox
 from roll.rewards.sandbox.comparison import equal_output
 from roll.rewards.sandbox.limits import Ended, Limits
 from roll.rewards.sandbox.programs import COMPILE_STATUS
+from roll.rewards.sandbox.snippets import CaseError, preparation
 
 COMMAND_PROCESSES = 32
 """A shell and what it starts."""
@@ -180,7 +181,11 @@ def _end(process: Process) -> None:
 
 
 def _job(cases: Cases, judging: Judging) -> dict[str, Any]:
-    job: dict[str, Any] = {"case_timeout": judging.case_timeout, "object_operators": judging.object_operators}
+    job: dict[str, Any] = {
+        "case_timeout": judging.case_timeout,
+        "object_operators": judging.object_operators,
+        "preparation": preparation((cases.setup, *cases.texts)),
+    }
     if cases.kind == "calls":
         calls = [{"arguments": call.arguments, "accepted": call.accepted} for call in cases.calls]
         return {**job, "calls": calls, "fn_name": cases.fn_name, "tolerance": judging.tolerance}

@@ -29,15 +29,16 @@ def abi() -> int:
         return 0
 
 
-def restrict(readable: Sequence[str], writable: Sequence[str], version: int) -> None:
+def restrict(readable: Sequence[str], writable: Sequence[str], version: int | None = None) -> None:
     """From now on only these paths and what lies below them; TCP and signals to others too where the kernel can.
 
     Args:
-        version: of Landlock's interface, at most :func:`abi`.
+        version: of Landlock's interface, at most :func:`abi`, which is what None stands for.
 
     Raises:
         OSError: the kernel has no Landlock.
     """
+    version = abi() if version is None else version
     # Each version knows more kinds of access; a kind that is not named here would stay allowed.
     files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     attributes = struct.pack(

@@ -6,6 +6,7 @@ import atexit
 import os
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 import types
@@ -48,6 +49,12 @@ def forget_own_modules() -> None:
     """This package is not on a program's path, so it should not be among its modules either."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "roll"]:
         del sys.modules[name]
+
+
+def settle_in(folder: str) -> None:
+    """Temporary files and settings belong into the private folder, wherever it is."""
+    tempfile.tempdir = folder
+    os.environ.update(TMPDIR=folder, HOME=folder)
 
 
 def read_all(descriptor: int) -> bytes:
@@ -126,7 +133,7 @@ def run_command(request: dict[str, Any]) -> None:
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     command = request["command"]
-    os.execvpe(command[0], command, ENVIRONMENT)
+    os.execvpe(command[0], command, dict(os.environ))
 
 
 PROGRAMS: dict[str, Callable[[dict[str, Any]], None]] = {

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import builtins
 import collections
-import importlib
+import io
 import operator
 import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 from roll.rewards.sandbox.channel import Channel, ChannelClosed, MessageTooLarge
 from roll.rewards.sandbox.instances import Instances
-from roll.rewards.sandbox.values import SHARED_MODULES, Encoded, decode, encode
+from roll.rewards.sandbox.values import Encoded, decode, encode, encode_class, shared_class
 
 _SPECIAL = ("name", "doc", "dict", "bases", "mro", "qualname", "module", "annotations", "abstractmethods", "defaults")
 _READABLE = frozenset(f"__{name}__" for name in _SPECIAL)
@@ -64,7 +63,7 @@ class Remote:
         object_operators: bool = False,
         ends_iterations: bool = False,
         classes: Sequence[str] = (),
-        find_class: Callable[[str], Any] = {}.get,
+        find_class: Callable[[str], Any] = lambda name: None,
     ) -> None:
         self._channel = channel
         self._instances = Instances("t", classes, find_class)
@@ -146,7 +145,7 @@ class Remote:
     def _run_callback(self, message: dict[str, Any]) -> dict[str, Any]:
         try:
             which = message["callback"]
-            function = {"input": read_input, "readline": read_line}.get(which) or self._callbacks[which]
+            function = INPUT[which] if isinstance(which, str) else self._callbacks[which]
             self._instances.update(message.get("instances", {}), self._decode_other)
             arguments = [decode(item, self._decode_other) for item in message["args"]]
             value = encode(function(*arguments), self._encode_other)
@@ -162,10 +161,12 @@ class Remote:
         instance = self._instances.encode(value)
         if instance is not None:
             return instance
-        if isinstance(value, Iterator) and not isinstance(value, Coroutine):
+        if isinstance(value, type) and (shared := encode_class(value)) is not None:
+            return shared
+        if isinstance(value, Iterator) and not isinstance(value, Coroutine | io.IOBase):
             self._callbacks.append(lambda: next(([item] for item in value), None))
             return {"t": "iterator", "id": len(self._callbacks) - 1}
-        if callable(value) and not (isinstance(value, mock.NonCallableMock) and value._mock_children):
+        if callable(value) and not is_mock_with_attributes(value):
             self._callbacks.append(value)
             return {"t": "callback", "id": len(self._callbacks) - 1}
         reason = f"a {type(value).__name__} cannot be handed to the response: only data, functions and data classes"
@@ -205,6 +206,11 @@ class Remote:
         return found if isinstance(found, type) else base
 
 
+def is_mock_with_attributes(value: Any) -> bool:
+    mock = sys.modules.get("unittest.mock")
+    return mock is not None and isinstance(value, mock.NonCallableMock) and bool(value._mock_children)
+
+
 def restore(argument: Any, after: Any) -> None:
     """A function that returns None has worked on its arguments in place: so the tests see them."""
     numpy = sys.modules.get("numpy")
@@ -216,7 +222,9 @@ def restore(argument: Any, after: Any) -> None:
     elif isinstance(argument, collections.deque) and isinstance(after, collections.deque):
         argument.clear()
         argument.extend(after)
-    elif (isinstance(argument, dict) and isinstance(after, dict)) or (isinstance(argument, set) and isinstance(after, set)):
+    elif (isinstance(argument, dict) and isinstance(after, dict)) or (
+        isinstance(argument, set) and isinstance(after, set)
+    ):
         argument.clear()
         argument.update(after)
 
@@ -242,15 +250,8 @@ def read_line() -> str:
     return str(sys.stdin.readline())
 
 
-def shared_class(module: str, name: str) -> type:
-    """
-    Raises:
-        ValueError: it is none of Python's classes that both processes have.
-    """
-    found = getattr(importlib.import_module(module), name, None) if module in SHARED_MODULES else None
-    if not isinstance(found, type):
-        raise ValueError(f"no class {module}.{name}")
-    return found
+INPUT: dict[str, Callable[..., Any]] = {"input": read_input, "readline": read_line}
+"""What a response may ask of the tests' process by name."""
 
 
 class Proxy:
@@ -356,6 +357,9 @@ class AwaitableProxy(Proxy):
 
     def send(self, value: Any) -> Any:
         raise StopIteration(self._roll_remote.ask("await", self))
+
+    def __next__(self) -> Any:
+        return self.send(None)
 
     def throw(self, *details: Any) -> Any:
         raise details[0]

@@ -1,4 +1,4 @@
-"""Private folders on hosts where no memory disk can be mounted, and their removal whatever a program has made of them."""
+"""Private folders where no memory disk can be mounted, and their removal whatever a program has made of them."""
 
 from __future__ import annotations
 

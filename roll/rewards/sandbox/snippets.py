@@ -13,6 +13,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
+from typing import Any
 
 MODULE_NAMES = ("solution", "main", "candidate", "answer", "submission")
 """Names under which tests import the response."""
@@ -152,7 +153,7 @@ class Piece:
                 return True
             if isinstance(node, ast.Name) and node.id in _DYNAMIC:
                 return True
-        return any(takes_candidate(node) for node in self._functions) and bool(self._entry_point)
+        return any(takes_candidate(node) for node in self._functions)
 
     def refuse_what_cannot_work(self, bound: Set[str]) -> None:
         """
@@ -212,6 +213,7 @@ def as_pytest_file(setup: str, pieces: Iterable[Piece]) -> str:
     return "\n\n".join(parts)
 
 
+@functools.lru_cache(maxsize=512)
 def pytest_file(text: str) -> str:
     """A row's own file for pytest.
 
@@ -293,8 +295,8 @@ def why_not(node: ast.AST, mocks: bool) -> str | None:
     if isinstance(node, ast.Call):
         return why_not_call(node, mocks)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        if node.value.id in _BLIND_MODULES or node.attr == "iscoroutinefunction":
-            return f"uses {node.value.id}.{node.attr}, which sees nothing of another process"
+        blind = node.value.id in _BLIND_MODULES or node.attr == "iscoroutinefunction"
+        return f"uses {node.value.id}.{node.attr}, which sees nothing of another process" if blind else None
     return None
 
 
@@ -331,6 +333,33 @@ def target_of(node: ast.Call) -> str:
     return first if constant else f"{first}.{next(values, '')}"
 
 
+@functools.lru_cache(maxsize=512)
+def preparation(sources: tuple[str, ...]) -> dict[str, Any]:
+    """What both processes are told of the tests before any of them runs.
+
+    Returns:
+        ``classes`` that only hold data, and the ``prelude`` that defines them; ``expects_ends``: whether
+        ``StopIteration`` may reach the tests; ``in_place``: whether arguments that a function has changed come back
+        where it also returns something; ``imports`` without which no test can pass.
+    """
+    names, prelude = data_classes(sources)
+    ends = any("StopIteration" in source or "StopAsyncIteration" in source for source in sources)
+    in_place = not judges_by_arguments(sources)
+    imports = sorted({name for source in sources for name in packages(source)})
+    return {"classes": names, "prelude": prelude, "expects_ends": ends, "in_place": in_place, "imports": imports}
+
+
+def packages(source: str) -> set[str]:
+    """What it imports at its top, beside Python's own modules and the response."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return set()
+    names = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in tree.body if isinstance(node, ast.ImportFrom) and node.module}
+    return {name for name in names if name.partition(".")[0] not in {*sys.stdlib_module_names, *MODULE_NAMES}}
+
+
 def data_classes(sources: Iterable[str]) -> tuple[list[str], str]:
     """Classes of the tests that only hold data, such as ``ListNode``: their names, and what defines them.
 
@@ -365,21 +394,25 @@ def judges_by_arguments(sources: Iterable[str]) -> bool:
 
     Then a function that returns something and also changes its argument would decide on what is expected.
     """
-    passed: set[str] = set()
-    derived: set[str] = set()
     for source in sources:
         try:
             tree = ast.parse(source)
         except SyntaxError:
             continue
         known = set(dir(builtins)) | bound_names(tree)
+        passed: dict[str, tuple[int, int]] = {}
+        used: list[tuple[str, tuple[int, int]]] = []
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
+                place = (node.lineno, node.col_offset)
                 of_response = bool(dotted(node.func)) and dotted(node.func)[0] not in known
                 arguments = (*node.args, *(keyword.value for keyword in node.keywords))
                 if of_response or dotted(node.func)[:1] in (["candidate"], ["solution"]):
-                    passed |= {each.id for each in arguments if isinstance(each, ast.Name)}
+                    for name in (each.id for each in arguments if isinstance(each, ast.Name)):
+                        passed[name] = min(place, passed.get(name, place))
                 else:
                     inside = (part for each in arguments for part in ast.walk(each))
-                    derived |= {each.id for each in inside if isinstance(each, ast.Name)}
-    return bool(passed & derived)
+                    used += [(each.id, place) for each in inside if isinstance(each, ast.Name)]
+        if any(name in passed and place > passed[name] for name, place in used):
+            return True
+    return False

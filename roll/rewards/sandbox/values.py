@@ -10,6 +10,7 @@ import collections
 import datetime
 import decimal
 import fractions
+import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,7 @@ _AS_TEXT: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
     "complex": (complex, str, complex),
 }
-SHARED_MODULES = ("builtins", "abc", "collections", "collections.abc", "enum", "numbers", "typing")
+_SHARED_MODULES = ("builtins", "abc", "collections", "collections.abc", "enum", "numbers", "typing")
 """Classes of these are the same in both processes, and travel by their names."""
 _ARRAY_KINDS = "biufcU"
 """Kinds of NumPy arrays that travel by value; arrays of objects do not."""
@@ -73,6 +74,26 @@ def _encode_array(value: Any, other: Callable[[Any], Encoded]) -> Encoded:
         return encode(value.item(), other)
     data = base64.b64encode(numpy.ascontiguousarray(value).tobytes()).decode()
     return {_TAG: "array", "v": data, "dtype": value.dtype.str, "shape": list(value.shape)}
+
+
+def encode_class(kind: type) -> Encoded | None:
+    """One of Python's classes that both processes have, exceptions aside; None for any other."""
+    if kind.__module__ not in _SHARED_MODULES or issubclass(kind, BaseException):
+        return None
+    known = getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
+    return {_TAG: "type", "module": kind.__module__, "name": kind.__name__} if known else None
+
+
+def shared_class(module: str, name: str) -> type:
+    """
+    Raises:
+        ValueError: it is none of those.
+    """
+    public = module in _SHARED_MODULES and not name.startswith("_")
+    found = getattr(importlib.import_module(module), name, None) if public else None
+    if not isinstance(found, type):
+        raise ValueError(f"no class {module}.{name}")
+    return found
 
 
 def decode(data: Encoded, other: Callable[[dict[str, Any]], Any]) -> Any:

@@ -173,6 +173,7 @@ class Zygote:
                 place_descriptors([*descriptors, writing])
                 self._confine_or_tell(len(descriptors), limits, slot, folder, proc)
                 programs.forget_own_modules()
+                programs.settle_in(folder or mounts.SCRATCH)
                 program()
             finally:
                 os._exit(1)
@@ -232,7 +233,7 @@ class Zygote:
             if killer == 0:
                 try:
                     # It may signal that user's processes, and none of them may signal it.
-                    its_own = self._uid(host.UIDS)
+                    its_own = uid - slot + host.UIDS
                     os.setresuid(its_own, uid, its_own)
                     os.kill(-1, signal.SIGKILL)
                 finally:

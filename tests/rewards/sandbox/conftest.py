@@ -7,7 +7,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ class Host:
     """What the launched zygote may use, and what it then does not give."""
 
     lacks: frozenset[str]
-    settings: Settings = Settings()
+    settings: Settings = field(default_factory=Settings)
     launched: tuple[tuple[str, object], ...] = ()
     """What :mod:`tests.rewards.sandbox.poorer_host` is asked for; needs the superuser."""
 

@@ -201,7 +201,7 @@ class TestFiles:
     def test_copies_of_its_own_files_work(self, any_sandbox: Sandbox, verdict: Verdict) -> None:
         source = """
         import pathlib, shutil, tempfile
-        with tempfile.TemporaryDirectory(dir=".") as folder:
+        with tempfile.TemporaryDirectory() as folder:
             first = pathlib.Path(folder, "a")
             first.write_text("done")
             first.touch()
@@ -210,6 +210,19 @@ class TestFiles:
             print(pathlib.Path("tree/b").read_text())
         """
         assert verdict(textwrap.dedent(source), DONE, any_sandbox).passed == 1
+
+    def test_a_command_finds_its_folder(self, any_sandbox: Sandbox, verdict: Verdict) -> None:
+        command = {"command": ("sh", "main.sh"), "file_name": "main.sh", "processes": 4}
+        source = 'echo done > "$TMPDIR/a" && test "$HOME" = "$PWD" && cat a'
+        reachable = any_sandbox.start().given["user"] or "process_namespace" in any_sandbox.start().means
+        assert verdict(source, DONE, any_sandbox, **command).passed == reachable, "else it may start no second process"
+
+    def test_pytest_finds_its_file(self, any_host: str, any_sandbox: Sandbox, verdict: Verdict) -> None:
+        if dict(HOSTS[any_host].launched).get("python"):
+            return  # an interpreter whose packages no other user can read
+        tests = {"pytest": "def test_a():\n    assert double(2) == 4\n"}
+        outcome = verdict("def double(n): return n * 2", tests, any_sandbox, wall=30.0, case_timeout=20.0)
+        assert (outcome.passed, outcome.total) == (1, 1), outcome
 
 
 class TestSecrets:

@@ -304,3 +304,20 @@ def test_blocks_of_other_languages() -> None:
     text = f"{F}js\nlet x\n{F}\n{F}python\nx = 1\n{F}\n{F}\n5\n{F}"
     assert last_code_block(text, ("js", "javascript")) == "let x"
     assert last_code_block(text, ("go",)) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`" * 300_000 + " x `",
+        " " * 300_000 + "x ```python",
+        "```\n" + " " * 300_000 + "=",
+        "```\n" + "\n" * 300_000,
+        ">" * 300_000 + "```python\n" + ">" * 300_000,
+        "```\n" * 100_000,
+        "~" * 300_000,
+    ],
+)
+def test_hostile_fences_take_no_time(text: str) -> None:
+    """Each would take hours if the time grew with the square of the length."""
+    last_code_block(text)

@@ -45,7 +45,9 @@ def test_what_a_host_lacks_is_found_out_and_can_be_required() -> None:
 @pytest.mark.usefixtures("poor")
 def test_a_host_that_gives_too_little_is_refused() -> None:
     rule = CodeSandbox()
-    with pytest.raises(MissingProtection, match="does not give files .*; private .*accept with require: .*checkpoints"):
+    with pytest.raises(
+        MissingProtection, match=r"does not give files .*; private .*accept with require: .*checkpoints"
+    ):
         CompositeReward([Component("code", GuardedReward("code", rule))]).prepare()
     (refused,) = GuardedReward("code", rule)([GOOD])
     assert refused.score is None

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.rewards.sandbox.comparison import equal_output, equal_values
-from roll.rewards.sandbox.values import decode, encode
+from roll.rewards.sandbox.instances import Instances
+from roll.rewards.sandbox.values import decode, encode, encode_class, shared_class
 
 
 def refuse(value: Any) -> Any:
@@ -116,3 +117,73 @@ def test_outputs(printed: str, expected: str, equal: bool) -> None:
 )
 def test_results(given_value: Any, wanted: Any, equal: bool) -> None:
     assert equal_values(given_value, wanted, 1e-6) is equal
+
+
+class Node:
+    def __init__(self, val: Any, after: Any = None) -> None:
+        self.val, self.after = val, after
+
+
+def sides() -> tuple[Instances, Instances]:
+    return Instances("t", ["Node"], {"Node": Node}.get), Instances("r", ["Node"], {"Node": Node}.get)
+
+
+def hand_over(value: Any, here: Instances, there: Instances) -> Any:
+    """What the other side gets, through JSON."""
+    reference = encode(value, here.encode)
+    sent = json.loads(json.dumps({"value": reference, "instances": here.attributes(here.encode)}))
+    there.update(sent["instances"], there.decode)
+    return decode(sent["value"], there.decode)
+
+
+def test_objects_of_data_classes_keep_their_identity() -> None:
+    here, there = sides()
+    first = Node(1)
+    first.after = Node([first, {"x": 2}], first)
+    copy = hand_over(first, here, there)
+    assert copy is not first
+    assert copy.after.after is copy
+    assert copy.after.val == [copy, {"x": 2}]
+    copy.after.val = 3
+    copy.after = Node(4, copy.after)
+    assert hand_over(copy, there, here) is first, "it comes back as itself"
+    assert (first.after.val, first.after.after.val, first.after.after.after) == (4, 3, first)
+
+
+def test_long_chains_of_objects() -> None:
+    here, there = sides()
+    head = None
+    for number in range(20_000):
+        head = Node(number, head)
+    found, count = hand_over(head, here, there), 0
+    while found is not None:
+        found, count = found.after, count + 1
+    assert count == 20_000
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        {"r0": {"class": "Node", "state": [["__class__", 1]]}},
+        {"r0": {"class": "Node", "state": [["a b", 1]]}},
+        {"r0": {"class": "int", "state": []}},
+        {"r0": {"state": []}},
+        {"r0": {"class": "Node", "state": [["val", {"t": "instance", "key": "r9"}]]}},
+    ],
+)
+def test_objects_that_are_none(sent: dict[str, Any]) -> None:
+    here, _ = sides()
+    with pytest.raises((ValueError, KeyError)):
+        here.update(sent, here.decode)
+
+
+def test_classes_that_both_sides_have() -> None:
+    for kind in (int, dict, collections.OrderedDict, object):
+        sent = encode_class(kind)
+        assert sent is not None
+        assert shared_class(sent["module"], sent["name"]) is kind
+    assert encode_class(Node) is None
+    assert encode_class(ValueError) is None, "exceptions have a way of their own"
+    for module, name in (("os", "popen"), ("builtins", "print"), ("builtins", "__loader__"), ("subprocess", "Popen")):
+        with pytest.raises(ValueError, match="no class"):
+            shared_class(module, name)
