@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 from roll.rewards.base import RewardResult, RewardRule, RewardSample, failure
@@ -51,9 +52,9 @@ class MathRule(RewardRule):
     def judge(self, sample: RewardSample) -> RewardResult:
         if sample.ground_truth is None:
             return failure("math_rule: the row has no ground_truth")
-        gold = canonical(clean_truth(str(sample.ground_truth)))
+        gold, is_number = read_truth(str(sample.ground_truth))
         # Numbers in prose say nothing about a truth that is none.
-        sources = self.sources if parse_number(plain(gold)) is not None else [s for s in self.sources if s != "number"]
+        sources = self.sources if is_number else [source for source in self.sources if source != "number"]
         answer = find_answer(sample.response, sample.prompt, sources)
         if answer is None or len(answer) > MAX_ANSWER:
             return RewardResult(0.0, {"correct": 0.0, "answered": 0.0})
@@ -76,6 +77,13 @@ def find_answer(response: str, prompt: str, sources: Sequence[str]) -> str | Non
     if text is None:
         return None
     return next((found for found in (_SOURCES[source](text) for source in sources) if found), None)
+
+
+@lru_cache(maxsize=4096)
+def read_truth(ground_truth: str) -> tuple[str, bool]:
+    """The ground truth as it is compared, and whether it is a numeral."""
+    gold = canonical(clean_truth(ground_truth))
+    return gold, parse_number(plain(gold)) is not None
 
 
 def clean_truth(ground_truth: str) -> str:

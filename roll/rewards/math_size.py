@@ -10,8 +10,8 @@ import math
 import re
 from typing import Any
 
-import sympy
-from sympy.functions.combinatorial.numbers import bell, catalan, fibonacci, harmonic, lucas
+import sympy  # type: ignore[import-untyped]
+from sympy.functions.combinatorial.numbers import bell, catalan, fibonacci, harmonic, lucas  # type: ignore[import-untyped]
 
 MAX_BITS = 200_000.0
 """Of one number: 2^200000, 10^60000, or 17000!."""

@@ -75,7 +75,8 @@ class Masked:
 def stated_answer(text: str) -> str | None:
     """The answer in LaTeX or plain spelling, or None where nothing is stated."""
     masked = mask(text[-TAIL:])
-    for match in reversed(list(_ANSWER.finditer(masked.text))):
+    statements = list(_ANSWER.finditer(masked.text)) if "answer" in masked.text.lower() else []
+    for match in reversed(statements):
         found = _from_statement(masked, _until_end(masked.text[match.end() :]))
         if found is not None:
             return found
@@ -104,7 +105,8 @@ def isolated_number(text: str) -> str | None:
 def mask(text: str) -> Masked:
     """Put one private character in the place of each formula, and drop bold type."""
     formulas: list[str] = []
-    text = re.sub(_MASK, " ", text)
+    if not text.isascii():
+        text = re.sub(_MASK, " ", text)
 
     def replace(match: re.Match[str]) -> str:
         kind = match.lastgroup if match.lastgroup != "name" else "environment"
@@ -113,7 +115,9 @@ def mask(text: str) -> Masked:
         return chr(_FIRST + len(formulas) - 1)
 
     pieces, position = [], 0
-    while (match := _DELIMITED.search(text, position)) is not None:
+    # Most texts without formulas have not even the characters that these begin with.
+    has_formulas = "$" in text or "\\" in text
+    while has_formulas and (match := _DELIMITED.search(text, position)) is not None:
         if match.group("dollar") is not None and _is_money(match.group("dollar")):
             # The first sign stands before an amount; the second may open a formula or stand before another amount.
             pieces.append(text[position : match.start() + 1])
@@ -121,8 +125,9 @@ def mask(text: str) -> Masked:
             continue
         pieces += [text[position : match.start()], replace(match)]
         position = match.end()
-    pieces.append(text[position:])
-    return Masked(_MARKUP.sub("", "".join(pieces)), formulas)
+    masked = "".join([*pieces, text[position:]])
+    has_markup = "**" in masked or "__" in masked
+    return Masked(_MARKUP.sub("", masked) if has_markup else masked, formulas)
 
 
 def _is_money(content: str) -> bool:
