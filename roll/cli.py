@@ -20,6 +20,7 @@ from roll.config.loader import PIPELINES, LoadedConfig, load_config
 from roll.config.masking import dump_yaml
 from roll.config.packages import require_packages
 from roll.config.render import render_plan
+from roll.hub_models import find_models
 from roll.preflight import check_parts
 
 EXIT_CONFIG = 2
@@ -48,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             loaded: LoadedConfig[Any] = load_config(None, arguments.config, None, arguments.overrides)
             check_parts(loaded)
             require_packages(loaded)
+            find_models(loaded, say)
             return run(loaded)
         other = {"inspect-data": inspect_data, "serve": serve}
         return other.get(arguments.command, check)(arguments)
@@ -64,6 +66,7 @@ def launch(pipeline: str, default_path: str, default_name: str, argv: Sequence[s
         )
         check_parts(loaded)
         require_packages(loaded)
+        find_models(loaded, say)
     except ConfigError as error:
         sys.exit(refuse(error))
     sys.exit(run(loaded))
@@ -130,6 +133,7 @@ def inspect_data(arguments: argparse.Namespace) -> int:
     """Show the rows of a configuration as the model will see them; nothing else is started."""
     loaded: LoadedConfig[Any] = load_config(None, arguments.config, None, arguments.overrides)
     check_parts(loaded)
+    find_models(loaded, say)
     from roll.datasets.types import DataError
     from roll.pipelines.inspect_data import inspect_data as show
 
@@ -139,6 +143,11 @@ def inspect_data(arguments: argparse.Namespace) -> int:
         show_error(error)
         return EXIT_FAILED
     return 0
+
+
+def say(text: str) -> None:
+    """A line on what is being done, for those who wait."""
+    Console(stderr=True, emoji=False).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def refuse(error: ConfigError) -> int:
