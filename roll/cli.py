@@ -26,6 +26,7 @@ from roll.config.loader import PIPELINES, LoadedConfig, load_config
 from roll.config.masking import dump_yaml, masked_text
 from roll.config.packages import require_packages
 from roll.config.render import render_plan
+from roll.hub_models import find_models
 from roll.preflight import check_parts, check_resumption
 
 EXIT_CONFIG = 2
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_parts(loaded)
             check_resumption(loaded)
             require_packages(loaded)
+            find_models(loaded, say)
             return run(loaded)
         other = {
             "inspect-data": inspect_data,
@@ -83,6 +85,7 @@ def launch(pipeline: str, default_path: str, default_name: str, argv: Sequence[s
         check_parts(loaded)
         check_resumption(loaded)
         require_packages(loaded)
+        find_models(loaded, say)
     except ConfigError as error:
         sys.exit(refuse(error))
     sys.exit(run(loaded))
@@ -178,6 +181,7 @@ def inspect_data(arguments: argparse.Namespace) -> int:
     """Show the rows of a configuration as the model will see them; nothing else is started."""
     loaded: LoadedConfig[Any] = load_config(None, arguments.config, None, arguments.overrides)
     check_parts(loaded)
+    find_models(loaded, say)
     from roll.datasets.types import DataError
     from roll.pipelines.inspect_data import inspect_data as show
 
@@ -226,6 +230,11 @@ def print_completion(arguments: argparse.Namespace) -> int:
 
     sys.stdout.write(shtab.complete(build_parser(), arguments.shell) + "\n")
     return 0
+
+
+def say(text: str) -> None:
+    """A line on what is being done, for those who wait."""
+    Console(stderr=True, emoji=False).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def refuse(error: ConfigError) -> int:

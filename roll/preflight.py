@@ -27,6 +27,7 @@ from roll.config.fields import DOTTED_PATH
 from roll.config.loader import LoadedConfig
 from roll.config.lora import uses_lora
 from roll.config.masking import masked
+from roll.config.packages import require_trackers
 from roll.config.plan import RLVRPlan
 from roll.config.planning import actor_keys, pg_variant
 from roll.config.rlvr import RLVRConfig, RouterConfig
@@ -58,6 +59,7 @@ def check_parts(loaded: LoadedConfig[Any]) -> None:
         ConfigError: a reward that cannot be built, a function that is not there, or options that they or trackers do
             not have.
     """
+    require_trackers(loaded)
     check_rewards(loaded)
     check_own_functions(loaded)
     check_transport(loaded)

@@ -17,7 +17,7 @@ FLOORS = {
     3: {"strategies", "weight_sync", "distributed", "rewards", "rollout", "checkpoint", "tracking", "serving"},
     4: {"workers", "translation"},
     5: {"pipelines"},
-    6: {"cli", "preflight"},
+    6: {"cli", "hub_models", "preflight"},
 }
 FLOOR_OF = {area: floor for floor, areas in FLOORS.items() for area in areas}
 STRANGERS = {("algorithms", "strategies"), ("strategies", "algorithms")}

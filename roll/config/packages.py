@@ -21,6 +21,10 @@ PACKAGES = {
 """By the first word of a strategy's name: the module it needs, and how that is installed."""
 
 
+TRACKERS = {"wandb": "wandb", "swanlab": "swanlab"}
+"""By tracker: its package, of the same name at the index."""
+
+
 def require_packages(loaded: LoadedConfig[Any]) -> None:
     """Check that the package of every strategy is installed.
 
@@ -35,6 +39,21 @@ def require_packages(loaded: LoadedConfig[Any]) -> None:
             problems.append(Problem(key, role.strategy_name, rule, source=shown(loaded.source)))
     if problems:
         raise ConfigError(problems)
+
+
+def require_trackers(loaded: LoadedConfig[Any]) -> None:
+    """Check that the packages of the trackers are installed.
+
+    Raises:
+        ConfigError: naming the tracker, and the command that installs it.
+    """
+    names = loaded.config.track_with
+    missing = [
+        name for name in ([names] if isinstance(names, str) else names) if not is_installed(TRACKERS.get(name, "sys"))
+    ]
+    if missing:
+        rule = f"needs a package that is not installed: pip install {TRACKERS[missing[0]]}"
+        raise ConfigError([Problem("track_with", missing[0], rule, "tensorboard", shown(loaded.source))])
 
 
 def is_installed(module: str) -> bool:

@@ -1,0 +1,254 @@
+"""What ``roll check`` and the start of a run find out about a model: its family, its shape, and whether it is there."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from roll import hub_models
+from roll.config.errors import ConfigError, Problem
+from roll.config.families import NEEDS, SUPPORT, needed
+from roll.config.loader import load_config
+from roll.config.model_files import layer_classes, model_folder
+from tests.config.good import GOOD, changed
+
+DENSE: dict[str, Any] = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 6,
+    "intermediate_size": 64,
+}
+TRAIN = "actor_train.strategy_args.strategy_config"
+INFER = "actor_infer.strategy_args.strategy_config"
+MEGATRON = {"actor_train.strategy_args.strategy_name": "megatron_train", TRAIN: {}}
+VLLM = {"actor_infer.strategy_args.strategy_name": "vllm", INFER: {}, "actor_infer.device_mapping": "list(range(0,8))"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.jsonl", "val.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    (tmp_path / "model").mkdir()
+    return tmp_path
+
+
+def found(folder: Path, model: dict[str, Any], **changes: Any) -> tuple[Problem, ...]:
+    (folder / "model" / "config.json").write_text(json.dumps(model))
+    (folder / "run.yaml").write_text(yaml.safe_dump(changed({"pretrain": "./model", **copy.deepcopy(changes)}, GOOD)))
+    try:
+        load_config(None, folder / "run.yaml")
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+@pytest.mark.parametrize(
+    ("model", "needs"),
+    [
+        ({"model_type": "qwen3_moe", "num_experts": 128}, ["experts"]),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 256}, ["experts"]),
+        ({"model_type": "mixtral", "num_local_experts": 8}, ["experts"]),
+        ({"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}}, ["vision"]),
+        ({"model_type": "qwen3_vl_moe", "vision_config": {}, "text_config": {"num_experts": 8}}, ["vision", "experts"]),
+        ({"model_type": "qwen3_omni_moe", "thinker_config": {"audio_config": {"d": 1}}}, ["audio"]),
+        ({"model_type": "qwen3_next", "num_experts": 512}, ["experts", "recurrent"]),
+        ({"model_type": "somebody", "layer_types": ["linear_attention", "full_attention"]}, ["recurrent"]),
+        ({"model_type": "t5", "is_encoder_decoder": True}, ["encoder"]),
+        ({**DENSE, "layer_types": ["full_attention", "sliding_attention"], "num_experts": None}, []),
+        ({**DENSE, "num_local_experts": 1, "is_encoder_decoder": False}, []),
+    ],
+)
+def test_families_are_recognised(folder: Path, model: dict[str, Any], needs: list[str]) -> None:
+    assert sorted(needed(model)) == sorted(needs)
+    problems = found(folder, model)
+    assert [problem.key for problem in problems] == (["pretrain"] if needs else [])
+    for name in needs:
+        assert NEEDS[name] in problems[0].rule and problems[0].example is None
+
+
+def test_a_family_becomes_available_by_its_entry(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SUPPORT, "experts", ("fsdp2", "hf_infer"))
+    assert found(folder, {**DENSE, "num_experts": 4}) == ()
+
+
+def test_a_judge_by_an_engine_may_be_of_any_family(folder: Path) -> None:
+    (folder / "judge").mkdir()
+    (folder / "judge" / "config.json").write_text(json.dumps({**DENSE, "num_experts": 4}))
+    judge = {
+        "rewards.math.worker_cls": "llm_judge",
+        "rewards.math.judge_model_type": "cluster",
+        "reward_model": {
+            "device_mapping": [2],
+            "model_args": {"model_name_or_path": "./judge"},
+            "strategy_args": {"strategy_name": "vllm"},
+        },
+    }
+    assert found(folder, DENSE, **judge) == ()
+    judge["reward_model"]["strategy_args"] = {"strategy_name": "hf_infer"}  # type: ignore[index]
+    assert "mixture-of-experts" in found(folder, DENSE, **judge)[0].rule
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "rule", "example"),
+    [
+        ({**MEGATRON, f"{TRAIN}.tensor_model_parallel_size": 4, "actor_train.device_mapping": [0, 1, 2, 3]},
+         f"{TRAIN}.tensor_model_parallel_size", "must divide the model's 2 key-value heads", 2),
+        ({**MEGATRON, f"{TRAIN}.pipeline_model_parallel_size": 4, "actor_train.device_mapping": [0, 1, 2, 3]},
+         f"{TRAIN}.pipeline_model_parallel_size", "must divide the model's 6 layers", 3),
+        ({**MEGATRON, f"{TRAIN}.pipeline_model_parallel_size": 2, f"{TRAIN}.virtual_pipeline_model_parallel_size": 2},
+         f"{TRAIN}.pipeline_model_parallel_size", "x virtual_pipeline_model_parallel_size 2 must divide", 1),
+        ({f"{TRAIN}.wrap_policy.transformer_layer_cls_to_wrap": ["Qwen2Layer"]},
+         f"{TRAIN}.wrap_policy.transformer_layer_cls_to_wrap", "its layers are Qwen2DecoderLayer",
+         "[Qwen2DecoderLayer]"),
+        ({**VLLM, f"{INFER}.tensor_parallel_size": 8, "pretrain": "./model"}, None, "", None),
+        ({"actor_train.model_args.ulysses_size": 3, "actor_train.device_mapping": [0, 1, 2],
+          "actor_train.training_args.gradient_accumulation_steps": 32, "rollout_batch_size": 768,
+          "actor_train.training_args.per_device_train_batch_size": 1},
+         "actor_train.model_args.ulysses_size", "must divide the model's 8 attention heads", 2),
+    ],
+)  # fmt: skip
+def test_shapes(folder: Path, changes: dict[str, Any], key: str | None, rule: str, example: Any) -> None:
+    problems = [problem for problem in found(folder, DENSE, **changes) if "samples do not divide" not in problem.rule]
+    assert [problem.key for problem in problems] == ([key] if key else [])
+    if key:
+        assert rule in problems[0].rule and problems[0].example == example
+
+
+def test_heads_of_an_engine(folder: Path) -> None:
+    (problem,) = found(folder, {**DENSE, "num_attention_heads": 12, "num_key_value_heads": 3}, **VLLM,
+                       **{f"{INFER}.tensor_parallel_size": 2})  # fmt: skip
+    assert "must divide the model's 3 key-value heads, or be a multiple" in problem.rule and problem.example == 1
+    (problem,) = found(folder, {**DENSE, "num_attention_heads": 6}, **VLLM, **{f"{INFER}.tensor_parallel_size": 4})
+    assert "must divide the model's 6 attention heads" in problem.rule and problem.example == 2
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '"x"', ""])
+def test_a_config_that_is_none(folder: Path, text: str) -> None:
+    found(folder, DENSE)
+    (folder / "model" / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match="is not a model folder"):
+        load_config(None, folder / "run.yaml")
+
+
+def test_layer_classes_are_those_of_transformers() -> None:
+    assert "Qwen2DecoderLayer" in layer_classes("qwen2")
+    assert layer_classes("no_such_model") == layer_classes("../x") == frozenset()
+
+
+def test_a_hub_name_is_found_in_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(folder / "hub"))
+    assert model_folder("owner/model") is None and found(folder, DENSE, pretrain="owner/model") == ()
+    snapshot = folder / "hub" / "models--owner--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (folder / "hub" / "models--owner--model" / "refs").mkdir()
+    (folder / "hub" / "models--owner--model" / "refs" / "main").write_text("abc")
+    (snapshot / "config.json").write_text(json.dumps({**DENSE, "num_experts": 4}))
+    (problem,) = found(folder, DENSE, pretrain="owner/model")
+    assert "model_type qwen2: a mixture-of-experts model" in problem.rule
+
+
+def test_offline_and_not_in_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(folder / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (problem,) = found(folder, DENSE, pretrain="owner/model")
+    assert problem.key == "pretrain" and "is not in the local cache, and HF_HUB_OFFLINE" in problem.rule
+
+
+def test_a_hub_that_does_not_answer_takes_bounded_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(folder / "hub"))
+    silent = threading.Event()
+    monkeypatch.setattr(hub_models, "_download", lambda path: silent.wait(60))
+    assert "no answer from the hub within 0.05 seconds" in str(hub_models.fetch("owner/model", 0.05))
+    silent.set()
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub as a model's ``config.json`` takes."""
+
+    def answer(self, with_body: bool) -> None:
+        is_api, known = self.path.startswith("/api/models/"), "owner/experts" in self.path
+        config = {**DENSE, "num_experts": 4}
+        body = json.dumps({"id": "owner/experts", "sha": "a" * 40} if is_api else config).encode() if known else b"{}"
+        self.send_response(200 if known else 404)
+        headers = {"X-Repo-Commit": "a" * 40, "ETag": '"b"', "Content-Length": str(len(body))}
+        if not known:
+            headers["X-Error-Code"] = "RepoNotFound"
+        for name, value in {**headers, "Content-Type": "application/json"}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        self.answer(True)
+
+    def do_HEAD(self) -> None:
+        self.answer(False)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("owner/experts", "model_type qwen2: a mixture-of-experts model is not available yet"),
+        ("owner/nothing", "the hub has no such model, or only for others"),
+        ("unreachable", "the hub cannot be reached"),
+    ],
+)
+def test_the_start_of_a_run_asks_the_hub(folder: Path, hub: str, model: str, message: str) -> None:
+    """One line on what is done, one on what is wrong, before anything is started."""
+    found(folder, DENSE, pretrain="owner/model" if model == "unreachable" else model)
+    environment = {
+        key: value for key, value in os.environ.items() if "OFFLINE" not in key and "proxy" not in key.lower()
+    }
+    environment |= {
+        "HF_HOME": str(folder / "home"),
+        "HF_ENDPOINT": "http://127.0.0.1:9" if model == "unreachable" else hub,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "roll.cli", "run", "run.yaml"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert done.stderr.startswith("looking for ") and "Traceback" not in done.stderr
+    assert time.monotonic() - began < 60
+
+
+def test_a_tracker_without_its_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from roll.config import packages
+
+    monkeypatch.setattr(packages, "is_installed", lambda module: module != "swanlab")
+    found(folder, DENSE, track_with=["stdout", "swanlab"])
+    loaded: Any = load_config(None, folder / "run.yaml")
+    with pytest.raises(ConfigError, match=r"track_with = 'swanlab': needs a package .*pip install swanlab"):
+        packages.require_trackers(loaded)
