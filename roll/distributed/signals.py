@@ -60,9 +60,9 @@ class EndingSignals:
         self.received_at = 0.0
         """When it came, on the monotonic clock."""
         self.on_first: Callable[[signal.Signals], None] | None = None
-        """Is told of the first signal, before anything is raised; in the main thread."""
+        """Called with the first signal, in the main thread, before anything is raised."""
         self.on_second: Callable[[str], None] | None = None
-        """Is told why the process ends at once."""
+        """Called with the reason for which the process ends at once."""
 
     @contextmanager
     def handled(self) -> Iterator[None]:
