@@ -52,15 +52,17 @@ class EndingSignals:
         self._held = 0
         self._pending: BaseException | None = None
         self._first: float | None = None
+        self._ignored: set[signal.Signals] = set()
+        """By whoever started the process: ``nohup`` does that, and shells do it to background jobs."""
         self._raised: BaseException | None = None
         self.received: signal.Signals | None = None
         """The first signal."""
         self.received_at = 0.0
         """When it came, on the monotonic clock."""
         self.on_first: Callable[[signal.Signals], None] | None = None
-        """Is told of the first signal, before anything is raised; in the main thread."""
+        """Called with the first signal, in the main thread, before anything is raised."""
         self.on_second: Callable[[str], None] | None = None
-        """Is told why the process ends at once."""
+        """Called with the reason for which the process ends at once."""
 
     @contextmanager
     def handled(self) -> Iterator[None]:
@@ -77,6 +79,7 @@ class EndingSignals:
         self._depth, self._held = 1, 0
         numbers = [*ENDING, *([] if _WAKE is None else [_WAKE])]
         before = {number: signal.getsignal(number) for number in numbers}
+        self._ignored = {number for number in ENDING if before[number] is signal.SIG_IGN}
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         fd_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
@@ -96,7 +99,7 @@ class EndingSignals:
         if not self._depth or threading.current_thread() is not threading.main_thread():
             return
         for number in ENDING:
-            signal.signal(number, self._handle)
+            signal.signal(number, signal.SIG_IGN if number in self._ignored else self._handle)
         if _WAKE is not None:
             signal.signal(_WAKE, self._raise_pending)
 

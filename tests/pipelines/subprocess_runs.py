@@ -27,7 +27,7 @@ class Driver:
     process: subprocess.Popen[str]
     output: Path
 
-    def wait_for(self, look: Callable[[], T], seconds: float = 90) -> T:
+    def wait_for(self, look: Callable[[], T], seconds: float = 240) -> T:
         """What ``look`` gives as soon as that is true."""
         give_up = time.monotonic() + seconds
         while not (found := look()):
