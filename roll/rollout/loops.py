@@ -132,9 +132,7 @@ class RolloutContext:
         if part.request_id not in self._asked:
             if part.request_id == str(self.order):
                 return part  # of a group that was put together before
-            raise ValueError(
-                f"context.group was given {part.request_id!r}, which context.generate or start did not give"
-            )
+            raise ValueError(f"context.group was given {part.request_id!r}, which is no request of this prompt")
         context, count = self._asked[part.request_id], len(prompt.token_ids)
         if context[:count] != list(prompt.token_ids):
             raise ValueError(
@@ -148,21 +146,26 @@ class RolloutContext:
 
     def _earlier(self, context: list[int], count: int) -> _Passage:
         """The tokens of ``context`` behind the first ``count``, with what is known of those that were sampled."""
-        best: tuple[FinishedGroup, list[int], np.ndarray, int] | None = None
+        best: tuple[FinishedGroup, int] | None = None
+        longest = 0
         for group in self._finished:
             asked = self._asked[group.request_id]
             for index, tokens in enumerate(group.split(group.token_ids)):
                 whole = len(asked) + len(tokens)
-                longer = best is None or whole > len(best[1]) + len(best[2])
-                if longer and len(asked) >= count and context[:whole] == asked + tokens.tolist():
-                    best = (group, asked, tokens, index)
+                if (
+                    len(tokens)
+                    and whole > longest
+                    and len(asked) >= count
+                    and context[:whole] == asked + tokens.tolist()
+                ):
+                    best, longest = (group, index), whole
         if best is None:
             return _Passage.of_given(context[count:])
-        group, asked, tokens, index = best
-        start = int((np.cumsum(group.lengths) - group.lengths)[index])
-        passage = self._earlier(asked, count) if len(asked) > count else _Passage.of_given([])
-        passage.add_sampled(tokens, group.log_probs[start : start + len(tokens)], group.weight_versions[index])
-        passage.add_given(context[len(asked) + len(tokens) :])
+        group, index = best
+        passage = self._earlier(self._asked[group.request_id], count)
+        tokens, log_probs = (group.split(flat)[index] for flat in (group.token_ids, group.log_probs))
+        passage.add_sampled(tokens, log_probs, group.weight_versions[index])
+        passage.add_given(context[longest:])
         return passage
 
     def _stop(self, request_id: str) -> None:
@@ -181,9 +184,7 @@ class _Passage:
 
     @staticmethod
     def of_given(tokens: Sequence[int]) -> _Passage:
-        passage = _Passage()
-        passage.add_given(tokens)
-        return passage
+        return _Passage(list(tokens), [0.0] * len(tokens), [True] * len(tokens))
 
     def add_given(self, tokens: Sequence[int]) -> None:
         self.token_ids += tokens
