@@ -109,8 +109,8 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
         for descriptor in ready:
             if descriptor:
                 poll.unregister(descriptor)
-        # The driver's own end takes all of them along, at once.
-        if ended and 0 not in ready and (watched or is_alive(facts["driver"])):
+        # The driver's own end takes all of them along, one after the other.
+        if ended and 0 not in ready and is_alive(facts["driver"]):
             facts.setdefault("cause", f"Ray's {ended[0]} ended, and the run with it")
         if 0 in ready:
             heard = os.read(0, 1 << 16)
