@@ -105,7 +105,7 @@ class RecordedCluster:
         self.name, self.worker, self.role = name, worker, role
 
     def initialize(self, *arguments: Any, blocking: bool = True) -> Any:
-        return SimpleNamespace(result=lambda: None)
+        return SimpleNamespace(result=lambda: [None])
 
 
 def test_the_judge_starts_with_the_run_and_only_its_domains_hear_of_it(
