@@ -22,6 +22,8 @@ SECRET_KEY = re.compile(
     r"|passw(or)?d$|secret$|apikey$|(access|auth|refresh)token$",
     re.IGNORECASE,
 )
+WORKING_DIRECTORY = frozenset({"PWD", "OLDPWD"})
+"""The shell's variables, whose names look like a password's."""
 COLUMN_KEYS = frozenset({"prompt_key", "query_key", "response_key", "chosen_key", "rejected_key"})
 """Keys that end in ``key`` and name a data column."""
 
@@ -54,7 +56,9 @@ _registered: set[str] = set()
 @lru_cache(maxsize=4096)
 def is_secret(key: str) -> bool:
     """True for keys such as ``judge_api_key``, ``WANDB_API_KEY``, ``hf_token``, ``GITHUB_PAT``, ``PGPASSWORD``."""
-    return key not in COLUMN_KEYS and SECRET_KEY.search(_CAMEL.sub("_", key).replace("-", "_")) is not None
+    if key in COLUMN_KEYS or key in WORKING_DIRECTORY:
+        return False
+    return SECRET_KEY.search(_CAMEL.sub("_", key).replace("-", "_")) is not None
 
 
 def masked(data: Any) -> Any:

@@ -78,3 +78,11 @@ def test_values_that_were_met_under_a_secret_name(monkeypatch: pytest.MonkeyPatc
     register_secrets({"rewards": {"judge": {"judge_api_key": "given-in-1-file"}}, "sort_key": "solution"})
     text = "the service said: from-the-environment and given-in-1-file are wrong for the solution"
     assert masked_text(text) == f"the service said: {MASK} and {MASK} are wrong for the solution"
+
+
+def test_the_working_directory_is_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PWD", "/home/someone/project")
+    monkeypatch.setenv("DB_PWD", "horse-battery-staple")
+    text = "no such file: /home/someone/project/data.jsonl"
+    assert masked_text(text) == text
+    assert masked_text("it is horse-battery-staple") == f"it is {MASK}"

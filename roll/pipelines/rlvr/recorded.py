@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from roll.config.planning import recorded_rollouts, rollout_file
 from roll.config.rlvr import RLVRConfig
 from roll.datasets.types import DataError
@@ -42,7 +44,7 @@ class RecordedRollouts:
             raise DataError(f"{file}: no rollout was written for step {step} (rollout_mock.mode: mock reads it)")
         try:
             batch = DataProto.load(file)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise DataError(f"{file}: holds no rollout: {error}") from error
         if len(batch) != self._num_samples:
             raise DataError(

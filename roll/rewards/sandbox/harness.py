@@ -160,8 +160,13 @@ def run_snippets(settings: dict[str, Any], remote: Remote, report: Verdicts, nam
     offer_response(remote, whole)
     if settings.get("setup"):
         remote.set_deadline(settings["case_timeout"])
-        fill_in(settings["setup"], namespace, remote)
-        exec(compile(settings["setup"], "setup", "exec"), namespace)  # noqa: S102  the data set's own code
+        try:
+            fill_in(settings["setup"], namespace, remote)
+            exec(compile(settings["setup"], "setup", "exec"), namespace)  # noqa: S102  the data set's own code
+        except (Exception, SystemExit) as error:
+            if is_self_contained(settings["setup"]):
+                remote.impossible = f"the set-up fails by itself: {type(error).__name__}: {described(error)}"[:MAX_NOTE]
+            return report.case(0, error)
     for number, test in enumerate(settings["tests"]):
         remote.set_deadline(settings["case_timeout"])
         failed: BaseException | None = None
@@ -172,6 +177,16 @@ def run_snippets(settings: dict[str, Any], remote: Remote, report: Verdicts, nam
         except (Exception, SystemExit) as error:
             failed = error
         report.case(number, failed)
+    return None
+
+
+def is_self_contained(source: str) -> bool:
+    """Whether it names nothing of the response's, so that its failure is not the response's."""
+    tree = ast.parse(source)
+    own = bound_names(tree) | set(dir(builtins)) | sys.stdlib_module_names | set(USUAL_ALIASES)
+    imports = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return named <= own and not imports & set(MODULE_NAMES)
 
 
 def is_subclass(real: Callable[..., bool], kind: Any, base: Any) -> bool:

@@ -512,6 +512,14 @@ def test_what_cannot_be_handed_over_is_an_error(verdict: Verdict, name: str) -> 
         verdict(right, textwrap.dedent(tests))
 
 
+def test_a_set_up_that_fails_by_itself_is_an_error(verdict: Verdict) -> None:
+    row = {"test_list": ["assert add(1, 2) == three"], "test_setup_code": "three = {}['three']"}
+    with pytest.raises(CaseError, match="the set-up fails by itself: KeyError"):
+        verdict(ADD, None, row=row)
+    row["test_setup_code"] = "three = add(1, 2)[0]"
+    assert verdict(ADD, None, row=row).passed == 0, "what it makes of the response is the response's"
+
+
 def test_each_test_of_a_text_is_a_case(verdict: Verdict) -> None:
     functions = "def test_a():\n    assert add(1, 2) == 3\ndef test_b():\n    assert add(1, 2) == 4"
     assert verdict(ADD, functions).pass_rate == 0.5
