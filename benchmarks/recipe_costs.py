@@ -4,11 +4,12 @@
     python -m benchmarks.recipe_costs --write               # put it into examples/README.md
 
 Memory of a device: weights, gradients and optimizer state of the trainer as its strategy holds and shards them, the
-engine's weights, the reference's weights; activations, CUDA's context and the layer gathered at the moment come on top.
-Time of a step: 6 FLOPs per parameter and trained token (2 more with gradient checkpointing, which runs the forward pass twice; 2 fewer with LoRA, where the base has no gradient),
-2 per scored token and per token of a prompt, with causal attention, at :data:`SHARE` of the device's peak; decoding reads
-the engine's weights and the cache of its running samples once per token. Transfers, waiting for the longest response,
-loading, rewards, validation and the optimizer are left out, so a real step takes longer.
+engine's weights, the reference's weights; activations, CUDA's context and the layer gathered at the moment come on
+top.  Time of a step: 6 FLOPs per parameter and trained token (2 more with gradient checkpointing, which runs the
+forward pass twice; 2 fewer with LoRA, where the base has no gradient), 2 per scored token and per token of a prompt,
+with causal attention, at :data:`SHARE` of the device's peak; decoding reads the engine's weights and the cache of its
+running samples once per token. Transfers, waiting for the longest response, loading, rewards, validation and the
+optimizer are left out, so a real step takes longer.
 """
 
 from __future__ import annotations

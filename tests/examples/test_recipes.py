@@ -127,7 +127,7 @@ def test_the_shapes_behind_the_costs_have_as_many_parameters_as_the_models(model
 
 
 def test_the_costs_of_a_trainer_by_hand() -> None:
-    """7.6 billion parameters on eight devices: 16 bytes each under FSDP2; two replicas of 2 x 2 parts under Megatron."""
+    """7.6 billion parameters on eight devices: 16 bytes each under FSDP2; 2 x 2 parts, twice, under Megatron."""
     fsdp2, zero2, megatron = (
         recipe_costs.costs(load_config(None, ROOT / f"examples/qwen2.5-7B-rlvr_{name}.yaml", check_files=False))
         for name in ("fsdp2/rlvr_config", "deepspeed/rlvr_config_2nodes", "megatron/rlvr_config")
