@@ -36,6 +36,7 @@ SMALL = (
     "actor_train.model_args.dtype=fp32",
     "actor_infer.model_args.dtype=fp32",
     "reference.model_args.dtype=fp32",
+    "actor_infer.strategy_args.strategy_name=hf_infer",  # the recipe's vLLM is for GPUs
     "rewards.gsm8k_rule.reward_kwargs.method=flexible",
     "rewards.gsm8k_rule.reward_kwargs.format_score=0.1",
     "rewards.gsm8k_rule.world_size=1",
