@@ -28,6 +28,7 @@ from roll.distributed.processes import end_run, is_alive
 
 _FAREWELL_SECONDS = 5.0
 _COMMAND_SECONDS = 60.0
+_RAYLET_ENDED = ("local raylet failed", "local Raylet is dead")
 
 
 class Guard:
@@ -109,8 +110,8 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
         for descriptor in ready:
             if descriptor:
                 poll.unregister(descriptor)
-        # The driver's own end takes all of them along, at once.
-        if ended and 0 not in ready and (watched or is_alive(facts["driver"])):
+        # The driver's own end takes all of them along, one after the other.
+        if ended and 0 not in ready and is_alive(facts["driver"]):
             facts.setdefault("cause", f"Ray's {ended[0]} ended, and the run with it")
         if 0 in ready:
             heard = os.read(0, 1 << 16)
@@ -122,14 +123,24 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
 
 def _succeed(facts: Mapping[str, Any]) -> None:
     folder = Path(facts["folder"]) if facts.get("folder") else None
+    cause = facts.get("cause") or _from_ray(folder) or f"the run's process (pid {facts['driver']}) ended without a word"
     end_run(str(facts["mark"]), folder, patience=0.5)
     if folder is not None:
         shutil.rmtree(folder.parent, ignore_errors=True)
-    cause = facts.get("cause") or f"the run's process (pid {facts['driver']}) ended without a word"
     _speak(f"{cause}\n{facts.get('account', '')}".rstrip(), facts.get("log"))
     if facts.get("command"):
         with suppress(OSError, subprocess.TimeoutExpired):
             subprocess.run(facts["command"], stdout=2, timeout=_COMMAND_SECONDS, check=False)
+
+
+def _from_ray(folder: Path | None) -> str | None:
+    """Why Ray's client has ended the driver, from its log, where that came before anybody had seen the daemon's end."""
+    for log in [] if folder is None else folder.glob("session_2*/logs/python-core-driver-*.log"):
+        with suppress(OSError):
+            text = log.read_text(encoding="utf-8", errors="replace")
+            if any(words in text for words in _RAYLET_ENDED):
+                return "Ray's raylet ended, and the run with it"
+    return None
 
 
 def _speak(text: str, log: str | None) -> None:

@@ -109,6 +109,8 @@ def test_what_is_a_secret() -> None:
 @pytest.mark.usefixtures("good")
 def test_run_hands_the_loaded_configuration_to_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[LoadedConfig[Any]] = []
+    asked: list[LoadedConfig[Any]] = []
+    monkeypatch.setattr(cli, "find_models", lambda loaded, say: asked.append(loaded))
     for name in ("rlvr", "sft"):
         module = types.ModuleType(f"roll.pipelines.{name}")
         module.run = seen.append  # type: ignore[attr-defined]
@@ -122,6 +124,7 @@ def test_run_hands_the_loaded_configuration_to_the_pipeline(monkeypatch: pytest.
         cli.launch("sft", "nowhere", "nothing", ["--config_path", ".", "--config_name", "sft", "max_steps=5"])
     assert stopped.value.code == 0
     assert [loaded.plan.pipeline for loaded in seen] == ["rlvr", "sft"]
+    assert asked == seen, "the hub is asked before the pipeline"
     assert [loaded.config.max_steps for loaded in seen] == [3, 5]
     with pytest.raises(SystemExit) as refused:
         cli.launch("sft", "nowhere", "nothing", [])
