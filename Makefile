@@ -25,10 +25,10 @@ SGLANG := $(VENV)-sglang
 SGLANG_FIXTURE := tests/strategies/sglang/cpu_fixture
 PYTEST := $(BIN)/python -m pytest -q -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder
 # In a fresh clone, `make test` installs everything at once: to resolve the requirements twice takes half a minute.
-EXTRA := $(if $(filter test test-all test-rest lint lock,$(MAKECMDGOALS)),[test])
+EXTRA := $(if $(filter test test-all test-rest test-long lint lock,$(MAKECMDGOALS)),[test])
 REQUIREMENTS := setup.py constraints/cpu.txt
 
-.PHONY: run test test-rest test-all test-sglang lint docs install-vllm install-sglang test-vllm-parallel docker-test lock clean
+.PHONY: run test test-long test-rest test-all test-sglang lint docs install-vllm install-sglang test-vllm-parallel docker-test lock clean
 
 run: $(VENV)/.installed
 	$(BIN)/python $(RUN)
@@ -38,10 +38,12 @@ test: $(VENV)/.installed-test $(VLLM) lint
 	$(PYTEST) -m 'not long' $(PYTEST_ARGS); tests=$$?; \
 	wait $$mypy; types=$$?; cat $(VENV)/mypy.log; exit $$((tests + types))
 
+test-long: $(VENV)/.installed-test $(VLLM)
+	TEST_VLLM_PARALLEL=1 $(PYTEST) -m long $(PYTEST_ARGS)
+
 # What `make test` leaves out. A failure of the one does not keep the other from running. SGLang under Linux only.
-test-rest: $(VENV)/.installed-test $(VLLM)
-	TEST_VLLM_PARALLEL=1 $(PYTEST) -m long $(PYTEST_ARGS); tests=$$?; \
-	$(if $(VLLM),$(MAKE) test-sglang,true); exit $$((tests + $$?))
+test-rest:
+	$(MAKE) test-long; tests=$$?; $(if $(VLLM),$(MAKE) test-sglang,true); exit $$((tests + $$?))
 
 test-all:
 	$(MAKE) test; tests=$$?; $(MAKE) test-rest; exit $$((tests + $$?))
@@ -63,7 +65,7 @@ install-vllm: $(VENV)/.installed-vllm
 
 install-sglang: $(SGLANG)/.installed
 
-# Of `make test-rest`, engines of several ranks by themselves: four processes that each import vLLM.
+# Of `make test-long`, engines of several ranks by themselves: four processes that each import vLLM.
 test-vllm-parallel: $(VENV)/.installed-test $(VLLM)
 	TEST_VLLM_PARALLEL=1 $(BIN)/python -m pytest -q tests/strategies/vllm/test_parallel.py tests/strategies/vllm/test_adapters.py tests/pipelines/test_vllm_ranks_run.py $(PYTEST_ARGS)
 
