@@ -23,6 +23,7 @@ from roll.config.recipes import recipes_root
 from roll.config.rlvr import RLVRConfig
 from roll.config.schema import SchemaReader, build, closest, known_keys
 from roll.config.sft import SFTConfig
+from roll.config.sources import SourceFile
 
 C = TypeVar("C", RLVRConfig, SFTConfig)
 EXTENSION = ".yaml"
@@ -96,11 +97,12 @@ def load_composed(
     Raises:
         ConfigError: as :func:`load_config`.
     """
-    file = composed.source.file
     register_secrets(composed.data)
     if not composed.data and not problems.errors:
         problems.missing("(file)", "is empty")
-    loaded = _load(config_class, without_fragments(composed), file, problems, check_files) if composed.data else None
+    loaded = None
+    if composed.data:
+        loaded = _load(config_class, without_fragments(composed), composed.source, problems, check_files)
     if problems.errors:
         raise ConfigError(problems.located(composed.source.place_of))
     assert loaded is not None
@@ -110,12 +112,12 @@ def load_composed(
         plan=plan,
         resolved=composed.data,
         warnings=tuple(problems.notices),
-        source=file,
+        source=composed.source.file,
     )
 
 
 def _load(
-    config_class: type[C] | None, data: Mapping[str, Any], file: Path, problems: Problems, check_files: bool
+    config_class: type[C] | None, data: Mapping[str, Any], source: SourceFile, problems: Problems, check_files: bool
 ) -> tuple[RLVRConfig | SFTConfig, Plan] | None:
     expected = next((name for name, cls in PIPELINES.items() if cls is config_class), None)
     pipeline = detect_pipeline(data, expected, problems)
@@ -125,8 +127,8 @@ def _load(
     values = SchemaReader(problems, root=cls).read(cls, data, "")
     refuse_unavailable(data, problems)
     config = build(cls, values)
-    checks = Checks(problems, written=lambda key: _is_written(data, key), check_files=check_files)
-    exp_name = config.exp_name or file.stem
+    checks = Checks(problems, lambda key: _is_written(data, key), check_files, source.is_own)
+    exp_name = config.exp_name or source.file.stem
     if isinstance(config, RLVRConfig):
         check_rlvr(config, checks)
     else:
