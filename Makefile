@@ -1,5 +1,5 @@
 # make run    a language model learns by reinforcement on this CPU, in minutes
-# make test   lint, types and the tests of the default tier, in ten minutes; types while the tests run
+# make test   lint, types and the tests of the default tier; types while the tests run
 # make test-all   that and the rest: vLLM, SGLang, full matrices, faults; see docs/testing.md
 PYTHON ?= python3
 VENV ?= .venv
