@@ -90,6 +90,7 @@ def test_overrides_reach_the_configuration_and_own_files_need_no_download(checko
     assert "max_step = 3: unknown key; the nearest known one is max_steps" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 @pytest.mark.skipif("GSM8K_DIR" not in os.environ, reason="GSM8K_DIR does not name a folder with the published files")
 def test_two_steps_on_the_published_problems(checkout: Path, tiny_model: Path) -> None:
