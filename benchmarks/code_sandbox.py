@@ -1,4 +1,4 @@
-"""Processor time of scoring programs in the sandbox, compared with one fresh Python process per program without any sandbox.
+"""Processor time of scoring programs in the sandbox, compared with a fresh Python process per program, unprotected.
 
     python benchmarks/code_sandbox.py [--samples 100]
 

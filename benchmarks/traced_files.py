@@ -119,15 +119,26 @@ def drive(folder: Path) -> None:
 
 def trace(folder: Path) -> dict[str, dict[str, set[str]]]:
     """Functions by file by phase, of a run whose files go into the empty ``folder``."""
+    environment = os.environ | prepare(folder)
+    with (folder / "run.log").open("wb") as log:
+        command = [sys.executable, "-m", "benchmarks.traced_files", "--drive", str(folder)]
+        ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    if ended.returncode:
+        raise SystemExit((folder / "run.log").read_text()[-4000:])
+    return read(folder)
+
+
+def prepare(folder: Path) -> dict[str, str]:
+    """Make the files of a trace; the environment of its processes."""
     (folder / "phase").write_bytes(bytes([NONE]))
     (folder / "hook").mkdir()
     (folder / "hook/sitecustomize.py").write_text("from benchmarks.traced_files import follow\n\nfollow()\n")
     path = os.pathsep.join([str(folder / "hook"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {FOLDER: str(folder), "PYTHONPATH": path}
-    with (folder / "run.log").open("wb") as log:
-        command = [sys.executable, "-m", "benchmarks.traced_files", "--drive", str(folder)]
-        ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-    assert ended.returncode == 0, (folder / "run.log").read_text()[-4000:]
+    return {FOLDER: str(folder), "PYTHONPATH": path}
+
+
+def read(folder: Path) -> dict[str, dict[str, set[str]]]:
+    """What the processes of a trace have written down: functions by file by phase."""
     found: dict[str, dict[str, set[str]]] = {name: defaultdict(set) for name in PHASES}
     for record in folder.glob("calls-*"):
         for line in record.read_text().splitlines():
