@@ -80,6 +80,7 @@ def drive(folder: Path) -> None:
     changes = {
         "max_steps": MEASURED_STEP + 2,
         "use_kl_loss": True,
+        "kl_loss_coef": 0.01,
         "reference": role("fsdp2_infer", [0]),
         "rewards.digits.worker_cls": "gsm8k_rule",
     }
