@@ -1,4 +1,4 @@
-"""Time and memory of the log-prob head beside the naive form (all logits, log_softmax, gather).
+"""Time and memory of the log-prob head compared with the naive form (all logits, log_softmax, gather).
 
     python -m benchmarks.logprob_head                      # the tiny model's shape, then a large vocabulary
     python -m benchmarks.logprob_head --tokens 16384 --vocabulary 151936 --hidden 1536 --dtype bf16

@@ -123,7 +123,7 @@ class PPOConfig(PolicyLossConfig):
     """``pass@k``: the k, less than ``num_return_sequences_in_group``. Right is a raw score of 1 or more."""
     reward_weights: dict[str, float] = field(default_factory=dict)
     """``gdpo``: the rewards to normalise apart, with their weights. Names are those of the numbers that the reward
-    returns beside its score (``reward/<domain>/<name>`` in the log), or ``score`` for the score itself."""
+    returns in addition to its score (``reward/<domain>/<name>`` in the log), or ``score`` for the score itself."""
     overlong_buffer_length: int | None = setting(None, ge=1)
     """DAPO's soft punishment: within so many tokens of the length limit the score falls, linearly, by up to
     ``overlong_penalty_factor``. null: none."""

@@ -63,6 +63,32 @@ def test_broken_links_are_seen() -> None:
     ]
 
 
+NAMED_PATH = re.compile(
+    r"`((?:roll|tests|docs|examples|benchmarks|configs|constraints)/[\w./-]*|setup\.py|mkdocs\.yml|Makefile)`"
+)
+MADE_BY_RUNS = ("examples/tiny/artifacts",)
+NAMED_FUNCTION = re.compile(r"`(\w+)`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_of_the_repository_that_a_page_names_exist(page: Path) -> None:
+    named = set(NAMED_PATH.findall(page.read_text(encoding="utf-8")))
+    assert [path for path in sorted(named) if not (ROOT / path).exists() and path not in MADE_BY_RUNS] == []
+
+
+def test_functions_on_the_walks_are_in_their_files() -> None:
+    """Rows ``| where | `roll/file.py` | `function`, `Class` | work |`` of the architecture page."""
+    rows = re.findall(r"^\|[\w ]*\| `(roll/[\w/]+\.py)` \|([^|]+)\|", (ROOT / "docs/architecture.md").read_text(), re.M)
+    assert len(rows) > 40
+    missing = [
+        f"{file}: {name}"
+        for file, names in rows
+        for name in NAMED_FUNCTION.findall(names)
+        if not re.search(rf"^ *(?:async )?(?:def|class) {name}\b", (ROOT / file).read_text(encoding="utf-8"), re.M)
+    ]
+    assert missing == []
+
+
 def test_every_page_is_on_the_map_and_in_the_navigation() -> None:
     pages = {page.name for page in (ROOT / "docs").glob("*.md")}
     records = {f"design/{page.name}" for page in (ROOT / "docs/design").glob("*.md")}
