@@ -149,7 +149,7 @@ def test_estimators_read_what_the_keys_declare(estimator: str) -> None:
     rewards[:, -1] = torch.tensor([1.0, 0.0, 0.5, 0.0])
     inputs = AdvantageInputs(
         rewards, torch.ones(4, 3, dtype=torch.bool), torch.tensor([0, 0, 1, 1]), torch.zeros(4, 3), torch.zeros(4),
-        torch.rand(4, 2),
+        torch.rand(4, 2), old_log_probs=torch.full((4, 3), -1.0), old_sum_of_squares=torch.full((4, 3), 0.5),
     )  # fmt: skip
     options = recorded(AdvantageOptions(adv_estimator=estimator, reward_weights=(1.0, 2.0), pass_k=2), read)
     advantage_estimators.resolve(estimator)(inputs, options)
