@@ -61,8 +61,8 @@ def optimal_token_baseline(inputs: AdvantageInputs, options: AdvantageOptions) -
     r"""Reward from each token on, minus a baseline of least variance for each position; arXiv 2602.07078.
 
     B_t = sum_i G_t W_t / sum_i W_t over the responses i of the group that have a t-th token, G_t the reward from it on
-    and W_t = sum_{s <= t} (1 - 2 pi_s + sum_v pi_v^2): the squared norms of the logits' gradients so far.  Where one response
-    alone goes on, B_t is 0.  Tokens of tools are no positions.
+    and W_t = sum_{s <= t} (1 - 2 pi_s + sum_v pi_v^2), the squared norms of the logits' gradients so far.  Where a
+    response goes on alone, B_t is 0.  Tokens of tools are no positions.
     """
     name, mask, groups = "optimal_token_baseline", inputs.mask, inputs.groups
     probability = inputs.require("old_log_probs", name).double().exp()
