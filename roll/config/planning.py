@@ -13,7 +13,13 @@ from roll.config.judges import JUDGE_ROLE, OWN_PREFIX, judged_domains, own_judge
 from roll.config.lora import uses_lora
 from roll.config.megatron import ranks_of_a_replica
 from roll.config.micro_batching import micro_batching, with_packed_lengths
-from roll.config.names import GREEDY_BASELINE_ESTIMATORS, PUBLISHED_PREFIX, PUBLISHED_REWARDS, PUBLISHED_WORKERS
+from roll.config.names import (
+    GREEDY_BASELINE_ESTIMATORS,
+    PUBLISHED_PREFIX,
+    PUBLISHED_REWARDS,
+    PUBLISHED_WORKERS,
+    SQUARES_ESTIMATORS,
+)
 from roll.config.plan import Folders, RLVRPlan, RolePlan, SFTPlan, TrainingPlan
 from roll.config.planning_validation import Written, beside_training, validation_data, validation_sets
 from roll.config.reward_models import model_inputs
@@ -260,19 +266,28 @@ def engine_log_probs_as_old(config: RLVRConfig) -> bool:
 
 def trainer_is_old(config: RLVRConfig) -> bool:
     """Something besides the policy's loss wants the trainer's view of the samples before the update."""
-    return config.enable_old_logprobs_recompute or kl_in_reward(config) or needs_old_entropy(config)
+    return config.enable_old_logprobs_recompute or kl_in_reward(config) or needs_old_distribution(config)
 
 
 def needs_old_log_probs(config: RLVRConfig) -> bool:
-    """The trainer looks at the samples before the update: something uses old log-probs or entropies; the two force keys
-    have the last word."""
+    """The trainer looks at the samples before the update: something uses old log-probs, entropies or sums of squares;
+    the two force keys have the last word."""
     if config.force_disable_old_logprobs_recompute or engine_log_probs_as_old(config):
         return False
-    return uses_old_log_probs(config) or needs_old_entropy(config) or config.enable_old_logprobs_recompute
+    return uses_old_log_probs(config) or needs_old_distribution(config) or config.enable_old_logprobs_recompute
 
 
 def needs_old_entropy(config: RLVRConfig) -> bool:
     return config.top_entropy_quantile < 1.0 or config.target_entropy is not None
+
+
+def needs_sum_of_squares(config: RLVRConfig) -> bool:
+    return config.adv_estimator in SQUARES_ESTIMATORS
+
+
+def needs_old_distribution(config: RLVRConfig) -> bool:
+    """Something wants more of the trainer's distributions before the update than the log-probs of the samples."""
+    return needs_old_entropy(config) or needs_sum_of_squares(config)
 
 
 def needs_greedy_baseline(config: RLVRConfig) -> bool:
@@ -308,6 +323,7 @@ def plan_rlvr(config: RLVRConfig, exp_name: str, written: Written) -> RLVRPlan:
         needs_reference=needs_reference(config),
         needs_old_log_probs=needs_old_log_probs(config),
         needs_old_entropy=needs_old_entropy(config),
+        needs_sum_of_squares=needs_sum_of_squares(config),
         engine_log_probs_as_old=engine_log_probs_as_old(config),
         async_generation_ratio=config.async_generation_ratio,
         num_additional_prompts=config.max_additional_running_prompts if config.is_use_additional_prompts else 0,
