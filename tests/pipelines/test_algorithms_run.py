@@ -84,7 +84,9 @@ def test_nothing_is_computed_that_nothing_uses(run: Run) -> None:
 
 @pytest.mark.long
 def test_prompts_shuffled_mini_batches_and_a_target_entropy_reach_the_update(run: Run) -> None:
+    """The pass before the update computes entropies for one, sums of squares for the optimal token baseline."""
     changes = {
+        "adv_estimator": "optimal_token_baseline",
         "max_steps": 2,
         "ppo_epochs": 2,
         "loss_agg_mode": "prompt-mean",
