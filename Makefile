@@ -50,7 +50,8 @@ test-all:
 
 # SGLang on this CPU; a minute or two an engine.
 test-sglang: $(SGLANG)/.installed
-	PYTHONPATH=$(CURDIR)/$(SGLANG_FIXTURE) $(SGLANG)/bin/python -m pytest -q tests/strategies/sglang tests/pipelines/test_sglang_run.py $(PYTEST_ARGS)
+	PYTHONPATH=$(CURDIR)/$(SGLANG_FIXTURE) $(SGLANG)/bin/python -m pytest -q -n $(PYTEST_JOBS) --dist loadfile \
+		tests/strategies/sglang tests/pipelines/test_sglang_run.py $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
