@@ -52,8 +52,9 @@ class TransferBackendConfig:
 class RunConfig:
     """Keys at the top of every pipeline's configuration."""
 
-    pipeline: Literal["rlvr", "sft"] | None = None
-    """Which pipeline the file is for; null: told by its sections."""
+    pipeline: str | None = None
+    """Which pipeline the file is for: ``rlvr``, ``sft``, or the dotted path of a pipeline of your own; null: told by
+    its sections."""
     exp_name: str = ""
     """Name of the experiment, used in folder names; empty: the name of the file."""
     seed: int = setting(42, ge=0)

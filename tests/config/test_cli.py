@@ -109,10 +109,8 @@ def test_what_is_a_secret() -> None:
 @pytest.mark.usefixtures("good")
 def test_run_hands_the_loaded_configuration_to_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[LoadedConfig[Any]] = []
-    for name in ("rlvr", "sft"):
-        module = types.ModuleType(f"roll.pipelines.{name}")
-        module.run = seen.append  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, f"roll.pipelines.{name}", module)
+    for pipeline in definitions():
+        monkeypatch.setattr(type(pipeline), "run", lambda self, loaded: seen.append(loaded))
     data_there = changed({"pretrain": "owner/model"})
     for file in ("train.jsonl", "val.jsonl"):
         Path(file).touch()
@@ -132,7 +130,7 @@ def test_run_hands_the_loaded_configuration_to_the_pipeline(monkeypatch: pytest.
 def test_a_checkpoint_of_another_backend_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "roll.pipelines.rlvr", types.ModuleType("roll.pipelines.rlvr"))  # it has no run
+    monkeypatch.delattr(RLVR, "run")
     for file in ("train.jsonl", "val.jsonl"):
         Path(file).touch()
     write_checkpoint(Path("out/checkpoints"), {"actor_train": ModelContents("megatron_train", {"lm_head.weight": [4]})})
