@@ -77,7 +77,7 @@ def _answer(path: str, answer: Future[str | None]) -> None:
 
 def _download(path: str) -> str | None:
     from huggingface_hub import HfApi, hf_hub_download
-    from huggingface_hub.errors import (
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError: of the httpx that it was built on
         EntryNotFoundError,
         GatedRepoError,
         HfHubHTTPError,

@@ -69,9 +69,9 @@ def check_model(
         return
     if found is None or checks.broken(key):
         return
-    rule = family_problem(found, name, role)
-    if rule is not None:
-        checks.add(key, path, rule)
+    lacking = family_problem(found, name, role)
+    if lacking is not None:
+        checks.add(key, path, lacking)
         return
     for wrong, value, rule, example in shape_problems(checks.pipeline.section_key(name), role, options, found):
         checks.add(wrong, value, f"{rule} ({path})", example)

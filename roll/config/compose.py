@@ -172,7 +172,8 @@ def _interpolations(node: Any, prefix: str) -> Iterator[tuple[str, str]]:
 
 def _circle_rule(path: str, written: Mapping[str, str]) -> str | None:
     """A key that refers to itself, perhaps by way of others."""
-    seen, queue = set(), [path]
+    seen: set[str] = set()
+    queue = [path]
     while queue:
         for name in re.findall(r"\$\{([\w.]+)\}", written.get(queue.pop(), "")):
             if name == path or path.startswith(f"{name}."):

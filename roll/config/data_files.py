@@ -52,7 +52,7 @@ def matching_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        if saved_splits(path) or "_data_files" in _json_object(path / "state.json"):
             return saved_files(path)
         return sorted(p for p in path.iterdir() if p.is_file() and format_of(p) in FORMATS)
     return sorted(Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file())

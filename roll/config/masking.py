@@ -56,7 +56,9 @@ _registered: set[str] = set()
 @lru_cache(maxsize=4096)
 def is_secret(key: str) -> bool:
     """True for keys such as ``judge_api_key``, ``WANDB_API_KEY``, ``hf_token``, ``GITHUB_PAT``, ``PGPASSWORD``."""
-    return key not in COLUMN_KEYS | WORKING_DIRECTORY and SECRET_KEY.search(_CAMEL.sub("_", key).replace("-", "_")) is not None
+    if key in COLUMN_KEYS or key in WORKING_DIRECTORY:
+        return False
+    return SECRET_KEY.search(_CAMEL.sub("_", key).replace("-", "_")) is not None
 
 
 def masked(data: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ from roll.checkpoint.contents import ModelContents
 from roll.config.cli_args import parse_launcher_args
 from roll.config.loader import LoadedConfig
 from roll.config.masking import MASK, is_secret
+from roll.config.pipelines import definitions
+from roll.pipelines.rlvr.definition import RLVR
 from tests.checkpoint.test_contents import write_checkpoint
 from tests.config.good import GOOD, GOOD_SFT, changed
 
@@ -111,6 +112,8 @@ def test_run_hands_the_loaded_configuration_to_the_pipeline(monkeypatch: pytest.
     seen: list[LoadedConfig[Any]] = []
     for pipeline in definitions():
         monkeypatch.setattr(type(pipeline), "run", lambda self, loaded: seen.append(loaded))
+    asked: list[LoadedConfig[Any]] = []
+    monkeypatch.setattr(cli, "find_models", lambda loaded, say: asked.append(loaded))
     data_there = changed({"pretrain": "owner/model"})
     for file in ("train.jsonl", "val.jsonl"):
         Path(file).touch()
@@ -120,6 +123,7 @@ def test_run_hands_the_loaded_configuration_to_the_pipeline(monkeypatch: pytest.
         cli.launch("sft", "nowhere", "nothing", ["--config_path", ".", "--config_name", "sft", "max_steps=5"])
     assert stopped.value.code == 0
     assert [loaded.plan.pipeline for loaded in seen] == ["rlvr", "sft"]
+    assert asked == seen, "the hub is asked before the pipeline"
     assert [loaded.config.max_steps for loaded in seen] == [3, 5]
     with pytest.raises(SystemExit) as refused:
         cli.launch("sft", "nowhere", "nothing", [])

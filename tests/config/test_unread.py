@@ -52,7 +52,7 @@ UNREAD: list[tuple[dict[str, Any], str, str]] = [
     ({"checkpoint_config.keep_local_file": False}, "checkpoint_config.keep_local_file", "without output_dir"),
     ({f"{SHARD}.tiled_num_shards": 8}, f"{SHARD}.tiled_num_shards", "without apply_tiled_mlp: true"),
     ({f"{TRAIN}.training_args.min_lr_ratio": 0.1, f"{TRAIN}.training_args.lr_scheduler_type": "constant"},
-     f"{TRAIN}.training_args.min_lr_ratio", "with lr_scheduler_type: constant (read with linear, cosine)"),
+     f"{TRAIN}.training_args.min_lr_ratio", "with lr_scheduler_type: constant (read with linear, cosine, "),
     ({"rewards.math.error_value": 0.5}, "rewards.math.error_value", "with on_error: mask (read with value)"),
     ({f"{INFER}.data_args.template": "qwen2_5"}, f"{INFER}.data_args", "only roles that read data"),
     ({f"{INFER}.infer_batch_size": 4}, f"{INFER}.infer_batch_size", "only roles that compute log-probs or train"),
@@ -148,9 +148,14 @@ def test_estimators_read_what_the_keys_declare(estimator: str) -> None:
     rewards = torch.zeros(4, 3)
     rewards[:, -1] = torch.tensor([1.0, 0.0, 0.5, 0.0])
     inputs = AdvantageInputs(
-        rewards, torch.ones(4, 3, dtype=torch.bool), torch.tensor([0, 0, 1, 1]), torch.zeros(4, 3), torch.zeros(4),
-        torch.rand(4, 2),
-    )  # fmt: skip
+        rewards,
+        torch.ones(4, 3, dtype=torch.bool),
+        torch.tensor([0, 0, 1, 1]),
+        values=torch.zeros(4, 3),
+        baseline_rewards=torch.zeros(4),
+        scores=rewards.sum(-1),
+        reward_components=torch.rand(4, 2),
+    )
     options = recorded(AdvantageOptions(adv_estimator=estimator, reward_weights=(1.0, 2.0), pass_k=2), read)
     advantage_estimators.resolve(estimator)(inputs, options)
     assert read & {"gamma", "lambd", "pass_k"} == declared("adv_estimator", estimator)

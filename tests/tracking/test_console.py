@@ -42,7 +42,10 @@ def restore_logging() -> Iterator[None]:
 
 def test_plain_lines_without_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
     out = io.StringIO()
-    with caplog.at_level(logging.INFO), ProgressReporter(60, RLVR.headlines, first_step=10, console=Console(file=out)) as progress:
+    with (
+        caplog.at_level(logging.INFO),
+        ProgressReporter(60, RLVR.headlines, first_step=10, console=Console(file=out)) as progress,
+    ):
         progress.update(METRICS)
     assert out.getvalue() == ""
     message = caplog.messages[0]
@@ -71,7 +74,10 @@ def test_time_left_follows_recent_steps() -> None:
 
 
 def test_updates_after_every_few_steps(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO), ProgressReporter(10, RLVR.headlines, console=Console(file=io.StringIO())) as progress:
+    with (
+        caplog.at_level(logging.INFO),
+        ProgressReporter(10, RLVR.headlines, console=Console(file=io.StringIO())) as progress,
+    ):
         time.sleep(0.1)
         progress.update({}, done=5)
     assert "step 5/10" in caplog.messages[0]

@@ -12,7 +12,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from roll.tracking import METRICS_NAME, TrackedRun, build_trackers, read_metrics
-from roll.tracking.trackers import CompositeTracker, JsonlTracker, TensorBoardTracker, Tracker, strip_reducer_tags
+from roll.tracking.tensorboard import TensorBoardTracker
+from roll.tracking.trackers import CompositeTracker, JsonlTracker, Tracker, strip_reducer_tags
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:

@@ -41,9 +41,8 @@ def check_pass_k(config: RLVRConfig, checks: Checks) -> None:
     """One of k has a chance to differ from one of all only while k is below the group's size."""
     group, k = config.num_return_sequences_in_group, config.pass_k
     if config.adv_estimator not in PASS_AT_K_ESTIMATORS:
-        if checks.written("pass_k"):
-            checks.note("pass_k", f"has no effect with adv_estimator: {config.adv_estimator}")
-    elif group < 2:
+        return
+    if group < 2:
         rule = f"must be greater than pass_k {k} with {config.adv_estimator}, or every advantage is 0"
         checks.add("num_return_sequences_in_group", group, rule, 2 * k)
     elif k >= group:
