@@ -27,7 +27,7 @@ from roll.config.loader import LoadedConfig, load_config
 from roll.config.masking import dump_yaml, masked_text
 from roll.config.packages import require_packages
 from roll.config.pipelines import NAMES, definition_of
-from roll.config.render import render_plan
+from roll.config.render import filled_in, render_plan
 from roll.hub_models import find_models
 from roll.preflight import check_parts, check_resumption
 
@@ -177,7 +177,7 @@ def check(arguments: argparse.Namespace) -> int:
     if not arguments.skip_files:
         check_resumption(loaded)
     if arguments.resolved:
-        sys.stdout.write(dump_yaml(loaded.resolved))
+        sys.stdout.write(dump_yaml(loaded.resolved) + filled_in(loaded))
     else:
         render_plan(loaded, Console(emoji=False))
     return 0
@@ -287,7 +287,11 @@ def build_parser() -> argparse.ArgumentParser:
     add_config_command(commands, "run", "run the pipeline of a configuration")
     for name, text in (("check", "check a configuration and print its plan"), ("plan", "the same as check")):
         command = add_config_command(commands, name, text)
-        command.add_argument("--resolved", action="store_true", help="print the effective YAML, secrets masked")
+        command.add_argument(
+            "--resolved",
+            action="store_true",
+            help="print the effective YAML and, as comments, what the plan fills in; secrets masked",
+        )
         command.add_argument("--skip-files", action="store_true", help="do not ask whether data and models exist")
     command = add_config_command(commands, "inspect-data", "show the data of a configuration as the model will see it")
     command.add_argument("--rows", type=int, default=2, help="rows of each domain (2)")

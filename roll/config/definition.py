@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from roll.config.engine_args import own_weights
 from roll.config.names import PUBLISHED_PREFIX, PUBLISHED_REWARDS, PUBLISHED_WORKERS
 from roll.config.roles import DataArguments, WorkerConfig
-from roll.config.run import RunConfig
 from roll.config.strategy import GENERATION_STRATEGIES, INFER_STRATEGIES, TRAIN_STRATEGIES
 
 if TYPE_CHECKING:
@@ -123,7 +122,8 @@ class PipelineDefinition(ABC):
     """
 
     name: ClassVar[str]
-    config_class: ClassVar[type[RunConfig]]
+    config_class: ClassVar[type]
+    """A dataclass on top of :class:`roll.config.run.RunConfig`."""
     roles: ClassVar[tuple[Role, ...]]
     """The roles that hold a model."""
     headlines: ClassVar[tuple[Headline, ...]] = ()

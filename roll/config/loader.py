@@ -107,7 +107,7 @@ def _load(
     cls = pipeline.config_class
     values = SchemaReader(problems, root=cls).read(cls, data, "")
     refuse_unavailable(data, problems)
-    config = build(cls, values)
+    config: RunConfig = build(cls, values)
     checks = Checks(problems, lambda key: _is_written(data, key), check_files, pipeline)
     pipeline.check(config, checks)
     if problems.errors:

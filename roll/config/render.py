@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from roll.config.definition import PipelineDefinition
 from roll.config.loader import LoadedConfig
-from roll.config.masking import masked_text
+from roll.config.masking import masked, masked_text
 from roll.config.plan import Plan, RolePlan
 from roll.config.strategy import GENERATION_STRATEGIES
 from roll.config.wording import count
@@ -117,3 +120,24 @@ def steps_sentence(plan: Plan, validation: str) -> str:
     )
     parts.append(f"a checkpoint every {plan.save_steps}" if plan.save_steps else "no checkpoints")
     return "; ".join(parts)
+
+
+def filled_in(loaded: LoadedConfig[Any]) -> str:
+    """Comment lines of YAML: every key of a role's section that the plan changed, with the value that workers get."""
+    lines = []
+    written = loaded.pipeline.started(loaded.config)
+    for name, role in loaded.plan.roles.items():
+        for key, value in differences(asdict(written[name]), asdict(role.section)):
+            shown = yaml.safe_dump(masked({key.rpartition(".")[2]: value}), default_flow_style=True, width=math.inf)
+            lines.append(f"# {name}.{key}: {shown.strip()[1:-1].partition(': ')[2]}\n")
+    return "".join(["\n# Filled in by the plan, by role:\n", *lines]) if lines else ""
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Key path and new value of what ``after`` has and ``before`` has not, or has otherwise."""
+    for key, value in after.items():
+        old = before.get(key)
+        if isinstance(value, dict) and isinstance(old, dict):
+            yield from differences(old, value, f"{path}{key}.")
+        elif value != old:
+            yield f"{path}{key}", value
