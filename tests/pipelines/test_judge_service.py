@@ -28,7 +28,7 @@ from tests.serving.local_cluster import LocalCluster
 
 
 def loaded_with_judge(world: TinyWorld, folder: Path) -> LoadedConfig[Any]:
-    quick = {"backoff": 0.001, "max_retries": 0, "extract": "logprob", "top_logprobs": 1000}
+    quick = {"backoff": 0.001, "max_retries": 0, "extract": "logprob", "top_logprobs": 448}
     judged = {"worker_cls": "llm_judge", "judge_model_type": "cluster", "judge_prompt": TEMPLATE, "timeout": 60}
     changes = {
         "prompt_length": 64,
@@ -101,9 +101,10 @@ class RecordedCluster:
 
     def __init__(self, name: str, worker: str, resources: Any, role: Any, **settings: Any) -> None:
         self.name, self.worker, self.role = name, worker, role
+        self.address = settings.get("extra", {}).get("judge", {})
 
     def initialize(self, *arguments: Any, blocking: bool = True) -> Any:
-        return SimpleNamespace(result=lambda: None)
+        return SimpleNamespace(result=list)
 
 
 def test_the_judge_starts_with_the_run_and_only_its_domains_hear_of_it(
@@ -126,13 +127,14 @@ def test_the_judge_starts_with_the_run_and_only_its_domains_hear_of_it(
     assert opened_with == started
     assert [cluster.name for cluster in started] == [JUDGE_ROLE, "judge.own"]
     assert {cluster.worker for cluster in started} == {clusters_module.GENERATION_WORKER}
-    judged, rule, own = (clusters.rewards[name].role for name in ("judged", "math", "own"))
-    assert (own.device_mapping, own.world_size, own.judge_model_name) == (None, 2, "judge.own")
-    assert own.judge_api_url != judged.judge_api_url
-    assert judged.judge_api_url.startswith("http://127.0.0.1:")
-    assert judged.judge_api_key
-    assert judged.judge_model_name == JUDGE_ROLE
-    assert rule.judge_api_url is None
+    rewards: dict[str, Any] = dict(clusters.rewards)
+    assert (rewards["own"].role.device_mapping, rewards["own"].role.world_size) == (None, 2)
+    judged, rule, own = (rewards[name].address for name in ("judged", "math", "own"))
+    assert own["judge_model_name"] == "judge.own" and own["judge_api_url"] != judged["judge_api_url"]
+    assert judged["judge_api_url"].startswith("http://127.0.0.1:")
+    assert judged["judge_api_key"]
+    assert judged["judge_model_name"] == JUDGE_ROLE
+    assert rule == {}
 
 
 @pytest.mark.parametrize("moves", [False, True])
