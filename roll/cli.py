@@ -13,7 +13,8 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,10 +23,11 @@ from rich.console import Console
 from roll import __version__
 from roll.config.cli_args import parse_launcher_args
 from roll.config.errors import ConfigError, Problem
-from roll.config.loader import PIPELINES, LoadedConfig, load_config
+from roll.config.loader import LoadedConfig, load_config
 from roll.config.masking import dump_yaml, masked_text
 from roll.config.packages import require_packages
-from roll.config.render import render_plan
+from roll.config.pipelines import NAMES, definition_of
+from roll.config.render import filled_in, render_plan
 from roll.hub_models import find_models
 from roll.preflight import check_parts, check_resumption
 
@@ -56,12 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.overrides += rest
     try:
         if arguments.command == "run":
-            loaded: LoadedConfig[Any] = load_config(None, arguments.config, None, arguments.overrides)
-            check_parts(loaded)
-            check_resumption(loaded)
-            require_packages(loaded)
-            find_models(loaded, say)
-            return run(loaded)
+            return run(ready(partial(load_config, None, arguments.config, None, arguments.overrides)))
         other = {
             "inspect-data": inspect_data,
             "serve": serve,
@@ -79,16 +76,26 @@ def launch(pipeline: str, default_path: str, default_name: str, argv: Sequence[s
     """What ``examples/start_<pipeline>_pipeline.py`` does: load, show the plan, run. Exits with the run's status."""
     arguments = parse_launcher_args(argv, default_path, default_name)
     try:
-        loaded: LoadedConfig[Any] = load_config(
-            PIPELINES[pipeline], arguments.config_path, arguments.config_name, arguments.overrides
+        config_class = definition_of(pipeline).config_class
+        loaded = ready(
+            partial(load_config, config_class, arguments.config_path, arguments.config_name, arguments.overrides)
         )
-        check_parts(loaded)
-        check_resumption(loaded)
-        require_packages(loaded)
-        find_models(loaded, say)
     except ConfigError as error:
         sys.exit(refuse(error))
     sys.exit(run(loaded))
+
+
+def ready(load: Callable[[], LoadedConfig[Any]]) -> LoadedConfig[Any]:
+    """A configuration of which everything is checked that can be before a start.
+
+    Raises:
+        ConfigError: every mistake.
+    """
+    loaded = load()
+    check_parts(loaded)
+    check_resumption(loaded)
+    require_packages(loaded)
+    return load() if find_models(loaded, say) else loaded
 
 
 def run(loaded: LoadedConfig[Any]) -> int:
@@ -108,13 +115,12 @@ def run(loaded: LoadedConfig[Any]) -> int:
 
 def _run(loaded: LoadedConfig[Any]) -> int:
     render_plan(loaded, Console(emoji=False))
-    pipeline = importlib.import_module(f"roll.pipelines.{loaded.plan.pipeline}")
     from roll.datasets.types import DataError
     from roll.distributed.failures import RayLost, RemoteError
     from roll.rollout.flow import RolloutExhausted
 
     try:
-        pipeline.run(loaded)
+        loaded.pipeline.run(loaded)
     except RayLost as error:
         show_error(error)
         leave(EXIT_FAILED)
@@ -171,7 +177,7 @@ def check(arguments: argparse.Namespace) -> int:
     if not arguments.skip_files:
         check_resumption(loaded)
     if arguments.resolved:
-        sys.stdout.write(dump_yaml(loaded.resolved))
+        sys.stdout.write(dump_yaml(loaded.resolved) + filled_in(loaded))
     else:
         render_plan(loaded, Console(emoji=False))
     return 0
@@ -210,7 +216,7 @@ def print_schema(arguments: argparse.Namespace) -> int:
     """The JSON schema of a pipeline's file, for editors."""
     from roll.config.explain import json_schema
 
-    schema = json_schema(PIPELINES[arguments.pipeline], f"roll: {arguments.pipeline} pipeline")
+    schema = json_schema(definition_of(arguments.pipeline).config_class, f"roll: {arguments.pipeline} pipeline")
     sys.stdout.write(json.dumps(schema, indent=1) + "\n")
     return 0
 
@@ -281,7 +287,11 @@ def build_parser() -> argparse.ArgumentParser:
     add_config_command(commands, "run", "run the pipeline of a configuration")
     for name, text in (("check", "check a configuration and print its plan"), ("plan", "the same as check")):
         command = add_config_command(commands, name, text)
-        command.add_argument("--resolved", action="store_true", help="print the effective YAML, secrets masked")
+        command.add_argument(
+            "--resolved",
+            action="store_true",
+            help="print the effective YAML and, as comments, what the plan fills in; secrets masked",
+        )
         command.add_argument("--skip-files", action="store_true", help="do not ask whether data and models exist")
     command = add_config_command(commands, "inspect-data", "show the data of a configuration as the model will see it")
     command.add_argument("--rows", type=int, default=2, help="rows of each domain (2)")
@@ -300,7 +310,7 @@ def build_parser() -> argparse.ArgumentParser:
     explained = commands.add_parser("explain", help="say what a key does, its type and its default")
     explained.add_argument("key", help="a key, also with its section: learning_rate, training_args.learning_rate")
     schema = commands.add_parser("schema", help="print the JSON schema of a configuration, for editors")
-    schema.add_argument("pipeline", nargs="?", default="rlvr", choices=tuple(PIPELINES), help="(default: %(default)s)")
+    schema.add_argument("pipeline", nargs="?", default="rlvr", choices=NAMES, help="(default: %(default)s)")
     copied = commands.add_parser("init", help="copy the recipes (examples/) and presets (configs/) into a folder")
     copied.add_argument("folder", nargs="?", default=".", help="where to (default: the working directory)")
     completion = commands.add_parser("completion", help="print a completion script for a shell")

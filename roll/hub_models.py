@@ -9,12 +9,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from roll.config.checks_model import family_problem, model_key, shape_problems
+from roll.config.checks_model import family_problem, shape_problems
 from roll.config.errors import ConfigError, Problem
-from roll.config.judges import section_of
 from roll.config.loader import LoadedConfig
 from roll.config.model_files import CONFIG, looks_like_folder, model_folder, read_model_config
-from roll.config.planning import model_path, model_roles
 from roll.config.sources import shown
 from roll.config.strategy import typed_strategy_config
 
@@ -23,36 +21,40 @@ SECONDS = 20.0
 ENDPOINT = "https://huggingface.co"
 
 
-def find_models(loaded: LoadedConfig[Any], say: Callable[[str], None]) -> None:
+def find_models(loaded: LoadedConfig[Any], say: Callable[[str], None]) -> bool:
     """Fetch the ``config.json`` of every model that is not on this machine yet, and check it as that of a local one.
 
     Args:
         say: is given a line before the hub is asked.
+
+    Returns:
+        Whether one was fetched: what the plan takes from a model's ``config.json`` is known only now.
 
     Raises:
         ConfigError: a model that the hub does not have or give, that cannot be reached, or that its role cannot have.
     """
     problems: list[Problem] = []
     answers: dict[str, str | None] = {}
-    for name, role in model_roles(loaded.config).items():
-        path = model_path(loaded.config, name, role)
+    pipeline = loaded.pipeline
+    for name, role in pipeline.models(loaded.config).items():
+        key, path = pipeline.model(loaded.config, name, role)
         if path is None or looks_like_folder(path) or (path not in answers and model_folder(path) is not None):
             continue
         if path not in answers:
             say(f"looking for {path} at {os.environ.get('HF_ENDPOINT', ENDPOINT)} ...")
             answers[path] = fetch(path)
-        key = model_key(loaded.config, name, role)
         rule = answers[path]
         found = None if rule is not None else read_model_config(path)
         if found is not None:
             rule = family_problem(found, name, role)
             options = typed_strategy_config(role.strategy_args)
-            for wrong, value, text, example in shape_problems(section_of(name), role, options, found):
+            for wrong, value, text, example in shape_problems(pipeline.section_key(name), role, options, found):
                 problems.append(Problem(wrong, value, f"{text} ({path})", example, shown(loaded.source)))
         if rule is not None and not any(problem.key == key for problem in problems):
             problems.append(Problem(key, path, rule, source=shown(loaded.source)))
     if problems:
         raise ConfigError(problems)
+    return bool(answers)
 
 
 def fetch(path: str, seconds: float = SECONDS) -> str | None:

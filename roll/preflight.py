@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
-from roll.algorithms.registry import Registry
 from roll.checkpoint.contents import STATE_NAME as TRAINER_STATE
 from roll.checkpoint.contents import (
     CheckpointMismatchError,
@@ -23,33 +20,16 @@ from roll.checkpoint.contents import (
 from roll.checkpoint.manager import glance
 from roll.checkpoint.manifest import CheckpointDamagedError
 from roll.config.errors import ConfigError, Problem
-from roll.config.fields import DOTTED_PATH
 from roll.config.loader import LoadedConfig
 from roll.config.lora import uses_lora
 from roll.config.masking import masked
 from roll.config.packages import require_trackers
-from roll.config.plan import RLVRPlan
-from roll.config.planning import actor_keys, pg_variant
-from roll.config.rlvr import RLVRConfig, RouterConfig
+from roll.config.pipelines import find_own_modules
 from roll.config.roles import WorkerConfig
 from roll.config.sources import shown
 
 STATE_FOLDER, PIPELINE_STATE = "pipeline", "state.json"
 """Where a checkpoint has the state of its pipeline."""
-
-OWN_FUNCTION_KEYS = (
-    "adv_estimator",
-    "entropy_loss_agg_mode",
-    "kl_loss_agg_mode",
-    "kl_loss_type",
-    "kl_penalty",
-    "loss_agg_mode",
-    "sample_weighting",
-    "train_infer_correction",
-    "value_loss_agg_mode",
-    "value_loss_type",
-)
-"""Keys at the top that take the dotted path of a function; ``pg_variant`` and filters bring options along."""
 
 
 def check_parts(loaded: LoadedConfig[Any]) -> None:
@@ -60,9 +40,9 @@ def check_parts(loaded: LoadedConfig[Any]) -> None:
             not have.
     """
     require_trackers(loaded)
-    check_rewards(loaded)
+    loaded.pipeline.check_parts(loaded)
     check_own_functions(loaded)
-    check_transport(loaded)
+    loaded.pipeline.check_host(loaded)
     from roll.tracking.trackers import tracker_options
 
     kwargs = loaded.config.tracker_kwargs
@@ -107,11 +87,9 @@ def check_resumption(loaded: LoadedConfig[Any]) -> None:
         for key, rule in _resumption_problems(checkpoint.role(role), getattr(config, role)):
             path, value = f"{role}.{key}", reduce(getattr, key.split("."), getattr(config, role))
             problems.append(Problem(path, value, f"{rule}. {_ANEW}", source=source))
-    if isinstance(plan, RLVRPlan) and not plan.is_async and has_samples_ahead(checkpoint.role(STATE_FOLDER)):
-        rule = f"{checkpoint.path} holds samples that were generated ahead, which a synchronous run has no use for"
-        problems.append(
-            Problem("async_generation_ratio", config.async_generation_ratio, f"{rule}. {_ANEW}", source=source)
-        )
+    state = json.loads((checkpoint.role(STATE_FOLDER) / PIPELINE_STATE).read_text(encoding="utf-8"))
+    for key, value, rule in loaded.pipeline.resumption_problems(loaded, str(checkpoint.path), state):
+        problems.append(Problem(key, value, f"{rule}. {_ANEW}", source=source))
     if problems:
         raise ConfigError(problems)
 
@@ -158,68 +136,6 @@ def _resumption_problems(folder: Path, section: WorkerConfig) -> Iterator[tuple[
             )
 
 
-def has_samples_ahead(folder: Path) -> bool:
-    """Whether the state of a pipeline in ``folder`` has samples for later steps."""
-    ahead = json.loads((folder / PIPELINE_STATE).read_text(encoding="utf-8")).get("rollout", {}).get("ahead", {})
-    return bool(ahead.get("unfinished") or ahead.get("complete"))
-
-
-def check_rewards(loaded: LoadedConfig[Any]) -> None:
-    """Build each domain's reward once: a wrong ``reward_kwargs``, or a host that gives too little, is found early.
-
-    Raises:
-        ConfigError: a reward that cannot be built, an option that it does not have, or numbers in ``reward_weights``
-            that it does not return.
-    """
-    if not isinstance(loaded.config, RLVRConfig):
-        return
-    find_own_modules()
-    from roll.rewards import RewardOptionError, build_section
-
-    problems = []
-    for name, section in loaded.config.rewards.items():
-        try:
-            reward = build_section(name, section)
-            reward.check_host()
-            reward.close()
-            problems += unknown_numbers(name, reward, loaded)
-        except RewardOptionError as error:
-            inside = f"components.{error.component}." if error.component is not None else ""
-            part = section if error.component is None else section.components[error.component]
-            key, value = f"rewards.{name}.{inside}{error.key}", getattr(part, error.key)
-            rule = str(error).removeprefix(f"worker_cls {value!r}: ")
-            problems.append(Problem(key, masked(value), rule, source=shown(loaded.source), has_value=bool(value)))
-    if problems:
-        raise ConfigError(problems)
-
-
-def check_transport(loaded: LoadedConfig[Any]) -> None:
-    """Weights can only travel through memory that there is.
-
-    Raises:
-        ConfigError: ``cuda_ipc`` on a host without CUDA.
-    """
-    if not isinstance(loaded.config, RLVRConfig) or loaded.config.weight_sync.transport != "cuda_ipc":
-        return
-    from roll.platforms import current_platform
-
-    device_type = current_platform().device_type
-    if device_type != "cuda":
-        rule = f"needs CUDA devices, this host's are of type {device_type}; object_store works everywhere"
-        source = shown(loaded.source)
-        raise ConfigError([Problem("weight_sync.transport", "cuda_ipc", rule, source=source, has_value=True)])
-
-
-def unknown_numbers(domain: str, reward: object, loaded: LoadedConfig[RLVRConfig]) -> list[Problem]:
-    """A mistake where ``reward_weights`` names what a rule is known not to return."""
-    known = getattr(reward, "numbers", ())
-    for number in loaded.config.reward_weights:
-        if known and number not in (*known, "score"):
-            rule = f"rewards.{domain} returns no such number; it returns {', '.join((*known, 'score'))}"
-            return [Problem(f"reward_weights.{number}", None, rule, source=shown(loaded.source), has_value=False)]
-    return []
-
-
 def check_own_functions(loaded: LoadedConfig[Any]) -> None:
     """Import every function that the configuration names by its path, and see that it takes its options.
 
@@ -227,7 +143,7 @@ def check_own_functions(loaded: LoadedConfig[Any]) -> None:
         ConfigError: a function that is not there, or options that it does not have.
     """
     problems = []
-    for key, value, look_up in (*own_functions(loaded.config), *own_filters(loaded)):
+    for key, value, look_up in (*loaded.pipeline.own_functions(loaded), *own_filters(loaded)):
         try:
             find_own_modules()
             look_up()
@@ -239,68 +155,13 @@ def check_own_functions(loaded: LoadedConfig[Any]) -> None:
 
 def own_filters(loaded: LoadedConfig[Any]) -> Iterator[tuple[str, Any, Callable[[], object]]]:
     """The same for functions that choose rows."""
-    is_rlvr = isinstance(loaded.config, RLVRConfig)
-    sections = {
-        name: getattr(loaded.config, name) for name in ("actor_train" if is_rlvr else "sft_train", "validation")
-    }
-    if is_rlvr and sections["validation"] is not None:
-        sections |= {f"validation.sets.{name}": one for name, one in sections["validation"].sets.items()}
-    for name, section in sections.items():
-        chosen = None if section is None else section.data_args.dataset_filter
+    for name, section in loaded.pipeline.filtered_sections(loaded.config).items():
+        chosen = section.data_args.dataset_filter
         if isinstance(chosen, str):
             yield f"{name}.data_args.dataset_filter", chosen, partial(_build_data_filter, chosen)
-
-
-def own_functions(config: Any) -> Iterator[tuple[str, Any, Callable[[], object]]]:
-    """(key, value, look-up) of what a user may have written a function for; nothing is imported for the known names."""
-    if not isinstance(config, RLVRConfig):
-        return
-    for key in OWN_FUNCTION_KEYS:
-        value = getattr(config, key)
-        if isinstance(value, str) and DOTTED_PATH.fullmatch(value):
-            yield key, value, partial(Registry(key).resolve, value)
-    variant = pg_variant(config)
-    if config.pg_variant_args or DOTTED_PATH.fullmatch(variant):
-        yield "pg_variant_args" if config.pg_variant_args else "pg_variant", variant, partial(_loss_options, config)
-    router = config.router_args
-    if router.router_config or DOTTED_PATH.fullmatch(router.router_name or ""):
-        key = "router_config" if router.router_config else "router_name"
-        yield f"router_args.{key}", getattr(router, key), partial(_build_router, router)
-    for name, section in config.rewards.items():
-        for key in ("query_filter_config", "response_filter_config"):
-            own = getattr(section, key)
-            if DOTTED_PATH.fullmatch(own.type):
-                yield f"rewards.{name}.{key}", own.type, partial(_build_filter, own.type, own.filter_args)
 
 
 def _build_data_filter(path: str) -> object:
     from roll.datasets.selection import build_filter
 
     return build_filter(path)
-
-
-def _loss_options(config: RLVRConfig) -> object:
-    from roll.algorithms.actor_loss import actor_loss_options
-
-    return actor_loss_options(actor_keys(config))
-
-
-def _build_filter(kind: str, arguments: dict[str, Any]) -> object:
-    from roll.rollout.filters import build_filter
-
-    return build_filter(kind, arguments)
-
-
-def _build_router(section: RouterConfig) -> object:
-    from roll.rollout.routing import build_router
-
-    return build_router(section.router_name, section.router_config)
-
-
-def find_own_modules() -> None:
-    """Let a user's rewards be found in the working directory, as Ray's workers and ``python -m`` do.
-
-    An installed command and a script start with their own folder on the path instead.
-    """
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())

@@ -75,7 +75,7 @@ REFUSALS = (
     Refusal("**.model_args.moe_aux_loss_coef", "mixture-of-experts training"),
     *(
         Refusal(f"{role}.model_args.model_type", f"{CLASSIFIER} but for reward_model", "~", one_of(CLASSIFIER))
-        for role in ("actor_*", "reference", "critic", "validation", "sft_train", "student_*")
+        for role in ("*_train", "*_infer", "reference", "critic", "validation")
     ),
     Refusal("**.strategy_config.ep_size", "expert parallelism", applies=above(1)),
     Refusal("**.strategy_config.expert_model_parallel_size", "expert parallelism", applies=above(1)),

@@ -14,30 +14,20 @@ from typing import Any
 from roll.config.checks_model import check_model
 from roll.config.data_files import name_problem
 from roll.config.deepspeed import check_deepspeed
+from roll.config.definition import COMPUTES_LOG_PROBS, GENERATES, TRAINS, PipelineDefinition, Written
 from roll.config.errors import Problems
 from roll.config.fsdp import check_sharded
-from roll.config.judges import section_of
 from roll.config.lora import check_lora
 from roll.config.megatron import check_megatron
 from roll.config.micro_batching import check_micro_batching
 from roll.config.names import DECAY_TYPES, LR_SCHEDULER_OPTIONS, TEMPLATE_ENDINGS, UNPUBLISHED_TRACKERS
-from roll.config.planning import (
-    devices_per_worker,
-    lengths,
-    model_roles,
-    world_size,
-)
-from roll.config.planning_validation import Written
-from roll.config.reward_models import CLASSIFIER, REWARD_MODEL
-from roll.config.rlvr import RLVRConfig
+from roll.config.planning import devices_per_worker, world_size
 from roll.config.roles import DataArguments, WorkerConfig
-from roll.config.sft import SFTConfig
+from roll.config.run import RunConfig
 from roll.config.sglang import SglangStrategyConfig, check_sglang
 from roll.config.strategy import (
     AVAILABLE,
     GENERATION_STRATEGIES,
-    INFER_STRATEGIES,
-    TRAIN_STRATEGIES,
     DeepSpeedStrategyConfig,
     HfInferStrategyConfig,
     MegatronStrategyConfig,
@@ -47,25 +37,6 @@ from roll.config.strategy import (
 )
 from roll.config.vllm import VllmStrategyConfig, check_vllm
 
-TASKS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "actor_train": ("trains", TRAIN_STRATEGIES),
-    "critic": ("trains", TRAIN_STRATEGIES),
-    "sft_train": ("trains", TRAIN_STRATEGIES),
-    "reference": ("computes log-probs", INFER_STRATEGIES),
-    "actor_infer": ("generates", GENERATION_STRATEGIES),
-    "reward_model": ("generates", GENERATION_STRATEGIES),
-}
-"""What each role does, and the strategies that can do it."""
-SCORING = ("scores responses", INFER_STRATEGIES)
-
-
-def task_of(name: str, role: WorkerConfig) -> tuple[str, tuple[str, ...]]:
-    """What a role does. A ``reward_model`` with a classifier's head scores; without, it is a judge, which generates, as
-    one on the devices of its own reward section does."""
-    if name == REWARD_MODEL and role.model_args.model_type == CLASSIFIER:
-        return SCORING
-    return TASKS[REWARD_MODEL if name.startswith("rewards.") else name]
-
 
 @dataclass(frozen=True)
 class Checks:
@@ -74,9 +45,11 @@ class Checks:
     problems: Problems
     written: Written
     check_files: bool
+    pipeline: PipelineDefinition
+    """Whose configuration is checked."""
     is_own: Callable[[str], bool] = field(default=lambda key: True)
-    """A key stands in the file itself or on the command line, not in a file of its ``defaults``, which holds what
-    several files share."""
+    """A key is in the file itself or on the command line, not in a file of its ``defaults``, which holds what several
+    files share."""
 
     def add(self, key: str, value: Any, rule: str, example: Any = None) -> None:
         """Report a mistake, unless the key has one already."""
@@ -99,15 +72,16 @@ class Checks:
         )
 
 
-def check_roles(config: RLVRConfig | SFTConfig, checks: Checks) -> dict[str, StrategyConfig]:
+def check_roles(config: RunConfig, checks: Checks) -> dict[str, StrategyConfig]:
     """Devices, strategy and model of every role that holds one; the strategies' typed options."""
     strategies = {}
-    for role_name, role in model_roles(config).items():
-        name = section_of(role_name)
+    pipeline = checks.pipeline
+    for role_name, role in pipeline.models(config).items():
+        name = pipeline.section_key(role_name)
         check_devices(name, role, checks)
         options = check_strategy(name, role, checks)
         check_model(config, role_name, role, options, checks)
-        check_lora(name, role, task_of(name, role)[1] is TRAIN_STRATEGIES, isinstance(config, RLVRConfig), checks)
+        check_lora(name, role, pipeline.task_of(name, role) is TRAINS, pipeline.compares_log_probs, checks)
         if options is not None:
             strategies[name] = options
             check_strategy_fit(name, role, options, checks)
@@ -123,7 +97,7 @@ def check_devices(name: str, role: WorkerConfig, checks: Checks) -> None:
         checks.missing(key, "is needed: the devices (CPU slots on a host without accelerators) of this role", "[0]")
         return
     per_worker = role.num_gpus_per_worker
-    if task_of(name, role)[1] is not GENERATION_STRATEGIES and per_worker != 1:
+    if checks.pipeline.task_of(name, role) is not GENERATES and per_worker != 1:
         checks.add(f"{name}.num_gpus_per_worker", per_worker, "must be 1: every device is a rank of its own here", 1)
         return
     size = devices_per_worker(role)
@@ -138,12 +112,12 @@ def check_devices(name: str, role: WorkerConfig, checks: Checks) -> None:
         checks.add(f"{name}.world_size", role.world_size, rule, world_size(role))
 
 
-def check_nodes(config: RLVRConfig | SFTConfig, checks: Checks) -> None:
+def check_nodes(config: RunConfig, checks: Checks) -> None:
     """Device ids exist, and no worker spans two nodes."""
     per_node = config.num_gpus_per_node
-    for name, role in model_roles(config).items():
+    for name, role in checks.pipeline.models(config).items():
         devices = role.device_mapping or []
-        key = f"{section_of(name)}.device_mapping"
+        key = f"{checks.pipeline.section_key(name)}.device_mapping"
         if config.num_nodes is not None and devices and max(devices) >= per_node * config.num_nodes:
             rule = (
                 f"device {max(devices)} does not exist: num_nodes {config.num_nodes} x num_gpus_per_node {per_node} "
@@ -163,19 +137,22 @@ def check_strategy(name: str, role: WorkerConfig, checks: Checks) -> StrategyCon
     path, strategy = f"{name}.strategy_args", role.strategy_args.strategy_name
     if checks.broken(path):
         return None
-    task, able = task_of(name, role)
+    task = checks.pipeline.task_of(name, role)
+    able = task.strategies
     if strategy in AVAILABLE and strategy not in able:
-        if name == "reference" and strategy in GENERATION_STRATEGIES:
+        if task is COMPUTES_LOG_PROBS and strategy in GENERATION_STRATEGIES:
             checks.problems.not_available(f"{path}.strategy_name", strategy, "log-probs by an engine", able[0])
         else:
-            checks.add(f"{path}.strategy_name", strategy, f"{name} {task}; that needs {' or '.join(able)}", able[0])
+            checks.add(
+                f"{path}.strategy_name", strategy, f"{name} {task.name}; that needs {' or '.join(able)}", able[0]
+            )
         return None
     return read_strategy_config(role.strategy_args, path, checks.problems)
 
 
 def check_strategy_fit(name: str, role: WorkerConfig, options: StrategyConfig, checks: Checks) -> None:
     """Options of a strategy against the role's devices."""
-    trains = task_of(name, role)[1] is TRAIN_STRATEGIES
+    trains = checks.pipeline.task_of(name, role) is TRAINS
     if isinstance(options, ShardedStrategyConfig):
         check_sharded(name, role, options, world_size(role), trains, checks.problems)
         check_ulysses(name, role, checks)
@@ -198,17 +175,15 @@ def check_ulysses(name: str, role: WorkerConfig, checks: Checks) -> None:
         checks.add(f"{name}.model_args.ulysses_size", size, rule, best)
 
 
-def check_rows(config: RLVRConfig | SFTConfig, name: str, role: WorkerConfig, checks: Checks) -> None:
+def check_rows(config: RunConfig, name: str, role: WorkerConfig, checks: Checks) -> None:
     """How rows form micro-batches, against the longest of them."""
-    if task_of(name, role)[1] is GENERATION_STRATEGIES or checks.broken(
-        "prompt_length", "response_length", "sequence_length"
-    ):
+    task = checks.pipeline.task_of(name, role)
+    if task is GENERATES or checks.broken("prompt_length", "response_length", "sequence_length"):
         return
-    longest = config.sequence_length if isinstance(config, SFTConfig) else lengths(config)[1]
+    longest = checks.pipeline.longest_row(config)
     arguments = role.training_args
     rows = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
-    trains = task_of(name, role)[1] is TRAIN_STRATEGIES
-    check_micro_batching(name, role, longest, rows if trains else None, checks.problems)
+    check_micro_batching(name, role, longest, rows if task is TRAINS else None, checks.problems)
 
 
 def check_data_files(key: str, arguments: DataArguments, checks: Checks) -> None:
@@ -235,7 +210,7 @@ def check_template_file(key: str, template: str | None, checks: Checks) -> None:
         checks.add(key, template, f"no such file (relative names start from {Path.cwd()})")
 
 
-def note_tracker(config: RLVRConfig | SFTConfig, checks: Checks) -> None:
+def note_tracker(config: RunConfig, checks: Checks) -> None:
     """A tracker that is not public, and what takes its place."""
     names = [config.track_with] if isinstance(config.track_with, str) else config.track_with
     for name in names:
@@ -249,7 +224,7 @@ def check_columns(key: str, arguments: DataArguments, checks: Checks) -> None:
         checks.add(f"{key}.prompt", arguments.prompt, rule)
 
 
-def check_resume(config: RLVRConfig | SFTConfig, checks: Checks) -> None:
+def check_resume(config: RunConfig, checks: Checks) -> None:
     path = config.resume_from_checkpoint
     if isinstance(path, str) and checks.check_files and not Path(path).expanduser().is_dir():
         checks.add("resume_from_checkpoint", path, "no such checkpoint folder; true continues from the newest", "true")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll.config import families
 from roll.config.batch import divisors
-from roll.config.judges import JUDGE_ROLE, OWN_PREFIX, section_of
+from roll.config.judges import JUDGE_ROLE, OWN_PREFIX
 from roll.config.model_files import (
     CONFIG,
     HUB_NAME,
@@ -24,28 +24,19 @@ from roll.config.model_files import (
     model_number,
     read_model_config,
 )
-from roll.config.planning import model_path, reward_pretrain
 from roll.config.reward_models import CLASSIFIER
 from roll.config.strategy import MegatronStrategyConfig, ShardedStrategyConfig, StrategyConfig
 
 if TYPE_CHECKING:
     from roll.config.checks import Checks
-    from roll.config.rlvr import RLVRConfig
     from roll.config.roles import WorkerConfig
-    from roll.config.sft import SFTConfig
+    from roll.config.run import RunConfig
 
 ENGINES = ("vllm", "sglang")
 
 
-def model_key(config: RLVRConfig | SFTConfig, name: str, role: WorkerConfig) -> str:
-    """The key that names a role's model."""
-    if role.model_args.model_name_or_path is not None:
-        return f"{section_of(name)}.model_args.model_name_or_path"
-    return "reward_pretrain" if reward_pretrain(config, name) else "pretrain"
-
-
 def check_model(
-    config: RLVRConfig | SFTConfig, name: str, role: WorkerConfig, options: StrategyConfig | None, checks: Checks
+    config: RunConfig, name: str, role: WorkerConfig, options: StrategyConfig | None, checks: Checks
 ) -> None:
     """The model is given and there, of a family that the role's strategy has, and of a shape that its ranks can share.
 
@@ -53,10 +44,11 @@ def check_model(
         name: of the role.
         options: the strategy's; None where they have a mistake.
     """
-    path, key = model_path(config, name, role), model_key(config, name, role)
-    if path is None:
+    key, named = checks.pipeline.model(config, name, role)
+    if named is None:
         checks.missing("pretrain", "is needed: the folder or hub name of the model to start from", "Qwen/Qwen2.5-0.5B")
         return
+    path = named
     if not checks.check_files:
         return
     if looks_like_folder(path):
@@ -81,7 +73,7 @@ def check_model(
     if lacking is not None:
         checks.add(key, path, lacking)
         return
-    for wrong, value, rule, example in shape_problems(section_of(name), role, options, found):
+    for wrong, value, rule, example in shape_problems(checks.pipeline.section_key(name), role, options, found):
         checks.add(wrong, value, f"{rule} ({path})", example)
 
 

@@ -30,6 +30,12 @@ def with_engine_size(role: WorkerConfig) -> WorkerConfig:
     return replace(role, strategy_args=replace(arguments, strategy_config=sized))
 
 
+def own_weights(role: WorkerConfig) -> WorkerConfig:
+    """The role with the weights of its model folder: nobody sends it any."""
+    options = {**role.strategy_args.strategy_config, "load_format": "auto"}
+    return replace(role, strategy_args=replace(role.strategy_args, strategy_config=options))
+
+
 def check_engine_args(path: str, options: Any, decided: Mapping[str, str], problems: Problems) -> None:
     """Report arguments that have a key of their own, and those that the strategy fills in.
 

@@ -12,39 +12,20 @@ from typing import Any, Generic, TypeVar, cast
 
 from roll.config.availability import refuse_unavailable
 from roll.config.checks import Checks
-from roll.config.checks_rlvr import check_rlvr
-from roll.config.checks_sft import check_sft
 from roll.config.compose import Composed, compose_file
+from roll.config.definition import PipelineDefinition
 from roll.config.errors import ConfigError, Notice, Problem, Problems
+from roll.config.fields import DOTTED_PATH
 from roll.config.masking import register_secrets
+from roll.config.pipelines import MISSING, NAMES, PIPELINES, definition_of, definitions, own_definition
 from roll.config.plan import Plan
-from roll.config.planning import plan_rlvr, plan_sft
 from roll.config.recipes import recipes_root
-from roll.config.rlvr import RLVRConfig
+from roll.config.run import RunConfig
 from roll.config.schema import SchemaReader, build, closest, known_keys
-from roll.config.sft import SFTConfig
 from roll.config.sources import SourceFile
 
-C = TypeVar("C", RLVRConfig, SFTConfig)
+C = TypeVar("C", bound=RunConfig)
 EXTENSION = ".yaml"
-
-PIPELINES: dict[str, type[RLVRConfig] | type[SFTConfig]] = {"rlvr": RLVRConfig, "sft": SFTConfig}
-MARKS = {
-    "sft": ("sft_train",),
-    "agentic": ("train_env_manager", "val_env_manager", "custom_envs", "env_manager_cls", "max_actions_per_traj"),
-    "dpo": ("chosen_key", "rejected_key", "ipo"),
-    "distill": ("student", "kd_objective", "distill_loss_weight", "student_pretrain"),
-    "onpolicy_distill": ("student_train", "student_infer", "is_pure_opd", "use_opd", "pure_opd_pipeline_type"),
-    "rlvr": ("rewards", "actor_infer", "rollout_batch_size"),
-}
-"""Keys that tell which pipeline a file is for; the first pipeline with one that is set counts."""
-MISSING_PIPELINES = {
-    "agentic": "agents in environments",
-    "dpo": "preference optimisation",
-    "distill": "distillation from recorded logits",
-    "onpolicy_distill": "on-policy distillation",
-}
-"""Pipelines of ROLL's files that are still to come, and what they do."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +33,7 @@ class LoadedConfig(Generic[C]):
     """A configuration that can be run."""
 
     config: C
+    pipeline: PipelineDefinition
     plan: Plan
     resolved: dict[str, Any]
     """The effective YAML: what was written, composed and resolved (secrets included: mask before showing)."""
@@ -73,7 +55,7 @@ def load_config(
     """Load and check a configuration.
 
     Args:
-        config_class: ``RLVRConfig`` or ``SFTConfig``; None: told by the file.
+        config_class: of a pipeline, such as ``RLVRConfig``; None: told by the file.
         config_path: with ``config_name``, its folder, relative to the working directory or to ``examples/``; without,
             the file itself.
         config_name: file name, with or without ``.yaml``.
@@ -100,15 +82,18 @@ def load_composed(
     register_secrets(composed.data)
     if not composed.data and not problems.errors:
         problems.missing("(file)", "is empty")
-    loaded = None
-    if composed.data:
-        loaded = _load(config_class, without_fragments(composed), composed.source, problems, check_files)
+    loaded = (
+        _load(config_class, without_fragments(composed), composed.source, problems, check_files)
+        if composed.data
+        else None
+    )
     if problems.errors:
         raise ConfigError(problems.located(composed.source.place_of))
     assert loaded is not None
-    config, plan = loaded
+    pipeline, config, plan = loaded
     return LoadedConfig(
         config=cast(C, config),
+        pipeline=pipeline,
         plan=plan,
         resolved=composed.data,
         warnings=tuple(problems.notices),
@@ -118,32 +103,29 @@ def load_composed(
 
 def _load(
     config_class: type[C] | None, data: Mapping[str, Any], source: SourceFile, problems: Problems, check_files: bool
-) -> tuple[RLVRConfig | SFTConfig, Plan] | None:
-    expected = next((name for name, cls in PIPELINES.items() if cls is config_class), None)
+) -> tuple[PipelineDefinition, RunConfig, Plan] | None:
+    expected = next((one.name for one in definitions() if one.config_class is config_class), None)
     pipeline = detect_pipeline(data, expected, problems)
     if pipeline is None:
         return None
-    cls = PIPELINES[pipeline]
+    cls = pipeline.config_class
     values = SchemaReader(problems, root=cls).read(cls, data, "")
     refuse_unavailable(data, problems)
-    config = build(cls, values)
-    checks = Checks(problems, lambda key: _is_written(data, key), check_files, source.is_own)
-    exp_name = config.exp_name or source.file.stem
-    if isinstance(config, RLVRConfig):
-        check_rlvr(config, checks)
-    else:
-        check_sft(config, checks)
+    config: RunConfig = build(cls, values)
+    checks = Checks(problems, lambda key: _is_written(data, key), check_files, pipeline, source.is_own)
+    pipeline.check(config, checks)
     if problems.errors:
         return None
-    if isinstance(config, RLVRConfig):
-        return config, plan_rlvr(config, exp_name, checks.written)
-    return config, plan_sft(config, exp_name, checks.written)
+    return pipeline, config, pipeline.plan(config, config.exp_name or source.file.stem, checks.written)
 
 
 def without_fragments(composed: Composed) -> dict[str, Any]:
     """The tree without top-level names that only serve ``${...}``: those that are referred to, and sections that come
     from the files of a ``defaults`` list (presets, of which a file uses what it needs)."""
-    known = {*known_keys(RLVRConfig), *known_keys(SFTConfig), *(key for keys in MARKS.values() for key in keys)}
+    known = {key for entry in PIPELINES for key in entry.start_keys}
+    known |= {key for one in definitions() for key in known_keys(one.config_class)}
+    own = _own_definition(composed.data.get("pipeline"), Problems())
+    known |= set(known_keys(own.config_class)) if own is not None else set()
     return {
         key: value
         for key, value in composed.data.items()
@@ -152,28 +134,45 @@ def without_fragments(composed: Composed) -> dict[str, Any]:
     }
 
 
-def detect_pipeline(data: Mapping[str, Any], expected: str | None, problems: Problems) -> str | None:
+def detect_pipeline(data: Mapping[str, Any], expected: str | None, problems: Problems) -> PipelineDefinition | None:
     """The pipeline that a file is for: its ``pipeline`` key, the launcher's own, or told by its sections."""
     named = data.get("pipeline")
-    marks = {name: [key for key in keys if data.get(key) not in (None, False)] for name, keys in MARKS.items()}
+    marks = {one.name: [key for key in one.start_keys if data.get(key) not in (None, False)] for one in PIPELINES}
     marked = next((name for name, found in marks.items() if found), None)
-    pipeline = marked if marked in MISSING_PIPELINES else named or expected or marked
-    if isinstance(pipeline, str) and pipeline in MISSING_PIPELINES:
+    is_own = isinstance(named, str) and "." in named
+    pipeline = marked if marked in MISSING and not is_own else named or expected or marked
+    if isinstance(pipeline, str) and pipeline in MISSING:
         found = f" ({', '.join(marks[pipeline])})" if marks[pipeline] else ""
-        rule = f"is a file of the {pipeline} pipeline{found}: {MISSING_PIPELINES[pipeline]} is not available yet"
-        problems.missing("(file)", f"{rule}; {' and '.join(PIPELINES)} are")
+        rule = f"is a file of the {pipeline} pipeline{found}: {MISSING[pipeline]} is not available yet"
+        problems.missing("(file)", f"{rule}; {' and '.join(NAMES)} are")
     elif named is not None and not isinstance(named, str):
-        problems.add("pipeline", named, f"must be one of {', '.join(PIPELINES)}", marked or "rlvr")
+        problems.add("pipeline", named, f"must be one of {', '.join(NAMES)}", marked or "rlvr")
     elif expected is not None and named is not None and named != expected:
         problems.add("pipeline", named, f"this launcher runs {expected}; use the launcher of {named}", expected)
+    elif is_own:
+        return _own_definition(named, problems)
     elif pipeline is None:
-        problems.missing("pipeline", f"cannot be told from the file: it must be one of {', '.join(PIPELINES)}", "rlvr")
-    elif pipeline in PIPELINES:
-        return str(pipeline)
+        problems.missing("pipeline", f"cannot be told from the file: it must be one of {', '.join(NAMES)}", "rlvr")
+    elif pipeline in NAMES:
+        return definition_of(str(pipeline))
     else:
-        rule = f"must be one of {', '.join(PIPELINES)}"
-        problems.add("pipeline", pipeline, rule, closest(str(pipeline), PIPELINES) or "rlvr")
+        rule = f"must be one of {', '.join(NAMES)}"
+        problems.add("pipeline", pipeline, rule, closest(str(pipeline), NAMES) or "rlvr")
     return None
+
+
+def _own_definition(path: Any, problems: Problems) -> PipelineDefinition | None:
+    """The user's pipeline at a dotted path; None for anything else."""
+    if not isinstance(path, str) or "." not in path:
+        return None
+    if not DOTTED_PATH.fullmatch(path):
+        problems.add("pipeline", path, f"must be one of {', '.join(NAMES)}, or a dotted path", "my_module.MyPipeline")
+        return None
+    try:
+        return own_definition(path)
+    except ValueError as error:
+        problems.add("pipeline", path, str(error), "my_module.MyPipeline")
+        return None
 
 
 def _is_written(data: Mapping[str, Any], key: str) -> bool:

@@ -216,7 +216,6 @@ PUBLISHED_WORKERS = (
     "ActorPGWorker",
     "CriticWorker",
     "InferWorker",
-    "SFTWorker",
 )
 """Worker classes of ROLL's published files that stand for a role's own worker here."""
 PUBLISHED_PREFIX = "roll.pipeline."

@@ -17,16 +17,13 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from roll.config.corrections import CorrectionConfig, CorrectionRuleConfig, ImportanceWeightConfig, MismatchFilterConfig
 from roll.config.data import CurriculumArguments, DataArguments
-from roll.config.older import OlderRLVRKeys
-from roll.config.policy_losses import PolicyLossConfig
-from roll.config.ppo import PPOConfig
+from roll.config.pipelines import definitions
 from roll.config.rewards import FilterConfig, RewardComponentConfig, RewardConfig
-from roll.config.rlvr import RLVRConfig, RouterConfig
+from roll.config.rlvr import RouterConfig
 from roll.config.roles import RouterReplayArguments, SequencePackingArguments, StrategyArguments, WorkerConfig
 from roll.config.run import CheckpointConfig, RolloutMockConfig, RunConfig, TransferBackendConfig
 from roll.config.schema import mapped_section, nested_section, rules_of, type_hints
 from roll.config.sections import GeneratingArguments, ModelArguments, TrainingArguments
-from roll.config.sft import SFTConfig
 from roll.config.sglang import SglangStrategyConfig
 from roll.config.strategy import (
     DeepSpeedStrategyConfig,
@@ -51,11 +48,7 @@ that would need it, with `not available yet: KEY`.
 
 PAGES: tuple[tuple[str, type, tuple[type, ...]], ...] = (
     ("Run control (top level, every pipeline)", RunConfig, ()),
-    ("RLVR: batches, lengths, roles (top level)", RLVRConfig, (RunConfig, PPOConfig, OlderRLVRKeys)),
-    ("RLVR: algorithm (top level)", PPOConfig, (PolicyLossConfig,)),
-    ("RLVR: options of single policy losses (top level)", PolicyLossConfig, ()),
-    ("RLVR: keys of older files (top level)", OlderRLVRKeys, ()),
-    ("SFT (top level)", SFTConfig, (RunConfig,)),
+    *(table for pipeline in definitions() for table in pipeline.reference),
     ("A role section", WorkerConfig, ()),
     ("`<role>.model_args`", ModelArguments, ()),
     ("`<role>.training_args`", TrainingArguments, ()),

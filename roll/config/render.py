@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from roll.config.definition import PipelineDefinition
 from roll.config.loader import LoadedConfig
-from roll.config.masking import masked_text
-from roll.config.plan import Plan, RLVRPlan, RolePlan, SFTPlan
-from roll.config.rlvr import RLVRConfig
-from roll.config.run_ahead import RunAhead
-from roll.config.sft import SFTConfig
+from roll.config.masking import masked, masked_text
+from roll.config.plan import Plan, RolePlan
 from roll.config.strategy import GENERATION_STRATEGIES
 from roll.config.wording import count
 
 WIDEST_DEVICE_TABLE = 8
 
 
-def render_plan(loaded: LoadedConfig[RLVRConfig] | LoadedConfig[SFTConfig], console: Console) -> None:
+def render_plan(loaded: LoadedConfig[Any], console: Console) -> None:
     """Print the plan of a loaded configuration."""
     plan = loaded.plan
     nodes = f"{count(plan.num_nodes, 'node')} x {count(plan.num_devices_per_node, 'device')}"
     console.print(line(f"{plan.exp_name}  ", "bold", f"{plan.pipeline} pipeline, {nodes}  ({loaded.source})"))
     console.print(role_table(plan))
-    for label, text in facts(plan):
+    for label, text in facts(loaded.pipeline, plan):
         console.print(line(f"{label:<12}", "bold", text), soft_wrap=True)
     for notice in loaded.warnings:
         console.print(line(f"{'note':<12}", "yellow", str(notice)), soft_wrap=True)
@@ -72,13 +74,12 @@ def compact(devices: Sequence[int]) -> str:
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
-def facts(plan: Plan) -> list[tuple[str, str]]:
+def facts(pipeline: PipelineDefinition, plan: Plan) -> list[tuple[str, str]]:
     """Label and sentence of everything but the role table."""
-    lines = [("model", text) for text in model_sentences(plan)] + batch_facts(plan)
-    if isinstance(plan, RLVRPlan):
-        lines += rlvr_facts(plan)
+    lines = [("model", text) for text in model_sentences(plan)]
+    lines += [*pipeline.batch_facts(plan), *pipeline.facts(plan)]
     lines += [("forward", text) for text in forward_sentences(plan)]
-    lines.append(("steps", steps_sentence(plan)))
+    lines.append(("steps", steps_sentence(plan, pipeline.validation_words(plan))))
     lines.append(("output", str(plan.output_dir)))
     lines.append(("checkpoints", f"{plan.checkpoint_dir}" if plan.save_steps else "none (save_steps 0)"))
     lines.append(("logs", str(plan.log_dir)))
@@ -106,53 +107,7 @@ def forward_sentences(plan: Plan) -> list[str]:
     return [f"{name}: {rule.sentence()}" for name, rule in special if rule.removes_padding or rule.max_tokens]
 
 
-def batch_facts(plan: Plan) -> list[tuple[str, str]]:
-    if isinstance(plan, RLVRPlan):
-        samples = count(plan.samples_per_step, "sample")
-        total = f"{count(plan.prompts_per_step, 'prompt')} x {plan.group_size} = {samples}"
-        return [
-            ("batch" if name == "actor_train" else name, f"{total}; {training.sentence()}")
-            for name, training in plan.training.items()
-        ]
-    assert isinstance(plan, SFTPlan)
-    return [("batch", plan.training["sft_train"].sentence())]
-
-
-def rlvr_facts(plan: RLVRPlan) -> list[tuple[str, str]]:
-    lengths = (
-        f"prompt {plan.prompt_length} + response {plan.response_length} = {plan.sequence_length} tokens"
-        f" (at most {plan.max_new_tokens} new)"
-    )
-    for one in plan.validation_sets if plan.eval_steps else ():
-        response = one.sequence_length - one.prompt_length
-        lengths += (
-            f"; validation {one.name}{' ' if one.name else ''}{one.prompt_length} + {response} = {one.sequence_length}"
-            f" (at most {one.max_new_tokens} new)"
-        )
-    reference = "reference log-probs" + ("" if "reference" in plan.roles else " (actor_train without its adapters)")
-    passes = {
-        reference: plan.needs_reference,
-        "greedy baseline": plan.needs_greedy_baseline,
-        "old log-probs": plan.needs_old_log_probs,
-        "values": plan.needs_critic,
-    }
-    needed = ", ".join(name for name, needed in passes.items() if needed) or "none"
-    facts = [("lengths", lengths), ("passes", f"{needed} (in addition to generation and training)")]
-    return [*facts, ("ahead", run_ahead_sentence(plan))] if plan.is_async else facts
-
-
-def run_ahead_sentence(plan: RLVRPlan) -> str:
-    """How far generation may run ahead, how old samples may be, and which policy the loss takes for theirs."""
-    ahead = RunAhead.of(plan.async_generation_ratio, plan.prompts_per_step, plan.num_additional_prompts)
-    steps = "1 step" if plan.async_generation_ratio == 1 else f"{plan.async_generation_ratio:g} steps"
-    age = count(ahead.max_lag, "version")
-    old = "; ratios against the engine's log-probs" if plan.engine_log_probs_as_old else ""
-    prompts = f"{count(ahead.capacity, 'prompt')} in flight or waiting at a time"
-    turns = "; stopped while others have its devices" if plan.engines_take_turns else ""
-    return f"generation up to {steps}: {prompts}; samples at most {age} of the weights old{turns}{old}"
-
-
-def steps_sentence(plan: Plan) -> str:
+def steps_sentence(plan: Plan, validation: str) -> str:
     if plan.max_steps is None:
         parts = ["until the data has been seen num_train_epochs times"]
     else:
@@ -160,7 +115,29 @@ def steps_sentence(plan: Plan) -> str:
         for name, training in plan.training.items():
             if training.total_optimizer_steps != plan.max_steps:
                 parts.append(f"{training.total_optimizer_steps:,} optimizer steps of {name}")
-    beside = " (concurrent with training)" if isinstance(plan, RLVRPlan) and plan.validates_beside_training else ""
-    parts.append(f"validation every {plan.eval_steps}{beside} and at the end" if plan.eval_steps else "no validation")
+    parts.append(
+        f"validation every {plan.eval_steps}{validation} and at the end" if plan.eval_steps else "no validation"
+    )
     parts.append(f"a checkpoint every {plan.save_steps}" if plan.save_steps else "no checkpoints")
     return "; ".join(parts)
+
+
+def filled_in(loaded: LoadedConfig[Any]) -> str:
+    """Comment lines of YAML: every key of a role's section that the plan changed, with the value that workers get."""
+    lines = []
+    written = loaded.pipeline.started(loaded.config)
+    for name, role in loaded.plan.roles.items():
+        for key, value in differences(asdict(written[name]), asdict(role.section)):
+            shown = yaml.safe_dump(masked({key.rpartition(".")[2]: value}), default_flow_style=True, width=math.inf)
+            lines.append(f"# {name}.{key}: {shown.strip()[1:-1].partition(': ')[2]}\n")
+    return "".join(["\n# Filled in by the plan, by role:\n", *lines]) if lines else ""
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Key path and new value of what ``after`` has and ``before`` has not, or has otherwise."""
+    for key, value in after.items():
+        old = before.get(key)
+        if isinstance(value, dict) and isinstance(old, dict):
+            yield from differences(old, value, f"{path}{key}.")
+        elif value != old:
+            yield f"{path}{key}", value

@@ -1,7 +1,8 @@
 """Notes on keys that are written and that nothing reads under the other keys, found from what the fields declare.
 
 Two declarations: a field's ``read_if`` (:class:`roll.config.fields.FieldRules`) for keys that hang on other keys, and
-:func:`reads_of` for keys of a role's section that this role has no use for.
+:meth:`roll.config.definition.PipelineDefinition.reads` for keys of a role's section that
+this role has no use for.
 """
 
 from __future__ import annotations
@@ -12,32 +13,14 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from roll.config.fields import DOTTED_PATH
-from roll.config.judges import INFERENCE, JUDGE_ROLE, judge_types
-from roll.config.planning import needs_critic, needs_reference, pg_variant
-from roll.config.reward_models import CLASSIFIER
-from roll.config.rlvr import RLVRConfig
 from roll.config.roles import WorkerConfig
+from roll.config.run import RunConfig
 from roll.config.schema import rules_of
-from roll.config.sft import SFTConfig
 from roll.config.strategy import StrategyConfig
 
 if TYPE_CHECKING:
     from roll.config.checks import Checks
 
-_PLACE = frozenset(
-    ("name", "worker_cls", "model_args", "strategy_args", "device_mapping", "num_gpus_per_worker", "world_size")
-) | {"backend_timeout", "system_envs", "max_concurrency", "model_update_frequency"}
-_ROWS = frozenset(("use_prefix_sharing", "use_remove_padding", "use_sequence_packing", "sequence_packing_args"))
-_FORWARD = frozenset(("infer_batch_size", "use_dynamic_batching_in_infer")) | {
-    "max_tokens_per_microbatch_in_infer",
-    "sequence_length_round_in_infer",
-}
-_TRAIN = frozenset(("training_args", "use_dynamic_batching_in_train")) | {
-    "max_tokens_per_microbatch_in_train",
-    "sequence_length_round_in_train",
-}
-_COMPUTES = _PLACE | _ROWS | _FORWARD
-_POLICY = frozenset(("data_args", "pg_variant", "topr_positive_weight", "topr_negative_weight"))
 _ELSEWHERE = frozenset(("opd_kl_coef", "tag_included", "mtp_training_mode", "router_replay"))
 """Keys that other tables speak of, by name."""
 _TRAINING_MODEL = (
@@ -55,13 +38,13 @@ _WHY = {
 }
 
 
-def note_unread(config: RLVRConfig | SFTConfig, options: Mapping[str, StrategyConfig], checks: Checks) -> None:
+def note_unread(config: RunConfig, options: Mapping[str, StrategyConfig], checks: Checks) -> None:
     """A note for every written key that nothing reads.
 
     Args:
         options: the typed options of each role's strategy, by the role's section.
     """
-    facts = facts_of(config)
+    facts = checks.pipeline.effective(config)
     strategies = ((f"{name}.strategy_args.strategy_config", one) for name, one in options.items())
     for path, section in (*sections_of(config, ""), *strategies):
         for item in fields(section):
@@ -76,17 +59,6 @@ def note_unread(config: RLVRConfig | SFTConfig, options: Mapping[str, StrategyCo
             grouped[reason].append(key)
     for reason, keys in grouped.items():
         checks.note(", ".join(keys), f"{'has' if len(keys) == 1 else 'have'} no effect: {reason}")
-
-
-def facts_of(config: RLVRConfig | SFTConfig) -> dict[str, Any]:
-    """Keys whose effective value is not the one that is written at the top."""
-    if isinstance(config, SFTConfig):
-        return {}
-    return {
-        "pg_variant": pg_variant(config),
-        "critic": needs_critic(config) and config.critic is not None,
-        "reference": needs_reference(config),
-    }
 
 
 def sections_of(section: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -131,40 +103,19 @@ def why_unread(item: Field[Any], section: Any, config: Any, facts: Mapping[str, 
     return None
 
 
-def roles_of(config: RLVRConfig | SFTConfig) -> Iterator[tuple[str, WorkerConfig]]:
+def roles_of(config: RunConfig) -> Iterator[tuple[str, WorkerConfig]]:
     """Every section that is built like a role's."""
-    for item in fields(config):
-        value = getattr(config, item.name)
-        if isinstance(value, WorkerConfig):
-            yield item.name, value
-    if isinstance(config, RLVRConfig):
-        yield from ((f"rewards.{name}", section) for name, section in config.rewards.items())
+    values = {item.name: getattr(config, item.name) for item in fields(config)}
+    yield from ((name, value) for name, value in values.items() if isinstance(value, WorkerConfig))
+    for name, value in values.items():
+        for inner, section in value.items() if isinstance(value, dict) else ():
+            if isinstance(section, WorkerConfig):
+                yield f"{name}.{inner}", section
 
 
-def reads_of(name: str, role: WorkerConfig, config: RLVRConfig | SFTConfig) -> frozenset[str]:
-    """The keys of :class:`WorkerConfig` that a role reads."""
-    if name == "validation":
-        return frozenset(("data_args",)) | (frozenset() if isinstance(config, SFTConfig) else {"generating_args"})
-    if name in ("actor_train", "sft_train"):
-        return _COMPUTES | _TRAIN | _POLICY
-    if name == "critic":
-        return _COMPUTES | _TRAIN
-    if name == "reference" or (name == JUDGE_ROLE and role.model_args.model_type == CLASSIFIER):
-        return _COMPUTES
-    if name in ("actor_infer", JUDGE_ROLE):
-        return _PLACE | {"generating_args"}
-    assert isinstance(config, RLVRConfig)
-    short = name.removeprefix("rewards.")
-    is_judge = INFERENCE in judge_types(short, config.rewards[short])
-    own = frozenset(("name", "worker_cls", "world_size", "system_envs", "max_concurrency", "tag_included"))
-    return own | (_PLACE | {"generating_args"} if is_judge else frozenset())
-
-
-def unread_of_role(
-    name: str, role: WorkerConfig, config: RLVRConfig | SFTConfig, checks: Checks
-) -> Iterator[tuple[str, str]]:
+def unread_of_role(name: str, role: WorkerConfig, config: RunConfig, checks: Checks) -> Iterator[tuple[str, str]]:
     """Keys of a role's section that it has no use for, with the reason."""
-    reads = reads_of(name, role, config)
+    reads = checks.pipeline.reads(name, role, config)
     for item in fields(WorkerConfig):
         key, value = f"{name}.{item.name}", getattr(role, item.name)
         if item.name in reads or item.name in _ELSEWHERE or rules_of(item).inert is not None:

@@ -26,8 +26,6 @@ from roll.tracking import (
     ENDING_LOGGER,
     LOG_NAME,
     METRICS_NAME,
-    RLVR_HEADLINES,
-    SFT_HEADLINES,
     PhaseTimer,
     ProgressReporter,
     RunSummary,
@@ -37,7 +35,7 @@ from roll.tracking import (
     setup_logging,
 )
 from roll.tracking.console import INTERVAL_ENDS
-from roll.tracking.plots import drawing_command, panels_of, plot_run
+from roll.tracking.plots import drawing_command, plot_run
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +147,7 @@ class RunFrame:
         self._drawn = True
         metrics, plot = self.plan.log_dir / METRICS_NAME, self.plan.output_dir / PLOT
         try:
-            plot_run(metrics, plot, self.plan.exp_name, panels_of(self.plan.pipeline))
+            plot_run(metrics, plot, self.plan.exp_name, self._loaded.pipeline.panels)
         except (OSError, ValueError, RuntimeError) as error:
             logger.warning("the curves could not be drawn: %s", error)
 
@@ -181,7 +179,7 @@ class RunFrame:
             {
                 "account": self._account(),
                 "log": str((self.plan.log_dir / LOG_NAME).resolve()),
-                "command": drawing_command(metrics, plot, self.plan.exp_name, self.plan.pipeline),
+                "command": drawing_command(metrics, plot, self.plan.exp_name, self._loaded.pipeline.panels),
             }
         )
 
@@ -237,9 +235,11 @@ class RunFrame:
         A signal that asks the run to end is obeyed between two steps, or wherever the caller says that a step may be
         abandoned (:meth:`interruptible`).
         """
-        headlines = SFT_HEADLINES if self.plan.pipeline == "sft" else RLVR_HEADLINES
         self._total_steps = end
-        with ending.holding(), ProgressReporter(end, headlines, first_step=first) as self._progress:
+        with (
+            ending.holding(),
+            ProgressReporter(end, self._loaded.pipeline.headlines, first_step=first) as self._progress,
+        ):
             for step in range(first, end + 1):
                 self._interruption.reach(step)
                 self._leave_account()

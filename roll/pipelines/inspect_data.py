@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from math import ceil
 from pathlib import Path
@@ -15,16 +14,13 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from roll.config.definition import ReadableSet
 from roll.config.loader import LoadedConfig
-from roll.config.plan import RLVRPlan, SFTPlan
-from roll.config.rlvr import RLVRConfig
 from roll.config.roles import DataArguments
 from roll.datasets import DataError, LoadCounts, PromptDataset, PromptRow, SftDataset, SftRow
 from roll.datasets.columns import Columns
 from roll.datasets.reading import SourceRow
 from roll.datasets.sft import DOMAIN
-from roll.pipelines.rlvr.data import read_prompts, remarks
-from roll.pipelines.sft import read_demonstrations
 from roll.pipelines.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
@@ -34,17 +30,6 @@ STYLES = {"content": "bold", "template": "cyan", "special": "magenta", "response
 BINS, BAR = 10, 40
 """Of a length histogram: rows, and characters of the longest bar."""
 PERCENTILES = (50, 95, 100)
-
-
-@dataclass(frozen=True)
-class InspectedSet:
-    """A set with what a row of it may have."""
-
-    name: str
-    data_args: DataArguments
-    dataset: PromptDataset | SftDataset
-    limit: int
-    """Most tokens of a row."""
 
 
 def inspect_data(
@@ -60,20 +45,19 @@ def inspect_data(
     Raises:
         DataError: the data cannot be used, or there is no such set or row.
     """
-    role = "actor_train" if isinstance(loaded.plan, RLVRPlan) else "sft_train"
-    trust = getattr(loaded.config, role).model_args.trust_remote_code
-    tokenizer = load_tokenizer(loaded.plan.roles[role].model_path, trust)
+    arguments = loaded.plan.roles[loaded.pipeline.reading_role()].section.model_args
+    tokenizer = load_tokenizer(arguments.model_name_or_path, arguments.trust_remote_code)
     painter = Painter(tokenizer)
     found = 0
-    for one in sets_of(loaded, tokenizer, only):
+    for one in sets_of(loaded, only):
+        dataset = one.read(tokenizer)
         console.print(Rule(Text(one.name)))
-        console.print(Text(str(one.dataset.counts)), counts_table(one.dataset.counts), sep="\n")
-        if isinstance(loaded.config, RLVRConfig):
-            for remark in remarks(loaded.config, one.dataset.counts):
-                console.print(Text(remark, style="yellow"))
-        for domain, lengths in lengths_by_domain(one.dataset).items():
+        console.print(Text(str(dataset.counts)), counts_table(dataset.counts), sep="\n")
+        for remark in one.remarks(dataset.counts):
+            console.print(Text(remark, style="yellow"))
+        for domain, lengths in lengths_by_domain(dataset).items():
             console.print(histogram(domain, lengths, one.limit))
-        for row in rows_shown(one.dataset, num_rows, row_id):
+        for row in rows_shown(dataset, num_rows, row_id):
             found += 1
             console.print(Group(header(row), painter(row, one.data_args), Text()))
     if row_id is not None and not found:
@@ -81,27 +65,16 @@ def inspect_data(
     console.print(legend())
 
 
-def sets_of(loaded: LoadedConfig[Any], tokenizer: PreTrainedTokenizerBase, only: str | None) -> Iterator[InspectedSet]:
-    """The sets that a run would read, one after the other."""
-    config, plan = loaded.config, loaded.plan
-    wanted: dict[str, Any] = {}
-    if isinstance(plan, RLVRPlan):
-        wanted["train"] = (config.actor_train.data_args, plan.prompt_length)
-        wanted |= {one.name or "validation": (one.data_args, one.prompt_length) for one in plan.validation_sets}
-    else:
-        assert isinstance(plan, SFTPlan)
-        wanted["train"] = (plan.data_args, config.sequence_length)
-        if plan.val_data_args is not None:
-            wanted["validation"] = (plan.val_data_args, config.sequence_length)
-    if only is not None and only not in wanted:
-        raise DataError(f"no set is called {only!r}; the sets are {', '.join(wanted)}")
-    for name, (data_args, limit) in wanted.items():
-        if only in (None, name):
-            if isinstance(plan, RLVRPlan):
-                dataset: PromptDataset | SftDataset = read_prompts(config, data_args, limit, tokenizer)
-            else:
-                dataset = read_demonstrations(config, data_args, tokenizer)
-            yield InspectedSet(name, data_args, dataset, limit)
+def sets_of(loaded: LoadedConfig[Any], only: str | None) -> list[ReadableSet]:
+    """The sets that a run would read, or one of them.
+
+    Raises:
+        DataError: there is no such set.
+    """
+    sets = loaded.pipeline.readable_sets(loaded)
+    if only is not None and only not in sets:
+        raise DataError(f"no set is called {only!r}; the sets are {', '.join(sets)}")
+    return [one for name, one in sets.items() if only in (None, name)]
 
 
 def rows_shown(dataset: PromptDataset | SftDataset, num_rows: int, row_id: str | None) -> Iterator[PromptRow | SftRow]:

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from roll.config.errors import ConfigError, Problem
-from roll.config.judges import section_of
 from roll.config.loader import LoadedConfig
 from roll.config.model_files import looks_like_folder
-from roll.config.plan import RLVRPlan
-from roll.config.planning import model_roles
 from roll.config.roles import WorkerConfig
 from roll.config.sources import shown
 from roll.config.strategy import GENERATION_STRATEGIES
 from roll.distributed import Cluster, ResourceManager, ray_runtime
-from roll.pipelines.rlvr.lengths import with_cache_length
-from roll.pipelines.roles import role_config
 from roll.pipelines.tokenizers import load_tokenizer
 from roll.serving.front import FrontOptions, HttpFront
 from roll.tracking import setup_logging
@@ -44,8 +39,7 @@ class ServeOptions:
 
 
 def served_role(loaded: LoadedConfig[Any], name: str) -> WorkerConfig:
-    """The section of the role as its engines get it: with its model's own weights and a KV cache for the pipeline's
-    longest sequence, unless its ``strategy_config.max_model_len`` says otherwise.
+    """The section of the role as its engines get it.
 
     Raises:
         ConfigError: the configuration starts no such role, it does not generate, or its model is not there.
@@ -55,22 +49,13 @@ def served_role(loaded: LoadedConfig[Any], name: str) -> WorkerConfig:
     if name not in generating:
         rule = f"must be a role that generates; in this configuration: {', '.join(generating) or 'none'}"
         raise ConfigError([Problem("--role", name, rule, source=shown(loaded.source))])
-    assert isinstance(plan, RLVRPlan)
     role_plan = plan.roles[name]
     path = role_plan.model_path
     if path is not None and looks_like_folder(path) and not (Path(path).expanduser() / "config.json").is_file():
-        key = f"{section_of(name)}.model_args.model_name_or_path"
+        key = f"{role_plan.key}.model_args.model_name_or_path"
         rule = "is not a model folder: it has no config.json"
         raise ConfigError([Problem(key, path, rule, source=shown(loaded.source))])
-    return own_weights(
-        with_cache_length(role_config(model_roles(loaded.config)[name], role_plan), plan.max_sequence_length)
-    )
-
-
-def own_weights(role: WorkerConfig) -> WorkerConfig:
-    """The role with the weights of its model folder: nobody sends it any."""
-    options = {**role.strategy_args.strategy_config, "load_format": "auto"}
-    return replace(role, strategy_args=replace(role.strategy_args, strategy_config=options))
+    return loaded.pipeline.served_section(loaded, name)
 
 
 def serve(loaded: LoadedConfig[Any], options: ServeOptions) -> None:
@@ -87,7 +72,7 @@ def serve(loaded: LoadedConfig[Any], options: ServeOptions) -> None:
         front_options = FrontOptions(
             model=model,
             api_key=options.api_key,
-            max_running_requests=config.router_args.max_running_requests or config.max_running_requests,
+            max_running_requests=loaded.pipeline.running_requests(config),
             max_open_requests=options.max_open_requests,
         )
         front = HttpFront(front_options, options.host, options.port)

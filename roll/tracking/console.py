@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from roll.config.definition import Headline
 from roll.config.masking import masked_text
 
 STEP_LOGGER = "roll.steps"
@@ -148,30 +149,6 @@ _ETA_WINDOW = 20
 """Updates whose mean duration of a step gives the time left: recent ones, since responses grow in training."""
 
 
-@dataclass(frozen=True, slots=True)
-class Headline:
-    """A number worth a place in the line: metric ``key``, shown after ``label`` as ``format`` says."""
-
-    key: str
-    label: str
-    format: str = "{:.3f}"
-
-
-RLVR_HEADLINES = (
-    Headline("critic/score/mean", "reward"),
-    Headline("val_correct/all/mean", "accuracy"),
-    Headline("token/response_length/mean", "length", "{:.1f}"),
-    Headline("critic/kl", "kl", "{:.4f}"),
-    Headline("system/tps", "tok/s", "{:,.0f}"),
-)
-SFT_HEADLINES = (
-    Headline("sft_train/loss", "loss", "{:.4f}"),
-    Headline("val/loss", "validation loss", "{:.4f}"),
-    Headline("sft_train/lr", "lr", "{:.2e}"),
-    Headline("system/tps", "tok/s", "{:,.0f}"),
-)
-
-
 class ProgressReporter:
     """A context manager; :meth:`update` is called after every step, or after every few.
 
@@ -185,7 +162,7 @@ class ProgressReporter:
     def __init__(
         self,
         total_steps: int,
-        headlines: tuple[Headline, ...] = RLVR_HEADLINES,
+        headlines: Sequence[Headline],
         *,
         first_step: int = 0,
         console: Console | None = None,

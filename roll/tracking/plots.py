@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roll.config.definition import Panel
 from roll.tracking.console import TOTALS, phase_label
 from roll.tracking.trackers import read_metrics
 
@@ -20,52 +22,13 @@ _INK, _GRID = "#1e293b", "#e2e8f0"
 _MAX_LEGEND = 6
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One set of axes.
-
-    Attributes:
-        title: stands above it.
-        keys: the metrics drawn, where the log has them; ``*`` stands for one part between slashes.
-        first_only: draw only the first of them that is there.
-        unit_range: the axis shows 0 to 1.
-        smooth: draw a moving average over the raw curve.
-    """
-
-    title: str
-    keys: tuple[str, ...]
-    first_only: bool = False
-    unit_range: bool = False
-    smooth: bool = False
-
-
-RLVR_PANELS = (
-    Panel("Reward", ("critic/score/mean", "critic/rewards/mean"), first_only=True, smooth=True),
-    Panel("Validation accuracy", ("val/*/accuracy",), unit_range=True),
-    Panel("Response length (tokens)", ("token/response_length/mean",), smooth=True),
-    Panel("KL", ("critic/kl", "actor/kl_loss", "actor/approxkl"), first_only=True, smooth=True),
-    Panel("Entropy", ("actor/entropy", "critic/entropy/mean"), first_only=True, smooth=True),
-)
-SFT_PANELS = (
-    Panel("Loss", ("sft_train/loss",), smooth=True),
-    Panel("Validation loss", ("val/loss",)),
-    Panel("Learning rate", ("sft_train/lr",)),
-    Panel("Gradient norm", ("sft_train/grad_norm",), smooth=True),
-)
-
-
-def panels_of(pipeline: str) -> tuple[Panel, ...]:
-    """What is drawn of a run of this pipeline."""
-    return SFT_PANELS if pipeline == "sft" else RLVR_PANELS
-
-
-def drawing_command(metrics_path: Path, image_path: Path, title: str, pipeline: str) -> list[str]:
+def drawing_command(metrics_path: Path, image_path: Path, title: str, panels: Sequence[Panel]) -> list[str]:
     """The command that draws what :func:`plot_run` does, for a process that has nothing of this one."""
     files = [str(path.resolve()) for path in (metrics_path, image_path)]
-    return [sys.executable, "-m", "roll.tracking.plots", *files, title, pipeline]
+    return [sys.executable, "-m", "roll.tracking.plots", *files, title, json.dumps([asdict(panel) for panel in panels])]
 
 
-def plot_run(metrics_path: Path, image_path: Path, title: str, panels: Sequence[Panel] = RLVR_PANELS) -> None:
+def plot_run(metrics_path: Path, image_path: Path, title: str, panels: Sequence[Panel]) -> None:
     """Draw the panels that have data, and the time per phase of each step, into a PNG.
 
     Args:
@@ -197,4 +160,4 @@ def _smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
 
 
 if __name__ == "__main__":
-    plot_run(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], panels_of(sys.argv[4]))
+    plot_run(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], [Panel(**panel) for panel in json.loads(sys.argv[4])])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 from roll.config.rewards import RewardConfig
@@ -15,8 +16,12 @@ class RewardWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def initialize(self) -> str:
-        """Build the reward function that the section ``rewards.<name>`` describes; what it says of this host."""
-        self.section = cast(RewardConfig, self.context.role)
+        """Build the reward function that the section ``rewards.<name>`` describes; what it says of this host.
+
+        ``context.extra["judge"]``: the address of the service that its judges ask, if the run has it.
+        """
+        section = cast(RewardConfig, self.context.role)
+        self.section = replace(section, **self.context.extra.get("judge", {}))
         self.reward = build_section(self.section.name, self.section)
         return self.reward.prepare()
 

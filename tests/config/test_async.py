@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from roll.config.plan import RLVRPlan
 from roll.config.render import render_plan
+from roll.pipelines.rlvr.plan import RLVRPlan
 from tests.config.good import changed, load, mistakes
 
 APART = {"async_generation_ratio": 1.5, "actor_infer.device_mapping": [2, 3], "num_gpus_per_node": 4}

@@ -79,8 +79,8 @@ def test_every_refusal_can_happen() -> None:
     """No pattern of the table is a dead letter: each names a key of the schema."""
     from roll.config.rlvr import RLVRConfig
     from roll.config.schema import schema_paths
-    from roll.config.sft import SFTConfig
     from roll.config.strategy import AVAILABLE
+    from roll.pipelines.sft.config import SFTConfig
 
     known = {*schema_paths(RLVRConfig), *schema_paths(SFTConfig)}
     known |= {path for options in AVAILABLE.values() for path in schema_paths(options)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ from roll.checkpoint.contents import ModelContents
 from roll.config.cli_args import parse_launcher_args
 from roll.config.loader import LoadedConfig
 from roll.config.masking import MASK, is_secret
+from roll.config.pipelines import definitions
+from roll.pipelines.rlvr.definition import RLVR
 from tests.checkpoint.test_contents import write_checkpoint
 from tests.config.good import GOOD, GOOD_SFT, changed
 
@@ -109,12 +110,10 @@ def test_what_is_a_secret() -> None:
 @pytest.mark.usefixtures("good")
 def test_run_hands_the_loaded_configuration_to_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[LoadedConfig[Any]] = []
+    for pipeline in definitions():
+        monkeypatch.setattr(type(pipeline), "run", lambda self, loaded: seen.append(loaded))
     asked: list[LoadedConfig[Any]] = []
     monkeypatch.setattr(cli, "find_models", lambda loaded, say: asked.append(loaded))
-    for name in ("rlvr", "sft"):
-        module = types.ModuleType(f"roll.pipelines.{name}")
-        module.run = seen.append  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, f"roll.pipelines.{name}", module)
     data_there = changed({"pretrain": "owner/model"})
     for file in ("train.jsonl", "val.jsonl"):
         Path(file).touch()
@@ -135,7 +134,7 @@ def test_run_hands_the_loaded_configuration_to_the_pipeline(monkeypatch: pytest.
 def test_a_checkpoint_of_another_backend_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "roll.pipelines.rlvr", types.ModuleType("roll.pipelines.rlvr"))  # it has no run
+    monkeypatch.delattr(RLVR, "run")
     for file in ("train.jsonl", "val.jsonl"):
         Path(file).touch()
     write_checkpoint(Path("out/checkpoints"), {"actor_train": ModelContents("megatron_train", {"lm_head.weight": [4]})})

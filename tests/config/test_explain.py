@@ -14,7 +14,8 @@ from jsonschema import Draft202012Validator
 
 from roll import __version__, cli
 from roll.config.explain import explain, json_schema
-from roll.config.loader import PIPELINES, load_config
+from roll.config.loader import load_config
+from roll.config.pipelines import NAMES, definition_of
 from roll.config.recipes import copy_recipes
 
 ROOT = Path(__file__).parents[2]
@@ -37,9 +38,9 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert "learning_rate" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_is_valid_under_the_schema(name: str) -> None:
-    schema = json_schema(PIPELINES[name], name)
+    schema = json_schema(definition_of(name).config_class, name)
     Draft202012Validator.check_schema(schema)
     validator = Draft202012Validator(schema)
     mistakes = []

@@ -10,8 +10,8 @@ import pytest
 from roll.config.errors import ConfigError
 from roll.config.loader import LoadedConfig, load_config
 from roll.config.rlvr import RLVRConfig
-from roll.config.sft import SFTConfig
 from roll.config.strategy import Fsdp2StrategyConfig, typed_strategy_config
+from roll.pipelines.sft.config import SFTConfig
 from tests.config.good import GOOD, changed, load, mistakes
 
 NATIVE = """

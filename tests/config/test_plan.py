@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.config.batch import divisors, explain_indivisible, working_values
-from roll.config.plan import RLVRPlan, SFTPlan, TrainingPlan
-from roll.config.planning import actor_keys
+from roll.config.plan import TrainingPlan
 from roll.config.render import compact
+from roll.pipelines.rlvr.plan import RLVRPlan
+from roll.pipelines.rlvr.planning import actor_keys
+from roll.pipelines.sft.plan import SFTPlan
 from tests.config.good import GOOD_SFT, changed, load, mistakes
 
 CRITIC = {

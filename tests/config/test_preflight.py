@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from roll.config.errors import ConfigError
-from roll.preflight import OWN_FUNCTION_KEYS, check_own_functions, check_rewards
+from roll.pipelines.rlvr.preflight import OWN_FUNCTION_KEYS, check_rewards
+from roll.preflight import check_own_functions
 from tests.config.good import changed, load
 
 OWN = "tests.own_algorithms"

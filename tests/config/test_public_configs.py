@@ -12,7 +12,8 @@ import pytest
 
 from roll.config.compose import compose_file
 from roll.config.errors import ConfigError, Problems
-from roll.config.loader import MISSING_PIPELINES, LoadedConfig, load_config
+from roll.config.loader import LoadedConfig, load_config
+from roll.config.pipelines import MISSING
 from roll.preflight import check_parts
 
 ROOT = Path(os.environ.get("PUBLIC_CONFIGS_DIR", "")) / "roll" / "examples"
@@ -51,7 +52,7 @@ def outcome(file: Path) -> str:
         check_parts(loaded)
     except ConfigError as error:
         rules = [str(problem) for problem in error.problems]
-        for pipeline in MISSING_PIPELINES:
+        for pipeline in MISSING:
             if any(f"is a file of the {pipeline} pipeline" in rule for rule in rules):
                 return f"{pipeline} pipeline"
         if all("LoRA under megatron" in rule for rule in rules):

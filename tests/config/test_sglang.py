@@ -10,7 +10,6 @@ import pytest
 from roll.config.roles import StrategyArguments
 from roll.config.sglang import SglangStrategyConfig
 from roll.config.strategy import typed_strategy_config
-from roll.pipelines.roles import role_config
 from tests.config.good import changed, load, mistakes
 
 NAME = "actor_infer.strategy_args.strategy_name"
@@ -57,7 +56,7 @@ def test_an_engine_takes_the_devices_of_its_ranks(tmp_path: Path) -> None:
         loaded = load(tmp_path, with_options(options, **{DEVICES: [0, 1, 2, 3], **changes}))
         plan = loaded.plan.roles["actor_infer"]
         assert (plan.world_size, plan.num_gpus_per_worker) == (2, 2)
-        role = role_config(loaded.config.actor_infer, plan)
+        role = plan.section
         assert typed_strategy_config(role.strategy_args).devices_per_worker == 2
 
 

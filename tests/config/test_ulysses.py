@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from roll.config.plan import RLVRPlan
+from roll.pipelines.rlvr.plan import RLVRPlan
 from tests.config.good import changed, load, mistakes
 
 SIZE = "actor_train.model_args.ulysses_size"

@@ -21,8 +21,8 @@ from roll.config.names import ADV_ESTIMATORS, PG_VARIANTS
 from roll.config.policy_losses import SPELLINGS
 from roll.config.rlvr import RLVRConfig
 from roll.config.schema import nested_section, rules_of, type_hints
-from roll.config.sft import SFTConfig
 from roll.config.strategy import AVAILABLE
+from roll.pipelines.sft.config import SFTConfig
 from tests.config.good import GOOD_SFT, changed, load
 
 TRAIN, INFER = "actor_train", "actor_infer"

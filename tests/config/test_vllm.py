@@ -10,7 +10,6 @@ import pytest
 from roll.config.roles import StrategyArguments
 from roll.config.strategy import typed_strategy_config
 from roll.config.vllm import VllmStrategyConfig
-from roll.pipelines.roles import role_config
 from tests.config.good import changed, load, mistakes
 
 NAME = "actor_infer.strategy_args.strategy_name"
@@ -63,7 +62,7 @@ def test_engines_of_several_ranks(tmp_path: Path, written: dict[str, Any]) -> No
     loaded = load(tmp_path, with_options(sizes, **{DEVICES: "list(range(0,8))", **written}))
     role = loaded.plan.roles["actor_infer"]
     assert (role.world_size, role.num_gpus_per_worker, role.dp_size) == (2, 4, 2)
-    assert role_config(loaded.config.actor_infer, role).num_gpus_per_worker == 4
+    assert role.section.num_gpus_per_worker == 4
 
 
 @pytest.mark.parametrize(
@@ -75,7 +74,7 @@ def test_num_gpus_per_worker_is_the_size_of_an_engine(
 ) -> None:
     """As in ROLL's files: it cuts the matrices unless ``strategy_config`` says how many ranks do, which then counts."""
     loaded = load(tmp_path, with_options(options, **{DEVICES: "list(range(0,8))", PER_WORKER: per_worker}))
-    role = role_config(loaded.config.actor_infer, loaded.plan.roles["actor_infer"])
+    role = loaded.plan.roles["actor_infer"].section
     engine = typed_strategy_config(role.strategy_args)
     assert isinstance(engine, VllmStrategyConfig)
     assert (engine.tensor_parallel_size, engine.pipeline_parallel_size) == ranks

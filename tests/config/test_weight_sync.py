@@ -9,7 +9,6 @@ import pytest
 
 from roll.config.errors import ConfigError
 from roll.config.weight_sync import WeightSyncConfig, transport_name, update_mode
-from roll.pipelines.rlvr.adapters import with_adapter
 from roll.preflight import check_parts
 from tests.config.good import changed, load, mistakes
 
@@ -40,12 +39,12 @@ def test_mode_by_engine() -> None:
 def test_vllm_makes_room_for_the_adapter_that_it_is_sent(tmp_path: Path, rank: int, room: int) -> None:
     lora = LORA | {"actor_train.model_args.lora_rank": rank, "weight_sync.lora": "adapter"}
     options = {"actor_infer.strategy_args.strategy_config": {"engine_args": {"fully_sharded_loras": False}}}
-    config = load(tmp_path, changed(VLLM | lora | options)).config
-    engine_args = with_adapter(config.actor_infer, config).strategy_args.strategy_config["engine_args"]
+    section = load(tmp_path, changed(VLLM | lora | options)).plan.roles["actor_infer"].section
+    engine_args = section.strategy_args.strategy_config["engine_args"]
     expected = {"enable_lora": True, "max_loras": 1, "max_lora_rank": room, "fully_sharded_loras": False}
     assert engine_args == expected
-    config = load(tmp_path, changed(LORA | {"weight_sync.lora": "adapter"})).config
-    assert with_adapter(config.actor_infer, config) is config.actor_infer
+    section = load(tmp_path, changed(LORA | {"weight_sync.lora": "adapter"})).plan.roles["actor_infer"].section
+    assert "engine_args" not in section.strategy_args.strategy_config
 
 
 @pytest.mark.parametrize(

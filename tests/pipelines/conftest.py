@@ -48,10 +48,9 @@ def run(shared_ray: str, world: TinyWorld, tmp_path_factory: pytest.TempPathFact
     ) -> FinishedRun:
         output = output or tmp_path_factory.mktemp("run")
         loaded = load_changed(settings_of[pipeline](world, output), changes or {})
-        module = __import__(f"roll.pipelines.{pipeline}", fromlist=["run"])
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAY_ADDRESS", shared_ray)
-            module.run(loaded)
+            loaded.pipeline.run(loaded)
         return FinishedRun(output)
 
     yield run_pipeline

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,6 @@ from roll.pipelines.rlvr import clusters as clusters_module
 from roll.pipelines.rlvr.clusters import StartingClusters, start_clusters
 from roll.pipelines.rlvr.judge import JudgeService
 from roll.pipelines.rlvr.pipeline import RLVRPipeline
-from roll.pipelines.roles import role_config
 from roll.rewards import RewardSample
 from roll.workers.reward import RewardWorker
 from tests.config.good import changed, load
@@ -30,7 +28,7 @@ from tests.serving.local_cluster import LocalCluster
 
 
 def loaded_with_judge(world: TinyWorld, folder: Path) -> LoadedConfig[Any]:
-    quick = {"backoff": 0.001, "max_retries": 0, "extract": "logprob", "top_logprobs": 1000}
+    quick = {"backoff": 0.001, "max_retries": 0, "extract": "logprob", "top_logprobs": 448}
     judged = {"worker_cls": "llm_judge", "judge_model_type": "cluster", "judge_prompt": TEMPLATE, "timeout": 60}
     changes = {
         "prompt_length": 64,
@@ -51,8 +49,7 @@ def loaded_with_judge(world: TinyWorld, folder: Path) -> LoadedConfig[Any]:
 @contextmanager
 def opened(loaded: LoadedConfig[Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[JudgeService, LocalCluster]]:
     service = JudgeService(loaded.config, loaded.plan, JUDGE_ROLE)
-    section = role_config(loaded.config.reward_model, loaded.plan.roles[JUDGE_ROLE])
-    cluster = LocalCluster(service.role(section), world_size=2)
+    cluster = LocalCluster(loaded.plan.roles[JUDGE_ROLE].section, world_size=2)
     monkeypatch.setattr("roll.rollout.engines.wait_any", cluster.wait_any)
     service.open(cluster)  # type: ignore[arg-type]
     try:
@@ -73,8 +70,9 @@ def test_engines_of_the_role_answer_a_reward_worker(
     with opened(loaded, monkeypatch) as (service, cluster):
         # 2 x 100 tokens and 2,048 for the template do not fit the tiny model's 2,048 positions.
         assert cluster.role.strategy_args.strategy_config == {"max_model_len": 2048, "load_format": "auto"}
-        section = replace(service.told("judged", loaded.config.rewards["judged"]), name="judged")
-        worker = RewardWorker(WorkerContext("rewards.judged", section, rank=0, world_size=1))
+        section = loaded.plan.roles["rewards.judged"].section
+        extra = {"judge": service.address}
+        worker = RewardWorker(WorkerContext("rewards.judged", section, rank=0, world_size=1, extra=extra))
         worker.initialize()
         samples = [RewardSample("p", f"answer {number}", "4") for number in range(6)]
         for sample, result in zip(samples, worker.score(samples), strict=True):
@@ -84,8 +82,8 @@ def test_engines_of_the_role_answer_a_reward_worker(
         assert all(not worker.engine.num_unfinished for worker in cluster.workers)
         service.resume()
         assert worker.score([RewardSample("p", "another", "4")])[0].score is not None
-        stranger = replace(section, judge_api_key="guessed")
-        other = RewardWorker(WorkerContext("rewards.judged", stranger, rank=0, world_size=1))
+        extra = {"judge": service.address | {"judge_api_key": "guessed"}}
+        other = RewardWorker(WorkerContext("rewards.judged", section, rank=0, world_size=1, extra=extra))
         other.initialize()
         assert "status 401" in (other.score([RewardSample("p", "unasked", "4")])[0].error or "")
         cluster.dead = {0, 1}
@@ -103,9 +101,10 @@ class RecordedCluster:
 
     def __init__(self, name: str, worker: str, resources: Any, role: Any, **settings: Any) -> None:
         self.name, self.worker, self.role = name, worker, role
+        self.address = settings.get("extra", {}).get("judge", {})
 
     def initialize(self, *arguments: Any, blocking: bool = True) -> Any:
-        return SimpleNamespace(result=lambda: [None])
+        return SimpleNamespace(result=list)
 
 
 def test_the_judge_starts_with_the_run_and_only_its_domains_hear_of_it(
@@ -128,13 +127,14 @@ def test_the_judge_starts_with_the_run_and_only_its_domains_hear_of_it(
     assert opened_with == started
     assert [cluster.name for cluster in started] == [JUDGE_ROLE, "judge.own"]
     assert {cluster.worker for cluster in started} == {clusters_module.GENERATION_WORKER}
-    judged, rule, own = (clusters.rewards[name].role for name in ("judged", "math", "own"))
-    assert (own.device_mapping, own.world_size, own.judge_model_name) == (None, 2, "judge.own")
-    assert own.judge_api_url != judged.judge_api_url
-    assert judged.judge_api_url.startswith("http://127.0.0.1:")
-    assert judged.judge_api_key
-    assert judged.judge_model_name == JUDGE_ROLE
-    assert rule.judge_api_url is None
+    rewards: dict[str, Any] = dict(clusters.rewards)
+    assert (rewards["own"].role.device_mapping, rewards["own"].role.world_size) == (None, 2)
+    judged, rule, own = (rewards[name].address for name in ("judged", "math", "own"))
+    assert own["judge_model_name"] == "judge.own" and own["judge_api_url"] != judged["judge_api_url"]
+    assert judged["judge_api_url"].startswith("http://127.0.0.1:")
+    assert judged["judge_api_key"]
+    assert judged["judge_model_name"] == JUDGE_ROLE
+    assert rule == {}
 
 
 @pytest.mark.parametrize("moves", [False, True])

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from roll.config.data import DataArguments
-from roll.config.plan import ValidationSet
 from roll.config.sections import GeneratingArguments
 from roll.distributed import WorkerDied
+from roll.pipelines.rlvr.plan import ValidationSet
 from roll.pipelines.rlvr.validation import Validation, ValidationPlan
 from roll.rollout.groups import SampleGroup
 from roll.rollout.rewarding import RewardRouter

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from roll.tracking import LOG_NAME, SFT_HEADLINES, ProgressReporter, RunSummary, setup_logging
+from roll.pipelines.rlvr.definition import RLVR
+from roll.pipelines.sft.definition import SFT
+from roll.tracking import LOG_NAME, ProgressReporter, RunSummary, setup_logging
 from roll.tracking.console import format_seconds
 
 METRICS = {
@@ -40,7 +42,10 @@ def restore_logging() -> Iterator[None]:
 
 def test_plain_lines_without_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
     out = io.StringIO()
-    with caplog.at_level(logging.INFO), ProgressReporter(60, first_step=10, console=Console(file=out)) as progress:
+    with (
+        caplog.at_level(logging.INFO),
+        ProgressReporter(60, RLVR.headlines, first_step=10, console=Console(file=out)) as progress,
+    ):
         progress.update(METRICS)
     assert out.getvalue() == ""
     message = caplog.messages[0]
@@ -51,14 +56,14 @@ def test_plain_lines_without_a_terminal(caplog: pytest.LogCaptureFixture) -> Non
 def test_bar_on_a_terminal() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=140, legacy_windows=False)
-    with ProgressReporter(2, console=console) as progress:
+    with ProgressReporter(2, RLVR.headlines, console=console) as progress:
         progress.update(METRICS)
         progress.update(METRICS)
     assert "2/2" in out.getvalue() and "reward 0.412" in out.getvalue() and "0s left" in out.getvalue()
 
 
 def test_time_left_follows_recent_steps() -> None:
-    progress = ProgressReporter(10, SFT_HEADLINES, console=Console(file=io.StringIO()))
+    progress = ProgressReporter(10, SFT.headlines, console=Console(file=io.StringIO()))
     assert progress.seconds_left() == 0.0
     for _ in range(4):
         progress.update({"sft_train/loss": 1.0})
@@ -69,7 +74,10 @@ def test_time_left_follows_recent_steps() -> None:
 
 
 def test_updates_after_every_few_steps(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO), ProgressReporter(10, console=Console(file=io.StringIO())) as progress:
+    with (
+        caplog.at_level(logging.INFO),
+        ProgressReporter(10, RLVR.headlines, console=Console(file=io.StringIO())) as progress,
+    ):
         time.sleep(0.1)
         progress.update({}, done=5)
     assert "step 5/10" in caplog.messages[0]
@@ -115,7 +123,7 @@ def test_log_lines_appear_above_the_bar(tmp_path: Path) -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100, legacy_windows=False)
     setup_logging(tmp_path, interactive=True)
-    with ProgressReporter(2, console=console) as progress:
+    with ProgressReporter(2, RLVR.headlines, console=console) as progress:
         logging.getLogger("roll.pipelines").warning("look here")
         progress.update({})
     assert "look here" in out.getvalue()

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from roll.tracking.plots import RLVR_PANELS, SFT_PANELS, Panel, plot_run
+from roll.config.definition import Panel
+from roll.pipelines.rlvr.definition import RLVR
+from roll.pipelines.sft.definition import SFT
+from roll.tracking.plots import plot_run
 from roll.tracking.trackers import JsonlTracker
 
 
@@ -48,7 +51,7 @@ def titles(figure: Figure) -> list[str]:
 
 def test_picture_of_a_run(tmp_path: Path, figures: list[Figure]) -> None:
     image = tmp_path / "new folder" / "run.png"
-    plot_run(write_run(tmp_path, 40), image, "demo")
+    plot_run(write_run(tmp_path, 40), image, "demo", RLVR.panels)
     pixels = matplotlib.image.imread(image)
     assert pixels.shape[0] > 500 and pixels.shape[1] > 1000
     assert len(np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0)) > 20, "the picture is empty"
@@ -72,7 +75,7 @@ def test_picture_of_a_run(tmp_path: Path, figures: list[Figure]) -> None:
 
 def test_panels_without_data_are_left_out(tmp_path: Path, figures: list[Figure]) -> None:
     path = write_run(tmp_path, 5, with_phases=False)
-    plot_run(path, tmp_path / "run.png", "demo", SFT_PANELS)
+    plot_run(path, tmp_path / "run.png", "demo", SFT.panels)
     assert titles(figures[0]) == []
     plot_run(path, tmp_path / "run.png", "demo", [Panel("Only reward", ("critic/score/mean",))])
     assert titles(figures[1]) == ["Only reward"]
@@ -83,11 +86,11 @@ def test_numbers_that_are_not_finite_do_not_spoil_the_curve(tmp_path: Path, figu
     for step in range(60):
         tracker.log({"critic/score/mean": math.nan if step == 30 else 1.0}, step)
     tracker.close()
-    plot_run(tmp_path / "metrics.jsonl", tmp_path / "run.png", "demo", RLVR_PANELS)
+    plot_run(tmp_path / "metrics.jsonl", tmp_path / "run.png", "demo", RLVR.panels)
     smooth = figures[0].axes[0].lines[1].get_ydata()
     np.testing.assert_allclose(smooth, np.ones(60))
 
 
 def test_missing_log_raises(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        plot_run(tmp_path / "metrics.jsonl", tmp_path / "run.png", "demo")
+        plot_run(tmp_path / "metrics.jsonl", tmp_path / "run.png", "demo", RLVR.panels)

@@ -20,8 +20,8 @@ from roll.algorithms.aggregation import denominators_from, denominators_of, grou
 from roll.config.compose import Composed
 from roll.config.errors import ConfigError, Problems
 from roll.config.loader import LoadedConfig, load_composed
-from roll.config.planning import actor_keys
 from roll.config.sources import SourceFile
+from roll.pipelines.rlvr.planning import actor_keys
 from roll.pipelines.rlvr.scoring import Scoring
 from roll.protocol import DataProto
 from roll.rollout.batch import build_batch

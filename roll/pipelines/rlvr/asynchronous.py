@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from roll.config.plan import RLVRPlan
 from roll.config.rlvr import RLVRConfig
 from roll.config.run_ahead import RunAhead
 from roll.distributed import PendingCall
 from roll.pipelines.rlvr.clusters import Clusters
 from roll.pipelines.rlvr.data import RunData
+from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.pipelines.rlvr.rollout import RolloutPhase
 from roll.pipelines.rlvr.validation import Validation
 from roll.protocol.metrics import Max, Mean, Metrics

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from roll.config.judges import judge_role, reward_workers
+from roll.config.judges import judge_role
 from roll.config.loader import LoadedConfig
-from roll.config.plan import RLVRPlan
-from roll.config.planning import actor_keys, model_roles
 from roll.config.reward_models import model_inputs
 from roll.config.rewards import RewardConfig
 from roll.config.rlvr import RLVRConfig
-from roll.config.roles import WorkerConfig
-from roll.config.strategy import GENERATION_STRATEGIES
 from roll.distributed import Cluster, PendingCall, ResourceManager
 from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency
-from roll.pipelines.rlvr.adapters import with_adapter
 from roll.pipelines.rlvr.judge import JudgeService
-from roll.pipelines.rlvr.lengths import with_cache_length
-from roll.pipelines.roles import role_config
-from roll.rewards.sections import concurrent_calls
+from roll.pipelines.rlvr.plan import RLVRPlan
+from roll.pipelines.rlvr.planning import actor_keys, judge_roles
 from roll.strategies.base import StateKind
 from roll.workers import (
     ACTOR_WORKER,
@@ -105,8 +99,8 @@ def start_clusters(loaded: LoadedConfig[RLVRConfig], resources: ResourceManager)
     """Start the processes of every cluster."""
     config, plan = loaded.config, loaded.plan
     assert isinstance(plan, RLVRPlan)
-    asked = {judge_role(name, section) for name, section in config.rewards.items()}
-    judges = {name: JudgeService(config, plan, name) for name in model_roles(config) if name in asked}
+    asked = judge_roles(config)
+    judges = {name: JudgeService(config, plan, name) for name in plan.roles if name in asked}
     starter = _Starter(config, plan, resources, judges)
     actor_extra = {
         "loss": actor_keys(config),
@@ -121,16 +115,14 @@ def start_clusters(loaded: LoadedConfig[RLVRConfig], resources: ResourceManager)
     critic_extra = {"loss": critic_loss, "max_grad_norm": config.max_grad_norm}
     has_reference = "reference" in plan.roles
     clusters = Clusters(
-        actor_train=starter.start("actor_train", config.actor_train, ACTOR_WORKER, actor_extra),
-        reference=starter.start("reference", config.reference, REFERENCE_WORKER) if has_reference else None,
-        critic=starter.start("critic", config.critic, CRITIC_WORKER, critic_extra) if plan.needs_critic else None,
-        reward_model=starter.start("reward_model", config.reward_model, REWARD_MODEL_WORKER)
-        if model_inputs(config)
-        else None,
+        actor_train=starter.start("actor_train", ACTOR_WORKER, actor_extra),
+        reference=starter.start("reference", REFERENCE_WORKER) if has_reference else None,
+        critic=starter.start("critic", CRITIC_WORKER, critic_extra) if plan.needs_critic else None,
+        reward_model=starter.start("reward_model", REWARD_MODEL_WORKER) if model_inputs(config) else None,
         # Last: an engine may size its cache by what is free on the device when it is built.
-        judge_engines={name: starter.start(name, model_roles(config)[name], GENERATION_WORKER) for name in judges},
+        judge_engines={name: starter.start(name, GENERATION_WORKER) for name in judges},
         judges=judges,
-        actor_infer=starter.start("actor_infer", config.actor_infer, GENERATION_WORKER),
+        actor_infer=starter.start("actor_infer", GENERATION_WORKER),
         rewards={name: starter.start_reward(name, section) for name, section in config.rewards.items()},
     )
     return StartingClusters(clusters, starter.models, starter.pending)
@@ -147,17 +139,8 @@ class _Starter:
         self.models: list[StartingModel] = []
         self.pending: list[PendingCall] = []
 
-    def start(
-        self, name: str, section: WorkerConfig | None, worker: str, extra: Mapping[str, Any] | None = None
-    ) -> Cluster:
-        assert section is not None, f"the plan has {name}, the configuration has not"
-        role = role_config(section, self._plan.roles[name])
-        if name in self._judges:
-            role = self._judges[name].role(role)
-        elif role.strategy_args.strategy_name in GENERATION_STRATEGIES:
-            role = with_cache_length(role, self._plan.max_sequence_length)
-        if name == "actor_infer":
-            role = with_adapter(role, self._config)
+    def start(self, name: str, worker: str, extra: Mapping[str, Any] | None = None) -> Cluster:
+        role = self._plan.roles[name].section
         cluster = Cluster(
             name,
             role.worker_cls or worker,
@@ -174,22 +157,15 @@ class _Starter:
         return cluster
 
     def start_reward(self, name: str, section: RewardConfig) -> Cluster:
-        role_plan = self._plan.roles[f"rewards.{name}"]
-        for judge in self._judges.values():
-            section = judge.told(name, section)
-        role = replace(
-            reward_workers(name, section),
-            name=name,
-            worker_cls=role_plan.worker_cls,
-            world_size=role_plan.world_size,
-            max_concurrency=concurrent_calls(name, section),
-        )
+        role = self._plan.roles[f"rewards.{name}"].section
+        judge = self._judges.get(judge_role(name, section) or "")
         cluster = Cluster(
             f"rewards.{name}",
             REWARD_WORKER,
             self._resources,
             role,
             seed=self._config.seed,
+            extra={"judge": judge.address} if judge is not None else {},
             rpc_timeout=self._config.rpc_timeout,
         )
         self.pending.append(cluster.initialize(blocking=False))

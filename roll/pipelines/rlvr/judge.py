@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import replace
 
 import ray
 
-from roll.config.judges import judge_length, judge_role
-from roll.config.model_files import model_number
-from roll.config.plan import RLVRPlan
-from roll.config.rewards import RewardConfig
 from roll.config.rlvr import RLVRConfig
-from roll.config.roles import WorkerConfig
 from roll.distributed import Cluster
-from roll.pipelines.rlvr.lengths import with_cache_length
-from roll.pipelines.serve import own_weights
+from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.pipelines.tokenizers import load_tokenizer
 from roll.serving.front import FrontOptions, HttpFront
 
@@ -37,19 +30,12 @@ class JudgeService:
         self._front = HttpFront(options, ray.util.get_node_ip_address() if plan.num_nodes > 1 else "127.0.0.1")
         self._key = key
         self.name = name
-        self._plan = plan
         self.cluster: Cluster | None = None
 
-    def role(self, role: WorkerConfig) -> WorkerConfig:
-        """The judge's section as its engines get it."""
-        positions = model_number(role.model_args.model_name_or_path, "max_position_embeddings")
-        return own_weights(with_cache_length(role, judge_length(self._plan.max_sequence_length, positions)))
-
-    def told(self, name: str, section: RewardConfig) -> RewardConfig:
-        """A domain's section, with the address of this service if its judges ask it."""
-        if judge_role(name, section) != self.name:
-            return section
-        return replace(section, judge_api_url=self._front.base_url, judge_api_key=self._key, judge_model_name=self.name)
+    @property
+    def address(self) -> dict[str, str]:
+        """Keys of a reward section, for the workers whose judges ask this service: known only while it runs."""
+        return {"judge_api_url": self._front.base_url, "judge_api_key": self._key, "judge_model_name": self.name}
 
     def open(self, cluster: Cluster) -> None:
         """Answer by the engines of ``cluster``, which have loaded their model."""

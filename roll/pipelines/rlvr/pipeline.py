@@ -13,7 +13,6 @@ from typing import Any
 
 from roll.checkpoint import Checkpoint
 from roll.config.loader import LoadedConfig
-from roll.config.plan import RLVRPlan
 from roll.config.reward_models import REWARD_MODEL
 from roll.config.rlvr import RLVRConfig
 from roll.distributed import ResourceManager
@@ -24,6 +23,7 @@ from roll.pipelines.rlvr.asynchronous import AsyncRolloutPhase
 from roll.pipelines.rlvr.clusters import start_clusters
 from roll.pipelines.rlvr.data import load_data
 from roll.pipelines.rlvr.phases import add_old_log_probs, add_reference_log_probs, add_values, update_model
+from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.pipelines.rlvr.recorded import RecordedRollouts
 from roll.pipelines.rlvr.rollout import RolloutPhase
 from roll.pipelines.rlvr.scoring import Scoring

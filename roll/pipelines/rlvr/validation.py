@@ -14,10 +14,10 @@ from itertools import islice
 
 import numpy as np
 
-from roll.config.plan import ValidationSet
 from roll.datasets.types import PromptRow
 from roll.distributed import PendingCall
 from roll.pipelines.rlvr.accuracy import accuracy_metrics, is_correct
+from roll.pipelines.rlvr.plan import ValidationSet
 from roll.rollout.engines import EnginePool
 from roll.rollout.flow import DrawPrompts, GroupFlow, GroupSettings
 from roll.rollout.groups import SampleGroup

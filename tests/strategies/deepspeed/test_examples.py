@@ -11,9 +11,9 @@ import torch
 
 pytest.importorskip("deepspeed")
 
+
 from roll.config.loader import load_config
 from roll.config.roles import WorkerConfig
-from roll.pipelines.roles import role_config
 from tests.strategies import sharded_cases
 from tests.strategies.comparison import RELATIVE
 from tests.strategies.deepspeed import cases
@@ -37,7 +37,7 @@ def role_of(case: str, name: str, model: Path, *overrides: str) -> WorkerConfig:
     ]
     file = EXAMPLES / f"{case}.yaml"
     loaded = load_config(None, file, overrides=[f"pretrain={model}", *settings, *overrides], check_files=False)
-    return role_config(getattr(loaded.config, name), loaded.plan.roles[name])
+    return loaded.plan.roles[name].section
 
 
 @pytest.fixture(scope="module", params=["actor_train", "critic"])

@@ -1,4 +1,4 @@
-"""The SFT pipeline: supervised learning from demonstrations, on the same strategies as RLVR."""
+"""The run of the SFT pipeline: demonstrations in, optimizer steps on them, evaluations between."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import numpy as np
 import torch
 
 from roll.config.loader import LoadedConfig
-from roll.config.plan import SFTPlan
 from roll.config.roles import DataArguments
-from roll.config.sft import SFTConfig
 from roll.datasets import EpochOrder, SftDataset, SftRow, ShuffledEpochs
 from roll.distributed import Cluster, PendingCall, ResourceManager
 from roll.pipelines.export import export_model
 from roll.pipelines.frame import RunFrame
-from roll.pipelines.roles import role_config
 from roll.pipelines.row_order import balanced_order
+from roll.pipelines.sft.config import SFTConfig
+from roll.pipelines.sft.plan import SFTPlan
 from roll.pipelines.tokenizers import load_tokenizer, pad_token_id
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, merge_metrics
@@ -30,11 +29,6 @@ if TYPE_CHECKING:
 
 STEPS_IN_FLIGHT = 2
 """Workers find the next batch waiting when they finish one."""
-
-
-def run(loaded: LoadedConfig[SFTConfig]) -> None:
-    """Run the pipeline that ``loaded`` describes, to the end."""
-    SFTPipeline(loaded).run()
 
 
 class SFTPipeline:
@@ -65,7 +59,7 @@ class SFTPipeline:
 
     def start(self, resources: ResourceManager) -> int:
         """Start the cluster, read the data, continue from a checkpoint if there is one; the steps already done."""
-        role = role_config(self.config.sft_train, self.plan.roles["sft_train"])
+        role = self.plan.roles["sft_train"].section
         extra = {"max_grad_norm": self.config.max_grad_norm}
         self.sft_train = Cluster(
             "sft_train",

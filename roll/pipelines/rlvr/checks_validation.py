@@ -6,9 +6,9 @@ import re
 
 from roll.config.checks import Checks, check_columns, check_data_files
 from roll.config.judges import section_of
-from roll.config.planning import started_roles
-from roll.config.planning_validation import sharing_roles
 from roll.config.rlvr import RLVRConfig
+from roll.pipelines.rlvr.plan_validation import sharing_roles
+from roll.pipelines.rlvr.planning import started_roles
 
 SET_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 

@@ -11,9 +11,8 @@ from roll.config.checks import (
     check_schedule,
 )
 from roll.config.checks_model import note_positions
-from roll.config.planning import model_path
-from roll.config.sft import SFTConfig
 from roll.config.unread import note_unread
+from roll.pipelines.sft.config import SFTConfig
 
 
 def check_sft(config: SFTConfig, checks: Checks) -> None:
@@ -28,6 +27,6 @@ def check_sft(config: SFTConfig, checks: Checks) -> None:
         checks.missing("prompt_key", "goes with query_key: the column that it is appended to", "instruction")
     check_schedule("sft_train", config.sft_train, config.max_steps, checks)
     check_resume(config, checks)
-    path = model_path(config, "sft_train", config.sft_train)
+    _, path = checks.pipeline.model(config, "sft_train", config.sft_train)
     note_positions("sequence_length", path, config.sequence_length, checks)
     note_unread(config, options, checks)

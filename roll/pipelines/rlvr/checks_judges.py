@@ -16,8 +16,9 @@ from roll.config.judges import (
     own_judges,
     section_of,
 )
-from roll.config.planning import is_async, shares_devices, started_roles
+from roll.config.planning import shares_devices
 from roll.config.rlvr import RLVRConfig
+from roll.pipelines.rlvr.planning import is_async, started_roles
 
 
 def check_judges(config: RLVRConfig, checks: Checks) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from roll.config.checks import Checks
-from roll.config.planning import (
+from roll.config.planning import shares_devices
+from roll.config.rlvr import RLVRConfig
+from roll.pipelines.rlvr.planning import (
     engine_log_probs_as_old,
     is_async,
     needs_greedy_baseline,
-    shares_devices,
     started_roles,
     trainer_is_old,
 )
-from roll.config.rlvr import RLVRConfig
 
 KEY = "async_generation_ratio"
 

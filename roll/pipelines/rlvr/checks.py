@@ -16,15 +16,19 @@ from roll.config.checks import (
     check_template_file,
     note_engine_length,
 )
-from roll.config.checks_algorithm import check_algorithm
-from roll.config.checks_async import check_async
-from roll.config.checks_judges import check_judges
 from roll.config.checks_model import note_positions
-from roll.config.checks_rewards import check_rewards
-from roll.config.checks_validation import check_validation, longest_in_validation
 from roll.config.lora import uses_lora
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
-from roll.config.planning import (
+from roll.config.rlvr import RLVRConfig
+from roll.config.schema import closest
+from roll.config.unread import note_unread
+from roll.config.weight_sync import check_weight_sync
+from roll.pipelines.rlvr.checks_algorithm import check_algorithm
+from roll.pipelines.rlvr.checks_async import check_async
+from roll.pipelines.rlvr.checks_judges import check_judges
+from roll.pipelines.rlvr.checks_rewards import check_rewards
+from roll.pipelines.rlvr.checks_validation import check_validation, longest_in_validation
+from roll.pipelines.rlvr.planning import (
     is_async,
     lengths,
     model_path,
@@ -34,10 +38,6 @@ from roll.config.planning import (
     rlvr_training_plans,
     rollout_file,
 )
-from roll.config.rlvr import RLVRConfig
-from roll.config.schema import closest
-from roll.config.unread import note_unread
-from roll.config.weight_sync import check_weight_sync
 
 PROBABILITY_TOLERANCE = 1e-6
 

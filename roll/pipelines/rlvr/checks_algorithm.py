@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from roll.config.checks import Checks
 from roll.config.names import GREEDY_BASELINE_ESTIMATORS, LEAVE_ONE_OUT_ESTIMATORS, PASS_AT_K_ESTIMATORS
-from roll.config.planning import (
+from roll.config.rlvr import RLVRConfig
+from roll.pipelines.rlvr.planning import (
     max_new_tokens,
     needs_critic,
     needs_old_entropy,
@@ -12,7 +13,6 @@ from roll.config.planning import (
     rlvr_training_plans,
     uses_old_log_probs,
 )
-from roll.config.rlvr import RLVRConfig
 
 
 def check_algorithm(config: RLVRConfig, checks: Checks) -> None:

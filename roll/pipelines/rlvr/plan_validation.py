@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 
-from roll.config.plan import ValidationSet
+from roll.config.definition import Written
+from roll.config.planning import validation_data
 from roll.config.rlvr import RLVRConfig
-from roll.config.roles import DataArguments, GeneratingArguments, WorkerConfig
+from roll.config.roles import GeneratingArguments, WorkerConfig
 from roll.config.validation import ValidationSetConfig
+from roll.pipelines.rlvr.plan import ValidationSet
 
-INHERITED_DATA_KEYS = (
-    "template",
-    "chat_template_kwargs",
-    "system_prompt",
-    "tag_to_system_prompt",
-    "tag",
-    "id",
-    "response",
-)
-"""What a validation's data section takes over, where it is silent: columns, and how prompts look."""
 TRAINING_ROLES = ("actor_train", "reference", "critic")
 """Those that a validation asks nothing of."""
-Written = Callable[[str], bool]
-"""Says whether a key path is written, in a file or on the command line."""
-
-
-def validation_data(key: str, own: DataArguments, base: DataArguments, written: Written) -> DataArguments:
-    """The data section at ``key``; what it leaves out of columns and template is as in ``base``."""
-    inherited = {name: getattr(base, name) for name in INHERITED_DATA_KEYS if not written(f"{key}.{name}")}
-    if own.prompt is None and own.messages is None:
-        inherited |= {"prompt": base.prompt, "messages": base.messages}
-    return replace(own, **inherited)
 
 
 def validation_sets(config: RLVRConfig, sequence_length: int, written: Written) -> tuple[ValidationSet, ...]:

@@ -1,0 +1,196 @@
+"""The definition of the RLVR pipeline. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from roll.config.checks import Checks
+from roll.config.definition import (
+    COMPUTES_LOG_PROBS,
+    GENERATES,
+    POLICY_KEYS,
+    READ_KEYS,
+    SCORES,
+    TRAINS,
+    Headline,
+    Panel,
+    PipelineDefinition,
+    ReadableSet,
+    Role,
+    Task,
+    Written,
+)
+from roll.config.engine_args import own_weights
+from roll.config.judges import INFERENCE, judge_types, section_of
+from roll.config.older import OlderRLVRKeys
+from roll.config.planning import finished_section, with_cache_length
+from roll.config.policy_losses import PolicyLossConfig
+from roll.config.ppo import PPOConfig
+from roll.config.reward_models import CLASSIFIER, REWARD_MODEL
+from roll.config.rewards import RewardConfig
+from roll.config.rlvr import RLVRConfig
+from roll.config.roles import WorkerConfig
+from roll.config.run import RunConfig
+from roll.pipelines.rlvr.checks import check_rlvr
+from roll.pipelines.rlvr.facts import batch_facts, rlvr_facts
+from roll.pipelines.rlvr.plan import RLVRPlan
+from roll.pipelines.rlvr.planning import (
+    lengths,
+    model_roles,
+    needs_critic,
+    needs_reference,
+    pg_variant,
+    plan_rlvr,
+    reward_name,
+    reward_pretrain,
+    started_roles,
+)
+from roll.pipelines.rlvr.preflight import check_rewards, check_transport, own_functions, samples_ahead_problems
+
+if TYPE_CHECKING:
+    from roll.config.loader import LoadedConfig
+    from roll.config.roles import DataArguments
+    from roll.datasets import PromptDataset
+
+
+class RLVR(PipelineDefinition):
+    """Reinforcement learning from verifiable rewards."""
+
+    name = "rlvr"
+    config_class = RLVRConfig
+    roles = (
+        Role("actor_train", TRAINS),
+        Role("actor_infer", GENERATES),
+        Role("reference", COMPUTES_LOG_PROBS, optional=True),
+        Role("critic", TRAINS, optional=True),
+        Role(REWARD_MODEL, GENERATES, optional=True),
+    )
+    headlines = (
+        Headline("critic/score/mean", "reward"),
+        Headline("val_correct/all/mean", "accuracy"),
+        Headline("token/response_length/mean", "length", "{:.1f}"),
+        Headline("critic/kl", "kl", "{:.4f}"),
+        Headline("system/tps", "tok/s", "{:,.0f}"),
+    )
+    panels = (
+        Panel("Reward", ("critic/score/mean", "critic/rewards/mean"), first_only=True, smooth=True),
+        Panel("Validation accuracy", ("val/*/accuracy",), unit_range=True),
+        Panel("Response length (tokens)", ("token/response_length/mean",), smooth=True),
+        Panel("KL", ("critic/kl", "actor/kl_loss", "actor/approxkl"), first_only=True, smooth=True),
+        Panel("Entropy", ("actor/entropy", "critic/entropy/mean"), first_only=True, smooth=True),
+    )
+    compares_log_probs = True
+    reference = (
+        ("RLVR: batches, lengths, roles (top level)", RLVRConfig, (RunConfig, PPOConfig, OlderRLVRKeys)),
+        ("RLVR: algorithm (top level)", PPOConfig, (PolicyLossConfig,)),
+        ("RLVR: options of single policy losses (top level)", PolicyLossConfig, ()),
+        ("RLVR: keys of older files (top level)", OlderRLVRKeys, ()),
+    )
+
+    def check(self, config: RLVRConfig, checks: Checks) -> None:
+        check_rlvr(config, checks)
+
+    def plan(self, config: RLVRConfig, exp_name: str, written: Written) -> RLVRPlan:
+        return plan_rlvr(self, config, exp_name, written)
+
+    def run(self, loaded: LoadedConfig[RLVRConfig]) -> None:
+        from roll.pipelines.rlvr.pipeline import RLVRPipeline
+
+        RLVRPipeline(loaded).run()
+
+    def models(self, config: RLVRConfig) -> dict[str, WorkerConfig]:
+        return model_roles(config)
+
+    def started(self, config: RLVRConfig) -> dict[str, WorkerConfig]:
+        return started_roles(config)
+
+    def task_of(self, key: str, section: WorkerConfig) -> Task:
+        """A ``reward_model`` with a classifier's head scores; without, it is a judge, which generates, as one on the
+        devices of its own reward section does."""
+        if key == REWARD_MODEL and section.model_args.model_type == CLASSIFIER:
+            return SCORES
+        return super().task_of(REWARD_MODEL if key.startswith("rewards.") else key, section)
+
+    def section_key(self, role: str) -> str:
+        return section_of(role)
+
+    def default_model(self, config: RLVRConfig, role: str) -> tuple[str, str | None]:
+        scorer = reward_pretrain(config, role)
+        return ("reward_pretrain", scorer) if scorer else super().default_model(config, role)
+
+    def longest_row(self, config: RLVRConfig) -> int:
+        return lengths(config)[1]
+
+    def worker_name(self, role: str, section: WorkerConfig) -> str | None:
+        return reward_name(role, section) if isinstance(section, RewardConfig) else super().worker_name(role, section)
+
+    def reads(self, key: str, section: WorkerConfig, config: RLVRConfig) -> frozenset[str]:
+        if key == "validation":
+            return frozenset(("data_args", "generating_args"))
+        if isinstance(section, RewardConfig):
+            is_judge = INFERENCE in judge_types(key.removeprefix("rewards."), section)
+            own = frozenset(("name", "worker_cls", "world_size", "system_envs", "max_concurrency", "tag_included"))
+            return own | (READ_KEYS[GENERATES] if is_judge else frozenset())
+        return READ_KEYS[self.task_of(key, section)] | (POLICY_KEYS if key == "actor_train" else frozenset())
+
+    def effective(self, config: RLVRConfig) -> dict[str, Any]:
+        return {
+            "pg_variant": pg_variant(config),
+            "critic": needs_critic(config) and config.critic is not None,
+            "reference": needs_reference(config),
+        }
+
+    def batch_facts(self, plan: RLVRPlan) -> list[tuple[str, str]]:
+        return batch_facts(plan)
+
+    def facts(self, plan: RLVRPlan) -> list[tuple[str, str]]:
+        return rlvr_facts(plan)
+
+    def validation_words(self, plan: RLVRPlan) -> str:
+        return " (concurrent with training)" if plan.validates_beside_training else ""
+
+    def check_parts(self, loaded: LoadedConfig[RLVRConfig]) -> None:
+        check_rewards(loaded)
+
+    def check_host(self, loaded: LoadedConfig[RLVRConfig]) -> None:
+        check_transport(loaded)
+
+    def own_functions(self, loaded: LoadedConfig[RLVRConfig]) -> Iterator[tuple[str, Any, Callable[[], object]]]:
+        return own_functions(loaded.config)
+
+    def filtered_sections(self, config: RLVRConfig) -> dict[str, Any]:
+        sections: dict[str, Any] = {"actor_train": config.actor_train, "validation": config.validation}
+        if config.validation is not None:
+            sections |= {f"validation.sets.{name}": one for name, one in config.validation.sets.items()}
+        return {name: section for name, section in sections.items() if section is not None}
+
+    def resumption_problems(
+        self, loaded: LoadedConfig[RLVRConfig], checkpoint: str, state: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Any, str]]:
+        return samples_ahead_problems(loaded, checkpoint, state)
+
+    def readable_sets(self, loaded: LoadedConfig[RLVRConfig]) -> dict[str, ReadableSet]:
+        from roll.pipelines.rlvr.data import read_prompts, remarks
+
+        def read(data_args: DataArguments, limit: int, tokenizer: Any) -> PromptDataset:
+            return read_prompts(loaded.config, data_args, limit, tokenizer)
+
+        assert isinstance(loaded.plan, RLVRPlan)
+        sets = {"train": (loaded.config.actor_train.data_args, loaded.plan.prompt_length)}
+        sets |= {one.name or "validation": (one.data_args, one.prompt_length) for one in loaded.plan.validation_sets}
+        return {
+            name: ReadableSet(name, data, limit, partial(read, data, limit), partial(remarks, loaded.config))
+            for name, (data, limit) in sets.items()
+        }
+
+    def served_section(self, loaded: LoadedConfig[RLVRConfig], role: str) -> WorkerConfig:
+        """With its model's own weights and a KV cache for the run's longest sequence, unless its
+        ``strategy_config.max_model_len`` says otherwise."""
+        assert isinstance(loaded.plan, RLVRPlan)
+        section = finished_section(model_roles(loaded.config)[role], loaded.plan.roles[role])
+        return own_weights(with_cache_length(section, loaded.plan.max_sequence_length))
+
+    def running_requests(self, config: RLVRConfig) -> int:
+        return config.router_args.max_running_requests or config.max_running_requests
