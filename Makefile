@@ -1,5 +1,6 @@
 # make run    a language model learns by reinforcement on this CPU, in minutes
-# make test   lint, types, fast tests, then whole pipelines; types beside the tests
+# make test   lint, types and the tests of the default tier; types while the tests run
+# make test-all   that and the rest: vLLM, SGLang, full matrices, faults; see docs/testing.md
 PYTHON ?= python3
 VENV ?= .venv
 # How torch is installed. On Linux pip's default index serves the CUDA build; name PyTorch's CPU index here if you like.
@@ -24,18 +25,28 @@ SGLANG := $(VENV)-sglang
 SGLANG_FIXTURE := tests/strategies/sglang/cpu_fixture
 PYTEST := $(BIN)/python -m pytest -q -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder
 # In a fresh clone, `make test` installs everything at once: to resolve the requirements twice takes half a minute.
-EXTRA := $(if $(filter test lint lock,$(MAKECMDGOALS)),[test])
+EXTRA := $(if $(filter test test-all test-rest test-long lint lock,$(MAKECMDGOALS)),[test])
 REQUIREMENTS := setup.py constraints/cpu.txt
 
-.PHONY: run test test-sglang lint docs install-vllm install-sglang test-vllm-parallel docker-test lock clean
+.PHONY: run test test-long test-rest test-all test-sglang lint docs install-vllm install-sglang test-vllm-parallel docker-test lock clean
 
 run: $(VENV)/.installed
 	$(BIN)/python $(RUN)
 
 test: $(VENV)/.installed-test $(VLLM) lint
 	$(BIN)/mypy > $(VENV)/mypy.log 2>&1 & mypy=$$!; \
-	$(PYTEST) $(PYTEST_ARGS); tests=$$?; \
+	$(PYTEST) -m 'not long' $(PYTEST_ARGS); tests=$$?; \
 	wait $$mypy; types=$$?; cat $(VENV)/mypy.log; exit $$((tests + types))
+
+test-long: $(VENV)/.installed-test $(VLLM)
+	TEST_VLLM_PARALLEL=1 $(PYTEST) -m long $(PYTEST_ARGS)
+
+# What `make test` leaves out. A failure of the one does not keep the other from running. SGLang under Linux only.
+test-rest:
+	$(MAKE) test-long; tests=$$?; $(if $(VLLM),$(MAKE) test-sglang,true); exit $$((tests + $$?))
+
+test-all:
+	$(MAKE) test; tests=$$?; $(MAKE) test-rest; exit $$((tests + $$?))
 
 # SGLang on this CPU; a minute or two an engine.
 test-sglang: $(SGLANG)/.installed
@@ -54,7 +65,7 @@ install-vllm: $(VENV)/.installed-vllm
 
 install-sglang: $(SGLANG)/.installed
 
-# Engines of several ranks: four processes that each import vLLM, so not a part of `make test`.
+# Of `make test-long`, engines of several ranks by themselves: four processes that each import vLLM.
 test-vllm-parallel: $(VENV)/.installed-test $(VLLM)
 	TEST_VLLM_PARALLEL=1 $(BIN)/python -m pytest -q tests/strategies/vllm/test_parallel.py tests/strategies/vllm/test_adapters.py tests/pipelines/test_vllm_ranks_run.py $(PYTEST_ARGS)
 

@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="*", default=range(len(CONTESTANTS)))
     arguments = parser.parse_args()
     subprocess.run([sys.executable, "examples/tiny/prepare.py"], cwd=ROOT, check=True)
-    table = Table("rollout", "s a step", "beside synchronous", "waiting for samples, s", "version lag", "mean tokens")
+    table = Table("rollout", "s a step", "vs synchronous", "waiting for samples, s", "version lag", "mean tokens")
     first = None
     for index in arguments.only:
         contestant = CONTESTANTS[index]

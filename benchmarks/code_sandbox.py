@@ -1,8 +1,8 @@
-"""Processor time of scoring programs in the sandbox, beside one fresh Python process per program without any sandbox.
+"""Processor time of scoring programs in the sandbox, compared with a fresh Python process per program, unprotected.
 
     python benchmarks/code_sandbox.py [--samples 100]
 
-Processor seconds of all processes involved, so that other work on the machine counts little; wall times beside them.
+Processor seconds of all processes involved, so that other work on the machine counts little; wall times next to them.
 Each program reads a number and prints its double, or is a function that three asserts call.
 """
 

@@ -5,7 +5,7 @@ outside.  CPU-seconds of all turns with ``prefix_cache_tokens`` 0 and with room 
 tokens that were not computed.
 
 Weight update in flight: 64 samples, half done.  CPU-seconds of computing their cache anew (``in_flight_update:
-recompute``), beside those of generating the same tokens again, which is what aborting them would cost.
+recompute``), next to those of generating the same tokens again, which is what aborting them would cost.
 
     OMP_NUM_THREADS=1 python -m benchmarks.conversations [--model 10m] [--turns 8] [--repeats 5]
 """

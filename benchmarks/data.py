@@ -1,4 +1,4 @@
-"""Start-up of a large prompt set: cold, from prepared rows on disk, and beside ``datasets.map`` in one process.
+"""Start-up of a large prompt set: cold, from prepared rows on disk, and compared with ``datasets.map`` in one process.
 
 Each measurement runs in a process of its own, so that its peak memory is its own; the memory of the imports and of the
 tokenizer is measured apart.  ``python benchmarks/data.py [--rows 100000] [--text FILE]``

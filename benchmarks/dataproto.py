@@ -1,4 +1,4 @@
-"""DataProto through Ray's object store, beside the raw bytes of the same columns and beside tensordict.
+"""DataProto through Ray's object store, compared with the raw bytes of the same columns and with tensordict.
 
     python benchmarks/dataproto.py [--repeats 10] [--rows 1024] [--width 4096] [--mean-length 400]
 

@@ -1,4 +1,4 @@
-"""Tokens per CPU-second of the hf_infer engine beside ``model.generate`` in padded batches, and beside vLLM.
+"""Tokens per CPU-second of the hf_infer engine compared with ``model.generate`` in padded batches and with vLLM.
 
 All generate the same requests: prompts of 32 tokens, groups of 8 samples, temperature 1, with log-probs except under
 ``model.generate``.  Lengths are forced (end-of-sequence is banned until the wanted length): all equal (64 tokens), or

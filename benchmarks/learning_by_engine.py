@@ -1,4 +1,4 @@
-"""The tiny task with every generation engine, beside the trainer and apart from it, with adapters and without.
+"""The tiny task with every generation engine, colocated with the trainer and apart from it, with adapters and without.
 
     python -m benchmarks.learning_by_engine [--only "vllm apart"] [--steps 60] [--into docs/engines.md]
 

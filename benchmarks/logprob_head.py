@@ -1,4 +1,4 @@
-"""Time and memory of the log-prob head beside the naive form (all logits, log_softmax, gather).
+"""Time and memory of the log-prob head compared with the naive form (all logits, log_softmax, gather).
 
     python -m benchmarks.logprob_head                      # the tiny model's shape, then a large vocabulary
     python -m benchmarks.logprob_head --tokens 16384 --vocabulary 151936 --hidden 1536 --dtype bf16
@@ -43,7 +43,7 @@ def chunked(keep: bool) -> Callable[..., torch.Tensor]:
     def run(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, entropy: bool) -> torch.Tensor:
         memory = HeadMemory.for_device(hidden.device)
         memory = memory if keep else replace(memory, kept_bytes=0)
-        log_probs, entropies = token_log_probs(hidden, weight, targets, with_entropy=entropy, memory=memory)
+        log_probs, entropies, _ = token_log_probs(hidden, weight, targets, with_entropy=entropy, memory=memory)
         return log_probs.sum() if entropies is None else log_probs.sum() + entropies.sum()
 
     return run

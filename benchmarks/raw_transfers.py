@@ -17,7 +17,7 @@ from roll.weight_sync.transports.broadcast import process_group
 
 DEADLINE = 300.0
 _CHUNK = 1 << 28
-"""Bytes that are copied at a time: more than any cache holds, little beside a model."""
+"""Bytes that are copied at a time: more than any cache holds, little compared with a model."""
 
 
 class RawCopy:

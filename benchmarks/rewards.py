@@ -1,4 +1,4 @@
-"""Samples per second of every reward rule, on one core, and of math-verify with one process per sample beside it.
+"""Samples per second of every reward rule, on one core, and of math-verify with one process per sample next to it.
 
     python benchmarks/rewards.py [--seconds 1.0]
 

@@ -1,4 +1,4 @@
-"""Cost of a training step of the tiny GRPO recipe, beside TRL's GRPOTrainer and beside a bare single-process loop.
+"""Cost of a training step of the tiny GRPO recipe, compared with TRL's GRPOTrainer and a bare single-process loop.
 
     python benchmarks/rlvr_step.py [--steps 30] [--rounds 3] [--only NAME ...]
 

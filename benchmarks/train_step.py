@@ -1,4 +1,4 @@
-"""An optimizer step under every training strategy, beside a bare PyTorch loop: tokens per second and peak memory.
+"""An optimizer step under every training strategy and in a bare PyTorch loop: tokens per second and peak memory.
 
     python -m benchmarks.train_step --model 10M
     python -m benchmarks.train_step --model 100M --groups 1 --micro-batch 4 --repeats 2
@@ -12,8 +12,8 @@ from start to end on the slowest rank, the best of several; CPU time is summed o
 which needs most, from before the model is built (on a CPU the process's resident memory, imported modules included).
 
 A step's cost is its seconds on all devices; on a CPU its CPU seconds, which other work on the machine changes little.
-``beside bare``: the bare loop's cost over this one's.  ``communication``: the share of the cost that is not that of
-fsdp2's step on one rank: collectives, and on GPUs waiting for them.
+``relative to bare``: the bare loop's cost over this one's.  ``communication``: the share of the cost that is not that
+of fsdp2's step on one rank: collectives, and on GPUs waiting for them.
 
 ``MFU``: model FLOPs over ``--peak-tflops``: 6 for each weight and token, and 6 x layers x width x length for each
 token's causal attention (arXiv 2204.02311, appendix B, halved for causality); recomputation does not count.
@@ -247,7 +247,7 @@ def report(args: argparse.Namespace, contenders: list[Contender], folder: Path) 
     tokens = int(make_batch(args)["attention_mask"].sum())
     flops = model_flops(args, weights)
     print(f"{args.model}: {weights:,} weights, {tokens:,} tokens a step, {args.dtype}\n")
-    heads = ["", "ranks", "s / step", "CPU-s / step", "tokens / s", "beside bare", "peak GiB", "communication"]
+    heads = ["", "ranks", "s / step", "CPU-s / step", "tokens / s", "relative to bare", "peak GiB", "communication"]
     heads += ["MFU"] * bool(args.peak_tflops)
     print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads), flush=True)
     bare = alone = None

@@ -1,4 +1,4 @@
-"""Weight sync: seconds and bytes per second by transport and by training strategy, beside raw copies of the same bytes.
+"""Weight sync: seconds and bytes per second by transport and by training strategy, and of raw copies.
 
     python -m benchmarks.weight_sync --model 10M
     python -m benchmarks.weight_sync --model 100M --only transports         # one sending process, one engine
@@ -7,9 +7,9 @@
 
 An update is timed from the first message until every tensor is verified, checksums on both sides included.  ``memcpy``
 is one copy between buffers that exist, ``gloo`` a broadcast of as many bytes between two processes; they run in turn
-with what they are beside, and a ratio is the median of those within a round.  The first round is left out (it forms
-connections and touches memory for the first time).  CPU time is that of the whole process tree: sender, engine and
-Ray.  Memory is what the sender's resident set grows by at its peak, shared memory included.
+with what they are compared with, and a ratio is the median of those within a round.  The first round is left out (it
+forms connections and touches memory for the first time).  CPU time is that of the whole process tree: sender, engine
+and Ray.  Memory is what the sender's resident set grows by at its peak, shared memory included.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,9 @@ _LONG = [ROOT / "tests" / folder for folder in ("strategies", "distributed", "pi
 come after all that is quicker."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before ``-m "not long"`` is applied
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_long_rows(items, is_whole=not any("::" in argument for argument in config.args))
     items.sort(key=_place)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
@@ -58,6 +61,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in gpu_items:
         item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+
+
+def _mark_long_rows(items: list[pytest.Item], is_whole: bool) -> None:
+    """Mark as ``long`` what ``default_rows`` does not name; where files are collected whole, a name without a row is a
+    mistake."""
+    unused: dict[str, set[str]] = {}
+    for item in items:
+        if (mark := item.get_closest_marker("default_rows")) is None:
+            continue
+        assert isinstance(item, pytest.Function)
+        named = {row for row in mark.args if fnmatchcase(item.callspec.id, row)}
+        unused.setdefault(item.nodeid.partition("[")[0], set(mark.args)).difference_update(named)
+        if not named:
+            item.add_marker(pytest.mark.long)
+    if is_whole and (wrong := {test: sorted(rows) for test, rows in unused.items() if rows}):
+        raise pytest.UsageError(f"default_rows names rows that the test does not have: {wrong}")
 
 
 def _place(item: pytest.Item) -> tuple[bool, bool]:

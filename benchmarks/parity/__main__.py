@@ -1,4 +1,4 @@
-"""Every strategy and layout beside the plain model: loss, gradient norm and log-probs.
+"""Every strategy and layout compared with the plain model: loss, gradient norm and log-probs.
 
     python -m benchmarks.parity                            # print the table; exit 1 if a number is out of bounds
     python -m benchmarks.parity --into docs/backends.md    # and put it between the page's markers

@@ -80,12 +80,13 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
         kl = reduced(_kl_per_token(inputs, options), mode=options.kl_loss_agg_mode)
         metrics.mean("actor/kl_loss", kl, share)
         total = total + options.kl_loss_coef * kl
+    if options.needs_entropy:
+        if inputs.entropy is None:
+            raise ValueError(f"entropy_loss_coef {options.entropy_loss_coef} needs the entropy of the current policy")
+        total = total - options.entropy_loss_coef * reduced(inputs.entropy, mode=options.entropy_loss_agg_mode)
     if inputs.entropy is not None:
-        entropy = reduced(inputs.entropy, mode=options.entropy_loss_agg_mode)
-        metrics.mean("actor/entropy", inputs.keep(inputs.entropy).sum(), inputs.num_tokens)
-        total = total - options.entropy_loss_coef * entropy
-    elif options.needs_entropy:
-        raise ValueError(f"entropy_loss_coef {options.entropy_loss_coef} needs the entropy of the current policy")
+        # Detached: where the bonus has no weight the backward pass must not hear of it.
+        metrics.mean("actor/entropy", inputs.keep(inputs.entropy.detach()).sum(), inputs.num_tokens)
     metrics.mean("actor/total_loss", total, share)
     _policy_metrics(inputs, metrics)
     mismatch_metrics(inputs, metrics, any(rule.level == "segment" for rule in options.correction.rules))

@@ -68,6 +68,11 @@ class AdvantageInputs:
     """float (B,), raw, before shaping, normalisation and divergence; 1 or more is right (pass@k)."""
     reward_components: Tensor | None = None
     """float (B, K), the rewards apart (gdpo)."""
+    old_log_probs: Tensor | None = None
+    """float (B, L), the trainer's before the update (optimal_token_baseline)."""
+    old_sum_of_squares: Tensor | None = None
+    """float (B, L), of all probabilities of the trainer's distribution that each token was drawn from
+    (optimal_token_baseline)."""
     step_returns: Tensor | None = None
     """float (B,), discounted return of the episode from this step on (gigpo, step_reinforce)."""
     state_ids: Tensor | None = None

@@ -56,6 +56,35 @@ def opo(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Ten
     return inputs.spread(advantages), inputs.spread(rewards)
 
 
+@register_advantage("optimal_token_baseline", aliases=("tir_optimal_token_baseline",))
+def optimal_token_baseline(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+    r"""Reward from each token on, minus a baseline of least variance for each position; arXiv 2602.07078.
+
+    B_t = sum_i G_t W_t / sum_i W_t over the responses i of the group that have a t-th token, G_t the reward from it on
+    and W_t = sum_{s <= t} (1 - 2 pi_s + sum_v pi_v^2), the squared norms of the logits' gradients so far.  Where a
+    response goes on alone, B_t is 0.  Tokens of tools are no positions.
+    """
+    name, mask, groups = "optimal_token_baseline", inputs.mask, inputs.groups
+    probability = inputs.require("old_log_probs", name).double().exp()
+    squares = inputs.require("old_sum_of_squares", name).double()
+    # The same as above, the token's own term apart: nearly certain tokens would cancel to a negative weight.
+    energy = (1.0 - probability).square_().add_((squares - probability.square()).clamp_(min=0.0))
+    weights = torch.where(mask, energy, 0.0).cumsum(-1)[mask]
+    returns = discounted_returns(inputs.token_level_rewards.double(), mask, 1.0)
+    to_go = returns[mask]
+    # One cell for each group and position among the response's own tokens.
+    length = mask.shape[1]
+    cells = (groups.index[:, None] * length + mask.cumsum(-1) - 1)[mask]
+
+    def per_cell(values: Tensor) -> Tensor:
+        return values.new_zeros(len(groups.counts) * length).index_add_(0, cells, values)[cells]
+
+    baseline = per_cell(to_go * weights) / (per_cell(weights) + 1e-8)
+    several = per_cell(torch.ones_like(to_go)) > 1
+    advantages = returns.masked_scatter(mask, torch.where(several, to_go - baseline, to_go))
+    return advantages.float(), returns.float()
+
+
 @register_advantage("gpg")
 def gpg(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
     """R minus its group's mean, times B / (B - M), M rows being in groups without signal; arXiv 2504.02546 eq. 6-7."""

@@ -204,6 +204,8 @@ class ActorLossOptions:
     """Weight the estimate by pi / pi_old: unbiased after the first update of a batch."""
     entropy_loss_coef: float = 0.0
     """Weight of the entropy bonus (subtracted from the loss)."""
+    log_entropy: bool = True
+    """Compute the entropy also where it has no weight: for the metric, outside the graph of the loss."""
     correction: CorrectionOptions = field(default_factory=CorrectionOptions)
     """What to do about a rollout engine whose probabilities differ from the trainer's."""
 

@@ -6,7 +6,8 @@ A check is silent about keys that were wrong by themselves already, so that one 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,9 @@ class Checks:
     check_files: bool
     pipeline: PipelineDefinition
     """Whose configuration is checked."""
+    is_own: Callable[[str], bool] = field(default=lambda key: True)
+    """A key stands in the file itself or on the command line, not in a file of its ``defaults``, which holds what
+    several files share."""
 
     def add(self, key: str, value: Any, rule: str, example: Any = None) -> None:
         """Report a mistake, unless the key has one already."""

@@ -27,7 +27,7 @@ class ImportanceWeightConfig:
     weight_type: Level = "token"
     """Level at which the ratio is taken."""
     upper_bound: float | None = setting(1.2, gt=0)
-    """Weights are cut at this value; null: not cut."""
+    """Weights are truncated at this value; null: not truncated."""
     detach: bool = True
     """No gradient through the weight."""
 

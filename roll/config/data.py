@@ -34,7 +34,7 @@ class CurriculumArguments:
     column: str = "difficulty"
     """Column with each row's difficulty, a number: the larger the harder."""
     bands: int = setting(4, ge=1)
-    """Parts of like difficulty that a domain is cut into; one band is no curriculum."""
+    """Parts of like difficulty that a domain is divided into; one band is no curriculum."""
     epochs: int = setting(1, ge=1)
     """Epochs given in bands; later ones are shuffled as a whole."""
     order: Literal["easy_first", "hard_first"] = "easy_first"
@@ -68,7 +68,7 @@ class DataArguments:
     filter_overlong_prompts: bool = True
     """Leave out prompts that are longer than the prompt length; false: ``truncation`` says what becomes of them."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """With ``filter_overlong_prompts: false``: end the run, or cut the last user message at its beginning, end or
+    """With ``filter_overlong_prompts: false``: end the run, or truncate the last user message at its beginning, end or
     middle until the prompt fits. The template around it stays whole."""
     shuffle: bool = True
     """Draw the rows of each epoch in an order of its own; false: in the order of the files."""

@@ -22,6 +22,7 @@ from roll.config.plan import Plan
 from roll.config.recipes import recipes_root
 from roll.config.run import RunConfig
 from roll.config.schema import SchemaReader, build, closest, known_keys
+from roll.config.sources import SourceFile
 
 C = TypeVar("C", bound=RunConfig)
 EXTENSION = ".yaml"
@@ -78,11 +79,12 @@ def load_composed(
     Raises:
         ConfigError: as :func:`load_config`.
     """
-    file = composed.source.file
     register_secrets(composed.data)
     if not composed.data and not problems.errors:
         problems.missing("(file)", "is empty")
-    loaded = _load(config_class, without_fragments(composed), file, problems, check_files) if composed.data else None
+    loaded = None
+    if composed.data:
+        loaded = _load(config_class, without_fragments(composed), composed.source, problems, check_files)
     if problems.errors:
         raise ConfigError(problems.located(composed.source.place_of))
     assert loaded is not None
@@ -93,12 +95,12 @@ def load_composed(
         plan=plan,
         resolved=composed.data,
         warnings=tuple(problems.notices),
-        source=file,
+        source=composed.source.file,
     )
 
 
 def _load(
-    config_class: type[C] | None, data: Mapping[str, Any], file: Path, problems: Problems, check_files: bool
+    config_class: type[C] | None, data: Mapping[str, Any], source: SourceFile, problems: Problems, check_files: bool
 ) -> tuple[PipelineDefinition, RunConfig, Plan] | None:
     expected = next((one.name for one in definitions() if one.config_class is config_class), None)
     pipeline = detect_pipeline(data, expected, problems)
@@ -108,11 +110,11 @@ def _load(
     values = SchemaReader(problems, root=cls).read(cls, data, "")
     refuse_unavailable(data, problems)
     config: RunConfig = build(cls, values)
-    checks = Checks(problems, lambda key: _is_written(data, key), check_files, pipeline)
+    checks = Checks(problems, lambda key: _is_written(data, key), check_files, pipeline, source.is_own)
     pipeline.check(config, checks)
     if problems.errors:
         return None
-    return pipeline, config, pipeline.plan(config, config.exp_name or file.stem, checks.written)
+    return pipeline, config, pipeline.plan(config, config.exp_name or source.file.stem, checks.written)
 
 
 def without_fragments(composed: Composed) -> dict[str, Any]:

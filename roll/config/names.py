@@ -15,6 +15,8 @@ ADV_ESTIMATORS = (
     "reinforce_plus_plus_baseline",
     "rloo",
     "opo",
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
     "gpg",
     "maxrl",
     "pass@k",
@@ -69,6 +71,9 @@ DISCOUNTING_ESTIMATORS = (
     "reinforce_plus_plus_baseline",
 )
 """Estimators that read ``gamma``."""
+
+SQUARES_ESTIMATORS = ("optimal_token_baseline", "tir_optimal_token_baseline")
+"""Estimators that read the sum of squared probabilities before every token."""
 
 GREEDY_BASELINE_ESTIMATORS = ("remax",)
 """Estimators that compare every sample with the greedy response to its prompt."""

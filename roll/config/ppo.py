@@ -77,7 +77,9 @@ class PPOConfig(PolicyLossConfig):
     rl_loss_coef: float = setting(1.0, ge=0)
     """Weight of the policy loss."""
     entropy_loss_coef: float = setting(0.0, ge=0)
-    """Weight of the entropy bonus; 0: no entropy is computed in training."""
+    """Weight of the entropy bonus."""
+    log_entropy: bool = True
+    """Report the policy's entropy also where no bonus needs it; costs a part of the forward pass."""
     target_entropy: float | None = setting(None, ge=0, example=0.2)
     """Entropy in nats a token below which the bonus acts: its weight begins at ``entropy_loss_coef``, grows by
     ``entropy_coef_delta`` with every step below the target and falls with every step above it, where the bonus is off.
@@ -121,7 +123,7 @@ class PPOConfig(PolicyLossConfig):
     """``pass@k``: the k, less than ``num_return_sequences_in_group``. Right is a raw score of 1 or more."""
     reward_weights: dict[str, float] = field(default_factory=dict)
     """``gdpo``: the rewards to normalise apart, with their weights. Names are those of the numbers that the reward
-    returns beside its score (``reward/<domain>/<name>`` in the log), or ``score`` for the score itself."""
+    returns in addition to its score (``reward/<domain>/<name>`` in the log), or ``score`` for the score itself."""
     overlong_buffer_length: int | None = setting(None, ge=1)
     """DAPO's soft punishment: within so many tokens of the length limit the score falls, linearly, by up to
     ``overlong_penalty_factor``. null: none."""

@@ -68,9 +68,9 @@ class RLVRConfig(PPOConfig, OlderRLVRKeys, RunConfig):
     num_return_sequences_in_group: int = setting(1, ge=1)
     """Samples of each prompt."""
     val_batch_size: int = setting(128, ge=1, read_if={"validation": ()})
-    """Questions given to the engines at a time in validation."""
+    """Prompts given to the engines at a time in validation."""
     prompt_length: int = setting(1024, ge=1)
-    """Longest prompt in tokens; longer rows are left out, or cut (``data_args.filter_overlong_prompts``)."""
+    """Longest prompt in tokens; longer rows are left out, or truncated (``data_args.filter_overlong_prompts``)."""
     response_length: int | None = setting(None, ge=1)
     """Longest response in tokens. This or ``sequence_length`` must be set."""
     sequence_length: int | None = setting(None, ge=2)
@@ -84,7 +84,7 @@ class RLVRConfig(PPOConfig, OlderRLVRKeys, RunConfig):
     tag_to_template: dict[str, str] = field(default_factory=dict)
     """Chat template by the rows' tag, before ``global_template``."""
     actor_train: WorkerConfig = field(default_factory=WorkerConfig)
-    """The policy that learns; its ``data_args`` name the training questions."""
+    """The policy that learns; its ``data_args`` name the training prompts."""
     actor_infer: GenerationWorkerConfig = field(default_factory=GenerationWorkerConfig)
     """The engines that generate."""
     reference: ReferenceWorkerConfig | None = None
@@ -97,12 +97,12 @@ class RLVRConfig(PPOConfig, OlderRLVRKeys, RunConfig):
     rewards: dict[str, RewardConfig] = field(default_factory=dict)
     """Reward domains by name."""
     validation: ValidationConfig | None = None
-    """Questions for validation; null: none."""
+    """Prompts for validation; null: none."""
     warn_after_steps: int = setting(3, ge=0)
-    """A warning tells when all scores were the same, all advantages 0, or too many responses were cut off, in so many
+    """A warning says when all scores were the same, all advantages 0, or too many responses were truncated, in so many
     steps in a row; 0: never."""
     warn_truncated_share: float = setting(0.5, ge=0, le=1, read_if={"warn_after_steps": ()})
-    """Share of responses cut off at the length limit above which a step counts for ``warn_after_steps``."""
+    """Share of responses truncated at the length limit above which a step counts for ``warn_after_steps``."""
     is_num_return_sequences_expand: bool = setting(False, inert="a prompt is computed once for all of its samples")
     """Accepted for older files."""
     max_running_requests: int = setting(128, ge=1)
@@ -122,10 +122,10 @@ class RLVRConfig(PPOConfig, OlderRLVRKeys, RunConfig):
     async_generation_ratio: float = setting(0.0, ge=0)
     """Steps that generation may run ahead of training, fractions meant exactly; 0: synchronous. Above 0 ``actor_infer``
     generates while others compute if it has devices of its own; on shared ones (``partial_rollout`` only) a step stops
-    generation when it has its samples, and what is half-way goes on in the next."""
+    generation when it has its samples, and partial responses go on in the next."""
     partial_rollout: bool = setting(True, read_if={"async_generation_ratio": ()})
-    """Asynchronous rollout: weights are exchanged while samples are half-way, which go on with the new ones. false:
-    every exchange waits until the samples under way are finished."""
+    """Asynchronous rollout: weights are updated while samples are in flight, which go on with the new ones. false:
+    every update waits until the samples in flight are finished."""
     student_train: WorkerConfig | None = None
     """On-policy distillation: the student's training role."""
     student_infer: WorkerConfig | None = None
@@ -135,7 +135,7 @@ class RLVRConfig(PPOConfig, OlderRLVRKeys, RunConfig):
     is_pure_opd: bool = False
     """On-policy distillation without rewards."""
     use_opd: bool = False
-    """On-policy distillation beside rewards."""
+    """On-policy distillation in addition to rewards."""
     opd_kl_coef: float = setting(1.0, ge=0)
     """On-policy distillation: weight of the teacher's KL."""
     pure_opd_pipeline_type: Literal["rlvr", "agentic"] | None = None

@@ -56,7 +56,8 @@ class ModelArguments:
     lora_dropout: float = setting(0.0, ge=0, lt=1)
     """Dropout on the adapters' input; in supervised training only."""
     additional_target: str | list[str] | None = None
-    """Further modules trained in full beside the adapters (a list, or with commas). A critic's head always is."""
+    """Further modules trained in full in addition to the adapters (a list, or with commas). A critic's head always
+    is."""
     autocast_adapter_dtype: bool = setting(True, inert="adapters are trained in the type of master weights")
     """Accepted for older files."""
     trust_remote_code: bool = False
@@ -125,9 +126,9 @@ class GeneratingArguments:
     top_p: float = setting(0.7, gt=0, le=1, read_if={"do_sample": (True,)})
     """Nucleus sampling; 1 is off. Training log-probs are not comparable with sampled ones below 1."""
     top_k: int = setting(50, ge=-1, lt=2**31, read_if={"do_sample": (True,)})
-    """Sample from the k likeliest tokens; -1 or 0 is off. Training log-probs are not comparable when it is on."""
+    """Sample from the k most probable tokens; -1 or 0 is off. Training log-probs are not comparable when it is on."""
     min_p: float = setting(0.0, ge=0, le=1, read_if={"do_sample": (True,)})
-    """Drop tokens less likely than this share of the likeliest; 0 is off."""
+    """Drop tokens less likely than this share of the most probable one; 0 is off."""
     num_beams: int = setting(1, ge=1)
     """Beams of a beam search; 1 is none."""
     max_new_tokens: int | None = setting(None, ge=1)
@@ -144,7 +145,7 @@ class GeneratingArguments:
     stop_strings: list[str] | None = None
     """A response ends where one of these appears."""
     stop_token_ids: list[int] | None = None
-    """A response ends with one of these tokens, beside the model's own end-of-sequence tokens."""
+    """A response ends with one of these tokens, in addition to the model's own end-of-sequence tokens."""
     include_stop_str_in_output: bool = setting(False, read_if={"stop_strings": ()})
     """Keep the stop string at the end of the response."""
     logprobs: int = setting(0, ge=0, inert="the log-prob of each sampled token always comes with it")

@@ -41,9 +41,9 @@ class SglangStrategyConfig(StrategyConfig):
     chunked_prefill_size: int | None = setting(None, ge=1)
     """Longest piece of a prompt that is computed in one step; null: SGLang's choice."""
     tp_size: int = field(default=1, metadata=rules(ge=1, aliases=("tensor_parallel_size",)))
-    """Ranks over which every matrix is cut; a worker takes so many devices. Left out: ``num_gpus_per_worker``."""
+    """Ranks over which every matrix is sharded; a worker takes so many devices. Left out: ``num_gpus_per_worker``."""
     pp_size: int = setting(1, ge=1)
-    """Stages into which the layers are cut."""
+    """Stages into which the layers are divided."""
     dp_size: int = setting(1, ge=1)
     """Copies inside one engine. Leave it at 1: every worker of the role is an engine of its own."""
     mem_fraction_static: float | None = field(
@@ -59,7 +59,7 @@ class SglangStrategyConfig(StrategyConfig):
     load_format: Literal["auto", "dummy"] = "auto"
     """``dummy``: random weights, for an engine that gets its weights from a trainer before it is used."""
     in_flight_update: Literal["recompute", "keep"] = "recompute"
-    """What becomes of the KV cache of samples that are under way when new weights arrive: computed again with them, or
+    """What becomes of the KV cache of samples that are in flight when new weights arrive: computed again with them, or
     kept as the old weights left it, which costs nothing and makes the next tokens those of a mixture of both."""
     enable_memory_saver: bool = True
     """Release the memory of a GPU while other roles use it. No effect on a CPU."""

@@ -40,6 +40,11 @@ class SourceFile:
                     return f"{shown(file)}:{lines[path]}"
         return shown(self.file)
 
+    def is_own(self, key: str) -> bool:
+        """True when the key stands in the main file or on the command line, not in a file of its ``defaults``."""
+        path = key.replace("[", ".[")
+        return path in self._overrides or any(path in lines for file, lines in self._files if file == self.file)
+
     def included(self, key: str) -> bool:
         """True when a file of the ``defaults`` has this top-level key and the main file has not."""
         return not any(key in lines for file, lines in self._files if file == self.file) and any(

@@ -40,7 +40,7 @@ class HfInferStrategyConfig(StrategyConfig):
     """Most tokens of finished samples whose keys and values are kept, so that a prompt that begins with them, the next
     turn of a conversation, is not computed from its start. Emptied at every weight update; 0: none are kept."""
     in_flight_update: Literal["recompute", "keep"] = "recompute"
-    """What becomes of the KV cache of samples that are under way when new weights arrive: computed again with them, or
+    """What becomes of the KV cache of samples that are in flight when new weights arrive: computed again with them, or
     kept as the old weights left it, which costs nothing and makes the next tokens those of a mixture of both."""
 
 
@@ -108,16 +108,16 @@ class DeepSpeedStrategyConfig(StrategyConfig):
 
 @dataclass(frozen=True)
 class MegatronStrategyConfig(StrategyConfig):
-    """``megatron_train`` and ``megatron_infer``: Megatron Core, for models cut over tensor and pipeline ranks."""
+    """``megatron_train`` and ``megatron_infer``: Megatron Core, for tensor- and pipeline-parallel models."""
 
     tensor_model_parallel_size: int = setting(1, ge=1)
-    """Ranks over which every matrix is cut."""
+    """Ranks over which every matrix is sharded."""
     pipeline_model_parallel_size: int = setting(1, ge=1)
-    """Stages into which the layers are cut."""
+    """Stages into which the layers are divided."""
     virtual_pipeline_model_parallel_size: int | None = setting(None, ge=1)
     """Chunks of layers on each pipeline rank, taken in turn (shorter pipeline bubbles); null: one."""
     context_parallel_size: int = setting(1, ge=1)
-    """Ranks over which the sequence is cut, in attention and everywhere else."""
+    """Ranks over which the sequence is sharded, in attention and everywhere else."""
     sequence_parallel: bool = False
     """Spread norms and residuals over the tensor-parallel ranks too, along the sequence (less memory)."""
     use_distributed_optimizer: bool = False

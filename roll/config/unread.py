@@ -49,7 +49,7 @@ def note_unread(config: RunConfig, options: Mapping[str, StrategyConfig], checks
     for path, section in (*sections_of(config, ""), *strategies):
         for item in fields(section):
             key = f"{path}.{item.name}" if path else item.name
-            if is_written(key, item, checks):
+            if is_written(key, item, checks) and checks.is_own(key):
                 reason = why_unread(item, section, config, facts)
                 if reason is not None and not is_noted(key, checks):
                     checks.note(key, f"has no effect {reason}")
@@ -120,13 +120,15 @@ def unread_of_role(name: str, role: WorkerConfig, config: RunConfig, checks: Che
         key, value = f"{name}.{item.name}", getattr(role, item.name)
         if item.name in reads or item.name in _ELSEWHERE or rules_of(item).inert is not None:
             continue
-        if checks.written(key) and value != default_of(item) and not is_noted(key, checks):
+        is_set = checks.written(key) and checks.is_own(key) and value != default_of(item)
+        if is_set and not is_noted(key, checks):
             yield key, _WHY.get(item.name, "only roles that compute log-probs or train have use for it")
     if "training_args" in reads or "model_args" not in reads:
         return
     for short in _TRAINING_MODEL:
         key = f"{name}.model_args.{short}"
-        if checks.written(key) and getattr(role.model_args, short) not in (None, False):
+        is_set = checks.written(key) and checks.is_own(key)
+        if is_set and getattr(role.model_args, short) not in (None, False):
             yield key, TRAINS
 
 

@@ -20,7 +20,7 @@ class ValidationSetConfig:
     """How its answers are sampled, and ``num_return_sequences`` of them; keys that it leaves out are those of
     ``validation.generating_args``."""
     greedy: bool | None = None
-    """Also answer every question once with greedy decoding; null: as ``validation`` says."""
+    """Also answer every prompt once with greedy decoding; null: as ``validation`` says."""
     prompt_length: int | None = setting(None, ge=1)
     """Longest prompt of this set; goes with ``sequence_length``. null: as in the rest of the validation."""
     sequence_length: int | None = setting(None, ge=2)
@@ -37,7 +37,7 @@ class ValidationConfig(WorkerConfig):
     strategy_args: StrategyArguments = field(default_factory=lambda: StrategyArguments(strategy_name="hf_infer"))
     """Has no effect: the engines are those of ``actor_infer``."""
     greedy: bool = True
-    """Also answer every question once with greedy decoding."""
+    """Also answer every prompt once with greedy decoding."""
     eval_steps: int | None = setting(None, ge=-1)
     """Steps between validations; null: the run's ``eval_steps``."""
     before_train: bool = True

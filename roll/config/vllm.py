@@ -44,10 +44,10 @@ class VllmStrategyConfig(StrategyConfig):
     max_num_batched_tokens: int | None = setting(None, ge=1)
     """Tokens computed in one step, prompts in chunks; null: vLLM's choice."""
     tensor_parallel_size: int = setting(1, ge=1)
-    """Ranks over which every matrix is cut. An engine takes so many devices, times ``pipeline_parallel_size``. Left
+    """Ranks over which every matrix is sharded. An engine takes so many devices, times ``pipeline_parallel_size``. Left
     out: what ``num_gpus_per_worker`` gives."""
     pipeline_parallel_size: int = setting(1, ge=1)
-    """Stages into which the layers are cut."""
+    """Stages into which the layers are divided."""
     data_parallel_size: int = setting(1, ge=1)
     """Copies inside one engine. Leave it at 1: every worker of the role is an engine of its own."""
     gpu_memory_utilization: float | None = setting(None, gt=0, le=1, example=0.8)
@@ -64,7 +64,7 @@ class VllmStrategyConfig(StrategyConfig):
     load_format: Literal["auto", "dummy"] = "auto"
     """``dummy``: random weights, for an engine that gets its weights from a trainer before it is used."""
     in_flight_update: Literal["recompute", "keep"] = "recompute"
-    """What becomes of the KV cache of samples that are under way when new weights arrive: computed again with them, or
+    """What becomes of the KV cache of samples that are in flight when new weights arrive: computed again with them, or
     kept as the old weights left it, which costs nothing and makes the next tokens those of a mixture of both."""
     optimization_level: int | None = setting(None, ge=0, le=3)
     """vLLM's own trade of start-up time for speed; null: vLLM's choice."""

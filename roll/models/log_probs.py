@@ -5,6 +5,7 @@ For a hidden state h and the output matrix W (V x H), with z = (W h + b) / tempe
 
     log p(y)  = z_y - logsumexp(z)
     entropy   = -sum_j p_j log p_j,            p = softmax(z)
+    sum of squares = sum_j p_j^2               (without gradient)
 
     d log p(y) / dz_j = [j = y] - p_j
     d entropy / dz_j  = -p_j (log p_j + entropy)
@@ -59,8 +60,9 @@ def token_log_probs(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    with_sum_of_squares: bool = False,
     memory: HeadMemory | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Log-probability of ``targets[i]`` under ``softmax((weight @ hidden[i] + bias) / temperature)``.
 
     Args:
@@ -71,17 +73,21 @@ def token_log_probs(
         bias: (V,) or None.
         temperature: greater than 0.
         with_entropy: also return the entropies, in nats.
+        with_sum_of_squares: also return the sums of the squared probabilities of the whole vocabulary.
         memory: None: what suits the device.
 
     Returns:
-        float32 (N,) log-probs, and float32 (N,) entropies or None. Both carry gradients to hidden, weight and bias.
+        float32 (N,) log-probs, entropies or None, sums of squares or None. The first two carry gradients to hidden,
+        weight and bias.
     """
     assert hidden.ndim == 2 and targets.shape == hidden.shape[:1], (hidden.shape, targets.shape)
     assert temperature > 0, temperature
     memory = memory or HeadMemory.for_device(hidden.device)
     chunk = memory.chunk_tokens(weight.shape[0])
     keep = torch.is_grad_enabled() and 4 * hidden.shape[0] * weight.shape[0] <= memory.kept_bytes
-    return _TokenLogProbs.apply(hidden, weight, bias, targets, temperature, with_entropy, chunk, keep)
+    return _TokenLogProbs.apply(
+        hidden, weight, bias, targets, temperature, with_entropy, with_sum_of_squares, chunk, keep
+    )
 
 
 def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
@@ -98,9 +104,10 @@ def _math_dtype(hidden: Tensor) -> torch.dtype:
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, with_entropy, chunk, keep):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden, weight, bias, targets, temperature, with_entropy, with_squares, chunk, keep):  # type: ignore[no-untyped-def]
         log_probs = hidden.new_empty(hidden.shape[0], dtype=_math_dtype(hidden))
         entropy = torch.empty_like(log_probs) if with_entropy else None
+        squares = torch.empty_like(log_probs) if with_squares else None
         kept: list[Tensor] = []
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
@@ -108,16 +115,20 @@ class _TokenLogProbs(torch.autograd.Function):
             log_probs[rows] = table.gather(1, targets[rows, None])[:, 0]
             if entropy is not None:
                 entropy[rows] = -(table.exp().mul_(table)).sum(-1)
+            if squares is not None:
+                squares[rows] = table.exp().square_().sum(-1)
             if keep:
                 kept.append(table)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, *kept)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.set_materialize_grads(False)
-        return log_probs, entropy
+        if squares is not None:
+            ctx.mark_non_differentiable(squares)
+        return log_probs, entropy, squares
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_log_probs, grad_entropy):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad_log_probs, grad_entropy, _):  # type: ignore[no-untyped-def]
         hidden, weight, bias, targets, entropy, *kept = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -142,7 +153,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad_weight.addmm_(grad_logits.t(), hidden[rows])
             if grad_bias is not None:
                 grad_bias.add_(grad_logits.sum(0))
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, *(None,) * 6
 
 
 def _grad_logits(
@@ -166,10 +177,16 @@ def _grad_logits(
 
 
 def _head_log_probs(
-    head: nn.Linear, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor | None]:
+    head: nn.Linear, hidden: Tensor, targets: Tensor, temperature: float, outputs: Collection[str]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return token_log_probs(
-        hidden, head.weight, targets, bias=head.bias, temperature=temperature, with_entropy=with_entropy
+        hidden,
+        head.weight,
+        targets,
+        bias=head.bias,
+        temperature=temperature,
+        with_entropy="entropy" in outputs,
+        with_sum_of_squares="sum_of_squares" in outputs,
     )
 
 
@@ -208,7 +225,7 @@ class ResponseModel(nn.Module):
             head.log_probs = MethodType(_head_log_probs, head)
 
     def forward(self, layout: TokenLayout, outputs: Collection[str], temperature: float = 1.0) -> dict[str, Tensor]:
-        """Float32 (N,) tensors, one for each of ``outputs``: ``log_probs``, ``entropy``, ``values``.
+        """Float32 (N,), one for each of ``outputs``: ``log_probs``, ``entropy``, ``sum_of_squares``, ``values``.
 
         ``values[i]`` is the value of the state in which response token i is about to be sampled.
         """
@@ -223,6 +240,6 @@ class ResponseModel(nn.Module):
             # Not a view: FSDP hooks what a module returns, and a view would pass by the hook when written to.
             return {"values": self.language_model.get_submodule("score")(hidden)[:, 0].float().clone()}
         head = self.language_model.get_output_embeddings()
-        log_probs, entropy = head.log_probs(hidden, layout.targets, temperature, "entropy" in outputs)
-        computed = {"log_probs": log_probs, "entropy": entropy}
-        return {name: value for name, value in computed.items() if name in outputs and value is not None}
+        computed = head.log_probs(hidden, layout.targets, temperature, outputs)
+        named = zip(("log_probs", "entropy", "sum_of_squares"), computed, strict=True)
+        return {name: value for name, value in named if name in outputs and value is not None}

@@ -42,6 +42,8 @@ class Output(StrEnum):
 
     LOG_PROBS = "log_probs"
     ENTROPY = "entropy"
+    SUM_OF_SQUARES = "sum_of_squares"
+    """Of the probabilities of the whole vocabulary; without gradient."""
     VALUES = "values"
 
 
@@ -102,7 +104,7 @@ class ModelStrategy(ABC):
     def forward(self, batch: TensorBatch, outputs: Collection[Output], temperature: float = 1.0) -> TensorBatch:
         """Collective. Outputs without gradient, in the batch's own layout.
 
-        Log-probs and entropies are those of ``softmax(logits / temperature)``.
+        Log-probs, entropies and sums of squares are those of ``softmax(logits / temperature)``.
         """
 
     def without_adapters(self) -> AbstractContextManager[None]:

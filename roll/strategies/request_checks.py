@@ -33,10 +33,6 @@ def check_request(request: GenerationRequest, taken: Collection[str], max_model_
     params = request.params
     if any(token >= vocab_size for token in params.stop_token_ids):
         raise ValueError(f"{name}: stop_token_ids run up to {max(params.stop_token_ids)}, must be below {vocab_size}")
-    if params.top_log_probs > vocab_size:
-        raise ValueError(
-            f"{name}: top_log_probs is {params.top_log_probs}, must be at most {vocab_size}, the vocabulary"
-        )
     _check_progress(request, name, max_model_len - len(prompt))
 
 

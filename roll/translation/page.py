@@ -85,8 +85,8 @@ the command line itself, which needs no shell. What the script sees of your fold
 - **Devices.** Nodes x devices of a node become lists: `device_mapping: list(range(0,2))`. Roles that share devices name
   the same ones. `CUDA_VISIBLE_DEVICES` stays in the environment, and lists count within it: with `4,5`, device 0 is the
   fourth GPU.
-- **`fsdp`.** Beside `fsdp2` (verl, `skyrl_train`) it is the legacy wrapper, `fsdp_train` here. In `skyrl`, where it
-  stands beside Megatron, it is the FSDP2 API, `fsdp2_train` here. Where a text does not tell which SkyRL it comes
+- **`fsdp`.** Next to `fsdp2` (verl, `skyrl_train`) it is the legacy wrapper, `fsdp_train` here. In `skyrl`, where it
+  stands next to Megatron, it is the FSDP2 API, `fsdp2_train` here. Where a text does not tell which SkyRL it comes
   from, it is taken for `skyrl_train`; `--from skyrl` says otherwise.
 - **Parameters in host memory** during a pass (`cpu_offload`, `offload_policy`) are one thing, moving states off the
   devices between phases (verl's `param_offload`, SkyRL's colocation) another: the second happens by itself where

@@ -49,6 +49,8 @@ def verl_rules(draft: Draft) -> list[dict[str, Any]]:
     if cap is not None and cap > 0:
         return [{"level": "token", "action": "truncate", "high": float(cap)}]
     level, bypass = draft.get("is_level"), bool(draft.get("bypass"))
+    if draft.get("estimator") == "optimal_token_baseline":
+        refuse_weighted_baseline(draft, level, bypass)
     if level is None:
         draft.without_effect("without rollout_is there are no weights", "is_bound")
         return []
@@ -58,6 +60,17 @@ def verl_rules(draft: Draft) -> list[dict[str, Any]]:
     low, high = bounds(draft.value_of("is_bound"))
     band = {"action": "truncate", "high": high} if low is None else {"action": "both", "low": low, "high": high}
     return [{"level": level, **band, **({"policy": "current"} if bypass else {})}]
+
+
+def refuse_weighted_baseline(draft: Draft, level: Any, bypass: bool) -> None:
+    """What verl's optimal token baseline does with weights, and cannot do without old log-probs of the trainer."""
+    if bypass:
+        draft.refuse(
+            "bypass", "leaves the optimal token baseline no sums of squared probabilities, in verl either", False
+        )
+    elif level is not None:
+        rule = "also weighs the optimal token baseline there, by the square of the weights; here the loss alone"
+        draft.refuse("is_level", rule, None)
 
 
 def bounds(threshold: Any) -> tuple[float | None, float]:

@@ -48,8 +48,8 @@ def environment(value: object) -> str:
 
 OLDER = {"deepspeed": "deepspeed", "fsdp": "fsdp", "fsdp2": "fsdp2", "megatron": "megatron"}
 NEWER = {"fsdp": "fsdp2", "fsdp2": "fsdp2", "megatron": "megatron"}
-OLDER_NOTE = "`fsdp` stands beside `fsdp2` and DeepSpeed here: it is the legacy wrapper FSDP1 (`fsdp_train`)"
-NEWER_NOTE = "`fsdp` stands beside Megatron here: it is the FSDP2 API (`fsdp2_train`)"
+OLDER_NOTE = "`fsdp` stands next to `fsdp2` and DeepSpeed here: it is the legacy wrapper FSDP1 (`fsdp_train`)"
+NEWER_NOTE = "`fsdp` stands next to Megatron here: it is the FSDP2 API (`fsdp2_train`)"
 
 
 def _steps_and_logs() -> tuple[Rule, ...]:

@@ -14,18 +14,17 @@ ESTIMATORS = {
     "rloo": "rloo",
     "remax": "remax",
     "opo": "opo",
+    "optimal_token_baseline": "optimal_token_baseline",
+    "tir_optimal_token_baseline": "optimal_token_baseline",
     "reinforce_plus_plus": "reinforce_plus_plus",
     "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
 }
-SQUARED = "its baseline needs the sum of squared probabilities of every token, which is not computed"
 OTHER_ESTIMATORS = {
     "grpo_passk": "only the best response of a group has an advantage there, its reward minus the second best "
     "(2503.19595); pass@k is another estimator (2508.10751)",
     "gpg": "it is scaled by responses / responses whose reward is not 0 there, here as in its paper by responses / "
     "responses in groups with a signal; grpo with algorithm.norm_adv_by_std_in_grpo=False is the same without a scale",
     "gdpo": "the sum is whitened over tokens there, here as in its paper over responses",
-    "optimal_token_baseline": SQUARED,
-    "tir_optimal_token_baseline": SQUARED,
 }
 """Why the others are refused."""
 KL_TYPES = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}

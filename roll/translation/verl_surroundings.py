@@ -307,7 +307,8 @@ ENGINES = Section(
                 f"{theirs}.entropy_from_logits_with_chunking {theirs}.fsdp_config.entropy_from_logits_with_chunking "
                 f"{theirs}.fsdp_config.entropy_checkpointing {theirs}.fsdp_config.use_torch_compile "
                 f"{theirs}.use_fused_kernels "
-                f"{theirs}.fsdp_config.full_determinism {theirs}.calculate_entropy",
+                f"{theirs}.fsdp_config.full_determinism {theirs}.calculate_entropy "
+                f"{theirs}.calculate_sum_pi_squared",
                 note=SAME_NUMBERS,
             )
             for theirs, _ in ROLES

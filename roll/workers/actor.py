@@ -58,7 +58,7 @@ class ActorWorker(TrainingWorker):
             groups = [share["group_ids"] for share in shares], int(batch.meta_info["num_groups"])
         masks = [share["loss_mask"] for share in shares]
         denominators = self.denominators(masks, batch.meta_info["norm_length"], groups)
-        outputs = [Output.LOG_PROBS] + ([Output.ENTROPY] if options.needs_entropy else [])
+        outputs = [Output.LOG_PROBS] + ([Output.ENTROPY] if options.needs_entropy or options.log_entropy else [])
         metrics = []
         for _ in range(batch.meta_info["epochs"]):
             for share, denominator in zip(shares, denominators, strict=True):

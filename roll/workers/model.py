@@ -41,11 +41,11 @@ class ModelWorker(Worker):
 
     @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
     def compute_log_probs(self, batch: DataProto) -> DataProto:
-        """Log-prob of every response token, float32 (B, L); with ``meta_info["entropy"]`` also ``entropy``.
+        """Log-prob of every response token, float32 (B, L); also what ``meta_info["outputs"]`` names.
 
         With ``meta_info["without_adapters"]`` they are those of the base of a LoRA model.
         """
-        wanted = [Output.LOG_PROBS] + ([Output.ENTROPY] if batch.meta_info.get("entropy") else [])
+        wanted = [Output.LOG_PROBS, *map(Output, batch.meta_info.get("outputs", ()))]
         temperature = float(batch.meta_info.get("temperature", 1.0))
         base_only = bool(batch.meta_info.get("without_adapters"))
         with self.strategy.without_adapters() if base_only else nullcontext():

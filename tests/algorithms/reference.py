@@ -22,6 +22,7 @@ class Batch:
     rollout_log_probs: torch.Tensor
     ref_log_probs: torch.Tensor
     entropy: torch.Tensor
+    old_sum_of_squares: torch.Tensor
     advantages: torch.Tensor
     rewards: torch.Tensor
     values: torch.Tensor
@@ -38,6 +39,7 @@ def make_batch(seed: int, rows: int, length: int, density: float = 0.7) -> Batch
     def column(scale: float, shift: float = 0.0) -> torch.Tensor:
         return torch.from_numpy(np.where(mask, rng.normal(shift, scale, mask.shape), 0.0))
 
+    spread = np.random.default_rng(seed + 1).random(mask.shape)
     log_probs = -column(0.6).abs() - 0.05 * torch.from_numpy(mask)
     old = torch.where(torch.from_numpy(mask), (log_probs + column(0.4)).clamp(max=-0.01), 0.0)
     rollout = torch.where(torch.from_numpy(mask), (old + column(0.1)).clamp(max=-0.01), 0.0)
@@ -48,6 +50,8 @@ def make_batch(seed: int, rows: int, length: int, density: float = 0.7) -> Batch
         rollout_log_probs=rollout,
         ref_log_probs=torch.where(torch.from_numpy(mask), (log_probs + column(0.5)).clamp(max=-0.01), 0.0),
         entropy=column(0.5).abs(),
+        # The token's own square, and some of what is left for the other tokens.
+        old_sum_of_squares=old.exp().square() + (1 - old.exp()).square() * torch.from_numpy(spread),
         advantages=column(1.0),
         rewards=column(1.0),
         values=column(1.0),

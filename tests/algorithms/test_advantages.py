@@ -37,6 +37,8 @@ def inputs_of(batch: Batch) -> AdvantageInputs:
         scores=batch.response_rewards,
         baseline_rewards=batch.sample_weights,
         reward_components=torch.stack([batch.response_rewards, batch.sample_weights], 1),
+        old_log_probs=batch.old_log_probs,
+        old_sum_of_squares=batch.old_sum_of_squares,
         step_returns=batch.sample_weights,
         state_ids=torch.randint(0, 3, (rows,), generator=rng),
         trajectory_ids=batch.group_ids * 10 + torch.arange(rows) % 2,
@@ -121,6 +123,52 @@ def test_remax_counts_the_divergence_in_the_reward_from_each_token_on() -> None:
         for t in (t for t, masked in enumerate(row) if masked):
             expected[i, t] = batch.rewards[i, t:].sum() - batch.sample_weights[i]
     assert_close(result.advantages, expected, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=50)
+@given(batch=batches)
+def test_optimal_token_baseline_equals_the_loop(batch: Batch) -> None:
+    """Position by position among the tokens of each response, holes left out."""
+    ids, expected = batch.group_ids.tolist(), torch.zeros_like(batch.rewards)
+    places = [[t for t, masked in enumerate(row) if masked] for row in batch.mask.tolist()]
+    probability = batch.old_log_probs.exp()
+
+    def to_go(i: int, k: int) -> float:
+        return sum(float(batch.rewards[i, t]) for t in places[i][k:])
+
+    def weight(i: int, k: int) -> float:
+        terms = 1 - 2 * probability[i] + batch.old_sum_of_squares[i]
+        return sum(float(terms[t]) for t in places[i][: k + 1])
+
+    for i, row in enumerate(places):
+        for k, t in enumerate(row):
+            others = [j for j in reference.members(ids, i) if len(places[j]) > k]
+            baseline = 0.0
+            if len(others) > 1:
+                total = sum(weight(j, k) for j in others)
+                baseline = sum(to_go(j, k) * weight(j, k) for j in others) / (total + 1e-8)
+            expected[i, t] = to_go(i, k) - baseline
+    inputs = replace(inputs_of(batch), rewards=batch.rewards)
+    for name in ("optimal_token_baseline", "tir_optimal_token_baseline"):
+        result = estimate_advantages(inputs, AdvantageOptions(name))
+        assert_close(result.advantages.double(), expected, rtol=1e-5, atol=1e-6)
+        returns = reference.returns(batch.rewards.tolist(), batch.mask.tolist(), 1.0)
+        assert_close(result.returns.double(), returns, rtol=1e-5, atol=1e-6)
+
+
+def test_optimal_token_baseline_of_certain_tokens_stays_in_the_range_of_the_rewards() -> None:
+    """1 - 2 pi + sum pi^2 in float32 may be -1e-7 where it is 1e-14: weights that cancel blow a baseline up."""
+    mask = torch.ones(4, 3, dtype=torch.bool)
+    log_probs = torch.full((4, 3), -1e-7)
+    squares = torch.tensor([1.0 - 3e-7, 1.0 - 1e-7, 1.0, 1.0 - 2e-7])[:, None].expand(4, 3)
+    inputs = AdvantageInputs(
+        torch.tensor([1.0, 0.0, 1.0, 0.0]),
+        mask,
+        torch.zeros(4).long(),
+        old_log_probs=log_probs,
+        old_sum_of_squares=squares,
+    )
+    assert float(estimate_advantages(inputs, AdvantageOptions("optimal_token_baseline")).advantages.abs().max()) <= 1.0
 
 
 @given(batch=batches)
@@ -318,5 +366,7 @@ def test_a_batch_without_rows_stays_one(name: str) -> None:
         scores=torch.zeros(0),
         baseline_rewards=torch.zeros(0),
         step_returns=torch.zeros(0),
+        old_log_probs=torch.zeros(0, 5),
+        old_sum_of_squares=torch.zeros(0, 5),
     )
     assert estimate_advantages(inputs, AdvantageOptions(name)).advantages.shape == (0, 5)

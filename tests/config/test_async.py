@@ -64,7 +64,7 @@ def test_the_plan_says_how_far_ahead(tmp_path: Path) -> None:
     additional = {"is_use_additional_prompts": True, "max_additional_running_prompts": 5}
     render_plan(load(tmp_path, changed(APART | additional)), console)
     sentence = (
-        "generation up to 1.5 steps: 165 prompts under way or waiting at a time; samples at most 2 versions of the "
+        "generation up to 1.5 steps: 165 prompts in flight or waiting at a time; samples at most 2 versions of the "
         "weights old; ratios against the engine's log-probs"
     )
     assert sentence in console.file.getvalue()

@@ -112,6 +112,7 @@ PASSES: list[tuple[dict[str, Any], bool, bool]] = [
     ({"ppo_epochs": 2, "force_disable_old_logprobs_recompute": True}, False, False),
     ({"top_entropy_quantile": 0.2}, False, True),
     ({"target_entropy": 0.2}, False, True),
+    ({"adv_estimator": "optimal_token_baseline"}, False, True),
 ]
 
 

@@ -155,6 +155,8 @@ def test_estimators_read_what_the_keys_declare(estimator: str) -> None:
         baseline_rewards=torch.zeros(4),
         scores=rewards.sum(-1),
         reward_components=torch.rand(4, 2),
+        old_log_probs=torch.full((4, 3), -1.0),
+        old_sum_of_squares=torch.full((4, 3), 0.5),
     )
     options = recorded(AdvantageOptions(adv_estimator=estimator, reward_weights=(1.0, 2.0), pass_k=2), read)
     advantage_estimators.resolve(estimator)(inputs, options)

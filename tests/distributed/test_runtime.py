@@ -46,6 +46,7 @@ def _wait_for_file(path: Path, seconds: float = 60) -> dict:
     return json.loads(path.read_text())
 
 
+@pytest.mark.default_rows("exception", "kill-9")
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("how", "sent", "status"),
@@ -139,6 +140,7 @@ with ray_runtime(2, num_nodes=2, join_timeout=90, system_envs={"ROLL_TEST_GLOBAL
 """
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_two_nodes_join_and_leave():
     with socket.socket() as probe:

@@ -64,6 +64,7 @@ EXPECTED: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {
     "rloo": (("rloo", RAW, "vanilla", NORM, 1), {}, {}),
     "remax": (("remax", RAW, "vanilla", NORM, 1), {}, {"num_return_sequences_in_group": 1}),
     "opo": (("opo", RAW, "vanilla", TOKEN, 1), {}, {}),
+    "optimal_token_baseline": (("optimal_token_baseline", RAW, "ppo", TOKEN, 2), {}, {}),
     "gpg": (("gpg", RAW, "vanilla", TOKEN, 1), {}, {}),
     "lite_ppo": (("reinforce", ("group", "batch"), "ppo", TOKEN, 2), {}, {}),
     "kimi15": (("grpo", ("group", None), "kimi15", NORM, 2), {"kimi15_tau": 0.1}, {}),

@@ -36,14 +36,57 @@ def links(page: Path) -> Iterator[str]:
             yield target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_relative_links_lead_somewhere(page: Path) -> None:
+def broken_links(page: Path) -> Iterator[str]:
     for target in links(page):
         file, _, anchor = target.partition("#")
         path = (page.parent / file).resolve() if file else page
-        assert path.exists(), f"{name_of(page)}: {target}"
-        if anchor and path.suffix == ".md":
-            assert anchor in anchors(path), f"{name_of(page)}: {target}; headings: {sorted(anchors(path))}"
+        if not path.exists():
+            yield f"{name_of(page)}: {target}"
+        elif anchor and path.suffix == ".md" and anchor not in anchors(path):
+            yield f"{name_of(page)}: {target}; headings: {sorted(anchors(path))}"
+
+
+def test_relative_links_lead_somewhere() -> None:
+    assert [line for page in PAGES for line in broken_links(page)] == []
+
+
+def test_broken_links_are_seen() -> None:
+    page = ROOT / "docs/made_up.md"
+    read = Path.read_text
+    text = "# A\n[1](index.md) [2](nowhere.md) [3](index.md#roll) [4](index.md#no-such) [5](https://x.org)"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "read_text", lambda self, **kwargs: text if self == page else read(self, **kwargs))
+        found = list(broken_links(page))
+    assert [line.partition(";")[0] for line in found] == [
+        "docs/made_up.md: nowhere.md",
+        "docs/made_up.md: index.md#no-such",
+    ]
+
+
+NAMED_PATH = re.compile(
+    r"`((?:roll|tests|docs|examples|benchmarks|configs|constraints)/[\w./-]*|setup\.py|mkdocs\.yml|Makefile)`"
+)
+MADE_BY_RUNS = ("examples/tiny/artifacts",)
+NAMED_FUNCTION = re.compile(r"`(\w+)`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_of_the_repository_that_a_page_names_exist(page: Path) -> None:
+    named = set(NAMED_PATH.findall(page.read_text(encoding="utf-8")))
+    assert [path for path in sorted(named) if not (ROOT / path).exists() and path not in MADE_BY_RUNS] == []
+
+
+def test_functions_on_the_walks_are_in_their_files() -> None:
+    """Rows ``| where | `roll/file.py` | `function`, `Class` | work |`` of the architecture page."""
+    rows = re.findall(r"^\|[\w ]*\| `(roll/[\w/]+\.py)` \|([^|]+)\|", (ROOT / "docs/architecture.md").read_text(), re.M)
+    assert len(rows) > 40
+    missing = [
+        f"{file}: {name}"
+        for file, names in rows
+        for name in NAMED_FUNCTION.findall(names)
+        if not re.search(rf"^ *(?:async )?(?:def|class) {name}\b", (ROOT / file).read_text(encoding="utf-8"), re.M)
+    ]
+    assert missing == []
 
 
 def test_every_page_is_on_the_map_and_in_the_navigation() -> None:
@@ -114,14 +157,19 @@ def test_commands_are_found() -> None:
     assert len(known) > 10
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_commands_name_recipes_and_keys_that_exist(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_name_recipes_and_keys_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    found = recipe_and_overrides(list(command[1:]))
-    if found is None or found[1] == SHOWN_MISTAKE:
-        return
-    recipe, overrides = found
-    load_config(None, *recipe, overrides=overrides, check_files=False)
+    refused = []
+    for page, *words in COMMANDS:
+        found = recipe_and_overrides(words)
+        if found is None or found[1] == SHOWN_MISTAKE:
+            continue
+        recipe, overrides = found
+        try:
+            load_config(None, *recipe, overrides=overrides, check_files=False)
+        except (OSError, ValueError) as error:
+            refused.append(f"{page}: {' '.join(words)}: {error}")
+    assert refused == []
 
 
 def test_the_mistakes_that_the_quickstart_promises(capsys: pytest.CaptureFixture[str]) -> None:

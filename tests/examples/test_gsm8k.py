@@ -36,6 +36,7 @@ SMALL = (
     "actor_train.model_args.dtype=fp32",
     "actor_infer.model_args.dtype=fp32",
     "reference.model_args.dtype=fp32",
+    "actor_infer.strategy_args.strategy_name=hf_infer",  # the recipe's vLLM is for GPUs
     "rewards.gsm8k_rule.reward_kwargs.method=flexible",
     "rewards.gsm8k_rule.reward_kwargs.format_score=0.1",
     "rewards.gsm8k_rule.world_size=1",
@@ -89,6 +90,7 @@ def test_overrides_reach_the_configuration_and_own_files_need_no_download(checko
     assert "max_step = 3: unknown key; the nearest known one is max_steps" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 @pytest.mark.skipif("GSM8K_DIR" not in os.environ, reason="GSM8K_DIR does not name a folder with the published files")
 def test_two_steps_on_the_published_problems(checkout: Path, tiny_model: Path) -> None:

@@ -191,11 +191,12 @@ def _model(kind: str, **options: Any) -> Any:
 
 
 def _outputs(model: Any, layout: TokenLayout, seed: int) -> dict[str, torch.Tensor]:
-    """Log-probs, entropies and gradients of a random combination of them."""
+    """Log-probs, entropies and gradients of a random combination of them; sums of squares."""
     model.zero_grad()
-    values = ResponseModel(model)(layout, ("log_probs", "entropy"), temperature=0.8)
+    values = ResponseModel(model)(layout, ("log_probs", "entropy", "sum_of_squares"), temperature=0.8)
     random = torch.Generator().manual_seed(seed)
-    total = sum((value * torch.randn(value.shape, generator=random)).sum() for value in values.values())
+    learnt = (values["log_probs"], values["entropy"])
+    total = sum((value * torch.randn(value.shape, generator=random)).sum() for value in learnt)
     total.backward()
     return values | {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 

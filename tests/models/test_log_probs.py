@@ -50,9 +50,19 @@ def test_equals_log_softmax(
         terms = {"log_probs": (log_probs * upstream[0]).sum(), "entropy": (entropy * upstream[1]).sum()}
         return sum(terms.values()) if use == "both" else terms[use]
 
-    log_probs, entropy = token_log_probs(
-        leaves[0], leaves[1], targets, bias=bias, temperature=temperature, with_entropy=True, memory=memory
+    log_probs, entropy, squares = token_log_probs(
+        leaves[0],
+        leaves[1],
+        targets,
+        bias=bias,
+        temperature=temperature,
+        with_entropy=True,
+        with_sum_of_squares=True,
+        memory=memory,
     )
+    probabilities = (torch.nn.functional.linear(leaves[0], leaves[1], bias).double() / temperature).softmax(-1)
+    assert squares is not None and not squares.requires_grad
+    torch.testing.assert_close(squares.double(), probabilities.square().sum(-1), rtol=2e-5, atol=1e-7)
     wanted = naive(leaves[0], leaves[1], targets, bias, temperature)
     assert entropy is not None
     torch.testing.assert_close(log_probs, wanted[0], rtol=0, atol=2e-6 * 20)
@@ -62,16 +72,16 @@ def test_equals_log_softmax(
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_entropy_is_computed_only_when_asked() -> None:
+def test_only_what_is_asked_for_is_computed() -> None:
     hidden, weight = inputs(5, False, torch.float32)
-    assert token_log_probs(hidden, weight, torch.zeros(5, dtype=torch.int64))[1] is None
+    assert token_log_probs(hidden, weight, torch.zeros(5, dtype=torch.int64))[1:] == (None, None)
 
 
 def test_confident_predictions_keep_their_precision() -> None:
     """A token of probability 1 - 1e-9 has a log-prob of -1e-9, not log(1.0) of a rounded softmax; nothing overflows."""
     weight = torch.tensor([[20.72], [0.0]])
     hidden = torch.tensor([[1.0], [1000.0]], requires_grad=True)
-    log_probs, entropy = token_log_probs(hidden, weight, torch.tensor([1, 0]), with_entropy=True)
+    log_probs, entropy, _ = token_log_probs(hidden, weight, torch.tensor([1, 0]), with_entropy=True)
     assert entropy is not None
     assert log_probs[0].item() == pytest.approx(-20.72) and log_probs[1].item() == 0.0
     (log_probs.sum() + entropy.sum()).backward()
@@ -81,7 +91,7 @@ def test_confident_predictions_keep_their_precision() -> None:
 def test_bf16_inputs_give_float32_results_and_bf16_gradients() -> None:
     hidden, weight = inputs(40, False, torch.bfloat16)
     targets = torch.arange(40) % 50
-    log_probs, _ = token_log_probs(
+    log_probs, *_ = token_log_probs(
         hidden, weight, targets, memory=HeadMemory(chunk_bytes=0, min_chunk_tokens=7, kept_bytes=0)
     )
     log_probs.sum().backward()
@@ -117,7 +127,7 @@ def test_never_holds_all_logits() -> None:
     weight = torch.randn(vocabulary, 8, requires_grad=True)
     with Watch():
         memory = HeadMemory(chunk_bytes=2**20, min_chunk_tokens=1, kept_bytes=2**20)
-        log_probs, _ = token_log_probs(hidden, weight, torch.zeros(tokens, dtype=torch.int64), memory=memory)
+        log_probs, *_ = token_log_probs(hidden, weight, torch.zeros(tokens, dtype=torch.int64), memory=memory)
         log_probs.sum().backward()
     assert largest <= max(2**20 // 4, weight.numel())
     assert largest < tokens * vocabulary // 100

@@ -56,6 +56,7 @@ def test_ratios_are_taken_against_the_engine_that_sampled(ahead: FinishedRun) ->
     assert 0 < differences[0] < 1e-5 < 1e-4 < min(differences[1:]), "the gauge is not that of the engine with itself"
 
 
+@pytest.mark.long
 def test_an_interrupted_run_goes_on_with_what_was_under_way(
     ahead: FinishedRun, run: Run, world: TinyWorld, tmp_path: Path
 ) -> None:
@@ -85,6 +86,7 @@ def test_without_room_ahead_the_numbers_are_those_of_a_synchronous_run(run: Run)
     }
 
 
+@pytest.mark.long
 def test_two_rounds_are_trained_on_what_the_engine_saw(run: Run) -> None:
     """The engine's log-probs of both rounds are the trainer's: behind another context they would be off by tenths."""
     rounds = {"max_steps": 2, "user_defined_rollout_loop_cls": f"{HERE}.rollout_loops.CheckTwice"}
@@ -95,6 +97,7 @@ def test_two_rounds_are_trained_on_what_the_engine_saw(run: Run) -> None:
         assert total - prompt - sampled == pytest.approx(3.0), "the tokens that the loop put there"
 
 
+@pytest.mark.long
 def test_roles_on_one_device_take_turns(run: Run, tmp_path: Path) -> None:
     """What the engine has not finished when a step has its samples is carried past the training."""
     turns = {

@@ -44,6 +44,7 @@ def test_a_step_is_filled_with_groups_that_differ_inside(run: Run, tmp_path) -> 
     assert max(finished.values("actor/train_infer_log_diff_abs_max")) < 1e-4, "no sample outlives its weights"
 
 
+@pytest.mark.long
 def test_mean_filter_keeps_what_is_neither_too_easy_nor_too_hard(run: Run, tmp_path) -> None:
     limits = {"threshold_down": 0.5, "threshold_up": 1.5}
     changes = {

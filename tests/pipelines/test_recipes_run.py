@@ -117,6 +117,7 @@ def test_functions_of_ones_own_of_every_kind(started: RLVRPipeline, world: TinyW
     assert 0.5 <= metrics["actor/sample_weights_min"] < metrics["actor/sample_weights_max"] <= 1.5
 
 
+@pytest.mark.default_rows("dapo", "grpo", "high_entropy_tokens", "ppo", "remax")
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_trains(name: str, started: RLVRPipeline, world: TinyWorld, tmp_path: Path) -> None:
     recipe = on_clusters_of(started, shrunk(name, world, tmp_path))

@@ -109,6 +109,7 @@ def test_roles_with_devices_of_their_own_never_move() -> None:
     assert not residency.metrics()
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_a_run_whose_roles_take_turns_gives_the_same_numbers(run: Run) -> None:
     """PPO with a critic, all roles on one device, through checkpoints and an export."""

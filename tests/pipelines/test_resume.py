@@ -52,6 +52,7 @@ def weights(finished: FinishedRun) -> bytes:
     return (finished.output / "model" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["kill-9", "ctrl-c"])
 def test_grpo_after_a_signal_to_the_driver(
     start: Start, grpo_run: FinishedRun, run: Run, world: TinyWorld, tmp_path: Path, number: signal.Signals

@@ -60,6 +60,7 @@ def test_failed_rewards_are_counted_and_left_out_of_the_loss(run: Run, tmp_path)
     assert total_failed > 0
 
 
+@pytest.mark.long
 def test_failed_rewards_with_a_value(run: Run) -> None:
     finished = run({"rewards": {"digits": domain("fails_for_some", ["even", "odd"], on_error="value", error_value=-5)}})
     for row in finished.steps:
@@ -68,6 +69,7 @@ def test_failed_rewards_with_a_value(run: Run) -> None:
         assert row["digits/score/min"] == -5
 
 
+@pytest.mark.long
 def test_failed_rewards_that_end_the_run(run: Run) -> None:
     with pytest.raises(WorkerFailed) as failure:
         run({"max_steps": 10, "rewards": {"digits": domain("fails_for_some", ["even", "odd"], on_error="raise")}})

@@ -11,6 +11,7 @@ from tests.pipelines.conftest import Run
 from tests.pipelines.tiny_runs import GENERATING, role
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.e2e,
     pytest.mark.timeout(900),
     pytest.mark.skipif(

@@ -12,7 +12,7 @@ from tests.pipelines.subprocess_runs import Start, left_of
 from tests.pipelines.tiny_runs import GENERATING, HERE, FinishedRun, TinyWorld, load_changed, rlvr_settings, role
 from tests.strategies.vllm.test_parallel import whole_engines
 
-pytestmark = [pytest.mark.e2e, whole_engines]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, whole_engines]
 
 SECONDS = 600
 GAP = 1e-5  # as in test_vllm_run

@@ -11,6 +11,7 @@ from tests.pipelines.conftest import Run
 from tests.pipelines.tiny_runs import GENERATING, TinyWorld, role
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.e2e,
     pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed: make install-vllm"),
 ]

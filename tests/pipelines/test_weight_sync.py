@@ -87,6 +87,7 @@ def test_right_weights_pass(sender: WeightSender, engines: Cluster, weights: dic
     assert report.num_buckets > 2, "the case needs several buckets"
 
 
+@pytest.mark.default_rows("object_store-swap-*", "broadcast-corrupt-*", "safetensors-drop-*")
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [
@@ -122,6 +123,7 @@ def test_an_engine_that_dies_is_named_and_left_out(senders: Any, engines: Cluste
     assert send(senders["broadcast"], engines, weights, [""]).num_tensors == len(weights)
 
 
+@pytest.mark.long
 def test_an_engine_that_hangs_is_named_before_the_deadline(
     senders: Any, engines: Cluster, weights: dict[str, Any]
 ) -> None:

@@ -127,7 +127,7 @@ def value_loss(outputs: TensorBatch, batch: TensorBatch) -> tuple[torch.Tensor, 
 
 
 def plain_outputs(model: Any, batch: TensorBatch, temperature: float = 1.0) -> TensorBatch:
-    """Log-probs and entropies by the book: padded, masked, all logits, log_softmax."""
+    """Log-probs, entropies and sums of squares by the book: padded, masked, all logits, log_softmax."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"].long()).logits
     table = (logits[:, :-1].float() / temperature).log_softmax(-1)
     log_probs = table.gather(2, batch["input_ids"][:, 1:, None])[..., 0]
@@ -136,6 +136,7 @@ def plain_outputs(model: Any, batch: TensorBatch, temperature: float = 1.0) -> T
     return {
         "log_probs": pad(log_probs, (1, 0)) * batch["response_mask"],
         "entropy": pad(entropy, (1, 0)) * batch["response_mask"],
+        "sum_of_squares": pad(table.exp().square().sum(-1), (1, 0)) * batch["response_mask"],
     }
 
 

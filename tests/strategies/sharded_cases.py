@@ -17,7 +17,7 @@ from roll.strategies.fsdp.wrapping import clean_name
 from roll.strategies.gradients import local_tensor
 from tests.strategies.samples import TensorBatch, policy_loss, value_loss
 
-POLICY = (Output.LOG_PROBS, Output.ENTROPY)
+POLICY = (Output.LOG_PROBS, Output.ENTROPY, Output.SUM_OF_SQUARES)
 
 
 def trainer(role: WorkerConfig, value: bool = False, max_grad_norm: float | None = None) -> Any:

@@ -162,6 +162,7 @@ def _large_loss(outputs: TensorBatch, batch: TensorBatch) -> tuple[torch.Tensor,
     return loss * (30.0 if torch.distributed.get_rank() == 0 else 1.0), metrics
 
 
+@pytest.mark.default_rows("2")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_overflow_on_one_rank_drops_the_update_everywhere(
     run_ranks: RunRanks, tied_model: Path, tmp_path: Path, world_size: int

@@ -17,6 +17,7 @@ SPLITS = {1: (12,), 2: (6, 6), 4: (3, 3, 3, 3)}
 OPTIONS = {"training": {"lr_scheduler_type": "cosine", "warmup_steps": 1}}
 
 
+@pytest.mark.default_rows("1-config0", "2-config2")
 @pytest.mark.parametrize(
     ("world_size", "config"), [(1, {}), (2, {}), (2, {"async_save_ckpt": False}), (4, {"fsdp_size": 2})]
 )

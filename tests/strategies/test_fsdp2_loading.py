@@ -52,6 +52,7 @@ def compare_loading(role: WorkerConfig) -> dict[str, Any]:
     }
 
 
+@pytest.mark.default_rows("tied_model-2x2", "untied_model-2-ranks", "tied_model-offload")
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [

@@ -39,6 +39,7 @@ def lora_role(model: Path, adapter: Path, **options: Any) -> Any:
     return make_role(model, model_args=model_args, training=SMOOTH, **options)
 
 
+@pytest.mark.default_rows("1-rank", "2-ranks", "packed", "offload")
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [

@@ -44,6 +44,18 @@ def train(run_ranks: RunRanks, role: Any, world_size: int = 1, **batch_options: 
     return run_ranks(world_size, cases.train, role, split_rows(make_batch(**batch_options), SPLITS[world_size]))
 
 
+@pytest.mark.default_rows(
+    "1-rank",
+    "2-ranks",
+    "2-ranks-tiled-mlp",
+    "offload",
+    "reduce-at-the-end",
+    "gradient-checkpointing-shared-prompts",
+    "packed",
+    "2-ranks-dynamic-no-padding",
+    "4-ranks-one-without-rows",
+    "hsdp-2x2",
+)
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [
@@ -113,6 +125,7 @@ def test_metrics_of_micro_batches_are_merged(run_ranks: RunRanks, tied_model: Pa
     assert metrics["rows"] == pytest.approx((5 + 5 + 2) / 3)
 
 
+@pytest.mark.default_rows("1-None-options0", "2-0.05-options3", "2-dynamic")
 @pytest.mark.parametrize(
     ("world_size", "max_grad_norm", "options"),
     [

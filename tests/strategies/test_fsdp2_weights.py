@@ -15,6 +15,7 @@ from tests.strategies.samples import make_role, plain_model
 RunRanks = Callable[..., list[Any]]
 
 
+@pytest.mark.default_rows("fp32-2", "bf16-1")
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_buckets_hold_the_whole_model_once(run_ranks: RunRanks, tied_model: Path, world_size: int, dtype: str) -> None:
@@ -32,6 +33,7 @@ def test_buckets_hold_the_whole_model_once(run_ranks: RunRanks, tied_model: Path
     assert all(len(other) == len(first) and not any(other) for other in others)
 
 
+@pytest.mark.default_rows("tied_model-2", "untied_model-1")
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("model", ["tied_model", "untied_model"])
 def test_export_is_a_hugging_face_folder(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from roll.config.roles import WorkerConfig
 from roll.strategies.base import Output, StateKind
 from roll.strategies.factory import create_strategy
 from roll.strategies.storage import OffloadedStorages
-from tests.strategies.ranks import RankPool
 from tests.strategies.samples import TensorBatch, make_batch, make_role, policy_loss, split_rows
 
+RunRanks = Callable[..., list[Any]]
 OUTPUTS = (Output.LOG_PROBS, Output.ENTROPY)
 MODEL = [StateKind.MODEL_PARAMS]
 TRAINING = [StateKind.MODEL_PARAMS, StateKind.OTHER_PARAMS, StateKind.OPTIMIZER_STATES]
@@ -86,23 +87,16 @@ STRATEGIES = {
 PACKAGES = {"deepspeed_train": "deepspeed", "megatron_train": "megatron"}
 
 
+@pytest.mark.default_rows("fsdp2-bf16", "fsdp", "zero3", "megatron-distributed")
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_moved_states_change_nothing(tied_model: Path, tmp_path: Path, name: str) -> None:
+def test_moved_states_change_nothing(run_ranks: RunRanks, tied_model: Path, name: str) -> None:
     strategy, config = STRATEGIES[name]
     if strategy in PACKAGES and find_spec(PACKAGES[strategy]) is None:
         pytest.skip(f"{PACKAGES[strategy]} is not installed")
     role = make_role(tied_model, strategy, config=config)
     batch = make_batch()
     shares = [batch, batch] if "tensor_model_parallel_size" in config else split_rows(batch, (7, 5))
-    results = []
-    for function in (train_with_moves, train_in_place):
-        pool = RankPool(2)
-        try:
-            store = tmp_path / function.__name__
-            store.mkdir()
-            results.append(pool.run(store, 2, function, role, shares))
-        finally:
-            pool.close()
+    results = run_ranks(2, train_with_moves, role, shares), run_ranks(2, train_in_place, role, shares)
     for moved, in_place in zip(*results, strict=True):
         assert moved["held"] == 0
         assert moved["weights"].keys() == in_place["weights"].keys()

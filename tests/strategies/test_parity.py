@@ -19,6 +19,7 @@ CHECKED = {"fsdp2": "HSDP 2x2", "deepspeed": "ZeRO-3 offload, 2 ranks", "megatro
 RunRanks = Callable[..., list[Any]]
 
 
+@pytest.mark.default_rows("deepspeed")
 @pytest.mark.parametrize("strategy", CHECKED)
 def test_rows_are_within_bounds(run_ranks: RunRanks, tmp_path: Path, strategy: str) -> None:
     layouts = [layout for layout in LAYOUTS if (layout.strategy, layout.name) == (strategy, CHECKED[strategy])]

@@ -43,6 +43,7 @@ def shares(strategy: str) -> Any:
     return [batch, batch] if strategy.startswith("megatron") else split_rows(batch, (6, 6))
 
 
+@pytest.mark.default_rows("fsdp2", "zero3", "megatron-pp")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_and_transport(run_ranks: RunRanks, folder: Path, tmp_path: Path, name: str) -> None:
     strategy, config = STRATEGIES[name]
@@ -66,6 +67,7 @@ def test_every_strategy_and_transport(run_ranks: RunRanks, folder: Path, tmp_pat
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
+@pytest.mark.default_rows("fsdp2")
 @pytest.mark.parametrize("name", ["fsdp2", "zero3"])
 def test_adapters_by_themselves(run_ranks: RunRanks, folder: Path, tmp_path: Path, name: str) -> None:
     """The engine merges them to the very weights that the trainer would have sent."""

@@ -42,6 +42,7 @@ def rows_by_rank(world_size: int, size: int) -> list[TensorBatch]:
     return [shares[rank // size] for rank in range(world_size)]
 
 
+@pytest.mark.default_rows("padded", "packed", "2x2", "fsdp1-packed")
 @pytest.mark.parametrize(
     ("world_size", "size", "options"),
     [

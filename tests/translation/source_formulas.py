@@ -32,6 +32,8 @@ class Responses:
     new_values: Tensor
     """With gradient."""
     old: Tensor
+    old_squares: Tensor
+    """Sums of squared probabilities of the distributions that ``old`` is from."""
     rollout: Tensor
     reference: Tensor
     values: Tensor
@@ -86,6 +88,8 @@ def advantages_of(batch: Responses, estimator: str, rewards: Tensor, gamma: floa
         return whitened(gae(batch, rewards, gamma, lam)[0], mask)
     if estimator in ("reinforce_plus_plus", "reinforce++"):
         return whitened(to_go(rewards, gamma), mask)
+    if estimator.endswith("optimal_token_baseline"):
+        return token_baseline(batch, to_go(rewards, 1.0))
     if estimator == "remax":
         return (to_go(rewards, 1.0) - batch.greedy_scores[:, None]) * mask
     result = torch.zeros_like(total)
@@ -106,6 +110,20 @@ def advantages_of(batch: Responses, estimator: str, rewards: Tensor, gamma: floa
             result[i] = total[i] - (lengths * own).sum() / lengths.sum()
     spread = result[:, None] * mask
     return whitened(spread, mask) if estimator == "reinforce_plus_plus_baseline" else spread
+
+
+def token_baseline(batch: Responses, returns: Tensor) -> Tensor:
+    """The rest of a group's longest response, where no other goes on, has no baseline."""
+    result, mask = torch.zeros_like(returns), batch.mask
+    weights = ((1 - 2 * batch.old.exp() + batch.old_squares) * mask).cumsum(-1)
+    for i in range(len(returns)):
+        group = [j for j in range(len(returns)) if batch.group[j] == batch.group[i]]
+        lengths = sorted(int(mask[j].sum()) for j in group)
+        for t in range(int(mask[i].sum())):
+            there = weights[group, t] * mask[group, t]
+            baseline = (returns[group, t] * there).sum() / (there.sum() + 1e-8) if t < lengths[-2] else 0.0
+            result[i, t] = returns[i, t] - baseline
+    return result
 
 
 def to_go(rewards: Tensor, gamma: float) -> Tensor:

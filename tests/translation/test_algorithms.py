@@ -85,6 +85,7 @@ def make_responses() -> Responses:
         entropy=column(0.5).abs().requires_grad_(),
         new_values=column(1.0).requires_grad_(),
         old=old,
+        old_squares=(old.exp() ** 2 + 0.3 * (1 - old.exp()) ** 2) * mask,
         rollout=(old + column(0.3)).clamp(max=-0.01) * mask,
         reference=(log_probs.detach() + column(0.7)).clamp(max=-0.01) * mask,
         values=(column(1.0) * 64).round() / 64,  # the same in float32
@@ -123,6 +124,8 @@ class OurSide:
         there, tensors = self._responses, self.batch.batch
         tensors["rollout_log_probs"] = self.spread(there.rollout)
         tensors["old_log_probs"] = self.spread(there.rollout if self.plan.engine_log_probs_as_old else there.old)
+        if self.plan.needs_sum_of_squares:
+            tensors["old_sum_of_squares"] = self.spread(there.old_squares)
         if not (self.plan.needs_old_log_probs or self.plan.engine_log_probs_as_old):
             del tensors["old_log_probs"]
         tensors["ref_log_probs"], tensors["values"] = self.spread(there.reference), self.spread(there.values).float()
@@ -200,6 +203,7 @@ def compare(translated: Translate, base: str, settings: Settings) -> LoadedConfi
 
 
 GRPO: Settings = {"algorithm.adv_estimator": "grpo"}
+TOKEN_BASELINE: Settings = {"algorithm.adv_estimator": "optimal_token_baseline"}
 IN_REWARD: Settings = {"algorithm.use_kl_in_reward": True}
 IN_LOSS: Settings = {"actor.use_kl_loss": True}
 ADVANTAGES: list[Settings] = [
@@ -216,6 +220,13 @@ ADVANTAGES: list[Settings] = [
         {"algorithm.adv_estimator": name, **IN_REWARD, "algorithm.kl_ctrl.kl_coef": 0.3}
         for name in ("rloo", "remax", "opo", "reinforce_plus_plus")
     ),
+    *({"algorithm.adv_estimator": f"{name}optimal_token_baseline"} for name in ("", "tir_")),
+    {
+        "algorithm.adv_estimator": "optimal_token_baseline",
+        **IN_REWARD,
+        "algorithm.kl_ctrl.kl_coef": 0.3,
+        "actor.calculate_sum_pi_squared": True,
+    },
     {"algorithm.adv_estimator": "reinforce_plus_plus_baseline", "algorithm.norm_adv_by_std_in_grpo": True},
     {"algorithm.adv_estimator": "rloo", "algorithm.norm_adv_by_std_in_grpo": True},
 ]
@@ -455,9 +466,10 @@ REFUSED: list[tuple[str, Settings, str]] = [
             ("grpo_passk", "2503.19595"),
             ("gpg", "whose reward is not 0"),
             ("gdpo", "over tokens there"),
-            ("optimal_token_baseline", "sum of squared probabilities"),
         )
     ),
+    (VERL, TOKEN_BASELINE | {IS: "token"}, "weighs the optimal token baseline there"),
+    (VERL, TOKEN_BASELINE | BYPASS, "leaves the optimal token baseline no sums"),
     (VERL, GRPO | {"actor.policy_loss.loss_mode": "up"}, "known: vanilla"),
     (VERL, GRPO | {"actor.clip_ratio": 0.3}, "write clip_ratio_low and clip_ratio_high"),
     (VERL, GRPO | {"actor.policy_loss.loss_mode": "dppo_tv", "actor.clip_ratio_high": 0.3}, "one threshold"),

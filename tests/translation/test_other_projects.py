@@ -6,6 +6,7 @@ arguments, ``PolicyLoss`` and the experience maker.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +120,18 @@ def name_of(settings: Settings) -> str:
 
 @pytest.mark.parametrize("settings", TRL_CASES, ids=name_of)
 def test_trl_has_the_same_loss_and_gradient(settings: Settings, translated: Translate) -> None:
-    loaded = load(translated(TRL + words(settings)), QUICKSTART)
+    loaded = load(translated(TRL + "--num_iterations 2 " + words(settings)), QUICKSTART)
+    assert loaded.plan.needs_old_log_probs
     assert_equal(OurSide(loaded, RESPONSES).actor_loss(), trl_loss(RESPONSES, settings), RESPONSES.log_probs)
+
+
+@pytest.mark.parametrize("settings", [{}, {"loss_type": "cispo", "epsilon_high": 1.3, "beta": 0.05}], ids=name_of)
+def test_trl_with_a_single_update_of_a_batch(settings: Settings, translated: Translate) -> None:
+    """The policy before the update is the current one: no pass computes it, there or here."""
+    loaded = load(translated(TRL + words(settings)), QUICKSTART)
+    assert not loaded.plan.needs_old_log_probs
+    there = replace(RESPONSES, old=RESPONSES.log_probs.detach())
+    assert_equal(OurSide(loaded, there).actor_loss(), trl_loss(there, settings), RESPONSES.log_probs)
 
 
 def test_what_trl_adds_to_the_spread_is_one_part_in_thousands() -> None:

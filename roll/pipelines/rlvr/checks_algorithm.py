@@ -9,6 +9,7 @@ from roll.pipelines.rlvr.planning import (
     max_new_tokens,
     needs_critic,
     needs_old_entropy,
+    needs_sum_of_squares,
     rlvr_training_plans,
     uses_old_log_probs,
 )
@@ -81,6 +82,9 @@ def check_passes(config: RLVRConfig, checks: Checks) -> None:
     if needs_old_entropy(config):
         user = "target_entropy" if config.target_entropy is not None else "top_entropy_quantile"
         checks.add(key, True, f"leaves no entropies for {user} {getattr(config, user):g}", False)
+    if needs_sum_of_squares(config):
+        rule = f"leaves no sums of squared probabilities for adv_estimator: {config.adv_estimator}"
+        checks.add(key, True, rule, False)
     if config.train_infer_correction and uses_old_log_probs(config):
         checks.note("train_infer_correction", f"has no effect with {key}: old and engine log-probs are the same")
 
@@ -126,6 +130,8 @@ def note_without_effect(config: RLVRConfig, checks: Checks) -> None:
     for key in ("entropy_coef_delta", "entropy_coef_max"):
         if checks.written(key) and config.target_entropy is None:
             checks.note(key, "has no effect without target_entropy")
+    if needs_sum_of_squares(config) and config.train_infer_correction:
+        checks.note("train_infer_correction", f"weighs the loss alone, not the baseline of {config.adv_estimator}")
     if config.shuffle_mini_batches and rlvr_training_plans(config)["actor_train"].optimizer_steps_per_step == 1:
         checks.note("shuffle_mini_batches", "has no effect: a batch is one mini-batch, passed over once")
     if config.rl_loss_coef == 0 and config.entropy_loss_coef == 0 and not (config.use_kl_loss or config.target_entropy):

@@ -35,7 +35,7 @@ def rlvr_facts(plan: RLVRPlan) -> list[tuple[str, str]]:
         "values": plan.needs_critic,
     }
     needed = ", ".join(name for name, needed in passes.items() if needed) or "none"
-    facts = [("lengths", lengths), ("passes", f"{needed} (beside generation and training)")]
+    facts = [("lengths", lengths), ("passes", f"{needed} (in addition to generation and training)")]
     return [*facts, ("ahead", run_ahead_sentence(plan))] if plan.is_async else facts
 
 
@@ -45,6 +45,6 @@ def run_ahead_sentence(plan: RLVRPlan) -> str:
     steps = "1 step" if plan.async_generation_ratio == 1 else f"{plan.async_generation_ratio:g} steps"
     age = count(ahead.max_lag, "version")
     old = "; ratios against the engine's log-probs" if plan.engine_log_probs_as_old else ""
-    prompts = f"{count(ahead.capacity, 'prompt')} under way or waiting at a time"
+    prompts = f"{count(ahead.capacity, 'prompt')} in flight or waiting at a time"
     turns = "; stopped while others have its devices" if plan.engines_take_turns else ""
     return f"generation up to {steps}: {prompts}; samples at most {age} of the weights old{turns}{old}"

@@ -23,17 +23,21 @@ def add_reference_log_probs(
     Args:
         without_adapters: ``reference`` is the LoRA actor, whose base is the reference policy.
     """
-    batch.meta_info |= {"temperature": temperature, "entropy": False, "without_adapters": without_adapters}
+    batch.meta_info |= {"temperature": temperature, "outputs": (), "without_adapters": without_adapters}
     batch.batch["ref_log_probs"] = computed(batch, reference, reference.compute_log_probs)["log_probs"]
 
 
-def add_old_log_probs(batch: DataProto, actor: Cluster, temperature: float, with_entropy: bool = False) -> None:
-    """``old_log_probs`` float32 (B, L): the trainer's own, before any update; and ``old_entropy`` if asked for."""
-    batch.meta_info |= {"temperature": temperature, "entropy": with_entropy, "without_adapters": False}
+def add_old_log_probs(batch: DataProto, actor: Cluster, temperature: float, more: tuple[str, ...] = ()) -> None:
+    """``old_log_probs`` float32 (B, L): the trainer's own, before any update.
+
+    Args:
+        more: ``entropy`` and ``sum_of_squares``, which become ``old_entropy`` and ``old_sum_of_squares``.
+    """
+    batch.meta_info |= {"temperature": temperature, "outputs": more, "without_adapters": False}
     outputs = computed(batch, actor, actor.compute_log_probs)
     batch.batch["old_log_probs"] = outputs["log_probs"]
-    if with_entropy:
-        batch.batch["old_entropy"] = outputs["entropy"]
+    for name in more:
+        batch.batch[f"old_{name}"] = outputs[name]
 
 
 def add_values(batch: DataProto, critic: Cluster) -> None:

@@ -147,7 +147,9 @@ class RLVRPipeline:
         if self.plan.needs_old_log_probs:
             with self.frame.phase("old_log_probs"):
                 self.residency.bring({"actor_train": WEIGHTS})
-                add_old_log_probs(batch, self.clusters.actor_train, self.temperature, self.plan.needs_old_entropy)
+                wanted = {"entropy": self.plan.needs_old_entropy, "sum_of_squares": self.plan.needs_sum_of_squares}
+                more = tuple(name for name, needed in wanted.items() if needed)
+                add_old_log_probs(batch, self.clusters.actor_train, self.temperature, more)
         elif self.plan.engine_log_probs_as_old:
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
         if self.clusters.critic is not None:

@@ -47,6 +47,8 @@ class RLVRPlan(Plan):
     """Something consumes the trainer's log-probs before the update."""
     needs_old_entropy: bool
     """Something consumes the entropies of that pass."""
+    needs_sum_of_squares: bool
+    """Something consumes the sums of squared probabilities of that pass."""
     engine_log_probs_as_old: bool
     """Something consumes old log-probs, and the engine's stand in for the trainer's."""
     async_generation_ratio: float

@@ -20,7 +20,7 @@ from roll.config.judges import (
 )
 from roll.config.lora import adapter_rank, uses_lora
 from roll.config.model_files import model_number
-from roll.config.names import GREEDY_BASELINE_ESTIMATORS
+from roll.config.names import GREEDY_BASELINE_ESTIMATORS, SQUARES_ESTIMATORS
 from roll.config.pipelines import find_own_modules
 from roll.config.plan import TrainingPlan
 from roll.config.planning import shared_plan, training_plan, with_cache_length
@@ -169,19 +169,28 @@ def engine_log_probs_as_old(config: RLVRConfig) -> bool:
 
 def trainer_is_old(config: RLVRConfig) -> bool:
     """Something besides the policy's loss wants the trainer's view of the samples before the update."""
-    return config.enable_old_logprobs_recompute or kl_in_reward(config) or needs_old_entropy(config)
+    return config.enable_old_logprobs_recompute or kl_in_reward(config) or needs_old_distribution(config)
 
 
 def needs_old_log_probs(config: RLVRConfig) -> bool:
-    """The trainer looks at the samples before the update: something uses old log-probs or entropies; the two force keys
-    have the last word."""
+    """The trainer looks at the samples before the update: something uses old log-probs, entropies or sums of squares;
+    the two force keys have the last word."""
     if config.force_disable_old_logprobs_recompute or engine_log_probs_as_old(config):
         return False
-    return uses_old_log_probs(config) or needs_old_entropy(config) or config.enable_old_logprobs_recompute
+    return uses_old_log_probs(config) or needs_old_distribution(config) or config.enable_old_logprobs_recompute
 
 
 def needs_old_entropy(config: RLVRConfig) -> bool:
     return config.top_entropy_quantile < 1.0 or config.target_entropy is not None
+
+
+def needs_sum_of_squares(config: RLVRConfig) -> bool:
+    return config.adv_estimator in SQUARES_ESTIMATORS
+
+
+def needs_old_distribution(config: RLVRConfig) -> bool:
+    """Something wants more of the trainer's distributions before the update than the log-probs of the samples."""
+    return needs_old_entropy(config) or needs_sum_of_squares(config)
 
 
 def needs_greedy_baseline(config: RLVRConfig) -> bool:
@@ -256,6 +265,7 @@ def plan_rlvr(definition: PipelineDefinition, config: RLVRConfig, exp_name: str,
         needs_reference=needs_reference(config),
         needs_old_log_probs=needs_old_log_probs(config),
         needs_old_entropy=needs_old_entropy(config),
+        needs_sum_of_squares=needs_sum_of_squares(config),
         engine_log_probs_as_old=engine_log_probs_as_old(config),
         async_generation_ratio=config.async_generation_ratio,
         num_additional_prompts=config.max_additional_running_prompts if config.is_use_additional_prompts else 0,

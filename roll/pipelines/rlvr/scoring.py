@@ -145,6 +145,8 @@ class Scoring:
             values=tensors.get("values"),
             baseline_rewards=self._baseline_rewards(batch),
             reward_components=tensors.get("reward_components"),
+            old_log_probs=tensors.get("old_log_probs"),
+            old_sum_of_squares=tensors.get("old_sum_of_squares"),
         )
         outputs = estimate_advantages(inputs, self._advantages)
         tensors["advantages"], tensors["returns"] = outputs.advantages, outputs.returns

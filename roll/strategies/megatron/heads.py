@@ -54,7 +54,7 @@ class LogProbHead(ColumnParallelLinear):
             hidden = hidden.flatten(0, 1).index_select(0, predictors)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden.flatten(0, 1).index_select(0, predictors))
-        log_probs, entropy = vocab_parallel_log_probs(
+        computed = vocab_parallel_log_probs(
             hidden,
             self.weight if weight is None else weight,
             targets,
@@ -62,7 +62,8 @@ class LogProbHead(ColumnParallelLinear):
             vocab_size=self.vocab_size,
             temperature=temperature,
         )
-        return {name: values for name, values in (("log_probs", log_probs), ("entropy", entropy)) if name in outputs}
+        named = zip(("log_probs", "entropy", "sum_of_squares"), computed, strict=True)
+        return {name: values for name, values in named if name in outputs}
 
 
 class ValueHead(nn.Module):

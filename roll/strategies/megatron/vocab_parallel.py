@@ -1,12 +1,13 @@
 r"""Log-probabilities and entropies of given tokens when the output matrix is cut over its rows.
 
 Each of n tensor-parallel ranks holds V / n rows of the output matrix, so V / n logits z_j of a token.  With
-m = max_j z_j, s = sum_j exp(z_j - m) and u = sum_j exp(z_j - m) z_j, all taken over all ranks,
+m = max_j z_j, s = sum_j exp(z_j - m), u = sum_j exp(z_j - m) z_j and q = sum_j exp(z_j - m)^2, all over all ranks,
 
     log p(y)  = z_y - m - log s
     entropy   = m + log s - u / s
+    sum_j p_j^2 = q / s^2                       (without gradient)
 
-so ranks exchange four numbers a token, never logits.  The gradients of :mod:`roll.models.log_probs` need the local
+so ranks exchange five numbers a token, never logits.  The gradients of :mod:`roll.models.log_probs` need the local
 logits and these numbers only.  Tokens are taken in chunks, computed again in the backward pass.
 """
 
@@ -32,8 +33,8 @@ def vocab_parallel_log_probs(
     vocab_size: int,
     temperature: float = 1.0,
     memory: HeadMemory | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of ``targets[i]`` under ``softmax((W @ hidden[i]) / temperature)``, and its entropy.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of ``targets[i]`` under ``softmax((W @ hidden[i]) / temperature)``, entropy and sum of squares.
 
     Args:
         hidden: (N, H), the same on all ranks of ``group``; N may be 0. Its gradient is this rank's share: the sum over
@@ -44,7 +45,8 @@ def vocab_parallel_log_probs(
         temperature: greater than 0.
 
     Returns:
-        float32 (N,) log-probs and entropies (nats), the same on all ranks; both carry gradients.
+        float32 (N,) log-probs, entropies (nats) and sums of squared probabilities, the same on all ranks; the first two
+        carry gradients.
     """
     assert hidden.ndim == 2 and targets.shape == hidden.shape[:1], (hidden.shape, targets.shape)
     memory = memory or HeadMemory.for_device(hidden.device)
@@ -71,9 +73,9 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         group: ProcessGroup,
         temperature: float,
         chunk: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         log_probs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
-        entropy, log_normalizer = torch.empty_like(log_probs), torch.empty_like(log_probs)
+        entropy, squares, log_normalizer = (torch.empty_like(log_probs) for _ in range(3))
         for first in range(0, hidden.shape[0], chunk):
             rows = slice(first, first + chunk)
             logits = _logits(hidden[rows], weight[:own], temperature)
@@ -82,19 +84,21 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             mine, index = _own_targets(targets[rows], own)
             of_target = logits.gather(1, index)[:, 0] * mine if own else logits.new_zeros(logits.shape[0])
             powers = (logits - peak[:, None]).exp_()
-            sums = torch.stack([powers.sum(1), (powers * logits).sum(1), of_target])
+            sums = torch.stack([powers.sum(1), (powers * logits).sum(1), of_target, powers.square_().sum(1)])
             dist.all_reduce(sums, group=group)
             log_normalizer[rows] = peak + sums[0].log()
             log_probs[rows] = sums[2] - log_normalizer[rows]
             entropy[rows] = log_normalizer[rows] - sums[1] / sums[0]
+            squares[rows] = sums[3] / sums[0].square()
         ctx.save_for_backward(hidden, weight, targets, log_normalizer, entropy)
         ctx.own, ctx.temperature, ctx.chunk = own, temperature, chunk
         ctx.set_materialize_grads(False)
-        return log_probs, entropy
+        ctx.mark_non_differentiable(squares)
+        return log_probs, entropy, squares
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: None) -> tuple[Any, ...]:
         hidden, weight, targets, log_normalizer, entropy = ctx.saved_tensors
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
         for first in range(0, hidden.shape[0], ctx.chunk):

@@ -142,7 +142,7 @@ class SglangStrategy(GenerationStrategy):
             input_ids=token_ids,
             sampling_params=settings,
             return_logprob=True,
-            top_logprobs_num=sample.request.params.top_log_probs,
+            top_logprobs_num=min(sample.request.params.top_log_probs, self._vocab_size),
             stream=True,
             # SGLang aborts every request whose name begins so: the point keeps 1 from being the beginning of 10.
             rid=f"{self._num_started}.",

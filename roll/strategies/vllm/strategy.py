@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -150,7 +150,8 @@ class VllmStrategy(GenerationStrategy):
         engine, key = self._running_engine(), f"{request.request_id}/{index}"
         room = self._max_model_len - len(request.prompt_token_ids)
         num_begun = 0 if begun is None else len(begun.token_ids)
-        params = sampling_params(request.params, self._end_token_ids, room, index, num_begun)
+        asked = replace(request.params, top_log_probs=min(request.params.top_log_probs, self._vocab_size))
+        params = sampling_params(asked, self._end_token_ids, room, index, num_begun)
         internal_id = engine.add_request(key, prompt, params, lora_request=POLICY if self.takes_adapters else None)
         if begun is not None and request.params.stop_strings:
             show_begun_text(engine.output_processor.request_states[internal_id].detokenizer, begun.token_ids)

@@ -81,6 +81,8 @@ HOSTS = {
 }
 """Name to host: the superuser or a user, alone or in a container that forbids namespaces, on kernels with the newest
 Landlock, an older one or none. ``same_user``: the user of the reward worker itself, which is this process."""
+DEFAULT_HOSTS = {"root", "container_user", "container_root_without_landlock", "container_same_user"}
+"""Those of ``make test``: everything, no namespaces, neither they nor Landlock, and no user of its own."""
 
 QUICK = Judging(limits=Limits(wall=10.0), case_timeout=5.0)
 
@@ -96,7 +98,10 @@ def sandbox() -> Iterator[Sandbox]:
     del os.environ["ROLL_TEST_SECRET"]
 
 
-@pytest.fixture(scope="session", params=HOSTS)
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(name, marks=() if name in DEFAULT_HOSTS else pytest.mark.long) for name in HOSTS],
+)
 def any_host(request: pytest.FixtureRequest) -> str:
     """Every kind of host, one after the other."""
     return str(request.param)

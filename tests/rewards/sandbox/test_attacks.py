@@ -88,9 +88,10 @@ def test_an_endless_loop_is_killed_in_time(verdict: Verdict) -> None:
         "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: pass",
         DOUBLE,
         case_timeout=0.5,
+        wall=90.0,
     )
     assert outcome.timed_out
-    assert time.monotonic() - began < 8, "before the limit of all cases together"
+    assert time.monotonic() - began < 60, "before the limit of all cases together"
 
 
 ASSERT = ["assert f(2) == 4", "assert abs(f(2) - 4) < 1e-9", "assert f(3) in [9]", "assert not f(2) != 4"]

@@ -27,6 +27,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.default_rows("bf16-*")
 @pytest.mark.parametrize(("dtype", "names"), [("fp32", list(CONFIGS)), ("bf16", ["zero0", "zero2", "zero3-offload"])])
 def test_resumed_equals_uninterrupted_bit_for_bit(
     run_ranks: RunRanks, tied_model: Path, tmp_path: Path, dtype: str, names: list[str]
@@ -49,6 +50,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(
             assert steps == {4.0} and any(key.endswith(".exp_avg_sq") for key in one["optimizer"])
 
 
+@pytest.mark.default_rows("zero3-fp32-1")
 @pytest.mark.parametrize(
     ("name", "dtype", "ranks"),
     [
@@ -82,6 +84,7 @@ def test_another_number_of_ranks_continues(
         assert float(error) <= relative * float(wanted.float().abs().max()), key
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_every_stage_continues_every_other(run_ranks: RunRanks, tied_model: Path, tmp_path: Path, dtype: str) -> None:
     """Float32 weights and moments, and the weights that go to engines, to the last bit."""

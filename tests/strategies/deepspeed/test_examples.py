@@ -51,6 +51,7 @@ def learned(request: pytest.FixtureRequest, run_ranks: RunRanks, tied_model: Pat
     return results, run_ranks(2, sharded_cases.train, switched, parts, STEPS, None, is_critic)[0]
 
 
+@pytest.mark.default_rows("actor_train-zero3_cpu_offload", "critic-zero2_no_offload")
 @pytest.mark.parametrize("case", CASES)
 def test_a_case_learns_what_fsdp2_learns(learned: tuple[Results, dict[str, Any]], case: str) -> None:
     result, wanted = learned[0][case], learned[1]

@@ -61,6 +61,7 @@ def trained(
     return run_ranks(2, lora_cases.train_each, trainer, roles, split_rows(make_batch(), SPLIT), STEPS)
 
 
+@pytest.mark.default_rows("zero3")
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_plain_peft(trained: list[dict[str, Any]], expected: dict[str, Any], case: str) -> None:
     results = [rank[case] for rank in trained]

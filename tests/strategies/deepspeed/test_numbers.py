@@ -87,6 +87,16 @@ def trained(run_ranks: RunRanks, tied_model: Path) -> dict[str, list[dict[str, A
     return {name: [results[name] for results in by_rank] for name in roles}
 
 
+@pytest.mark.default_rows(
+    "zero0",
+    "zero2",
+    "zero3",
+    "zero2-step-each",
+    "zero3-offload-all",
+    "zero2-shared-prompts",
+    "zero3-packed",
+    "zero2-dynamic",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_gradient_and_outputs_equal_the_plain_model(
     trained: dict[str, list[dict[str, Any]]], expected: dict[str, Any], case: str
@@ -109,6 +119,7 @@ def test_stages_and_offload_are_what_was_asked_for(trained: dict[str, list[dict[
     assert trained["zero3"][0]["partitioned"] and not trained["zero3-persistent"][0]["partitioned"]
 
 
+@pytest.mark.default_rows("None-2", "0.05-3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("max_grad_norm", [None, 0.05])
 def test_optimizer_steps_equal_plain_adamw(
@@ -132,6 +143,7 @@ def stepped(run_ranks: RunRanks, tied_model: Path) -> dict[str, dict[str, Any]]:
     return run_ranks(2, cases.train_each, roles, split_rows(make_batch(), SPLIT), 3)[0]
 
 
+@pytest.mark.default_rows("3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bf16_equals_fsdp2_and_keeps_float32_weights(
     bf16: dict[str, dict[str, Any]], bf16_reference: dict[str, torch.Tensor], expected: dict[str, Any], stage: int
@@ -169,6 +181,7 @@ def bf16(run_ranks: RunRanks, tied_model: Path) -> dict[str, dict[str, Any]]:
     return run_ranks(2, cases.train_each, roles, split_rows(make_batch(), SPLIT))[0]
 
 
+@pytest.mark.default_rows("bf16-2", "fp32-3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_gradient_that_is_not_finite_is_dropped(dropped: dict[str, dict[str, Any]], stage: int, dtype: str) -> None:

@@ -14,7 +14,7 @@ from tests.datasets.conftest import tiny  # noqa: F401  fixtures of other folder
 from tests.pipelines.conftest import world  # noqa: F401
 from tests.pipelines.tiny_runs import FinishedRun, TinyWorld
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 EXAMPLES = Path(__file__).parents[3] / "examples/deepspeed"
 STEPS = 2

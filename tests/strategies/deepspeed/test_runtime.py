@@ -38,6 +38,7 @@ def test_without_deepspeed_the_error_names_the_extra(monkeypatch: pytest.MonkeyP
         import_deepspeed(CpuPlatform())
 
 
+@pytest.mark.long
 def test_a_host_without_compiler_trains_with_offload(tied_model: Path, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     command = [sys.executable, "-c", WITHOUT_COMPILER, str(tied_model), str(tmp_path)]

@@ -21,6 +21,7 @@ def parts(world_size: int) -> Any:
     return split_rows(make_batch(), SPLITS[world_size])
 
 
+@pytest.mark.default_rows("2-*")
 @pytest.mark.parametrize(("world_size", "config", "dtype"), [(2, {}, "bf16"), (4, {"fsdp_size": 2}, "fp32")])
 def test_resumed_equals_uninterrupted_bit_for_bit(
     run_ranks: RunRanks, tied_model: Path, tmp_path: Path, world_size: int, config: dict[str, Any], dtype: str
@@ -39,6 +40,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(
     assert steps == {4.0} and any(value.any() for value in whole[0]["moments"].values())
 
 
+@pytest.mark.default_rows("fsdp_train-fsdp_train-1", "fsdp_train-fsdp2_train-2")
 @pytest.mark.parametrize(
     ("writer", "reader", "world_size"),
     [

@@ -25,6 +25,7 @@ def lora_role(model: Path, adapter: Path, strategy: str = "fsdp_train", **option
     return make_role(model, strategy, model_args=model_args, training={"adam_epsilon": 1e-3}, **options)
 
 
+@pytest.mark.default_rows("2-ranks")
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [

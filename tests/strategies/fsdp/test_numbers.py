@@ -81,6 +81,17 @@ def trained(run_ranks: RunRanks, tied_model: Path) -> dict[int, ByCase]:
     return results
 
 
+@pytest.mark.default_rows(
+    "1-plain",
+    "2-full-shard",
+    "2-shard-grad-op",
+    "2-checkpointed",
+    "2-shared-prompts",
+    "2-packed",
+    "2-dynamic",
+    "4-hsdp",
+    "4-one-without-rows",
+)
 @pytest.mark.parametrize(("world_size", "case"), [(size, case) for size, names in CASES.items() for case in names])
 def test_gradient_and_outputs_equal_the_plain_model(
     trained: dict[int, ByCase], expected: dict[str, Any], world_size: int, case: str
@@ -112,6 +123,7 @@ def bf16(run_ranks: RunRanks, tied_model: Path) -> dict[int, ByCase]:
     return {world_size: run_each(run_ranks, world_size, cases.train, roles) for world_size in (1, 2)}
 
 
+@pytest.mark.default_rows("2")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_bf16_computes_in_bf16_and_keeps_float32_weights(
     bf16: dict[int, ByCase], expected: dict[str, Any], world_size: int

@@ -16,6 +16,7 @@ RunRanks = Callable[..., list[Any]]
 LIMIT = 8192
 
 
+@pytest.mark.default_rows("1", "2")
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_buckets_hold_the_whole_model_once(run_ranks: RunRanks, tied_model: Path, world_size: int) -> None:
     roles = {

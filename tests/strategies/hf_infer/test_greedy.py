@@ -25,6 +25,7 @@ from tests.strategies.hf_infer.helpers import (
 CASES = [(name, kind) for name in CONFIGS for kind in ("fused", "generic") if (name, kind) != ("gpt2", "fused")]
 
 
+@pytest.mark.default_rows("qwen2-fused", "qwen3-generic", "llama-fused", "gpt2-generic")
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_equals_generate_with_ragged_prompts_groups_and_refill(name: str, kind: str) -> None:
     model = build_model(name)

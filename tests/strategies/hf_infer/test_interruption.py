@@ -55,6 +55,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.default_rows("plain-generic", "all-fused", "greedy-generic", "stop string-fused")
 @pytest.mark.parametrize("kind", ["fused", "generic"])
 @pytest.mark.parametrize("params", SETTINGS.values(), ids=SETTINGS)
 def test_interrupted_samples_become_what_they_would_have_become(params: SamplingParams, kind: str) -> None:

@@ -19,7 +19,7 @@ from roll.strategies.megatron.optimizer import MOMENTS
 from roll.strategies.megatron.weights import FullWeights, OwnParameter
 from tests.strategies.samples import TensorBatch, policy_loss, value_loss
 
-POLICY = (Output.LOG_PROBS, Output.ENTROPY)
+POLICY = (Output.LOG_PROBS, Output.ENTROPY, Output.SUM_OF_SQUARES)
 
 
 @contextmanager

@@ -88,6 +88,18 @@ def assert_same_gradients(actual: dict[str, torch.Tensor], wanted: dict[str, tor
         )
 
 
+@pytest.mark.default_rows(
+    "1-rank",
+    "dp2-distributed-optimizer",
+    "qwen3-tp2-sp",
+    "llama-pp2",
+    "pp2-tied",
+    "cp2",
+    "vpp2-tied",
+    "tp2-sp-packed",
+    "dp2-dynamic",
+    "tp2-pp2-sp-shared-prompts",
+)
 @pytest.mark.parametrize(("world", "sizes", "model", "options"), LAYOUTS)
 def test_gradient_and_outputs_equal_the_plain_model(
     run_case: RunCase, expected: Expected, world: int, sizes: dict[str, Any], model: str, options: dict[str, Any]
@@ -107,6 +119,7 @@ def test_gradient_and_outputs_equal_the_plain_model(
         assert float(result["denominator"]) == result["rank_info"].dp_size
 
 
+@pytest.mark.default_rows("full-sp", "block-pp2")
 @pytest.mark.parametrize(
     ("world", "sizes"),
     [
@@ -137,6 +150,7 @@ def test_metrics_of_the_loss_come_from_the_last_stage(run_case: RunCase, expecte
     assert first["metrics"].keys() == {"grad_norm", "lr"}
 
 
+@pytest.mark.default_rows("0.05-1-rank", "None-tp2-sp", "0.05-pp2-dp2-distributed-optimizer")
 @pytest.mark.parametrize(
     ("world", "sizes"),
     [
@@ -176,6 +190,7 @@ def test_optimizer_steps_equal_plain_adamw(
         torch.testing.assert_close(result["weights"][name], parameter.detach(), rtol=0, atol=3e-6)
 
 
+@pytest.mark.default_rows("sizes0", "sizes3")
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"dist_opt": True}])
 def test_rows_with_nothing_to_learn_give_no_gradient(run_case: RunCase, sizes: dict[str, Any]) -> None:
     batch = make_batch()
@@ -197,6 +212,7 @@ def test_a_gradient_that_is_not_finite_is_dropped(run_case: RunCase, family: Cal
         assert torch.equal(results[0]["weights"][name], parameter.detach())
 
 
+@pytest.mark.default_rows("sizes0")
 @pytest.mark.parametrize("sizes", [{"dist_opt": True}, {"tp": 2, "sp": True}, {"pp": 2}])
 def test_bf16_computes_in_bf16_and_keeps_float32_weights(
     run_case: RunCase, expected: Expected, family: Callable[[str], Any], tmp_path: Any, sizes: dict[str, Any]
@@ -217,6 +233,7 @@ def test_bf16_computes_in_bf16_and_keeps_float32_weights(
         assert torch.equal(state[f"weight/{name}"], parameter.detach())
 
 
+@pytest.mark.default_rows("sizes0", "sizes3")
 @pytest.mark.parametrize("sizes", [{"tp": 2, "sp": True}, {"pp": 2}, {"cp": 2}, {"pp": 2, "vpp": 2}])
 def test_fp16_scales_the_loss_however_the_model_is_cut(
     run_case: RunCase, expected: Expected, sizes: dict[str, Any]
@@ -231,6 +248,7 @@ def test_fp16_scales_the_loss_however_the_model_is_cut(
         assert 0 < float((unscaled - gradient).norm()) < 1e-2 * float(gradient.norm()), name
 
 
+@pytest.mark.default_rows("bf16")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_reference_in_compute_dtype_equals_the_trainer(run_case: RunCase, dtype: str) -> None:
     """The KL to the initial policy is exactly 0 before the first update."""
@@ -240,6 +258,7 @@ def test_reference_in_compute_dtype_equals_the_trainer(run_case: RunCase, dtype:
         assert torch.equal(one["outputs"]["log_probs"], other["log_probs"])
 
 
+@pytest.mark.default_rows("sizes0", "sizes1")
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2, "vpp": 2}, {"cp": 2}])
 def test_forward_with_temperature(run_case: RunCase, family: Callable[[str], Any], sizes: dict[str, Any]) -> None:
     parts = run_case(cases.forward, 2, sizes, "llama", args=(0.7,), strategy="megatron_infer")
@@ -262,6 +281,7 @@ def values_alone(run_case: RunCase) -> torch.Tensor:
     return run_case(cases.train, 1, {}, **VALUE_STEPS)[0]["outputs"]["values"]
 
 
+@pytest.mark.default_rows("sizes1", "sizes2")
 @pytest.mark.parametrize("sizes", VALUE_SIZES)
 def test_value_model_starts_at_zero_and_learns(
     run_case: RunCase, values_alone: torch.Tensor, sizes: dict[str, Any]
@@ -273,6 +293,7 @@ def test_value_model_starts_at_zero_and_learns(
     torch.testing.assert_close(values, values_alone, rtol=0, atol=1e-5)
 
 
+@pytest.mark.default_rows("sizes0", "sizes2")
 @pytest.mark.parametrize("sizes", VALUE_SIZES)
 def test_value_gradient_equals_the_plain_model(
     run_case: RunCase, value_family: Callable[[str], Path], sizes: dict[str, Any]
@@ -285,6 +306,7 @@ def test_value_gradient_equals_the_plain_model(
     assert results[0]["metrics"]["grad_norm"] == pytest.approx(wanted["norm"], rel=1e-6)
 
 
+@pytest.mark.default_rows("sizes0", "sizes1")
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}, {"dist_opt": True}])
 def test_frozen_modules_do_not_change(run_case: RunCase, family: Callable[[str], Any], sizes: dict[str, Any]) -> None:
     prefixes = {"freeze_module_prefix": "model.layers.0, model.layers.2.self_attn, model.norm"}

@@ -25,7 +25,7 @@ def cut_head(
     padded = torch.cat([weight, torch.full((rows * ranks - len(weight), weight.shape[1]), torch.nan)])
     own = padded[rank * rows : (rank + 1) * rows].clone().requires_grad_()
     hidden = hidden.clone().requires_grad_()
-    log_probs, entropy = vocab_parallel_log_probs(
+    log_probs, entropy, squares = vocab_parallel_log_probs(
         hidden,
         own,
         targets,
@@ -40,6 +40,7 @@ def cut_head(
     return {
         "log_probs": log_probs.detach(),
         "entropy": entropy.detach(),
+        "squares": squares,
         "hidden": grad_hidden,
         "weight": own.grad[: max(0, len(weight) - rank * rows)],
     }
@@ -68,11 +69,14 @@ def test_equals_the_whole_matrix(
     results = run_ranks(world, cut_head, hidden, weight, targets, temperature, chunk)
 
     wide = [tensor.double().requires_grad_() for tensor in (hidden, weight)]
-    log_probs, entropy = token_log_probs(*wide, targets, temperature=temperature, with_entropy=True)
+    log_probs, entropy, squares = token_log_probs(
+        *wide, targets, temperature=temperature, with_entropy=True, with_sum_of_squares=True
+    )
     _loss(log_probs, entropy).backward()
     for result in results:
         torch.testing.assert_close(result["log_probs"].double(), log_probs, rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(result["entropy"].double(), entropy, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(result["squares"].double(), squares, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(result["hidden"].double(), wide[0].grad, rtol=1e-4, atol=1e-3)
     whole = torch.cat([result["weight"] for result in results])[:vocabulary]
     torch.testing.assert_close(whole.double(), wide[1].grad, rtol=1e-4, atol=1e-3)

@@ -18,6 +18,7 @@ Family = Callable[[str], Path]
 OPTIONS = {"training": {"lr_scheduler_type": "cosine", "warmup_steps": 1}}
 
 
+@pytest.mark.default_rows("qwen2-fp32-1-sizes0", "qwen3-bf16-2-sizes1", "qwen2-fp32-2-sizes2")
 @pytest.mark.parametrize(
     ("world", "sizes"), [(1, {}), (2, {"tp": 2}), (2, {"pp": 2}), (4, {"tp": 2, "pp": 2}), (2, {})]
 )
@@ -39,6 +40,7 @@ def test_buckets_hold_the_whole_model_once(
     assert all(len(other) == len(first) and not any(other) for other in others)
 
 
+@pytest.mark.default_rows("qwen2-1-sizes0", "qwen3-4-sizes1", "llama-1-sizes0")
 @pytest.mark.parametrize(("world", "sizes"), [(1, {}), (4, {"tp": 2, "pp": 2})])
 @pytest.mark.parametrize("model", ["qwen2", "qwen3", "llama"])
 def test_export_is_a_hugging_face_folder(
@@ -74,6 +76,7 @@ def test_exported_value_model_keeps_its_head(run_case: RunCase, tmp_path: Path) 
     assert torch.equal(load_file(tmp_path / "two" / "model.safetensors")["score.weight"], weights["score.weight"])
 
 
+@pytest.mark.default_rows("2-sizes2-bf16", "4-sizes5-fp32")
 @pytest.mark.parametrize(
     ("world", "sizes", "dtype"),
     [
@@ -111,6 +114,7 @@ def test_another_way_of_cutting_goes_on_from_the_same_state(run_case: RunCase, t
             torch.testing.assert_close(resumed["weights"][name], weight, rtol=0, atol=1e-4)
 
 
+@pytest.mark.default_rows("bf16-*")
 @pytest.mark.parametrize(
     ("dtype", "others"),
     [

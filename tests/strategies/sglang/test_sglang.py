@@ -22,7 +22,7 @@ from tests.strategies.engine_checks import (
 )
 from tests.strategies.sglang import cases
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from tests.strategies.engine_checks import check_adapters
 from tests.strategies.vllm import adapter_cases
 from tests.strategies.vllm.test_parallel import whole_engines
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 KEY = "model.layers.0.self_attn.q_proj.weight#lora_A"
 DOWN = "model.layers.0.mlp.down_proj.weight"

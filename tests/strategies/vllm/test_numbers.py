@@ -12,7 +12,7 @@ from tests.strategies.engine_cases import SETTINGS
 from tests.strategies.engine_checks import FP32_GAP, check_greedy, check_in_flight, check_interrupted
 from tests.strategies.vllm import cases
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

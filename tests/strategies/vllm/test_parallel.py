@@ -1,5 +1,5 @@
-"""Engines of several ranks. The small parts always; whole engines by ``make test-vllm-parallel``: four processes that
-import vLLM take about a minute to start."""
+"""Engines of several ranks. Whole engines where ``TEST_VLLM_PARALLEL`` is set, as ``make test-all`` and
+``make test-vllm-parallel`` do: four processes that import vLLM take about a minute to start."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 from tests.strategies.engine_checks import check_greedy, check_in_flight
 from tests.strategies.vllm import parallel_cases
 
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 whole_engines = pytest.mark.skipif(
     not os.environ.get("TEST_VLLM_PARALLEL"), reason="two ranks take a minute to start: make test-vllm-parallel"
 )
 
 
 @whole_engines
-@pytest.mark.e2e
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
 @pytest.mark.parametrize("kind", ["tensor_parallel_size", "pipeline_parallel_size"])
@@ -35,7 +35,6 @@ def test_two_ranks(in_engine_process: Callable[..., Any], folders: dict[str, Pat
     assert "rank 0: " in found["unknown"] and "no_such" in found["unknown"]
 
 
-@pytest.mark.e2e
 def test_the_part_of_a_rank(in_engine_process: Callable[..., Any]) -> None:
     found = in_engine_process(parallel_cases.parts_of_ranks)
     rows = [[4.0 * row + column for column in range(4)] for row in range(6)]
@@ -46,7 +45,6 @@ def test_the_part_of_a_rank(in_engine_process: Callable[..., Any]) -> None:
     assert found["fused"] == rows[2:5]
 
 
-@pytest.mark.e2e
 def test_the_answers_of_ranks(in_engine_process: Callable[..., Any]) -> None:
     found = in_engine_process(parallel_cases.answers_of_ranks)
     assert found["messages"] == [

@@ -17,7 +17,7 @@ from tests.strategies.engine_checks import (
 )
 from tests.strategies.vllm import cases
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
 def test_aborted_samples_keep_what_they_have(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> None:
