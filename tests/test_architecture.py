@@ -34,8 +34,6 @@ CIRCLES = [
         "roll.config.checks_model",
         "roll.config.judges",
         "roll.config.lora",
-        "roll.config.planning",
-        "roll.config.planning_validation",
         "roll.config.reward_models",
         "roll.config.rlvr",
         "roll.config.weight_sync",

@@ -17,8 +17,6 @@ from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.strategy import GENERATION_STRATEGIES, INFER_STRATEGIES, TRAIN_STRATEGIES
 
 if TYPE_CHECKING:
-    from roll.config.checks import Checks
-    from roll.config.loader import LoadedConfig
     from roll.config.plan import Plan
 
 Written = Callable[[str], bool]
@@ -118,7 +116,8 @@ class PipelineDefinition(ABC):
     """A pipeline as the rest of the package sees it.
 
     A definition derives from this class, says its ``name``, ``config_class`` and ``roles``, and has at least
-    :meth:`check`, :meth:`plan` and :meth:`run`. Every other method has a default.
+    :meth:`check`, :meth:`plan` and :meth:`run`. Every other method has a default. ``checks`` is a
+    :class:`roll.config.checks.Checks`, ``loaded`` a :class:`roll.config.loader.LoadedConfig` of ``config_class``.
     """
 
     name: ClassVar[str]
@@ -140,7 +139,7 @@ class PipelineDefinition(ABC):
     # What every pipeline must have
 
     @abstractmethod
-    def check(self, config: Any, checks: Checks) -> None:
+    def check(self, config: Any, checks: Any) -> None:
         """Check across keys; mistakes and notes go to ``checks``. :func:`roll.config.checks.check_roles` does most."""
 
     @abstractmethod
@@ -148,7 +147,7 @@ class PipelineDefinition(ABC):
         """The plan of a configuration without mistakes; :func:`roll.config.planning.shared_plan` makes most of it."""
 
     @abstractmethod
-    def run(self, loaded: LoadedConfig[Any]) -> None:
+    def run(self, loaded: Any) -> None:
         """Run to the end. Heavy packages are imported here."""
 
     # Roles
@@ -220,21 +219,21 @@ class PipelineDefinition(ABC):
 
     # Before a run, and instead of one
 
-    def check_parts(self, loaded: LoadedConfig[Any]) -> None:
+    def check_parts(self, loaded: Any) -> None:
         """What only the parts themselves can check, before anything starts.
 
         Raises:
             ConfigError: every mistake.
         """
 
-    def check_host(self, loaded: LoadedConfig[Any]) -> None:
+    def check_host(self, loaded: Any) -> None:
         """What this host must have for the run.
 
         Raises:
             ConfigError: it has not.
         """
 
-    def own_functions(self, loaded: LoadedConfig[Any]) -> Iterator[tuple[str, Any, Callable[[], object]]]:
+    def own_functions(self, loaded: Any) -> Iterator[tuple[str, Any, Callable[[], object]]]:
         """(key, value, look-up) of what a user may have written a function for; nothing is imported for the known
         names. A look-up raises ``ValueError``."""
         yield from ()
@@ -246,12 +245,12 @@ class PipelineDefinition(ABC):
         return {name: section for name, section in sections.items() if section is not None}
 
     def resumption_problems(
-        self, loaded: LoadedConfig[Any], checkpoint: str, state: Mapping[str, Any]
+        self, loaded: Any, checkpoint: str, state: Mapping[str, Any]
     ) -> Iterator[tuple[str, Any, str]]:
         """Key, value and rule of what keeps a run from taking up all of the ``state`` in the folder ``checkpoint``."""
         yield from ()
 
-    def readable_sets(self, loaded: LoadedConfig[Any]) -> dict[str, ReadableSet]:
+    def readable_sets(self, loaded: Any) -> dict[str, ReadableSet]:
         """The sets that a run reads, by name."""
         return {}
 
@@ -259,7 +258,7 @@ class PipelineDefinition(ABC):
         """The role whose tokenizer reads them: the first that trains, else the first."""
         return next((role.name for role in self.roles if role.task is TRAINS), self.roles[0].name)
 
-    def served_section(self, loaded: LoadedConfig[Any], role: str) -> WorkerConfig:
+    def served_section(self, loaded: Any, role: str) -> WorkerConfig:
         """The section of a generating role as ``roll serve`` starts its engines."""
         return own_weights(loaded.plan.roles[role].section)
 

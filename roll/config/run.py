@@ -11,7 +11,7 @@ from roll.config.names import PLANNED_TRACKERS, TRACKERS
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """``checkpoint_config``: where checkpoints go beside ``output_dir``."""
+    """``checkpoint_config``: where checkpoints go in addition to ``output_dir``."""
 
     type: Literal["file_system"] = "file_system"
     """Kind of store."""
@@ -53,8 +53,8 @@ class RunConfig:
     """Keys at the top of every pipeline's configuration."""
 
     pipeline: str | None = None
-    """Which pipeline the file is for: ``rlvr``, ``sft``, or the dotted path of a pipeline of your own; null: told by
-    its sections."""
+    """Which pipeline the file is for: ``rlvr``, ``sft``, or the dotted path of a pipeline of your own; null: determined
+    by its sections."""
     exp_name: str = ""
     """Name of the experiment, used in folder names; empty: the name of the file."""
     seed: int = setting(42, ge=0)
@@ -87,7 +87,7 @@ class RunConfig:
     resume_from_checkpoint: bool | str = False
     """true: continue from the newest whole checkpoint of this run, if there is one; a path: from that checkpoint."""
     checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """Where checkpoints go beside ``output_dir``."""
+    """Where checkpoints go in addition to ``output_dir``."""
     rpc_timeout: float = setting(3600.0, gt=0)
     """Seconds that a remote call may take before the run ends with a diagnosis."""
     interrupt_timeout: float = setting(300.0, ge=0)
