@@ -76,7 +76,7 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
     total = options.rl_loss_coef * reduced(per_token, inputs.sample_weights)
     metrics.mean("actor/weighted_pg_loss", total, share)
     metrics.mean("actor/pg_loss", total if _is_plain(inputs, options) else reduced(per_token.detach()), share)
-    if options.use_kl_loss:
+    if options.needs_reference:
         kl = reduced(_kl_per_token(inputs, options), mode=options.kl_loss_agg_mode)
         metrics.mean("actor/kl_loss", kl, share)
         total = total + options.kl_loss_coef * kl

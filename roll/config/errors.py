@@ -27,7 +27,8 @@ class Problem:
         is_hidden = is_secret(self.key.rsplit(".", 1)[-1]) and isinstance(self.value, str) and self.value
         written = f" = {MASK if is_hidden else shorten(self.value)}" if self.has_value else ""
         works = f"; for example {show_example(self.key, self.example)}" if self.example is not None else ""
-        return masked_text(f"{where}{self.key}{written}: {self.rule}{works}")
+        # Apart: a quoted value and what follows it would read as a name and its value, {'token': ...}.
+        return f"{masked_text(f'{where}{self.key}{written}')}: {masked_text(f'{self.rule}{works}')}"
 
 
 @dataclass(frozen=True)

@@ -257,6 +257,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError("must be a JSON object")
         allowed = None if options.client_options is None else options.client_options.split(",")
         client = ClientOptions(options.reward, own, allowed)
+        GuardedReward(options.reward, build_reward(options.reward, own)).check_host()
     except (RewardOptionError, ValueError) as error:
         parser.error(f"--options {options.options}: {error}")
     pool = RewardPool(options.reward, max(1, options.instances), client)
