@@ -110,6 +110,8 @@ class ResponseGPT(GPTModel):
             vp_stage=virtual_stage,
         )
         self.rotary_pos_emb = RotaryAngles(inverse_frequencies)
+        if self.pre_process:
+            self.embedding.register_forward_hook(_start_of_gradients)
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Called by Megatron when the layers exist: put our head in the place of the output layer, then tie it."""
@@ -133,6 +135,14 @@ class ResponseGPT(GPTModel):
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         """Megatron would compute logits here."""
         return hidden_states
+
+
+def _start_of_gradients(module: nn.Module, inputs: tuple[Any, ...], hidden: Tensor) -> Tensor:
+    """Where the embeddings are frozen, let gradients come back to them all the same.
+
+    Megatron gives a recomputed layer no gradient, and a pipeline stage no backward pass, unless its input wants one.
+    """
+    return hidden.requires_grad_() if torch.is_grad_enabled() and not hidden.requires_grad else hidden
 
 
 def _block(config: TransformerConfig, virtual_stage: int | None) -> TransformerBlockSubmodules:
