@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 
 from roll.strategies.base import ModelHead
+from roll.strategies.megatron.adapters import AdaptedColumnLinear, AdaptedRowLinear
 from roll.strategies.megatron.attention import CausalAttention
 from roll.strategies.megatron.heads import LogProbHead, ValueHead
 from roll.strategies.megatron.micro_batches import Arrangement, MicroBatch
@@ -151,6 +152,8 @@ def _block(config: TransformerConfig, virtual_stage: int | None) -> TransformerB
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = CausalAttention
+    attention.linear_qkv, attention.linear_proj = AdaptedColumnLinear, AdaptedRowLinear
+    parts.mlp.submodules.linear_fc1, parts.mlp.submodules.linear_fc2 = AdaptedColumnLinear, AdaptedRowLinear
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     count = get_num_layers_to_build(config, vp_stage=virtual_stage)
