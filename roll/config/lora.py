@@ -62,8 +62,7 @@ def check_lora(name: str, role: WorkerConfig, trains: bool, in_rl: bool, checks:
     key = f"{path}.lora_target" if args.lora_target else f"{path}.adapter_name_or_path"
     value = args.lora_target or args.adapter_name_or_path
     if strategy.startswith("megatron"):
-        checks.problems.not_available(key, value, f"LoRA under {strategy}", "~")
-        return
+        _check_under_megatron(path, args, strategy, in_rl, checks)
     if checks.check_files and find_spec("peft") is None:
         checks.add(key, value, "needs peft, an optional package: pip install 'roll-rl[peft]'")
     if args.freeze_module_prefix:
@@ -78,6 +77,17 @@ def check_lora(name: str, role: WorkerConfig, trains: bool, in_rl: bool, checks:
     if not trains and not args.adapter_name_or_path:
         checks.note(f"{path}.lora_target", "has no effect: a new adapter changes nothing until it is trained")
     _check_adapter(path, args, checks)
+
+
+def _check_under_megatron(path: str, args: ModelArguments, strategy: str, in_rl: bool, checks: Checks) -> None:
+    """What peft adds to plain adapters and Megatron's layers do not compute."""
+    other = f"strategy_name: {strategy.replace('megatron', 'fsdp2')}"
+    if args.lora_dropout and not in_rl:
+        rule = f"must be 0 under {strategy}, whose ranks would each drop other elements of one input; or use {other}"
+        checks.add(f"{path}.lora_dropout", args.lora_dropout, rule, 0.0)
+    if args.additional_target:
+        rule = f"does not go with {strategy}, which trains adapters only; leave it out, or use {other}"
+        checks.add(f"{path}.additional_target", args.additional_target, rule, "~")
 
 
 def _check_without_target(path: str, args: ModelArguments, checks: Checks) -> None:

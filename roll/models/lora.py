@@ -78,6 +78,22 @@ class MergedWeight:
         return [MergedWeight(self.name + suffix, (part,)) for suffix, part in zip(suffixes, self.parts, strict=False)]
 
 
+def adapter_names(weight: str) -> tuple[str, str]:
+    """The names of A and B of the adapter of a weight, ``...q_proj.weight``, in the model."""
+    path = weight.removesuffix(".weight")
+    return f"{path}{_LORA_A}weight", f"{path}{_LORA_B}weight"
+
+
+def is_trained_whole(name: str) -> bool:
+    """True for a parameter of the copy of a module that is trained in full beside adapters."""
+    return _WHOLE in name
+
+
+def base_name(name: str) -> str:
+    """The name that the model without adapters has for a parameter that is not A or B."""
+    return name.replace(_BASE, ".").replace(_WHOLE, ".")
+
+
 def merged_weight(weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:
     """``W + scaling * B A``, computed in float32, in the type of W."""
     return torch.addmm(weight.float(), up.float(), down.float(), alpha=scaling).to(weight.dtype)
@@ -125,7 +141,7 @@ class Adapters:
             path, is_adapted, rest = name.partition(_BASE)
             down = tensors.get(f"{path}{_LORA_A}weight") if is_adapted and rest == "weight" else None
             if down is None:
-                yield MergedWeight(name.replace(_BASE, ".").replace(_WHOLE, "."), (tensor,))
+                yield MergedWeight(base_name(name), (tensor,))
             else:
                 parts = (tensor, down, tensors[f"{path}{_LORA_B}weight"])
                 yield MergedWeight(f"{path}.weight", parts, self._scalings[path])

@@ -68,10 +68,17 @@ def test_mistakes(tmp_path: Path, changes: dict[str, Any], key: str, rule: str) 
     assert rule in problem.rule
 
 
-def test_megatron_is_named(tmp_path: Path) -> None:
-    changes = {f"{MODEL}.lora_target": "all-linear", "actor_train.strategy_args.strategy_name": "megatron_train"}
-    (problem,) = mistakes(tmp_path, changed({**changes, "actor_train.strategy_args.strategy_config": {}}))
-    assert problem.rule == f"not available yet: {MODEL}.lora_target (LoRA under megatron_train)"
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [("lora_dropout", 0.1, "must be 0 under megatron_train"), ("additional_target", "lm_head", "trains adapters only")],
+)
+def test_megatron_trains_plain_adapters(tmp_path: Path, key: str, value: Any, rule: str) -> None:
+    strategy = {"strategy_name": "megatron_train", "strategy_config": {}}
+    changes = {"sft_train.model_args.lora_target": "q_proj", "sft_train.strategy_args": strategy}
+    assert mistakes(tmp_path, changed(changes, GOOD_SFT)) == ()
+    (problem,) = mistakes(tmp_path, changed({**changes, f"sft_train.model_args.{key}": value}, GOOD_SFT))
+    assert problem.key == f"sft_train.model_args.{key}" and rule in problem.rule
+    assert "strategy_name: fsdp2_train" in problem.rule
 
 
 def test_dropout_is_for_supervised_training(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ ROOT = Path(os.environ.get("PUBLIC_CONFIGS_DIR", "")) / "roll" / "examples"
 FRAGMENTS = "config"
 NUMBER = 55
 """Files of the selection that the README speaks of."""
-LORA = "LoRA under Megatron"
 NEEDS = {
     "experts": r"(expert_\w+_parallel_size|\bep_size) = ([2-9]|\d\d)|moe_experts|apply_expert_patch",
     "images or video": r"image_\w+_pixels|video_\w+ =|image_folder",
@@ -55,8 +54,6 @@ def outcome(file: Path) -> str:
         for pipeline in MISSING:
             if any(f"is a file of the {pipeline} pipeline" in rule for rule in rules):
                 return f"{pipeline} pipeline"
-        if all("LoRA under megatron" in rule for rule in rules):
-            return LORA
         other = [rule for rule in rules if "not available yet" not in rule]
         return other[0] if other else "a model that is not trained yet"
     return "loaded"
@@ -67,9 +64,6 @@ def test_a_published_file_loads_or_is_refused_by_name(file: Path, monkeypatch: p
     monkeypatch.setenv("WANDB_API_KEY", "x")
     lines = "\n".join(flat(compose_file(file, [], Problems()).data))
     found = outcome(file)
-    if found == LORA:
-        assert "strategy_name = megatron_train" in lines and "lora_target" in lines
-        return
     if found.endswith("pipeline"):
         assert "agentic" not in found or re.search(r"env_manager|custom_envs", lines), found
         return

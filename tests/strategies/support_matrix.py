@@ -253,7 +253,7 @@ MEMORY = (
         Yes("strategies/test_fsdp2_lora.py::test_training_equals_plain_peft"),
         Yes("strategies/fsdp/test_lora.py::test_training_equals_plain_peft"),
         Yes("strategies/deepspeed/test_lora.py::test_training_equals_plain_peft"),
-        Refused(f"{MODEL}.lora_target", "all-linear", "LoRA under megatron_train"),
+        Yes("strategies/megatron/test_lora.py::test_training_equals_plain_peft"),
     ),
 )
 RESUMED = "test_resumed_equals_uninterrupted_bit_for_bit"

@@ -67,14 +67,14 @@ def test_every_strategy_and_transport(run_ranks: RunRanks, folder: Path, tmp_pat
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-@pytest.mark.default_rows("fsdp2")
-@pytest.mark.parametrize("name", ["fsdp2", "zero3"])
+@pytest.mark.default_rows("fsdp2", "megatron-tp")
+@pytest.mark.parametrize("name", ["fsdp2", "zero3", "megatron-tp", "megatron-pp"])
 def test_adapters_by_themselves(run_ranks: RunRanks, folder: Path, tmp_path: Path, name: str) -> None:
     """The engine merges them to the very weights that the trainer would have sent."""
     pytest.importorskip("peft")
     strategy, config = STRATEGIES[name]
-    if strategy.startswith("deepspeed"):
-        pytest.importorskip("deepspeed")
+    if strategy.startswith(("deepspeed", "megatron")):
+        pytest.importorskip("deepspeed" if strategy.startswith("deepspeed") else "megatron.core")
     lora = {"lora_target": "all-linear", "lora_rank": 2, "lora_alpha": 4}
     role = make_role(folder, strategy, dtype="bf16", config=config, model_args=lora)
     sent, _ = run_ranks(

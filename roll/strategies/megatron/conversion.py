@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from roll.models.lora import adapter_names
 from roll.strategies.base import ModelHead
 from roll.strategies.megatron.transformer_config import head_dim
 
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from roll.strategies.megatron.model import ResponseGPT
+
+
+LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+"""Megatron's linear layers, within a transformer layer."""
+
+_ADAPTERS = ".adapters."
 
 
 class Layout(ABC):
@@ -127,14 +134,17 @@ def parameters_of(
         if name.startswith("decoder.layers."):
             index, _, inner = name.removeprefix("decoder.layers.").partition(".")
             layer = chunk.decoder.layers[int(index)].layer_number - 1
-            sources, layout = _in_layer(inner, hf)
+            sources, layout = in_layer(inner, hf)
             own = tuple(f"model.layers.{layer}.{source}" for source in sources)
             yield Correspondence(f"decoder.layers.{layer}.{inner}", own, layout), parameter
         else:
             yield _outside_layers(name, hf, head, bool(getattr(parameter, "shared", False))), parameter
 
 
-def _in_layer(name: str, hf: PretrainedConfig) -> tuple[tuple[str, ...], Layout]:
+def in_layer(name: str, hf: PretrainedConfig) -> tuple[tuple[str, ...], Layout]:
+    """The sources and the layout of a parameter of a transformer layer, by its name there."""
+    if _ADAPTERS in name:
+        return _of_adapter(name, hf)
     kind = name.rpartition(".")[2]
     table: dict[str, tuple[tuple[str, ...], Layout]] = {
         "input_layernorm": (("input_layernorm",), Replicated()),
@@ -151,6 +161,19 @@ def _in_layer(name: str, hf: PretrainedConfig) -> tuple[tuple[str, ...], Layout]
     }
     sources, layout = table[name.rpartition(".")[0]]
     return tuple(f"{source}.{kind}" for source in sources), layout
+
+
+def _of_adapter(name: str, hf: PretrainedConfig) -> tuple[tuple[str, ...], Layout]:
+    """A is cut where the inputs of its layer are, B where the outputs are."""
+    path, _, rest = name.partition(_ADAPTERS)
+    projection, _, part = rest.partition(".")
+    weights, layout = in_layer(f"{path}.weight", hf)
+    (weight,) = (one for one in weights if one.endswith(f".{projection}.weight"))
+    down, up = adapter_names(weight)
+    cuts_inputs = isinstance(layout, Cut)
+    if part == "down":
+        return (down,), Cut(1) if cuts_inputs else Replicated()
+    return (up,), Replicated() if cuts_inputs else Cut(0)
 
 
 def _outside_layers(name: str, hf: PretrainedConfig, head: ModelHead, is_copy: bool) -> Correspondence:

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 
 from roll.strategies.base import ModelHead
+from roll.strategies.megatron.adapters import AdaptedColumnLinear, AdaptedRowLinear
 from roll.strategies.megatron.attention import CausalAttention
 from roll.strategies.megatron.heads import LogProbHead, ValueHead
 from roll.strategies.megatron.micro_batches import Arrangement, MicroBatch
@@ -110,6 +111,8 @@ class ResponseGPT(GPTModel):
             vp_stage=virtual_stage,
         )
         self.rotary_pos_emb = RotaryAngles(inverse_frequencies)
+        if self.pre_process:
+            self.embedding.register_forward_hook(_start_of_gradients)
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Called by Megatron when the layers exist: put our head in the place of the output layer, then tie it."""
@@ -135,12 +138,22 @@ class ResponseGPT(GPTModel):
         return hidden_states
 
 
+def _start_of_gradients(module: nn.Module, inputs: tuple[Any, ...], hidden: Tensor) -> Tensor:
+    """Where the embeddings are frozen, let gradients come back to them all the same.
+
+    Megatron gives a recomputed layer no gradient, and a pipeline stage no backward pass, unless its input wants one.
+    """
+    return hidden.requires_grad_() if torch.is_grad_enabled() and not hidden.requires_grad else hidden
+
+
 def _block(config: TransformerConfig, virtual_stage: int | None) -> TransformerBlockSubmodules:
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = CausalAttention
+    attention.linear_qkv, attention.linear_proj = AdaptedColumnLinear, AdaptedRowLinear
+    parts.mlp.submodules.linear_fc1, parts.mlp.submodules.linear_fc2 = AdaptedColumnLinear, AdaptedRowLinear
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     count = get_num_layers_to_build(config, vp_stage=virtual_stage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -10,10 +11,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
+from roll.config.lora import uses_lora
 from roll.config.micro_batching import micro_batching
 from roll.config.roles import WorkerConfig
 from roll.config.strategy import MegatronStrategyConfig, typed_strategy_config
 from roll.models.build import DTYPES
+from roll.models.lora import Adapters, base_name
 from roll.models.tensor_files import TensorFiles
 from roll.platforms import current_platform
 from roll.strategies.base import (
@@ -26,6 +29,8 @@ from roll.strategies.base import (
     TensorBatch,
     WeightSelection,
 )
+from roll.strategies.data_parallel import ADAPTER_FOLDER
+from roll.strategies.megatron import adapters as megatron_adapters
 from roll.strategies.megatron import cpu_compat
 from roll.strategies.megatron.conversion import Replicated, parameters_of
 from roll.strategies.megatron.hugging_face import rotary_frequencies, skeleton, write_export
@@ -47,6 +52,7 @@ class MegatronInferStrategy(ModelStrategy):
     """
 
     trainer_name = "megatron_train"
+    adapters: Adapters | None = None
 
     def __init__(self, role: WorkerConfig, head: ModelHead = ModelHead.CAUSAL_LM, seed: int = 42) -> None:
         super().__init__(role, head, seed)
@@ -85,6 +91,11 @@ class MegatronInferStrategy(ModelStrategy):
         seed = self.role.training_args.seed
         seed = self.seed if seed is None else seed
         self._skeleton = skeleton(args, self.head)
+        self._shapes = {name: parameter.shape for name, parameter in self._skeleton.named_parameters()}
+        names = list(self._shapes)
+        self._adapter_tensors: dict[str, torch.Tensor] = {}
+        if uses_lora(args):
+            self._adapt_skeleton(seed)
         create_groups(self.sizes, seed)
         torch.manual_seed(seed + self._info.dp_rank)
         self.transformer_config = build_transformer_config(
@@ -101,10 +112,27 @@ class MegatronInferStrategy(ModelStrategy):
         for own in self.parameters:
             # Megatron marks what its own initialisation has cut; the gradient norm counts all else on one rank only.
             own.parameter.tensor_model_parallel = not isinstance(own.correspondence.layout, Replicated)  # type: ignore[attr-defined]
-        names = {name: parameter.shape for name, parameter in self._skeleton.named_parameters()}
-        freeze(self.parameters, list(names), args.freeze_module_prefix)
+        freeze(self.parameters, names, args.freeze_module_prefix)
+        if self.adapters is not None:
+            trained = {base_name(name) for name, p in self._skeleton.named_parameters() if p.requires_grad}
+            for own in self.parameters:
+                own.parameter.requires_grad_(own.correspondence.sources[0] in trained)
         self._read_weights()
-        self._full_weights = FullWeights(self.parameters, self._info, names, self.compute_dtype)
+        self._full_weights = FullWeights(
+            self.parameters, self._info, self._shapes, self.compute_dtype, self.adapter_scalings()
+        )
+
+    def _adapt_skeleton(self, seed: int) -> None:
+        """Draw or load the adapters, whole: they are small."""
+        args = self.role.model_args
+        self.adapters = megatron_adapters.adapted_skeleton(self._skeleton, args, seed, self.compute_dtype)
+        named = {name: p.detach() for name, p in self._skeleton.named_parameters() if p.requires_grad}
+        self._shapes |= {base_name(name): tensor.shape for name, tensor in named.items()}
+        # A critic's head is the model folder's, unless it goes on from an adapter that has one.
+        from_adapter = args.adapter_name_or_path is not None
+        self._adapter_tensors = {
+            base_name(name): tensor for name, tensor in named.items() if from_adapter or base_name(name) == name
+        }
 
     def _build_chunk(self, index: int) -> ResponseGPT:
         hf = self._skeleton.config
@@ -116,16 +144,25 @@ class MegatronInferStrategy(ModelStrategy):
             inverse_frequencies=rotary_frequencies(self._skeleton).to(self.device),
             virtual_stage=index if self.sizes.virtual > 1 else None,
         )
+        if self.adapters is not None:
+            megatron_adapters.add_to_chunk(chunk, hf, self._shapes, self.adapters.scalings)
         return chunk.to(self.device)
 
     @torch.no_grad()
     def _read_weights(self) -> None:
         files = TensorFiles(str(self.role.model_args.model_name_or_path))
         for own in self.parameters:
-            self._set_weight(own, read_parameter(own, files, self._info.tp_rank, self._info.tp_size))
+            weight = read_parameter(own, files, self._adapter_tensors, self._info.tp_rank, self._info.tp_size)
+            self._set_weight(own, weight)
 
     def _set_weight(self, own: OwnParameter, weight: torch.Tensor) -> None:
         own.parameter.copy_(weight)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        return megatron_adapters.disabled(self.gpt_chunks)
+
+    def adapter_scalings(self) -> dict[str, float]:
+        return {} if self.adapters is None else self.adapters.scalings
 
     @property
     def rank_info(self) -> RankInfo:
@@ -172,18 +209,33 @@ class MegatronInferStrategy(ModelStrategy):
     def named_full_weights(
         self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Collective. Full tensors in the compute dtype; tied weights come once. There are no adapters here."""
-        return self._full_weights.buckets(bucket_bytes, selection.trained_only)
+        """Collective. Full tensors in the compute dtype; tied weights come once."""
+        return self._full_weights.buckets(bucket_bytes, selection)
 
     def save_hf(self, path: Path) -> None:
-        """Collective. Weights are written in the compute dtype."""
+        """Collective. Weights are written in the compute dtype; adapters merged, and by themselves in ``adapter/``."""
         weights: dict[str, torch.Tensor] = {}
         for bucket in self.named_full_weights(EXPORT_BUCKET_BYTES):
             weights |= {name: tensor.cpu() for name, tensor in bucket}
         if self._info.rank == 0:
             model = skeleton(self.role.model_args, self.head)
             write_export(model, weights, str(self.role.model_args.model_name_or_path), path)
+        if self.adapters is not None:
+            self._save_adapter(self.adapters, path / ADAPTER_FOLDER)
         dist.barrier()
+
+    def _save_adapter(self, adapters: Adapters, path: Path) -> None:
+        """Collective."""
+        trained = [name for name, parameter in self._skeleton.named_parameters() if parameter.requires_grad]
+        sources = {base_name(name) for name in trained}
+        held = [own for own in self.parameters if own.correspondence.sources[0] in sources]
+        whole: dict[str, torch.Tensor] = {}
+        full = FullWeights(held, self._info, self._shapes, self.compute_dtype)
+        for bucket in full.buckets(EXPORT_BUCKET_BYTES):
+            whole |= {name: tensor.cpu() for name, tensor in bucket}
+        if self._info.rank == 0:
+            own_tensors = adapters.own((name, whole[base_name(name)]) for name in trained)
+            adapters.save(path, dict(own_tensors), str(self.role.model_args.model_name_or_path))
 
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
         return [own.parameter.data for own in self.parameters] if kind is StateKind.MODEL_PARAMS else []

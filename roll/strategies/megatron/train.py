@@ -156,13 +156,18 @@ class MegatronTrainStrategy(TrainStrategy, MegatronInferStrategy):
     def contents(self) -> ModelContents:
         """What a checkpoint says of the model."""
         args = self.role.model_args
-        shapes = {name: list(parameter.shape) for name, parameter in self._skeleton.named_parameters()}
-        trained = trained_under(shapes, args.freeze_module_prefix)
+        named = dict(self._skeleton.named_parameters())
+        shapes = {name: list(parameter.shape) for name, parameter in named.items()}
+        if self.adapters is None:
+            trained = trained_under(shapes, args.freeze_module_prefix)
+        else:
+            trained = {name for name, parameter in named.items() if parameter.requires_grad}
         frozen = [name for name in shapes if name not in trained]
         return ModelContents(
             strategy=self.role.strategy_args.strategy_name,
             trained={name: shape for name, shape in shapes.items() if name in trained},
             frozen=frozen,
+            scalings=self.adapter_scalings(),
             base=fingerprint(args.model_name_or_path) if frozen else None,
         )
 

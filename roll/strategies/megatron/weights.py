@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -11,8 +11,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
+from roll.models.lora import DOWN_PART, UP_PART, adapter_names, merged_weight
 from roll.models.tensor_files import TensorFiles
+from roll.platforms import current_platform
 from roll.protocol.rank import RankInfo
+from roll.strategies.base import ALL_WEIGHTS, WeightSelection
 from roll.strategies.megatron.conversion import Correspondence
 
 
@@ -24,13 +27,20 @@ class OwnParameter:
     parameter: nn.Parameter
 
 
-def read_parameter(own: OwnParameter, files: TensorFiles, tensor_rank: int, tensor_size: int) -> Tensor:
+def read_parameter(
+    own: OwnParameter, files: TensorFiles, given: Mapping[str, Tensor], tensor_rank: int, tensor_size: int
+) -> Tensor:
     """This rank's part of a parameter, float32. A value head that the folder lacks is zero.
+
+    Args:
+        given: whole tensors by name that are not taken from the folder: those of adapters.
 
     Raises:
         ValueError: the folder lacks a tensor.
     """
     sources = own.correspondence.sources
+    if sources[0] in given:
+        return own.correspondence.layout.split([given[name] for name in sources], tensor_rank, tensor_size)
     if sources[0].startswith("score.") and sources[0] not in files:
         return torch.zeros(own.parameter.shape)
     return own.correspondence.layout.split([files.read(name) for name in sources], tensor_rank, tensor_size)
@@ -66,18 +76,26 @@ class FullWeights:
     """Collects whole tensors on rank 0, parameter by parameter, from all pipeline stages and tensor-parallel ranks."""
 
     def __init__(
-        self, parameters: list[OwnParameter], info: RankInfo, shapes: dict[str, torch.Size], dtype: torch.dtype
+        self,
+        parameters: list[OwnParameter],
+        info: RankInfo,
+        shapes: Mapping[str, torch.Size],
+        dtype: torch.dtype,
+        scalings: Mapping[str, float] | None = None,
     ) -> None:
         """Collective over pipeline stages.
 
         Args:
             shapes: of the whole tensors, by Hugging Face name.
+            scalings: of the adapters that are merged, by the name of the weight; without them A and B are tensors like
+                any other.
         """
         self._own = {own.correspondence.name: own.parameter for own in parameters}
         self._info = info
         self._shapes = shapes
         self._dtype = dtype
-        self._device = parameters[0].parameter.device
+        self._scalings = dict(scalings or {})
+        self._device = current_platform().device()
         mine = [own.correspondence for own in parameters if not own.correspondence.is_copy]
         frozen = {own.correspondence.name for own in parameters if not own.parameter.requires_grad}
         self._frozen: list[set[str]] = [set() for _ in range(info.pp_size)]
@@ -86,31 +104,50 @@ class FullWeights:
         stages: list[list[Correspondence]] = [[] for _ in range(info.pp_size)]
         dist.all_gather_object(stages, mine, group=parallel_state.get_pipeline_model_parallel_group())
         self._all = [(stage, entry) for stage, entries in enumerate(stages) for entry in entries]
+        places = {entry.sources[0]: (stage, entry) for stage, entry in self._all}
+        self._of_adapters = {name: places[name] for weight in self._scalings for name in adapter_names(weight)}
+        """Stage and parameter of every A and B that is merged."""
 
-    def buckets(self, bucket_bytes: int, trained_only: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
+    def buckets(
+        self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
+    ) -> Iterator[list[tuple[str, Tensor]]]:
         """Collective. See :meth:`roll.strategies.base.ModelStrategy.named_full_weights`."""
         bucket: list[tuple[str, Tensor]] = []
         size = 0
-        for name, read in self._tensors(trained_only):
-            num_bytes = self._shapes[name].numel() * self._dtype.itemsize
-            if size and size + num_bytes > bucket_bytes:
+        for weight in self._selected(selection):
+            if size and size + weight.num_bytes > bucket_bytes:
                 yield bucket
                 bucket, size = [], 0
-            tensor = read()
+            tensor = weight.read()
             if tensor is not None:
-                bucket.append((name, tensor))
-            size += num_bytes
+                bucket.append((weight.name, tensor))
+            size += weight.num_bytes
         if size:
             yield bucket
 
-    def _tensors(self, trained_only: bool) -> Iterator[tuple[str, Callable[[], Tensor | None]]]:
-        """Every tensor of the model, in the same order on all ranks; reading it is collective."""
+    def _selected(self, selection: WeightSelection) -> Iterator[_Weight]:
+        for parts, scaling in self._weights():
+            for weight in parts if selection.adapters_apart else [_merged(parts, scaling)]:
+                if weight.is_trained or not selection.trained_only:
+                    yield weight
+
+    def _weights(self) -> Iterator[tuple[list[_Weight], float]]:
+        """Every tensor of the model without adapters, in the same order on all ranks: itself, or W, A and B."""
         for stage, entry in self._all:
-            if trained_only and entry.name in self._frozen[stage]:
+            if entry.sources[0] in self._of_adapters:
                 continue
-            parameter = _Collected(partial(self._collect, stage, entry))
+            whole = _Collected(partial(self._collect, stage, entry))
             for index, name in enumerate(entry.sources):
-                yield name, partial(parameter.tensor, index)
+                parts = [self._weight(name, stage, entry, whole, index)]
+                if name in self._scalings:
+                    for suffix, part in zip((DOWN_PART, UP_PART), adapter_names(name), strict=True):
+                        place = self._of_adapters[part]
+                        parts.append(self._weight(name + suffix, *place, _Collected(partial(self._collect, *place)), 0))
+                yield parts, self._scalings.get(name, 1.0)
+
+    def _weight(self, name: str, stage: int, entry: Correspondence, whole: _Collected, index: int) -> _Weight:
+        num_bytes = self._shapes[entry.sources[index]].numel() * self._dtype.itemsize
+        return _Weight(name, num_bytes, entry.name not in self._frozen[stage], partial(whole.tensor, index))
 
     def _collect(self, stage: int, entry: Correspondence) -> list[Tensor]:
         """The tensors of one parameter on rank 0; nothing elsewhere. One replica does the work."""
@@ -145,6 +182,29 @@ class FullWeights:
         shards = [torch.empty_like(shard) for _ in range(self._info.tp_size)] if joins else None
         dist.gather(shard.contiguous(), shards, dst=dist.get_global_rank(group, 0), group=group)
         return [] if shards is None else entry.layout.join(shards)
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A tensor that may be asked for; reading it is collective."""
+
+    name: str
+    num_bytes: int
+    is_trained: bool
+    read: Callable[[], Tensor | None]
+    """Gives None on the ranks that do not get it."""
+
+
+def _merged(parts: Sequence[_Weight], scaling: float) -> _Weight:
+    """``W + scaling * B A`` from W, A and B; W itself where it has no adapter."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def read() -> Tensor | None:
+        weight, down, up = (part.read() for part in parts)
+        return None if weight is None or down is None or up is None else merged_weight(weight, down, up, scaling)
+
+    return _Weight(parts[0].name, sum(part.num_bytes for part in parts), any(p.is_trained for p in parts), read)
 
 
 @dataclass

@@ -13,10 +13,11 @@ from megatron.core import parallel_state
 
 from roll.config.roles import WorkerConfig
 from roll.protocol.metrics import Metrics, to_floats
-from roll.strategies.base import ModelHead, Output
+from roll.strategies.base import ModelHead, Output, WeightSelection
 from roll.strategies.megatron import MegatronInferStrategy, MegatronTrainStrategy
 from roll.strategies.megatron.optimizer import MOMENTS
 from roll.strategies.megatron.weights import FullWeights, OwnParameter
+from tests.strategies import lora_cases
 from tests.strategies.samples import TensorBatch, policy_loss, value_loss
 
 POLICY = (Output.LOG_PROBS, Output.ENTROPY, Output.SUM_OF_SQUARES)
@@ -43,9 +44,8 @@ class RecordingStrategy(MegatronTrainStrategy):
 
     def whole(self, value: Any, keep: Any = lambda own: True) -> dict[str, torch.Tensor]:
         """``value(own)`` of each parameter, as whole float32 tensors under Hugging Face names, on rank 0."""
-        shapes = {name: parameter.shape for name, parameter in self._skeleton.named_parameters()}
         tensors = [OwnParameter(own.correspondence, value(own)) for own in self.parameters if keep(own)]
-        buckets = FullWeights(tensors, self._info, shapes, torch.float32).buckets(2**30)
+        buckets = FullWeights(tensors, self._info, self._shapes, torch.float32).buckets(2**30)
         return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
 
     def _gradient(self, own: OwnParameter) -> Any:
@@ -180,3 +180,52 @@ def refused(role: WorkerConfig, rows: TensorBatch) -> str:
         except ValueError as error:
             return str(error)
         raise AssertionError("not refused")
+
+
+def _recording(role: WorkerConfig, value: bool = False) -> RecordingStrategy:
+    strategy = RecordingStrategy(role, ModelHead.VALUE if value else ModelHead.CAUSAL_LM)
+    strategy.initialize(num_training_steps=10)
+    return strategy
+
+
+def train_lora(role: WorkerConfig, batch: TensorBatch, steps: int) -> dict[str, Any]:
+    """:func:`lora_cases.train` under Megatron, with the norm of the last gradient."""
+    with fresh_groups():
+        strategy = _recording(role)
+        result = lora_cases.train_started(strategy, batch, steps)
+        moments = sum(
+            state["exp_avg"].numel() for state in strategy.optimizer.optimizer.state.values() if "exp_avg" in state
+        )
+        norm = to_floats(strategy.train_step(batch, policy_loss, POLICY))["grad_norm"]
+        return result | {"rank_info": strategy.rank_info, "moments": moments, "next_norm": norm}
+
+
+def train_and_save_lora(role: WorkerConfig, batch: TensorBatch, folder: Path) -> dict[str, torch.Tensor]:
+    with fresh_groups():
+        return lora_cases.train_and_save(_recording, role, batch, folder)
+
+
+def load_and_train_lora(role: WorkerConfig, batch: TensorBatch, folder: Path) -> dict[str, torch.Tensor]:
+    with fresh_groups():
+        return lora_cases.load_and_train(_recording, role, batch, folder)
+
+
+def initial_lora(role: WorkerConfig, batch: TensorBatch, value: bool = False) -> dict[str, torch.Tensor]:
+    """The float32 master weights of what is trained before any step, whole, on rank 0."""
+    with fresh_groups():
+        strategy = _recording(role, value)
+        trained = strategy.whole(
+            lambda own: strategy.masters.get(own.parameter, "weight"), lambda own: own.parameter.requires_grad
+        )
+        return {name: tensor.clone() for name, tensor in trained.items()}
+
+
+def merged_lora(role: WorkerConfig, batch: TensorBatch) -> list[dict[str, torch.Tensor]]:
+    """All weights as they are sent: merged, W, A and B apart, and the trained ones of these."""
+    selections = (WeightSelection(), WeightSelection(False, True), WeightSelection(True, True))
+    with fresh_groups():
+        strategy = _recording(role)
+        return [
+            {name: tensor.clone() for bucket in strategy.named_full_weights(4000, one) for name, tensor in bucket}
+            for one in selections
+        ]

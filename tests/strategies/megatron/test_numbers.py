@@ -317,6 +317,19 @@ def test_frozen_modules_do_not_change(run_case: RunCase, family: Callable[[str],
         assert (name in result["gradients"]) != frozen
 
 
+@pytest.mark.parametrize(("world", "sizes"), [(1, {}), (2, {"tp": 2, "sp": True}), (2, {"pp": 2})])
+def test_layers_learn_above_frozen_embeddings(
+    run_case: RunCase, expected: Expected, world: int, sizes: dict[str, Any]
+) -> None:
+    """A recomputed layer gets no gradient from Megatron unless its input wants one."""
+    model_args = RECOMPUTE | {"freeze_module_prefix": "model.embed_tokens"}
+    result = run_case(cases.train, world, sizes, "llama", model_args=model_args)[0]
+    wanted = expected("llama")["gradients"]
+    assert_same_gradients(
+        result["gradients"], {name: wanted[name] for name in wanted if name != "model.embed_tokens.weight"}
+    )
+
+
 def test_rank_info(run_case: RunCase) -> None:
     infos = [r["rank_info"] for r in run_case(cases.train, 4, {"tp": 2, "pp": 2})]
     assert [(i.rank, i.tp_rank, i.pp_rank, i.dp_rank) for i in infos] == [

@@ -1,0 +1,203 @@
+"""LoRA in Megatron's fused and cut linear layers.
+
+A Hugging Face projection has its own A (r, in) and B (out, r), as under every other backend, also where Megatron keeps
+several projections as one matrix (query, key and value; gate and up).  With tensor parallelism
+
+    cut by rows (column-parallel):      A whole on each rank, B this rank's rows;  B_part (A x)
+    cut by columns (row-parallel):      A this rank's columns, B whole;            B sum_ranks(A_part x_part)
+
+so ranks exchange the r numbers of ``A x`` for each token, never whole hidden states.  A gradient of what is whole comes
+out whole on each rank; with sequence parallelism it is of the rank's tokens only, and Megatron sums what is marked so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from roll.models.lora import Adapters, adapter_names, add_adapters, is_trained_whole
+from roll.strategies.megatron.conversion import LINEARS, CutByGroup, in_layer
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from roll.config.roles import ModelArguments
+    from roll.strategies.megatron.model import ResponseGPT
+
+
+class Adapter(nn.Module):
+    """A and B of one projection: this tensor-parallel rank's parts."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int, scaling: float, like: Tensor) -> None:
+        super().__init__()
+        self.down = nn.Parameter(like.new_empty(rank, inputs))
+        self.up = nn.Parameter(like.new_empty(outputs, rank))
+        self.scaling = scaling
+
+
+class AdaptedColumnLinear(ColumnParallelLinear):
+    """Cut by rows; its outputs are those of one or more projections."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.adapters = nn.ModuleDict()
+        self.uses_adapters = True
+
+    def adapt(
+        self, ranks: Mapping[str, int], scalings: Mapping[str, float], widths: Mapping[str, int], groups: int
+    ) -> None:
+        """Add an adapter for each projection in ``ranks``.
+
+        Args:
+            widths: outputs of every projection on this rank, in order.
+            groups: of outputs, each with a part of every projection.
+        """
+        self._widths, self._groups = dict(widths), groups
+        for name, rank in ranks.items():
+            adapter = Adapter(self.input_size, widths[name], rank, scalings[name], self.weight)
+            adapter.down.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+            self.adapters[name] = adapter
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_, weight, runtime_gather_output)
+        if self.adapters and self.uses_adapters:
+            output = output + self._update(input_)
+        return output, bias
+
+    def _update(self, hidden: Tensor) -> Tensor:
+        adapters = cast("dict[str, Adapter]", dict(self.adapters.items()))
+        low = linear(hidden, torch.cat([adapter.down for adapter in adapters.values()]))
+        if self.sequence_parallel:
+            low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.tp_group)
+        else:
+            low = copy_to_tensor_model_parallel_region(low, group=self.tp_group)
+        split = low.split([len(adapter.down) for adapter in adapters.values()], -1)
+        updates = {
+            name: linear(part, adapter.up) * adapter.scaling
+            for (name, adapter), part in zip(adapters.items(), split, strict=True)
+        }
+        parts = [
+            updates[name] if name in updates else low.new_zeros(*low.shape[:-1], width)
+            for name, width in self._widths.items()
+        ]
+        return torch.cat([part.unflatten(-1, (self._groups, -1)) for part in parts], -1).flatten(-2)
+
+
+class AdaptedRowLinear(RowParallelLinear):
+    """Cut by columns; one projection."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert self.input_is_parallel
+        self.adapters = nn.ModuleDict()
+        self.uses_adapters = True
+
+    def adapt(self, ranks: Mapping[str, int], scalings: Mapping[str, float]) -> None:
+        """Add an adapter for each projection in ``ranks``."""
+        for name, rank in ranks.items():
+            adapter = Adapter(self.input_size_per_partition, self.output_size, rank, scalings[name], self.weight)
+            adapter.up.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+            self.adapters[name] = adapter
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_)
+        if self.uses_adapters:
+            for adapter in cast("list[Adapter]", list(self.adapters.values())):
+                low = linear(input_, adapter.down)
+                if self.sequence_parallel:
+                    low = reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
+                else:
+                    low = reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
+                output = output + linear(low, adapter.up) * adapter.scaling
+        return output, bias
+
+
+def adapted_skeleton(model: PreTrainedModel, args: ModelArguments, seed: int, dtype: torch.dtype) -> Adapters:
+    """Put whole adapters into a model without weights, in place, by the code that does so under every other backend.
+
+    Targets and the random numbers of A are therefore the same everywhere.
+
+    Args:
+        dtype: of the base, to which a new A is rounded.
+
+    Raises:
+        ValueError: see :func:`roll.models.lora.add_adapters`; modules to be trained in full.
+    """
+    # peft puts an adapter where its base lies. One zero stands for each tensor of the base and takes no memory.
+    model._apply(lambda tensor: torch.zeros((), dtype=dtype if tensor.is_floating_point() else None).expand_as(tensor))
+    model.tie_weights()
+    adapters = add_adapters(model, args, seed, torch.float32)
+    whole = [name for name, _ in model.named_parameters() if is_trained_whole(name) and not name.startswith("score.")]
+    if whole:
+        where = "adapter_name_or_path" if args.adapter_name_or_path else "additional_target"
+        raise ValueError(
+            f"model_args.{where}: {whole[0]} is to be trained in full beside adapters, which the Megatron backend does "
+            "not do; leave it out, or use strategy_name: fsdp2_train"
+        )
+    return adapters
+
+
+def add_to_chunk(
+    chunk: ResponseGPT, hf: PretrainedConfig, shapes: Mapping[str, Sequence[int]], scalings: Mapping[str, float]
+) -> None:
+    """Give a model chunk this rank's parts of the adapters, not yet filled.
+
+    Args:
+        shapes: of whole tensors, A and B among them.
+        scalings: by the Hugging Face name of an adapted weight.
+    """
+    tensor_size = chunk.config.tensor_model_parallel_size
+    for layer in chunk.decoder.layers:
+        for path in LINEARS:
+            sources, layout = in_layer(f"{path}.weight", hf)
+            weights = {_projection(name): f"model.layers.{layer.layer_number - 1}.{name}" for name in sources}
+            adapted = {name: weight for name, weight in weights.items() if weight in scalings}
+            if not adapted:
+                continue
+            ranks = {name: shapes[adapter_names(weight)[0]][0] for name, weight in adapted.items()}
+            factors = {name: scalings[weight] for name, weight in adapted.items()}
+            module = layer.get_submodule(path)
+            if isinstance(module, AdaptedRowLinear):
+                module.adapt(ranks, factors)
+            else:
+                widths = {name: shapes[weight][0] // tensor_size for name, weight in weights.items()}
+                groups = layout.groups // tensor_size if isinstance(layout, CutByGroup) else 1
+                module.adapt(ranks, factors, widths, groups)
+
+
+def _projection(weight: str) -> str:
+    """``q_proj`` of ``self_attn.q_proj.weight``."""
+    return weight.split(".")[-2]
+
+
+@contextmanager
+def disabled(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """The base alone, for the length of a block without gradients."""
+    modules = [
+        module
+        for chunk in chunks
+        for module in chunk.modules()
+        if isinstance(module, AdaptedColumnLinear | AdaptedRowLinear)
+    ]
+    for module in modules:
+        module.uses_adapters = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.uses_adapters = True
