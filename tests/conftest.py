@@ -41,6 +41,8 @@ pytest.register_assert_rewrite("tests.strategies.engine_checks")
 # run would wait for its end in vain.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 ROOT = Path(__file__).parents[1]
 _LONG = [ROOT / "tests" / folder for folder in ("strategies", "distributed", "pipelines")]

@@ -79,7 +79,7 @@ class Watched(PipelineDefinition):
         from roll.workers import REFERENCE_WORKER, SFT_WORKER
 
         config, plan, frame = loaded.config, loaded.plan, RunFrame(loaded)
-        tokenizer = load_tokenizer(plan.roles["pupil"].model_path)
+        tokenizer = load_tokenizer(plan.roles["pupil"].model_path, trust_remote_code=False)
         rows = demonstrations(config, tokenizer)
         size = plan.training["pupil"].mini_batch_size
         with frame.running() as resources:
