@@ -266,7 +266,7 @@ STATE = (
         megatron_weights(RESUMED),
     ),
     Feature(
-        "checkpoints are written while training goes on (`async_save_ckpt`)",
+        "checkpoints are written concurrently with training (`async_save_ckpt`)",
         fsdp2_checkpoint(RESUMED),
         fsdp_checkpoint(RESUMED),
         Other("no"),
