@@ -55,6 +55,16 @@ def rounds(group: str) -> list[dict[str, Any]]:
     return found
 
 
+def files(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rounds as files that can be: a prefix of frozen modules has no place next to adapters, so it gets its own."""
+    frozen = [
+        {key: changes.pop(key) for key in list(changes) if key.endswith(".freeze_module_prefix")}
+        for changes in found
+        if any(key.endswith(".lora_target") for key in changes)
+    ]
+    return [*found, *(changes for changes in frozen if changes)]
+
+
 def values(key: str, kinds: list[str], texts: str) -> list[Any]:
     last = key.rsplit(".", 1)[-1]
     written = [text.strip() for text in texts.split(",") if text.strip()]
@@ -65,7 +75,7 @@ def values(key: str, kinds: list[str], texts: str) -> list[Any]:
     return [REASONABLE[last]] if last in REASONABLE else [BY_KIND[kind] for kind in kinds]
 
 
-CASES = [(group, number, changes) for group in ("rlvr", "sft") for number, changes in enumerate(rounds(group))]
+CASES = [(group, number, changes) for group in ("rlvr", "sft") for number, changes in enumerate(files(rounds(group)))]
 
 
 @pytest.mark.parametrize(("group", "number", "changes"), CASES, ids=[f"{group}-{number}" for group, number, _ in CASES])

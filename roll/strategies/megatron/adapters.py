@@ -32,10 +32,10 @@ from roll.models.lora import Adapters, adapter_names, add_adapters, is_trained_w
 from roll.strategies.megatron.conversion import LINEARS, CutByGroup, in_layer
 
 if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
     from transformers import PretrainedConfig, PreTrainedModel
 
     from roll.config.roles import ModelArguments
-    from roll.strategies.megatron.model import ResponseGPT
 
 
 class Adapter(nn.Module):
@@ -153,7 +153,7 @@ def adapted_skeleton(model: PreTrainedModel, args: ModelArguments, seed: int, dt
 
 
 def add_to_chunk(
-    chunk: ResponseGPT, hf: PretrainedConfig, shapes: Mapping[str, Sequence[int]], scalings: Mapping[str, float]
+    chunk: GPTModel, hf: PretrainedConfig, shapes: Mapping[str, Sequence[int]], scalings: Mapping[str, float]
 ) -> None:
     """Give a model chunk this rank's parts of the adapters, not yet filled.
 

@@ -20,9 +20,8 @@ from roll.strategies.base import ModelHead
 from roll.strategies.megatron.transformer_config import head_dim
 
 if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
     from transformers import PretrainedConfig
-
-    from roll.strategies.megatron.model import ResponseGPT
 
 
 LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
@@ -127,7 +126,7 @@ class Correspondence:
 
 
 def parameters_of(
-    chunk: ResponseGPT, hf: PretrainedConfig, head: ModelHead
+    chunk: GPTModel, hf: PretrainedConfig, head: ModelHead
 ) -> Iterator[tuple[Correspondence, nn.Parameter]]:
     """Every parameter of a model chunk with its correspondence."""
     for name, parameter in chunk.named_parameters():
