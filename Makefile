@@ -39,11 +39,13 @@ test: $(VENV)/.installed-test $(VLLM) lint
 	wait $$mypy; types=$$?; cat $(VENV)/mypy.log; exit $$((tests + types))
 
 test-long: $(VENV)/.installed-test $(VLLM)
-	TEST_VLLM_PARALLEL=1 $(PYTEST) -m long $(PYTEST_ARGS)
+	$(PYTEST) -m long $(PYTEST_ARGS)
 
-# What `make test` leaves out. A failure of the one does not keep the other from running. SGLang under Linux only.
+# What `make test` leaves out. A failure of one part does not keep the others from running. Engines under Linux only.
 test-rest:
-	$(MAKE) test-long; tests=$$?; $(if $(VLLM),$(MAKE) test-sglang,true); exit $$((tests + $$?))
+	$(MAKE) test-long; tests=$$?; \
+	$(if $(VLLM),$(MAKE) test-vllm-parallel,true); tests=$$((tests + $$?)); \
+	$(if $(VLLM),$(MAKE) test-sglang,true); exit $$((tests + $$?))
 
 test-all:
 	$(MAKE) test; tests=$$?; $(MAKE) test-rest; exit $$((tests + $$?))
@@ -66,7 +68,7 @@ install-vllm: $(VENV)/.installed-vllm
 
 install-sglang: $(SGLANG)/.installed
 
-# Of `make test-long`, engines of several ranks by themselves: four processes that each import vLLM.
+# vLLM engines of several ranks: four processes that each import vLLM.
 test-vllm-parallel: $(VENV)/.installed-test $(VLLM)
 	TEST_VLLM_PARALLEL=1 $(BIN)/python -m pytest -q tests/strategies/vllm/test_parallel.py tests/strategies/vllm/test_adapters.py tests/pipelines/test_vllm_ranks_run.py $(PYTEST_ARGS)
 
