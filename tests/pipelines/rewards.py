@@ -48,6 +48,11 @@ def always_one(response: str) -> float:
 
 
 def digits_in_parts(response: str) -> dict[str, float]:
-    """As ``digit_share``, with two further numbers to be weighed against each other."""
+    """As ``digit_share``, but right (1) for about a quarter of the responses; with two further numbers to be weighed
+    against each other."""
     share = digit_share(response)
-    return {"score": share, "correct": share, "answered": float(response.isascii())}
+    return {
+        "score": share if zlib.crc32(response.encode()) % 4 else 1.0,
+        "correct": share,
+        "answered": float(response.isascii()),
+    }

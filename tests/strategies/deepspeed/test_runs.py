@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("deepspeed")
 
 from roll.config.loader import load_config
-from roll.pipelines import rlvr
+from roll.pipelines.rlvr.pipeline import RLVRPipeline
 from tests.datasets.conftest import tiny  # noqa: F401  fixtures of other folders
 from tests.pipelines.conftest import world  # noqa: F401
 from tests.pipelines.tiny_runs import FinishedRun, TinyWorld
@@ -64,7 +64,7 @@ def runs(shared_ray: str, world: TinyWorld, tmp_path_factory: pytest.TempPathFac
         words = [*overrides(world, output), *more]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAY_ADDRESS", shared_ray)
-            rlvr.run(load_config(None, EXAMPLES / f"{case}.yaml", overrides=words))
+            RLVRPipeline(load_config(None, EXAMPLES / f"{case}.yaml", overrides=words)).run()
         return FinishedRun(output)
 
     groups = {"grpo": GRPO, "ppo": PPO}
