@@ -32,13 +32,12 @@ from benchmarks.simulation.engine import EngineCosts, SimulatedEngines
 from roll.config.run_ahead import RunAhead
 from roll.datasets.types import PromptRow
 from roll.rewards.base import RewardResult, RewardSample
-from roll.rollout.asynchronous import AsyncScheduler
 from roll.rollout.engines import EnginePool
 from roll.rollout.flow import GroupFlow, GroupSettings
 from roll.rollout.groups import SampleGroup
 from roll.rollout.replay import ReplayBuffer
 from roll.rollout.rewarding import RewardRouter
-from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.scheduling import AsyncScheduler, RolloutScheduler
 from roll.strategies.generation import SamplingParams
 
 GROUP_SIZE = 8

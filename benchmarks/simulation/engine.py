@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from benchmarks.simulation.clock import Clock, SimulatedCall
-from roll.rollout.messages import EngineCommand, EngineReport, FinishedGroup
+from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
 from roll.strategies.generation import GenerationRequest
 
 Draw = Callable[[str, int], tuple[int, float]]

@@ -1,4 +1,4 @@
-"""What a prompt goes through: to an engine, its samples to the rewards, the scored group through the filter."""
+"""The way of a prompt: to an engine, its samples to the rewards, the scored group through the filter."""
 
 from __future__ import annotations
 
@@ -7,15 +7,43 @@ from dataclasses import dataclass, field, replace
 from math import isnan
 from typing import Any
 
+from roll.config.roles import GeneratingArguments
 from roll.datasets.types import PromptRow
 from roll.distributed import PendingCall
 from roll.rollout.engines import EnginePool
 from roll.rollout.filters import GroupFilter
-from roll.rollout.groups import SampleGroup
-from roll.rollout.messages import FinishedGroup
-from roll.rollout.replay_state import progress_state, with_progress
+from roll.rollout.groups import FinishedGroup, OpenPrompt, SampleGroup
+from roll.rollout.replay import progress_state, with_progress
 from roll.rollout.rewarding import RewardRouter
 from roll.strategies.generation import GenerationRequest, SamplingParams
+
+
+def sampling_params(args: GeneratingArguments, max_new_tokens: int) -> SamplingParams:
+    """The parameters that training samples with; ``do_sample: false`` means greedy."""
+    return SamplingParams(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=args.min_new_tokens,
+        temperature=args.temperature if args.do_sample else 0.0,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        stop_token_ids=tuple(args.stop_token_ids or ()),
+        stop_strings=tuple(args.stop_strings or ()),
+        include_stop_str_in_output=args.include_stop_str_in_output,
+    )
+
+
+def greedy(max_new_tokens: int, like: SamplingParams) -> SamplingParams:
+    """The most probable continuation, stopping where ``like`` would."""
+    return SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=0.0,
+        stop_token_ids=like.stop_token_ids,
+        stop_strings=like.stop_strings,
+        include_stop_str_in_output=like.include_stop_str_in_output,
+    )
+
 
 DrawPrompts = Callable[[int], list[PromptRow]]
 """Gives the next n prompts, or fewer when there are no more (validation)."""
@@ -41,7 +69,7 @@ class GroupSettings:
     """By domain; a domain without one keeps every group."""
     lane: str = ""
     """Tells the requests of one flow from those of another on the same engines
-    (:func:`~roll.rollout.messages.lane_of`)."""
+    (:func:`~roll.rollout.groups.lane_of`)."""
 
     def name(self, order: int) -> str:
         """The id of the request for the prompt that was drawn as number ``order``."""
@@ -56,15 +84,6 @@ class GroupSettings:
         """Whether the filter of its domain accepts a scored group."""
         keep = self.filters.get(group.prompt.domain)
         return keep is None or keep(group.scores())
-
-
-@dataclass(frozen=True)
-class OpenPrompt:
-    """A prompt that engines are at work on."""
-
-    order: int
-    """Position in the order in which prompts were drawn."""
-    prompt: PromptRow
 
 
 @dataclass

@@ -13,9 +13,8 @@ from roll.algorithms.registry import Registry
 from roll.datasets.types import PromptRow
 from roll.distributed import PendingCall
 from roll.rollout.engines import EnginePool
-from roll.rollout.flow import DrawPrompts, GroupFlow, GroupSettings, OpenPrompt, Progress
-from roll.rollout.groups import SampleGroup
-from roll.rollout.messages import FinishedGroup
+from roll.rollout.flow import DrawPrompts, GroupFlow, GroupSettings, Progress
+from roll.rollout.groups import FinishedGroup, OpenPrompt, SampleGroup
 from roll.rollout.rewarding import RewardRouter
 from roll.strategies.generation import GenerationRequest, SamplingParams, VersionSpan
 

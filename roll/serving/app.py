@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from roll.rollout.messages import FinishedGroup
+from roll.rollout.groups import FinishedGroup
 from roll.serving.bodies import TooLong, read_json
 from roll.serving.requests import BadRequest, ChatQuestion, CompletionQuestion, Question, read_chat, read_completion
 from roll.serving.responses import Answer, Writer, error_body

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from roll.rollout.messages import FinishedGroup
+from roll.rollout.groups import FinishedGroup
 from roll.serving.requests import Question
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from roll.distributed import PendingCall
 from roll.distributed.failures import RemoteError
 from roll.rollout.engines import EnginePool
-from roll.rollout.messages import FinishedGroup
+from roll.rollout.groups import FinishedGroup
 from roll.strategies.generation import GenerationOutput, GenerationRequest, SamplingParams
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from roll.rollout.messages import FinishedGroup
+from roll.rollout.groups import FinishedGroup
 from roll.serving.requests import Question
 from roll.serving.responses import Answer, Choice, Writer, error_body, event
 from roll.serving.service import EngineService, Overloaded, Refused, Unavailable

@@ -9,7 +9,7 @@ import torch
 from roll.distributed import Dispatch, register
 from roll.models.build import load_config
 from roll.rewards.base import RewardResult, failure
-from roll.rollout.model_scores import ModelInput
+from roll.rollout.rewarding import ModelInput
 from roll.strategies.base import ModelHead, ModelStrategy, Output, TensorBatch
 from roll.workers.model import ModelWorker
 

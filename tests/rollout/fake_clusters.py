@@ -11,7 +11,7 @@ import numpy as np
 from roll.distributed import RemoteError, WorkerDied
 from roll.distributed.failures import RankReport
 from roll.rewards.base import RewardResult, RewardSample
-from roll.rollout.messages import EngineCommand, EngineReport, FinishedGroup
+from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
 from roll.strategies.generation import GenerationRequest, PartialSample
 
 

@@ -16,7 +16,6 @@ from roll.checkpoint.state import load_state, save_state
 from roll.config.run_ahead import RunAhead
 from roll.datasets.types import PromptRow
 from roll.distributed import WorkerDied
-from roll.rollout.asynchronous import AsyncScheduler
 from roll.rollout.engines import EnginePool
 from roll.rollout.filters import build_filter
 from roll.rollout.flow import GroupSettings, RolloutExhausted
@@ -24,7 +23,7 @@ from roll.rollout.groups import SampleGroup
 from roll.rollout.loops import RolloutLoop, make_flow
 from roll.rollout.replay import ReplayBuffer
 from roll.rollout.rewarding import RewardRouter
-from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.scheduling import AsyncScheduler, RolloutScheduler
 from roll.strategies.generation import SamplingParams
 from tests.rollout.fake_clusters import FakeCall, FakeRewards
 from tests.rollout.token_engines import LONGEST, TokenEngines, response

@@ -7,8 +7,7 @@ import pytest
 
 from roll.distributed import DeadlineExceeded, WorkerDied, WorkerFailed
 from roll.distributed.failures import RankReport
-from roll.rollout.engines import EnginePool
-from roll.rollout.routing import EngineLoad, build_router
+from roll.rollout.engines import EngineLoad, EnginePool, build_router
 from roll.strategies.generation import GenerationRequest, SamplingParams
 from tests.rollout.fake_clusters import FakeCall, FakeEngines
 

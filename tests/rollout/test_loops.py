@@ -14,11 +14,10 @@ import pytest
 from roll.checkpoint.state import load_state, save_state
 from roll.datasets.types import PromptRow
 from roll.rollout.batch import build_batch
-from roll.rollout.groups import SampleGroup
+from roll.rollout.groups import FinishedGroup, SampleGroup
 from roll.rollout.loops import RolloutContext, rollout_loops
-from roll.rollout.messages import FinishedGroup
-from roll.rollout.replay_state import group_from, group_state
-from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.replay import group_from, group_state
+from roll.rollout.scheduling import RolloutScheduler
 from tests.rollout.test_asynchronous import GROUP_SIZE, PARAMS, Bench, bench, resume, row, validate
 from tests.rollout.token_engines import response
 

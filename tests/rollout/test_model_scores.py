@@ -10,8 +10,7 @@ import pytest
 from roll.config.roles import DataArguments
 from roll.rewards import RewardOptionError, RewardResult, RewardSample, build_reward
 from roll.rewards.base import failure
-from roll.rollout.model_scores import ModelInput, ModelScorer
-from roll.rollout.rewarding import RewardRouter
+from roll.rollout.rewarding import ModelInput, ModelScorer, RewardRouter
 from tests.rollout.fake_clusters import FakeCall, FakeRewards
 from tests.rollout.helpers import make_group
 

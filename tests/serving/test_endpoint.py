@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from roll.rollout.engines import EnginePool
-from roll.rollout.messages import FinishedGroup
+from roll.rollout.groups import FinishedGroup
 from roll.serving.streaming import settled_text
 from roll.strategies.generation import GenerationRequest, SamplingParams
 from tests.serving.local_cluster import LocalCluster

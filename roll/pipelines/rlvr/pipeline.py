@@ -19,13 +19,12 @@ from roll.distributed import ResourceManager
 from roll.pipelines.export import export_model
 from roll.pipelines.frame import RunFrame
 from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency, moves_states
-from roll.pipelines.rlvr.asynchronous import AsyncRolloutPhase
 from roll.pipelines.rlvr.clusters import start_clusters
 from roll.pipelines.rlvr.data import load_data
 from roll.pipelines.rlvr.phases import add_old_log_probs, add_reference_log_probs, add_values, update_model
 from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.pipelines.rlvr.recorded import RecordedRollouts
-from roll.pipelines.rlvr.rollout import RolloutPhase
+from roll.pipelines.rlvr.rollout import AsyncRolloutPhase, RolloutPhase
 from roll.pipelines.rlvr.scoring import Scoring
 from roll.pipelines.rlvr.validation import Validation
 from roll.pipelines.samples import sample_table

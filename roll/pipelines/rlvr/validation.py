@@ -19,11 +19,10 @@ from roll.distributed import PendingCall
 from roll.pipelines.rlvr.accuracy import accuracy_metrics, is_correct
 from roll.pipelines.rlvr.plan import ValidationSet
 from roll.rollout.engines import EnginePool
-from roll.rollout.flow import DrawPrompts, GroupFlow, GroupSettings
+from roll.rollout.flow import DrawPrompts, GroupFlow, GroupSettings, greedy, sampling_params
 from roll.rollout.groups import SampleGroup
 from roll.rollout.rewarding import RewardRouter
-from roll.rollout.sampling import greedy, sampling_params
-from roll.rollout.scheduler import Collection
+from roll.rollout.scheduling import Collection
 from roll.strategies.generation import SamplingParams
 
 LANE = "validation"

@@ -11,7 +11,7 @@ import torch
 
 from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
 from roll.distributed import WorkerContext
-from roll.rollout.messages import EngineCommand, FinishedGroup
+from roll.rollout.groups import EngineCommand, FinishedGroup
 from roll.strategies.generation import GenerationRequest, SamplingParams
 from roll.strategies.hf_infer.rows import RunningRows
 from roll.strategies.hf_infer.sampler import Sampler
