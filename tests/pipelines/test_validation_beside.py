@@ -128,7 +128,7 @@ def test_a_run_measures_the_same_beside_training_and_before_it(run: Run, world: 
     }
     both = {"max_steps": 2, "eval_steps": 1, "val_batch_size": 5, "enable_old_logprobs_recompute": True}
     runs = {}
-    for name, changes in (("beside", {}), ("before", {"beside_training": False})):
+    for name, changes in (("beside", {}), ("before", {"concurrent": False})):
         output = tmp_path / name
         own = {"validation": section | changes, "rollout_dump_dir": str(output / "rollouts")}
         runs[name] = run(both | own, output=output)

@@ -73,7 +73,7 @@ class RLVRPipeline:
         """Build the phases on top of clusters and data."""
         phase = AsyncRolloutPhase if self.plan.is_async else RolloutPhase
         self.rollout = phase(self.config, self.plan, self.clusters, self.data)
-        if self.plan.is_async or self.plan.validates_beside_training:
+        if self.plan.is_async or self.plan.validates_concurrently:
             for cluster in self.clusters.computing():
                 cluster.meanwhile = self.rollout.work_until
         self.scoring = Scoring(self.config, self.plan.norm_types, self.plan.max_new_tokens)
@@ -83,7 +83,7 @@ class RLVRPipeline:
     def train_one_step(self, step: int) -> None:
         """The algorithm. Until the models learn, a signal may end it, except in the exchange of weights, which has two
         sides that wait for each other; the step is done again when the run goes on."""
-        beside = self.plan.validates_beside_training and self.is_validation_due(step)
+        beside = self.plan.validates_concurrently and self.is_validation_due(step)
         self.update_engines(step)
         with self.frame.interruptible():
             if self.is_validation_due(step) and not beside:

@@ -39,7 +39,7 @@ class RLVRPlan(Plan):
     norm_length: int
     """Tokens that the mode ``seq-mean-token-sum-norm`` divides by."""
     validation_sets: tuple[ValidationSet, ...]
-    validates_beside_training: bool
+    validates_concurrently: bool
     """Validation goes on while other roles compute and train."""
     needs_reference: bool
     """Something consumes reference log-probs."""

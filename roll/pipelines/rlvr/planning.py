@@ -31,7 +31,7 @@ from roll.config.roles import WorkerConfig
 from roll.config.strategy import GENERATION_STRATEGIES
 from roll.config.vllm import adapter_engine_args
 from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.rlvr.plan_validation import beside_training, validation_sets
+from roll.pipelines.rlvr.plan_validation import validates_concurrently, validation_sets
 from roll.rewards.base import RewardOptionError
 from roll.rewards.sections import concurrent_calls
 
@@ -261,7 +261,7 @@ def plan_rlvr(definition: PipelineDefinition, config: RLVRConfig, exp_name: str,
         norm_length=config.loss_norm_length or response,
         max_new_tokens=max_new_tokens(config),
         validation_sets=sets,
-        validates_beside_training=beside_training(config, started_roles(config)),
+        validates_concurrently=validates_concurrently(config, started_roles(config)),
         needs_reference=needs_reference(config),
         needs_old_log_probs=needs_old_log_probs(config),
         needs_old_entropy=needs_old_entropy(config),
