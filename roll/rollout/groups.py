@@ -12,11 +12,6 @@ from roll.rewards.base import RewardResult, RewardSample
 from roll.strategies.generation import FinishReason, GenerationOutput, GenerationRequest
 
 
-def lane_of(request_id: str) -> str:
-    """Who asks: what stands in front of the last ``/`` of a request's id. Several may ask the same engines."""
-    return request_id.rpartition("/")[0]
-
-
 @dataclass(frozen=True, slots=True)
 class EngineCommand:
     """One turn of an engine: take ``add``, drop ``abort``, give ``recall`` back, then work until something is worth

@@ -18,6 +18,8 @@ from roll.strategies.generation import GenerationOutput, GenerationRequest, Part
 FindPrompt = Callable[[str, str], PromptRow]
 """Gives the prompt of a domain by its id, the mark of its epoch included."""
 State = dict[str, Any]
+NO_PROGRESS: State = {"partial": [], "finished": []}
+"""Of a request that has no tokens yet."""
 
 
 def prompt_state(prompt: PromptRow) -> State:
@@ -246,7 +248,7 @@ class ReplayBuffer:
         """Everything held, as plain values and arrays.
 
         Args:
-            progress: of every group that is being generated (:meth:`~roll.rollout.flow.GroupFlow.progress_of`).
+            progress: of every group that is being generated (:meth:`~roll.rollout.flow.PromptFlow.progress_state`).
         """
         assert progress.keys() == self._generating.keys(), "every unfinished group has its request"
         complete = self._scoring | self._ready

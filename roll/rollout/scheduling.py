@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-from roll.distributed import PendingCall
-from roll.rollout.engines import EnginePool
+from roll.rollout.engines import EngineClient, Generation
 from roll.rollout.filters import GroupFilter
-from roll.rollout.flow import DrawPrompts, GroupFlow, GroupSettings, Rejections
+from roll.rollout.flow import DrawPrompts, GroupSettings, Progress, PromptFlow, Rejections
 from roll.rollout.groups import SampleGroup
-from roll.rollout.loops import RolloutLoop, make_flow
-from roll.rollout.replay import FindPrompt, ReplayBuffer
-from roll.rollout.rewarding import RewardRouter
-from roll.strategies.generation import GenerationRequest, SamplingParams
+from roll.rollout.loops import RolloutLoop
+from roll.rollout.replay import NO_PROGRESS, FindPrompt, ReplayBuffer
+from roll.rollout.rewarding import RewardClient
+from roll.strategies.generation import SamplingParams
 
 
 @dataclass
@@ -34,16 +33,16 @@ class RolloutScheduler:
 
     Args:
         seed: see :class:`~roll.rollout.flow.GroupSettings`.
-        deadline: seconds after which a step without any progress is given up (with a report of who did not answer).
+        deadline: seconds after which a step in which nothing moves is given up.
     """
 
-    def __init__(self, engines: EnginePool, rewards: RewardRouter, seed: int, deadline: float) -> None:
+    def __init__(self, engines: EngineClient, rewards: RewardClient, seed: int, deadline: float) -> None:
         self._engines = engines
         self._rewards = rewards
         self._seed = seed
         self._deadline = deadline
 
-    def collect(
+    async def collect(
         self,
         draw: DrawPrompts,
         num_prompts: int,
@@ -54,95 +53,66 @@ class RolloutScheduler:
         num_additional: int = 0,
         loop: RolloutLoop | None = None,
     ) -> RolloutResult:
-        """Generate and score ``group_size`` samples for each of ``num_prompts`` prompts.
+        """Generate and score ``group_size`` samples for each of ``num_prompts`` prompts, or for all that there are.
 
         Args:
             first_draw: how many prompts the run has drawn before; continues the count of draws.
             filters: by domain; a rejected group is replaced by another prompt's.
             num_additional: prompts to run beyond the need at any moment, so that a rejected group is replaced by one
-                that is under way already; the first to finish count, the rest is aborted.
-            loop: what becomes of each prompt; None: its samples are generated and scored.
+                that is in flight already; the first to finish count, the rest is aborted.
+            loop: makes a scored group of each prompt; None: its samples are generated and scored.
 
         Raises:
             RolloutExhausted: more than ``MAX_DRAWS_PER_WANTED`` groups for each wanted one were rejected by filters or
                 could not be scored.
+            RolloutStalled: nothing has moved for ``deadline`` seconds.
+            Exception: of a loop; the other prompts are aborted.
         """
         settings = GroupSettings(group_size, params, self._seed, filters or {})
-        flow = make_flow(self._engines, self._rewards, draw, settings, first_draw, loop)
-        collection = Collection(flow, num_prompts, num_additional)
-        while not collection.complete:
-            collection.advance(flow.wait(self._deadline))
-        result = collection.finish()
-        self._rewards.drop_pending()
-        self._engines.drain(self._deadline)
-        return result
-
-
-class Collection:
-    """``wanted`` groups of a flow that somebody drives: begun when it is made, and :attr:`complete` when it has all of
-    them or there are no more. See :meth:`RolloutScheduler.collect`."""
-
-    def __init__(self, flow: GroupFlow, wanted: int, additional: int = 0) -> None:
-        self._flow = flow
-        self._wanted = wanted
-        self._additional = additional
-        self._first_draw = flow.next_order
-        self._accepted: list[SampleGroup] = []
-        self._rejections = Rejections()
-        flow.start(wanted + additional)
-
-    @property
-    def complete(self) -> bool:
-        nothing_left = self._flow.dry and not self._flow.num_under_way
-        return len(self._accepted) >= self._wanted or nothing_left
-
-    def advance(self, done: Sequence[PendingCall]) -> None:
-        """Act on calls that are done."""
-        progress = self._flow.advance(done)
-        self._accepted += progress.accepted
-        for group in progress.rejected:
-            self._rejections.add(group)
-        missing = self._wanted - len(self._accepted) - self._flow.num_under_way
-        if progress.rejected and missing + self._additional > 0 and not self.complete:
-            self._rejections.check(self._wanted, len(self._accepted))
-            self._flow.start(missing + self._additional)
-
-    def finish(self) -> RolloutResult:
-        """Abort what is not needed any more and return the accepted groups in order of drawing."""
-        surplus = max(0, len(self._accepted) - self._wanted)
-        num_under_way = self._flow.num_under_way
-        self._flow.abort()
+        flow = PromptFlow(self._engines, self._rewards, draw, settings, first_draw, loop)
+        accepted: list[SampleGroup] = []
+        rejections = Rejections()
+        flow.start(num_prompts + num_additional)
+        try:
+            while len(accepted) < num_prompts and (flow.num_in_flight or not flow.exhausted):
+                progress = await flow.progress(self._deadline)
+                accepted += progress.accepted
+                for group in progress.rejected:
+                    rejections.add(group)
+                missing = num_prompts - len(accepted) - flow.num_in_flight
+                if progress.rejected and missing + num_additional > 0 and len(accepted) < num_prompts:
+                    rejections.check(num_prompts, len(accepted))
+                    flow.start(missing + num_additional)
+            num_in_flight = flow.num_in_flight
+        finally:
+            await flow.abort()
         return RolloutResult(
-            groups=sorted(self._accepted[: self._wanted], key=lambda group: group.order),
-            num_drawn=self._flow.next_order - self._first_draw,
-            num_filtered=self._rejections.count,
-            num_aborted=num_under_way + surplus,
-            rejected_mean_scores=self._rejections.mean_scores,
+            groups=sorted(accepted[:num_prompts], key=lambda group: group.order),
+            num_drawn=flow.next_order - first_draw,
+            num_filtered=rejections.count,
+            num_aborted=num_in_flight + max(0, len(accepted) - num_prompts),
+            rejected_mean_scores=rejections.mean_scores,
         )
-
-
-Result = TypeVar("Result")
 
 
 class AsyncScheduler:
     """Begins groups as the buffer has room for them, and hands out the groups of each step.
 
-    One thread drives everything: whoever waits for something else keeps the rollout going in the meantime
-    (:meth:`work`), and a failure of either side ends the wait at once.
+    :meth:`keep_going` runs in the background: groups continue, and others begin, whenever the event loop runs.
 
     Args:
         num_steps: steps of the run; no group is begun that none of them needs.
-        deadline: seconds after which a step without any progress is given up.
-        in_flight: weights are exchanged while samples are half-way, which then go on with the new ones; False: the
-            samples under way are finished first.
-        takes_turns: the engines' devices are others' between two :meth:`collect`: what is half-way when a step has its
-            groups is taken back from the engines, and goes on with the next step's weights.
+        deadline: seconds after which a wait in which nothing moves is given up.
+        in_flight: weights are exchanged while samples are partial, which then continue with the new ones; False: the
+            samples in flight are finished first.
+        takes_turns: the engines' devices are others' between two :meth:`collect`: what is partial when a step has its
+            groups is taken back from the engines, and continues with the next step's weights.
     """
 
     def __init__(
         self,
-        engines: EnginePool,
-        flow: GroupFlow,
+        engines: EngineClient,
+        flow: PromptFlow,
         buffer: ReplayBuffer,
         num_steps: int,
         deadline: float,
@@ -155,105 +125,101 @@ class AsyncScheduler:
         self._deadline = deadline
         self._in_flight = in_flight
         self._takes_turns = takes_turns
-        self._aside: list[GenerationRequest] = []
+        self._aside: list[Generation] = []
         self._version = 0
         self._taken_at_version = 0
         self._may_begin = False
         self._rejections = Rejections()
+        self._changed = asyncio.Event()
         self.buffer = buffer
 
-    def collect(self, step: int) -> list[SampleGroup]:
-        """The groups that step ``step`` trains on, in the order in which they were drawn.
+    async def keep_going(self) -> None:
+        """Act on whatever becomes of groups, for as long as the run lasts.
 
         Raises:
             RolloutExhausted: filters rejected too many groups for each wanted one.
+            Exception: of a loop, of the last engine, of a reward worker.
         """
-        self._go_on()
-        self._absorb([])
-        self._flow.abort(self.buffer.drop_stale(step))
+        while True:
+            self._absorb(await self._flow.progress())
+            self._fill()
+
+    async def collect(self, step: int) -> list[SampleGroup]:
+        """The groups that step ``step`` trains on, in the order in which they were drawn.
+
+        Raises:
+            RolloutStalled: nothing has moved for ``deadline`` seconds.
+        """
+        aside, self._aside = self._aside, []
+        self._engines.resubmit(aside)
+        self._engines.resume()
+        self._absorb(self._flow.take())
+        await self._flow.abort(self.buffer.drop_stale(step))
         self._may_begin = True
         self._fill()
-        while not self.buffer.can_take(step):
-            self.work(self._deadline)
+        await self._until(lambda: self.buffer.can_take(step))
         groups = self.buffer.take(step)
         self._taken_at_version += len(groups)
         self._rejections = Rejections()
         if self._takes_turns:
-            self._set_aside()
+            await self._set_aside()
         else:
             self._fill()
         return groups
 
-    def work(self, timeout: float | None, others: Sequence[PendingCall] = ()) -> list[PendingCall]:
-        """Wait until something is done, of the rollout or of ``others``, and act on it; what fails, on either side, is
-        raised.
-
-        Args:
-            timeout: seconds; None: as long as the calls' own deadlines allow.
-
-        Returns:
-            The calls that are done.
-        """
-        done = self._flow.wait(timeout, others)
-        self._absorb(done)
-        self._fill()
-        return done
-
-    def exchange(self, version: int, transfer: Callable[[], Result]) -> Result:
-        """Bring the engines to ``version`` by ``transfer``, with no turn in flight; they begin again in
+    async def pause(self) -> None:
+        """Leave the engines without a turn in flight, for an exchange of weights; they begin again in
         :meth:`collect`."""
         self._may_begin = False
-        while self._engines.num_outstanding + self._flow.num_scoring and not self._in_flight:
-            self.work(self._deadline)
-        self._engines.pause(self._deadline)
+        if not self._in_flight:
+            await self._until(lambda: not self._flow.num_in_flight)
+        await self._engines.pause()
         self._engines.readmit()
-        result = transfer()
+
+    def exchanged(self, version: int) -> None:
+        """The engines have the weights of ``version``."""
         self._version = version
         self._taken_at_version = 0
-        return result
 
-    @contextmanager
-    def engines_free(self) -> Iterator[None]:
-        """Engines and rewards for something else, between :meth:`exchange` and :meth:`collect`: what they are at work
-        on is taken back and goes on afterwards."""
-        self._absorb([])
-        while self._flow.num_scoring:
-            self.work(self._deadline)
-        self._set_aside()
+    async def free_engines(self) -> None:
+        """Leave the engines to somebody else, between an exchange and :meth:`collect`: what they had in flight is taken
+        back and continues afterwards."""
+        await self._set_aside()
         self._engines.resume()
-        yield
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that is held, unfinished samples with their tokens so far: plain values and arrays."""
-        requests = self._engines.recall(deadline=self._deadline)
-        self._absorb([])
-        self._engines.submit(requests)
-        return self.buffer.state_dict(self._flow.progress_of([*self._aside, *requests]))
+    async def state_dict(self) -> dict[str, Any]:
+        """Everything that is held, unfinished samples with their tokens so far: plain values and arrays. The engines
+        are interrupted for it, and continue."""
+        recalled = await self._engines.recall()
+        self._absorb(self._flow.take())
+        state = self.state_between_steps()
+        self._engines.resubmit(recalled)
+        return state
 
     def state_between_steps(self) -> dict[str, Any]:
-        """As :meth:`state_dict`, without a word to the engines: what they have of unfinished samples is not in it."""
-        nothing: dict[str, Any] = {"partial": [], "finished": []}
-        progress = dict.fromkeys(self.buffer.generating, nothing)
-        return self.buffer.state_dict(progress | self._flow.progress_of(self._aside))
+        """As :meth:`state_dict`, without a word to the engines: samples have what they had when an engine last got
+        them."""
+        known = self._flow.progress_state()
+        return self.buffer.state_dict({order: known.get(order, NO_PROGRESS) for order in self.buffer.generating})
 
-    def load_state_dict(self, state: Mapping[str, Any], find: FindPrompt) -> None:
-        """Go on where ``state`` was taken; before the first :meth:`exchange`. ``find`` gives a prompt by its id."""
-        self._aside += self._flow.take_up(*self.buffer.load_state_dict(state, find))
+    async def load_state_dict(self, state: Mapping[str, Any], find: FindPrompt) -> None:
+        """Continue where ``state`` was taken; before the first :meth:`collect`. ``find`` gives a prompt by its id."""
+        self._engines.hold()
+        self._flow.take_up(*self.buffer.load_state_dict(state, find))
 
-    def _set_aside(self) -> None:
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._flow.watched(self._changed, self._deadline)
+
+    async def _set_aside(self) -> None:
         """Leave the engines without work."""
         self._may_begin = False
-        self._aside += self._engines.recall(deadline=self._deadline)
-        self._absorb([])  # what was finished meanwhile
+        self._engines.hold()
+        self._aside += await self._engines.recall()
+        await self._engines.pause()
 
-    def _go_on(self) -> None:
-        """Let the engines go on with what they had been at work on."""
-        requests, self._aside = self._aside, []
-        self._engines.submit(requests)
-        self._engines.resume()
-
-    def _absorb(self, done: Sequence[PendingCall]) -> None:
-        progress = self._flow.advance(done)
+    def _absorb(self, progress: Progress) -> None:
         for group in progress.generated:
             self.buffer.generated(group)
         for group in progress.accepted:
@@ -263,6 +229,7 @@ class AsyncScheduler:
                 self._rejections.add(group)
         if progress.rejected:
             self._rejections.check(self.buffer.ahead.prompts_per_step, self.buffer.num_ready)
+        self._changed.set()
 
     def _fill(self) -> None:
         """Begin as many groups as there is room for."""
