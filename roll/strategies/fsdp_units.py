@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from roll.config.roles import ModelArguments
-from roll.config.strategy import ShardedStrategyConfig, WrapPolicy
+from roll.config.strategies.registry import ShardedStrategyConfig, WrapPolicy
 from roll.models.build import DTYPES, has_tied_embeddings
 from roll.models.log_probs import ResponseModel, output_matrices
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from roll.config.micro_batching import MicroBatching
+from roll.config.plan.micro_batching import MicroBatching
 from roll.models.layouts import leads_a_group
 from roll.models.partitions import balance_packs, pack_sequences
 from roll.strategies.base import TensorBatch

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 import torch
 
-from roll.config.micro_batching import MicroBatching
+from roll.config.plan.micro_batching import MicroBatching
 from roll.models.layouts import TokenLayout, packed_layout, row_layout, shared_prompt_layout
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
 from roll.strategies.base import TensorBatch

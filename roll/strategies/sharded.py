@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from roll.config.roles import WorkerConfig
-from roll.config.strategy import ShardedStrategyConfig, typed_strategy_config
+from roll.config.strategies.registry import ShardedStrategyConfig, typed_strategy_config
 from roll.models.build import DTYPES, enable_gradient_checkpointing
 from roll.protocol.metrics import Mean, Metrics, Sum
 from roll.strategies import distributed_checkpoint

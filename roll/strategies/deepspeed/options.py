@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from roll.config.deepspeed import ZeroPlan, numbers
-from roll.config.strategy import DeepSpeedStrategyConfig
+from roll.config.strategies.deepspeed import ZeroPlan, numbers
+from roll.config.strategies.registry import DeepSpeedStrategyConfig
 from roll.strategies.loss_scale import INITIAL_SCALE
 
 PASSED_THROUGH = ("activation_checkpointing", "aio", "comms_logger", "flops_profiler", "communication_data_type")

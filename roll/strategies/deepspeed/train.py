@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from roll.config.deepspeed import switch
 from roll.config.roles import WorkerConfig
+from roll.config.strategies.deepspeed import switch
 from roll.models.build import enable_gradient_checkpointing
 from roll.protocol.metrics import Mean, Metrics, Sum
 from roll.strategies.base import ModelHead, StateKind

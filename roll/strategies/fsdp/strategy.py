@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 import torch
 
-from roll.config.strategy import Fsdp1StrategyConfig
+from roll.config.strategies.registry import Fsdp1StrategyConfig
 from roll.models.layouts import TokenLayout
 from roll.strategies.fsdp.wrapping import clean_name, free_gathered, wrap_model
 from roll.strategies.fsdp2.mesh import build_mesh

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from roll.config.fsdp import FSDP1_OFFLOAD
+from roll.config.strategies.fsdp import FSDP1_OFFLOAD
 from roll.strategies.distributed_checkpoint import Checkpointed
 from roll.strategies.fsdp.strategy import FsdpInferStrategy
 from roll.strategies.optimizer import decay_groups

@@ -21,7 +21,7 @@ from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from roll.config.roles import ModelArguments
-from roll.config.strategy import Fsdp1StrategyConfig
+from roll.config.strategies.registry import Fsdp1StrategyConfig
 from roll.models.build import DTYPES
 from roll.models.log_probs import ResponseModel, output_matrices, run_head_when_called
 from roll.platforms import current_platform

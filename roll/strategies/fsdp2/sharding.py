@@ -15,7 +15,7 @@ from torch.distributed.fsdp import (
 )
 
 from roll.config.roles import ModelArguments
-from roll.config.strategy import Fsdp2StrategyConfig
+from roll.config.strategies.registry import Fsdp2StrategyConfig
 from roll.models.build import DTYPES
 from roll.models.log_probs import ResponseModel, output_matrices
 from roll.platforms import current_platform

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from roll.config.strategy import Fsdp2StrategyConfig
+from roll.config.strategies.registry import Fsdp2StrategyConfig
 from roll.models.layouts import TokenLayout
 from roll.models.meta_init import MetaModel, build_on_meta
 from roll.models.tiled_mlp import tile_mlp_layers

@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from roll.config.micro_batching import MicroBatching
+from roll.config.plan.micro_batching import MicroBatching
 from roll.models.layouts import AttentionPattern, TokenLayout, padded
 from roll.strategies.base import TensorBatch
 from roll.strategies.micro_batch_plan import Rows, plan_micro_batches

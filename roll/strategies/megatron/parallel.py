@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from roll.config.strategy import MegatronStrategyConfig
+from roll.config.strategies.registry import MegatronStrategyConfig
 from roll.platforms import current_platform
 from roll.protocol.rank import RankInfo
 

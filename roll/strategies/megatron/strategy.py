@@ -12,9 +12,9 @@ from megatron.core import parallel_state
 from torch import nn
 
 from roll.config.lora import uses_lora
-from roll.config.micro_batching import micro_batching
+from roll.config.plan.micro_batching import micro_batching
 from roll.config.roles import WorkerConfig
-from roll.config.strategy import MegatronStrategyConfig, typed_strategy_config
+from roll.config.strategies.registry import MegatronStrategyConfig, typed_strategy_config
 from roll.models.build import DTYPES
 from roll.models.lora import Adapters, base_name
 from roll.models.tensor_files import TensorFiles

@@ -20,7 +20,7 @@ from megatron.core.distributed import (
 from torch import nn
 
 from roll.checkpoint.contents import ModelContents, trained_under
-from roll.config.micro_batching import micro_batching
+from roll.config.plan.micro_batching import micro_batching
 from roll.models.tensor_files import fingerprint
 from roll.protocol.metrics import Mean, Metrics, Sum
 from roll.strategies.base import LossFunction, Output, StateKind, TensorBatch, TrainStrategy

@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from roll.config.roles import ModelArguments
-from roll.config.strategy import MegatronStrategyConfig
+from roll.config.strategies.registry import MegatronStrategyConfig
 from roll.strategies.megatron.parallel import ParallelSizes
 
 if TYPE_CHECKING:
