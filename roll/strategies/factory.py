@@ -10,10 +10,10 @@ from roll.strategies.base import ModelHead, ModelStrategy
 from roll.strategies.generation import GenerationStrategy
 
 MODEL_STRATEGIES = {
-    "fsdp2_train": "roll.strategies.fsdp2.Fsdp2TrainStrategy",
-    "fsdp2_infer": "roll.strategies.fsdp2.Fsdp2InferStrategy",
-    "fsdp_train": "roll.strategies.fsdp.FsdpTrainStrategy",
-    "fsdp_infer": "roll.strategies.fsdp.FsdpInferStrategy",
+    "fsdp2_train": "roll.strategies.fsdp.fsdp2.Fsdp2TrainStrategy",
+    "fsdp2_infer": "roll.strategies.fsdp.fsdp2.Fsdp2InferStrategy",
+    "fsdp_train": "roll.strategies.fsdp.fsdp1.FsdpTrainStrategy",
+    "fsdp_infer": "roll.strategies.fsdp.fsdp1.FsdpInferStrategy",
     "deepspeed_train": "roll.strategies.deepspeed.DeepSpeedTrainStrategy",
     "deepspeed_infer": "roll.strategies.deepspeed.DeepSpeedInferStrategy",
     "megatron_train": "roll.strategies.megatron.MegatronTrainStrategy",

@@ -10,7 +10,7 @@ from roll.config.roles import WorkerConfig
 from roll.models.build import DTYPES
 from roll.models.layouts import TokenLayout
 from roll.strategies.base import ModelHead, StateKind
-from roll.strategies.data_parallel import DataParallelStrategy
+from roll.strategies.training.data_parallel import DataParallelStrategy
 
 
 class HfForwardStrategy(DataParallelStrategy):

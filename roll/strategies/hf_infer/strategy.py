@@ -15,12 +15,12 @@ from roll.config.strategies.registry import HfInferStrategyConfig, typed_strateg
 from roll.models.build import DTYPES, attention_implementation, build_model, load_config
 from roll.platforms import current_platform
 from roll.protocol.columns import copy_into
+from roll.strategies.base import OffloadedStorages
 from roll.strategies.end_tokens import end_token_ids
 from roll.strategies.generation import GenerationOutput, GenerationRequest, GenerationStrategy
 from roll.strategies.hf_infer.decoder import Decoder, create_decoder
 from roll.strategies.hf_infer.engine import GenerationEngine
 from roll.strategies.sequence_length import longest_sequence
-from roll.strategies.storage import OffloadedStorages
 from roll.weight_sync.checksum import tensor_checksum
 
 logger = logging.getLogger(__name__)

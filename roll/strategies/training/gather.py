@@ -1,6 +1,6 @@
-"""Which part of each parameter each rank holds, and putting the parts together on rank 0.
+"""Shards of parameters, and gathering them on rank 0.
 
-FSDP1, FSDP2 and ZeRO-3 cut alike in this: a rank holds a run of the elements of a parameter, all of them or none, and
+FSDP1, FSDP2 and ZeRO-3 shard alike in this: a rank holds a run of the elements of a parameter, all of them or none, and
 the runs of the ranks in their order are the parameter.  So every run is received where it belongs in the whole tensor,
 and nothing is copied on the way.
 """

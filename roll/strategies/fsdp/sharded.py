@@ -1,4 +1,10 @@
-"""What FSDP2 and FSDP1 share: a mesh, AdamW on the shards, clipping by the whole norm, checkpoints."""
+"""The common part of FSDP2 and FSDP1: mesh, wrapped units, AdamW on shards, clipping by the global norm, checkpoints.
+
+| ``fsdp_size``      | mesh                                | dimensions       |
+|--------------------|-------------------------------------|------------------|
+| <= 1, or >= world  | (world,)                            | ``fsdp``         |
+| a divisor of world | (world / fsdp_size, fsdp_size)      | ``ddp``, ``fsdp``|
+"""
 
 from __future__ import annotations
 
@@ -12,23 +18,95 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from roll.config.roles import WorkerConfig
+from roll.config.roles import ModelArguments, WorkerConfig
+from roll.config.strategies.fsdp import ShardedStrategyConfig, WrapPolicy
 from roll.config.strategies.registry import ShardedStrategyConfig, typed_strategy_config
-from roll.models.build import DTYPES, enable_gradient_checkpointing
+from roll.models.build import DTYPES, enable_gradient_checkpointing, has_tied_embeddings
+from roll.models.log_probs import ResponseModel, output_matrices
 from roll.protocol.metrics import Mean, Metrics, Sum
-from roll.strategies import distributed_checkpoint
 from roll.strategies.base import ModelHead, StateKind
-from roll.strategies.data_parallel import DataParallelStrategy, DataParallelTrainStrategy
-from roll.strategies.distributed_checkpoint import Checkpointed
-from roll.strategies.fsdp_units import compute_dtype
-from roll.strategies.gradients import clip_factor, global_norm, local_gradients, local_tensor, scale_
-from roll.strategies.loss_scale import DynamicLossScale
-from roll.strategies.optimizer import adamw, decay_groups, state_tensors
-from roll.strategies.pieces import Pieces, gather_to_rank0
-from roll.strategies.schedule import LearningRateSchedule
+from roll.strategies.training.checkpoint import Checkpointed, load_sharded, save_sharded
+from roll.strategies.training.data_parallel import DataParallelStrategy, DataParallelTrainStrategy
+from roll.strategies.training.gather import Pieces, gather_to_rank0
+from roll.strategies.training.optimizer import (
+    DynamicLossScale,
+    LearningRateSchedule,
+    adamw,
+    clip_factor,
+    decay_groups,
+    global_norm,
+    local_gradients,
+    local_tensor,
+    scale_,
+    state_tensors,
+)
+
+
+def mesh_shape(world_size: int, fsdp_size: int) -> tuple[int, ...]:
+    """
+    Raises:
+        ValueError: ``fsdp_size`` does not divide the world.
+    """
+    if fsdp_size <= 1 or fsdp_size >= world_size:
+        return (world_size,)
+    if world_size % fsdp_size:
+        divisors = [size for size in range(2, world_size + 1) if world_size % size == 0]
+        raise ValueError(
+            f"strategy_config.fsdp_size: {fsdp_size} does not divide the role's {world_size} ranks; "
+            f"use one of {', '.join(map(str, divisors))}, or 1 to shard over all of them"
+        )
+    return (world_size // fsdp_size, fsdp_size)
+
+
+def build_mesh(device_type: str, world_size: int, fsdp_size: int) -> DeviceMesh:
+    shape = mesh_shape(world_size, fsdp_size)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("ddp", "fsdp")[-len(shape) :])
+
+
+def compute_dtype(args: ModelArguments, config: ShardedStrategyConfig) -> torch.dtype:
+    return DTYPES[config.param_dtype or args.dtype]
+
+
+def wrapped_units(model: ResponseModel, policy: WrapPolicy) -> list[nn.Module]:
+    """The modules to shard apart from the root, innermost first.
+
+    Raises:
+        ValueError: a wrap policy that names no module of this model.
+    """
+    language_model = model.language_model
+    chosen = policy.transformer_layer_cls_to_wrap
+    # An empty list is a choice too: one unit for everything, the cheapest way for a very small model.
+    names = set(getattr(language_model, "_no_split_modules", None) or () if chosen is None else chosen)
+    experts = set(policy.moe_experts or ())
+    units = [module for module in model.modules() if type(module).__name__ in experts]
+    units += [module for module in model.modules() if type(module).__name__ in names]
+    _check_found(names | experts, units, model)
+    if policy.wrap_embeddings or policy.wrap_lm_output:
+        if has_tied_embeddings(language_model):
+            raise ValueError(
+                "strategy_config.wrap_policy: wrap_embeddings and wrap_lm_output need two matrices, but this model "
+                "ties its output matrix to its embeddings; set both to false"
+            )
+        if policy.wrap_embeddings:
+            units.append(language_model.get_input_embeddings())
+        if policy.wrap_lm_output:
+            units += output_matrices(language_model)
+    return units
+
+
+def _check_found(names: set[str], units: list[nn.Module], model: nn.Module) -> None:
+    missing = names - {type(unit).__name__ for unit in units}
+    if missing and not units:
+        known = sorted({type(module).__name__ for module in model.modules()})
+        raise ValueError(
+            f"strategy_config.wrap_policy: the model has no module of class {', '.join(sorted(missing))}; "
+            f"its classes are {', '.join(known)}"
+        )
+
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +234,7 @@ class ShardedTrainStrategy(DataParallelTrainStrategy, ShardedStrategy):
         self.saved()
         if self.config.async_save_ckpt and self._background is None:
             self._background = dist.new_group(backend="gloo")
-        self._writing = distributed_checkpoint.save(
+        self._writing = save_sharded(
             path,
             self._checkpointed(),
             self.contents,
@@ -176,7 +254,7 @@ class ShardedTrainStrategy(DataParallelTrainStrategy, ShardedStrategy):
 
     def load(self, path: Path) -> None:
         self.saved()
-        state = distributed_checkpoint.load(path, self._checkpointed(), self.contents)
+        state = load_sharded(path, self._checkpointed(), self.contents)
         self.step = int(state["step"])
         if self.loss_scale is not None and "loss_scale" in state:
             self.loss_scale.restore(state["loss_scale"])

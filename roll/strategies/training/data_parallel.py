@@ -1,4 +1,4 @@
-"""What the data-parallel strategies (FSDP2, DeepSpeed) share: how a batch is cut, computed and put together again.
+"""Data-parallel strategies (FSDP, DeepSpeed, plain models): a rank's rows in micro-batches, computed and reduced.
 
 A backend says how a module is sharded, differentiated and updated; everything here is the same under each of them, so
 that they give the same numbers.
@@ -24,9 +24,9 @@ from roll.config.roles import WorkerConfig
 from roll.models.attention import check_context_size, sum_of_parts, use_layout_attention
 from roll.models.build import build_model, has_tied_embeddings
 from roll.models.layouts import TokenLayout, padded
+from roll.models.loading import fingerprint
 from roll.models.log_probs import ResponseModel
 from roll.models.lora import Adapters, MergedWeight, add_adapters
-from roll.models.tensor_files import fingerprint
 from roll.platforms import current_platform
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import (
@@ -40,11 +40,20 @@ from roll.strategies.base import (
     TrainStrategy,
     WeightSelection,
 )
-from roll.strategies.micro_batch_plan import Rows, plan_micro_batches
-from roll.strategies.micro_batches import is_empty, lay_out, layout_metrics, merged_floats, micro_batch, row_index
+from roll.strategies.training.micro_batches import (
+    Rows,
+    is_empty,
+    lay_out,
+    layout_metrics,
+    merged_floats,
+    micro_batch,
+    plan_micro_batches,
+    row_index,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
 
 EXPORT_BUCKET_BYTES = 2**30
 """Device memory that an export may hold gathered at once; the whole model is put together in host memory."""

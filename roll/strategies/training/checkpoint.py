@@ -1,8 +1,9 @@
-"""Training state on disk: PyTorch distributed checkpoints, which any number of ranks can read.
+"""Training state on disk: what every strategy writes, and PyTorch distributed checkpoints, for any number of ranks.
 
-A folder holds ``model_and_optimizer/`` (each rank wrote its shards) and what :mod:`roll.strategies.trainer_state`
-writes.  Whoever calls makes the folder appear at once or not at all.  Tensors have their Hugging Face names, so that
-what FSDP2 wrote can be continued under FSDP1 and the other way round.
+``trainer_state.json`` (:mod:`roll.checkpoint.contents`) and ``rng_rank<r>/`` (JSON and safetensors) for each rank r are
+the same under every strategy.  FSDP adds ``model_and_optimizer/``, in which each rank wrote its shards.  Whoever calls
+makes the folder appear at once or not at all.  Tensors have their Hugging Face names, so that what FSDP2 wrote can be
+continued under FSDP1 and the other way round.
 
 Only tensors are written: hyperparameters of the optimizer are those of the configuration that goes on.  PyTorch keeps
 the index of the tensors as a pickle; it is read by :class:`SafeReader`, which knows the few classes of an index and no
@@ -12,6 +13,7 @@ other, so that a rewritten file cannot run code.
 from __future__ import annotations
 
 import io
+import json
 import logging
 import pickle
 import warnings
@@ -23,6 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import metadata
@@ -44,10 +47,53 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from torch.optim import Optimizer
 
 from roll.checkpoint import CheckpointDamagedError
-from roll.checkpoint.contents import ModelContents
-from roll.strategies.trainer_state import load_trainer_state, restore_rng_states, save_trainer_state
+from roll.checkpoint.contents import (
+    FORMAT,
+    STATE_NAME,
+    ModelContents,
+    check_contents,
+    read_contents,
+    read_trainer_state,
+)
+from roll.checkpoint.rng import capture_rng_state, restore_rng_state
+from roll.checkpoint.state import load_state, save_state
 
 logger = logging.getLogger(__name__)
+
+
+def save_trainer_state(path: Path, contents: ModelContents, state: dict[str, Any]) -> None:
+    """Collective. Write ``state`` (JSON values) with the number of ranks, ``contents``, and this rank's RNG states."""
+    save_state(_rng_folder(path), capture_rng_state())
+    if dist.get_rank() == 0:
+        whole = {**state, "format": FORMAT, "world_size": dist.get_world_size(), "model": contents.as_json()}
+        (path / STATE_NAME).write_text(json.dumps(whole), encoding="utf-8")
+    dist.barrier()
+
+
+def load_trainer_state(path: Path, contents: ModelContents) -> dict[str, Any]:
+    """What :func:`save_trainer_state` was given, and ``world_size``.
+
+    Raises:
+        FileNotFoundError: ``path`` is no such checkpoint.
+        CheckpointMismatchError: something of it would be left behind by a model with ``contents``.
+    """
+    state = read_trainer_state(path)
+    written = read_contents(state, path)
+    check_contents(written, contents, path)
+    return state
+
+
+def restore_rng_states(path: Path, state: dict[str, Any]) -> None:
+    """Put this rank's RNG states back, where as many ranks run as wrote them."""
+    if state["world_size"] == dist.get_world_size():
+        restore_rng_state(load_state(_rng_folder(path)))
+    else:
+        logger.warning("%s was written by %d ranks: RNG states are not restored", path, state["world_size"])
+
+
+def _rng_folder(path: Path) -> Path:
+    return path / f"rng_rank{dist.get_rank()}"
+
 
 _TENSORS = "model_and_optimizer"
 _INDEX = ".metadata"
@@ -102,7 +148,7 @@ class Checkpointed:
         return self.prefix + name
 
 
-def save(
+def save_sharded(
     path: Path,
     checkpointed: Checkpointed,
     contents: ModelContents,
@@ -130,8 +176,8 @@ def save(
     return writing
 
 
-def load(path: Path, checkpointed: Checkpointed, contents: ModelContents) -> dict[str, Any]:
-    """Collective. Put back what :func:`save` wrote, for any number of ranks; returns its ``state``.
+def load_sharded(path: Path, checkpointed: Checkpointed, contents: ModelContents) -> dict[str, Any]:
+    """Collective. Put back what :func:`save_sharded` wrote, for any number of ranks; returns its ``state``.
 
     RNG states are put back where as many ranks run as wrote them.
 
@@ -156,7 +202,7 @@ def load(path: Path, checkpointed: Checkpointed, contents: ModelContents) -> dic
 
 
 class SafeReader(FileSystemReader):
-    """Reads what :func:`save` wrote, and runs nothing that a file might say."""
+    """Reads what :func:`save_sharded` wrote, and runs nothing that a file might say."""
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """

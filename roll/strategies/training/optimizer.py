@@ -1,7 +1,10 @@
-"""Learning-rate schedules under Hugging Face's names: a pure function of the step, with nothing to save.
+"""AdamW, learning-rate schedules, dynamic loss scaling, and clipping by the global gradient norm.
 
-After the warm-up they equal those of ``transformers.get_scheduler``. The warm-up is ``(step + 1) / warmup_steps``: no
-optimizer step is wasted on a learning rate of 0.
+Schedules have Hugging Face's names: pure functions of the step, with nothing to save.  After the warm-up they equal
+those of ``transformers.get_scheduler``.  The warm-up is ``(step + 1) / warmup_steps``: no optimizer step is wasted on a
+learning rate of 0.
+
+The norm and the clipping work on local shards: one collective, no DTensor dispatch per parameter.
 """
 
 from __future__ import annotations
@@ -10,6 +13,11 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, all_reduce
+from torch.distributed.tensor import DTensor
 
 from roll.config.names import LR_SCHEDULER_OPTIONS
 from roll.config.roles import TrainingArguments
@@ -136,3 +144,127 @@ _DECAYS: Mapping[str, Callable[[LearningRateSchedule, int], float]] = {
     "inverse_sqrt": _inverse_sqrt,
     "warmup_stable_decay": _warmup_stable_decay,
 }
+
+
+INITIAL_SCALE = 2.0**16
+
+
+@dataclass
+class DynamicLossScale:
+    """The largest power of two by which a loss can be multiplied without its gradients leaving fp16's range.
+
+    Gradients below 6e-8 are 0 in fp16.  So the loss is multiplied by ``value``, and the gradients divided by it in
+    float32.  A gradient that is not finite halves the scale and its update is left out; ``growth_interval`` good
+    updates in a row double it (Micikevicius et al., 2018, Mixed Precision Training, arXiv:1710.03740, section 3.2).
+
+    Every rank sees the same gradient norm, so all keep the same scale without speaking about it.
+    """
+
+    value: float = INITIAL_SCALE
+    growth_interval: int = 2000
+    good_updates: int = 0
+
+    def adapt(self, finite: bool) -> None:
+        """After an update: ``finite`` if it was made."""
+        if not finite:
+            # Below 1 nothing is gained: the loss itself is too large.
+            self.value, self.good_updates = max(1.0, self.value / 2), 0
+            return
+        self.good_updates += 1
+        if self.good_updates == self.growth_interval:
+            self.value, self.good_updates = self.value * 2, 0
+
+    def state(self) -> dict[str, Any]:
+        """JSON values."""
+        return {"value": self.value, "good_updates": self.good_updates}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.value, self.good_updates = float(state["value"]), int(state["good_updates"])
+
+
+def decay_groups(
+    model: torch.nn.Module, weight_decay: float, num_dims: Callable[[torch.Tensor], int] = torch.Tensor.dim
+) -> list[dict[str, Any]]:
+    """The trainable parameters as optimizer groups: matrices decay, vectors (biases, norm weights) never do.
+
+    Args:
+        num_dims: the number of dimensions of a whole parameter, of which the model may hold a flat part.
+
+    Raises:
+        ValueError: nothing is trainable.
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ValueError("model_args.freeze_module_prefix: every parameter of the model is frozen; freeze fewer")
+    matrices = [parameter for parameter in trainable if num_dims(parameter) >= 2]
+    vectors = [parameter for parameter in trainable if num_dims(parameter) < 2]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def adamw(groups: list[dict[str, Any]], args: TrainingArguments) -> torch.optim.AdamW:
+    """AdamW (Loshchilov & Hutter, 2019, arXiv:1711.05101), float32 moments.
+
+    The fused kernel does a step in one pass over memory, on CPU as on CUDA.
+    """
+    return torch.optim.AdamW(
+        groups,
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        fused=True,
+    )
+
+
+def build_adamw(model: torch.nn.Module, args: TrainingArguments) -> torch.optim.AdamW:
+    """:func:`adamw` over the trainable parameters of ``model``.
+
+    Raises:
+        ValueError: nothing is trainable.
+    """
+    return adamw(decay_groups(model, args.weight_decay), args)
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The moments and step counts that the optimizer holds."""
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor (the same memory)."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_gradients(parameters: list[torch.nn.Parameter]) -> list[Tensor]:
+    return [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def global_norm(gradients: list[Tensor], shard_group: ProcessGroup | None, device: torch.device) -> Tensor:
+    """float32 scalar: the 2-norm of the whole gradient, of which ``gradients`` are this rank's shards.
+
+    Args:
+        shard_group: the ranks that hold the other shards; None when there are none.
+        device: where the collective runs (gradients may be in host memory).
+    """
+    if gradients:
+        norms = torch._foreach_norm(gradients)
+        squared = torch.stack([norm.float() for norm in norms]).square().sum().to(device)
+    else:
+        squared = torch.zeros((), device=device)
+    if shard_group is not None:
+        all_reduce(squared, group=shard_group)
+    return squared.sqrt()
+
+
+def clip_factor(norm: float, max_norm: float | None) -> float:
+    """By what to multiply a gradient of global norm ``norm``, so that the norm is at most ``max_norm``."""
+    return max_norm / (norm + 1e-6) if max_norm is not None and norm > max_norm else 1.0
+
+
+def scale_(gradients: list[Tensor], factor: float) -> None:
+    """Multiply the gradients in place."""
+    if factor != 1.0 and gradients:
+        torch._foreach_mul_(gradients, factor)
