@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from roll.algorithms import options as options_module
-from roll.algorithms.actor_loss import POLICY_LOSS_NAMES, actor_loss, actor_loss_options, register_policy_loss
 from roll.algorithms.aggregation import (
     AGGREGATION_MODES,
     LossDenominators,
@@ -17,10 +16,10 @@ from roll.algorithms.aggregation import (
     denominators_of,
     group_tokens_of,
 )
-from roll.algorithms.loss_types import LossInputs, LossOutputs
+from roll.algorithms.loss_types import LossInputs, LossOutputs, options_class_of
+from roll.algorithms.losses import POLICY_LOSS_NAMES, actor_loss, actor_loss_options, register_policy_loss
 from roll.algorithms.masked import Groups
-from roll.algorithms.metric_builder import MetricBuilder
-from roll.algorithms.policy_registry import options_class_of
+from roll.algorithms.metrics import MetricBuilder
 from roll.protocol.metrics import merge_metrics, to_floats
 from tests.algorithms import reference
 from tests.algorithms.reference import Batch, batches, make_batch

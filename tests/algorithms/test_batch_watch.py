@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from roll.algorithms.batch_watch import BatchWatch
+from roll.algorithms.metrics import BatchWatch
 
 VARIED, SAME = torch.tensor([0.0, 1.0, 0.0, 1.0]), torch.zeros(4)
 CUT, WHOLE = torch.tensor([True, True, True, False]), torch.zeros(4, dtype=torch.bool)

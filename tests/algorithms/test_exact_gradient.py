@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions, estimate_advantages
 from roll.algorithms.kl import KLOptions, kl_estimate
-from roll.algorithms.reward_processing import token_level_rewards
+from roll.algorithms.samples import token_level_rewards
 from tests.algorithms.tabular import (
     TabularPolicy,
     bias_and_deviation,

@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from roll.algorithms.actor_loss import actor_loss, actor_loss_options
 from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions, estimate_advantages
 from roll.algorithms.aggregation import LossDenominators, aggregate, group_tokens_of
 from roll.algorithms.kl import KLOptions, kl_estimate
-from roll.algorithms.metric_builder import MetricBuilder
-from roll.algorithms.sample_selection import SampleWeightOptions, sample_weights
-from roll.algorithms.value_loss import value_loss
+from roll.algorithms.losses import actor_loss, actor_loss_options, value_loss
+from roll.algorithms.metrics import MetricBuilder
+from roll.algorithms.samples import SampleWeightOptions, sample_weights
 from roll.protocol.metrics import to_floats
 from tests.algorithms.reference import make_batch
 from tests.algorithms.test_actor_loss import inputs_of, whole

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from roll.algorithms.metric_builder import Correlation
+from roll.algorithms.metrics import Correlation
 from roll.algorithms.registry import Registry
 
 
@@ -34,7 +34,7 @@ def test_mistakes_are_named(name: str, message: str) -> None:
 
 
 def test_options_do_not_import_torch() -> None:
-    code = "import sys, roll.algorithms.options, roll.algorithms.correction_options; sys.exit('torch' in sys.modules)"
+    code = "import sys, roll.algorithms.options; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

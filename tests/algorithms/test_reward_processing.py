@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from roll.algorithms.advantages import resolve_norm_types
-from roll.algorithms.reward_processing import (
+from roll.algorithms.samples import (
     NORM_TYPES,
     RewardOptions,
     RewardPostprocessor,

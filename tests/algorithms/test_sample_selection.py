@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from roll.algorithms.sample_selection import (
+from roll.algorithms.samples import (
     SampleMaskOptions,
     SampleWeightOptions,
     sample_mask,

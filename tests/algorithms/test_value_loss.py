@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from roll.algorithms.aggregation import denominators_from, denominators_of
-from roll.algorithms.value_loss import value_loss
+from roll.algorithms.losses import value_loss
 from roll.protocol.metrics import merge_metrics, to_floats
 from tests.algorithms.reference import Batch, batches, make_batch
 
