@@ -1,27 +1,78 @@
-"""The actor's loss: policy gradient by variant, plus divergence from the reference, minus entropy bonus."""
+"""The actor's and the critic's losses.
+
+The actor's is a policy gradient by variant, plus the divergence from the reference, minus the entropy bonus.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from roll.algorithms import covariance_losses as _covariance_losses  # noqa: F401  registers clip_cov and kl_cov
+from roll.algorithms import policy_losses as _policy_losses  # noqa: F401  registers the variants
 from roll.algorithms.aggregation import LossDenominators, aggregate
-from roll.algorithms.correction_options import correction_options
-from roll.algorithms.corrections import correct_mismatch, mismatch_metrics
+from roll.algorithms.corrections import CorrectionOptions, correct_mismatch, correction_options, mismatch_metrics
 from roll.algorithms.kl import KLOptions, kl_estimate
-from roll.algorithms.loss_types import LossInputs, LossOutputs
-from roll.algorithms.metric_builder import MetricBuilder
-from roll.algorithms.options import ActorLossOptions, options_from
-from roll.algorithms.policy_registry import options_class_of, policy_losses, register_policy_loss
+from roll.algorithms.loss_types import LossInputs, LossOutputs, options_class_of, policy_losses, register_policy_loss
+from roll.algorithms.metrics import MetricBuilder
+from roll.algorithms.options import PPOOptions
+from roll.algorithms.registry import Registry
 
 POLICY_LOSS_NAMES = policy_losses.names
 
+Options = TypeVar("Options")
+
 __all__ = ["POLICY_LOSS_NAMES", "actor_loss", "actor_loss_options", "register_policy_loss"]
+
+
+@dataclass(frozen=True)
+class ActorLossOptions:
+    """Everything the actor's loss depends on."""
+
+    pg_variant: str = "ppo"
+    """Name in the registry of policy losses, or the dotted path of a function."""
+    pg: Any = field(default_factory=PPOOptions)
+    """Options of the variant, of its own dataclass."""
+    loss_agg_mode: str = "seq-mean-token-mean"
+    """One of :data:`roll.algorithms.aggregation.AGGREGATION_MODES`."""
+    kl_loss_agg_mode: str | None = None
+    """The mode of the divergence; null: ``loss_agg_mode``."""
+    entropy_loss_agg_mode: str | None = None
+    """The mode of the entropy bonus; null: ``loss_agg_mode``."""
+    rl_loss_coef: float = 1.0
+    """Weight of the policy-gradient term."""
+    use_kl_loss: bool = False
+    """Add the divergence from the reference to the loss."""
+    kl_loss_coef: float = 0.0
+    kl_loss_type: str = "k3"
+    """Estimator of the divergence (:data:`roll.algorithms.kl.KL_ESTIMATORS`)."""
+    kl_loss_clamp: float | None = 10.0
+    """Bound of k3's value in the loss (see :class:`roll.algorithms.kl.KLOptions`)."""
+    kl_loss_importance_weighted: bool = False
+    """Weight the estimate by pi / pi_old: unbiased after the first update of a batch."""
+    entropy_loss_coef: float = 0.0
+    """Weight of the entropy bonus (subtracted from the loss)."""
+    log_entropy: bool = True
+    """Compute the entropy also where it has no weight: for the metric, outside the graph of the loss."""
+    correction: CorrectionOptions = field(default_factory=CorrectionOptions)
+    """What to do about a rollout engine whose probabilities differ from the trainer's."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.use_kl_loss and self.kl_loss_coef != 0.0
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.entropy_loss_coef != 0.0
+
+
+def options_from(options_class: type[Options], settings: Mapping[str, Any]) -> Options:
+    """Build ``options_class`` from those entries of ``settings`` that are its fields; the rest keeps its default."""
+    names = {f.name for f in fields(options_class)}  # type: ignore[arg-type]
+    return options_class(**{name: value for name, value in settings.items() if name in names})
 
 
 def actor_loss_options(settings: Mapping[str, Any]) -> ActorLossOptions:
@@ -127,3 +178,70 @@ def _policy_metrics(inputs: LossInputs, metrics: MetricBuilder) -> None:
         metrics.mean("actor/sample_weights_mean", inputs.sample_weights.sum(), float(everything.numel()))
         metrics.min("actor/sample_weights_min", inputs.sample_weights, everything)
         metrics.max("actor/sample_weights_max", inputs.sample_weights, everything)
+
+
+ErrorFunction = Callable[[Tensor, Tensor], Tensor]
+"""``(values, returns) -> loss`` of each token, all float (B, L)."""
+
+value_losses: Registry[ErrorFunction] = Registry("value_loss_type")
+
+
+def register_value_loss(name: str) -> Callable[[ErrorFunction], ErrorFunction]:
+    """Decorator: make an error function selectable as ``value_loss_type: name``."""
+    return value_losses.decorator(name)
+
+
+@register_value_loss("mse")
+def mse(values: Tensor, returns: Tensor) -> Tensor:
+    """Half the squared error."""
+    return 0.5 * (values - returns).square()
+
+
+@register_value_loss("huber")
+def huber(values: Tensor, returns: Tensor) -> Tensor:
+    """Half the squared error up to an error of 1, linear beyond: outliers pull no harder than that (Huber 1964)."""
+    return torch.nn.functional.huber_loss(values, returns, reduction="none")
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    value_clip: float | None,
+    denominators: LossDenominators,
+    loss_agg_mode: str = "token-mean",
+    value_loss_type: str = "mse",
+    group_ids: Tensor | None = None,
+) -> LossOutputs:
+    """The error, clipped around the old values: max(e(v, R), e(clip(v, old +- c), R)), with e half the squared error.
+
+    Source: PPO's reference implementation (arXiv 1707.06347; "What matters in on-policy RL", 2006.05990, app. B.1).
+
+    Args:
+        values: float (B, L), the critic's prediction, with gradient.
+        old_values: float (B, L), its prediction before the update.
+        returns: float (B, L).
+        mask: bool (B, L).
+        value_clip: c; None: no clipping.
+        denominators: of the whole optimizer step; the result is this micro-batch's share of the global loss.
+        loss_agg_mode: one of :data:`roll.algorithms.aggregation.AGGREGATION_MODES`.
+        value_loss_type: name of another e (:data:`value_losses`), or the dotted path of one.
+        group_ids: int64 (B,), for modes that ask for groups.
+    """
+    metrics = MetricBuilder()
+    error_of = value_losses.resolve(value_loss_type)
+    loss = error = error_of(values, returns)
+    clipped_count: Tensor | float = 0.0
+    if value_clip is not None:
+        near = old_values + (values - old_values).clamp(-value_clip, value_clip)
+        clipped_error = error_of(near, returns)
+        loss = torch.maximum(error, clipped_error)
+        clipped_count = ((clipped_error > error) & mask).sum()
+    total = aggregate(loss, mask, loss_agg_mode, denominators, group_ids=group_ids)
+    tokens = mask.sum()
+    metrics.mean("critic/loss", total, tokens.double() / max(denominators.tokens, 1.0))
+    metrics.mean("critic/clipfrac", clipped_count, tokens)
+    for name, per_token in (("value", old_values), ("vpred", values), ("error", (values - returns).square())):
+        metrics.mean(f"critic/{name}", torch.where(mask, per_token.detach(), 0.0).sum(), tokens)
+    return LossOutputs(total, metrics.build())

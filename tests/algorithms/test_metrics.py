@@ -1,3 +1,5 @@
+"""Metrics of a step's batch, and warnings about batches that teach nothing."""
+
 from __future__ import annotations
 
 import pytest
@@ -5,8 +7,8 @@ import torch
 from hypothesis import given
 from torch.testing import assert_close
 
-from roll.algorithms.data_metrics import BatchColumns, compute_data_metrics, group_range
 from roll.algorithms.masked import Groups
+from roll.algorithms.metrics import BatchColumns, BatchWatch, compute_data_metrics, group_range
 from roll.protocol.metrics import to_floats
 from tests.algorithms.reference import Batch, batches, mean, members, std
 
@@ -96,3 +98,45 @@ def test_group_metrics_equal_the_loop(batch: Batch) -> None:
 def test_group_range() -> None:
     groups = Groups.of(torch.tensor([7, 3, 7, 7, 3, 9]))
     assert_close(group_range(torch.tensor([1.0, -2.0, 4.0, 2.0, -2.5, 3.0]), groups), torch.tensor([0.5, 3.0, 0.0]))
+
+
+VARIED, SAME = torch.tensor([0.0, 1.0, 0.0, 1.0]), torch.zeros(4)
+CUT, WHOLE = torch.tensor([True, True, True, False]), torch.zeros(4, dtype=torch.bool)
+
+
+def test_equal_scores_are_reported_once_after_several_steps_in_a_row() -> None:
+    watch = BatchWatch(patience=3)
+    said = [watch.observe(scores, WHOLE) for scores in (SAME, SAME, VARIED, SAME, SAME, SAME, SAME)]
+    assert [len(messages) for messages in said] == [0, 0, 0, 0, 0, 1, 0]
+    assert "score 0" in said[5][0]
+
+
+def test_truncation_is_reported_with_its_share() -> None:
+    watch = BatchWatch(patience=2)
+    said = [watch.observe(VARIED, truncated) for truncated in (CUT, WHOLE, CUT, CUT, CUT)]
+    assert [len(messages) for messages in said] == [0, 0, 0, 1, 0]
+    assert "75%" in said[3][0]
+
+
+def test_zero_advantages_are_reported_unless_equal_scores_say_why() -> None:
+    used = torch.tensor([True, True, True, False])
+    rounding, unused = torch.full((4, 3), -1e-9), torch.tensor([[0.0] * 3] * 3 + [[0.0, 7.0, 0.0]])
+    something = torch.tensor([[0.0, -0.5, 0.0]] * 4)
+    watch = BatchWatch(patience=2)
+    said = []
+    for advantages in (rounding, something, unused, rounding, rounding):
+        assert watch.observe(VARIED, WHOLE) == []
+        said.append(watch.observe_advantages(advantages, used, "pass@k"))
+    assert [len(messages) for messages in said] == [0, 0, 0, 1, 0]
+    assert "pass@k" in said[3][0]
+    watch = BatchWatch(patience=2)
+    said = [watch.observe(SAME, WHOLE) + watch.observe_advantages(rounding, used, "grpo") for _ in range(4)]
+    assert [len(messages) for messages in said] == [0, 1, 0, 0]
+    assert "score 0" in said[1][0]
+    assert BatchWatch(patience=0).observe_advantages(rounding, used, "grpo") == []
+
+
+def test_too_little_to_judge() -> None:
+    watch = BatchWatch(patience=1)
+    assert watch.observe(torch.zeros(1), torch.zeros(1, dtype=torch.bool)) == []
+    assert watch.observe(torch.zeros(0), torch.zeros(0, dtype=torch.bool)) == []
