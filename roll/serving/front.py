@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from roll.config.rlvr import GenerationWorkerConfig
+from roll.config.roles import GenerationWorkerConfig
 from roll.distributed import Cluster
 from roll.distributed.failures import RemoteError
 from roll.rollout.engines import EnginePool

@@ -32,7 +32,7 @@ from roll.algorithms.sample_selection import (
     sample_weights,
     top_entropy_mask,
 )
-from roll.config.rlvr import RLVRConfig
+from roll.pipelines.rlvr.config import RLVRConfig
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
 from roll.rollout.filters import build_filter, response_mask
