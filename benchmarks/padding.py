@@ -19,8 +19,7 @@ from roll.config.plan.micro_batching import MicroBatching
 from roll.models.partitions import workload
 from roll.pipelines.row_order import balanced_order
 from roll.strategies.base import TensorBatch
-from roll.strategies.micro_batch_plan import plan_micro_batches
-from roll.strategies.micro_batches import lay_out, micro_batch
+from roll.strategies.training.micro_batches import lay_out, micro_batch, plan_micro_batches
 
 PROMPTS, GROUP, RANKS, ROWS = 64, 8, 8, 4
 RULES = {

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from roll.algorithms.actor_loss import actor_loss, actor_loss_options
 from roll.algorithms.aggregation import LossDenominators, needs_groups
 from roll.algorithms.loss_types import LossInputs
-from roll.algorithms.options import ActorLossOptions
+from roll.algorithms.losses import ActorLossOptions, actor_loss, actor_loss_options
 from roll.distributed import Dispatch, register
 from roll.platforms import current_platform
 from roll.protocol import DataProto

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from roll.algorithms.aggregation import LossDenominators, needs_groups
-from roll.algorithms.value_loss import value_loss
+from roll.algorithms.losses import value_loss
 from roll.distributed import Dispatch, register
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, merge_metrics

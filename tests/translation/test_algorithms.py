@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.algorithms.actor_loss import actor_loss_options
 from roll.algorithms.aggregation import denominators_from, denominators_of, group_tokens_of
+from roll.algorithms.losses import actor_loss_options
 from roll.config.loader import LoadedConfig, load_composed
 from roll.config.reading.compose import Composed
 from roll.config.reading.errors import ConfigError, Problems

@@ -125,7 +125,7 @@ def _resolve(key: str, path: str) -> object:
 
 
 def _loss_options(config: RLVRConfig) -> object:
-    from roll.algorithms.actor_loss import actor_loss_options
+    from roll.algorithms.losses import actor_loss_options
 
     return actor_loss_options(actor_keys(config))
 
