@@ -17,8 +17,8 @@ from roll.checkpoint.contents import (
     readers_of,
     trained_under,
 )
+from roll.checkpoint.folders import CheckpointDamagedError
 from roll.checkpoint.manager import glance
-from roll.checkpoint.manifest import CheckpointDamagedError
 from roll.config.errors import ConfigError, Problem
 from roll.config.loader import LoadedConfig
 from roll.config.lora import uses_lora

@@ -19,7 +19,7 @@ from roll.strategies.generation import (
     visible_text,
 )
 from roll.strategies.quarantine import Quarantine
-from roll.weight_sync.checksum import ChecksumKind
+from roll.weight_sync.encoding import ChecksumKind
 from roll.weight_sync.messages import BucketHeader, Checksum, UpdateStart
 from roll.weight_sync.receiver import WeightReceiver
 

@@ -20,7 +20,7 @@ from roll.strategies.generation import (
     SamplingParams,
     interrupted,
 )
-from roll.weight_sync.checksum import tensor_checksum
+from roll.weight_sync.encoding import tensor_checksum
 from tests.strategies.engine_models import jolt
 from tests.strategies.hf_infer import helpers
 

@@ -13,8 +13,8 @@ from roll.config.rlvr import RLVRConfig
 from roll.config.roles import DataArguments
 from roll.config.wording import count
 from roll.datasets import DataError, DomainSampler, LoadCounts, PromptDataset
+from roll.pipelines.files import load_tokenizer
 from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,7 +21,7 @@ from roll.strategies.hf_infer.decoder import Decoder, create_decoder
 from roll.strategies.hf_infer.engine import GenerationEngine
 from roll.strategies.sequence_length import longest_sequence
 from roll.strategies.storage import OffloadedStorages
-from roll.weight_sync.checksum import tensor_checksum
+from roll.weight_sync.encoding import tensor_checksum
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from sglang.srt.layers.linear import (
 )
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from roll.weight_sync.checksum import tensor_checksum
+from roll.weight_sync.encoding import tensor_checksum
 
 LOADER = f"{__name__}.load"
 REPORTER = f"{__name__}.report"

@@ -13,7 +13,7 @@ from sglang.srt.managers import io_struct
 from sglang.srt.utils import MultiprocessingSerializer
 
 from roll.strategies.sglang.held_weights import LOADER, REPORTER
-from roll.weight_sync.buckets import WeightBucket
+from roll.weight_sync.encoding import WeightBucket
 
 
 def check(method: str, answer: tuple[bool, str]) -> None:

@@ -13,7 +13,7 @@ from vllm.lora.request import LoRARequest
 
 from roll.models.lora import DOWN_PART, UP_PART
 from roll.strategies.vllm.parts import meant_part
-from roll.weight_sync.checksum import tensor_checksum
+from roll.weight_sync.encoding import tensor_checksum
 
 POLICY = LoRARequest("policy", 1, lora_path="sent by the trainer")
 """Every request asks for it. There is one adapter, and its values change in place."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from roll.weight_sync.buckets import TensorEntry, WeightBucket, lay_out
+from roll.weight_sync.encoding import TensorEntry, WeightBucket, lay_out
 
 _MEMORY = "/dev/shm"
 

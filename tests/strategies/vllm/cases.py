@@ -19,7 +19,7 @@ from roll.strategies.generation import (
     interrupted,
 )
 from roll.strategies.quarantine import Quarantine
-from roll.weight_sync.checksum import tensor_checksum
+from roll.weight_sync.encoding import tensor_checksum
 from tests.strategies import engine_cases, stream_cases
 from tests.strategies.engine_cases import MAX_MODEL_LEN, distribution_gaps, steps, update
 from tests.strategies.engine_models import COMMON, jolt, load
