@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from roll.algorithms.actor_loss import actor_loss, actor_loss_options
 from roll.algorithms.aggregation import denominators_from, denominators_of
 from roll.algorithms.loss_types import LossInputs
+from roll.algorithms.losses import actor_loss, actor_loss_options
 from roll.algorithms.returns import generalized_advantages
 from roll.config.rlvr import RLVRConfig
 from roll.models.partitions import balance_partitions, pack_sequences

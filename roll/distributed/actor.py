@@ -22,7 +22,7 @@ from typing import Any
 
 import ray
 
-from roll.config.masking import masked_text, register_secrets
+from roll.config.reading.masking import masked_text, register_secrets
 from roll.distributed.worker import Registration, Worker, WorkerContext, registrations
 
 LOG_DIR_ENV = "ROLL_LOG_DIR"

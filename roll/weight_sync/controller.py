@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import replace
 
-from roll.config.plan import Plan
+from roll.config.plan.plan import Plan
 from roll.config.rlvr import RLVRConfig
 from roll.config.weight_sync import transport_name, update_mode
 from roll.distributed import Cluster, RemoteError, WorkerFailed

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from roll.algorithms.actor_loss import actor_loss, actor_loss_options
 from roll.algorithms.aggregation import (
     LossDenominators,
     denominators_from,
@@ -19,8 +18,7 @@ from roll.algorithms.aggregation import (
     needs_groups,
 )
 from roll.algorithms.loss_types import LossInputs
-from roll.algorithms.options import ActorLossOptions
-from roll.algorithms.value_loss import value_loss
+from roll.algorithms.losses import ActorLossOptions, actor_loss, actor_loss_options, value_loss
 from roll.distributed import Dispatch, register
 from roll.platforms import current_platform
 from roll.protocol import DataProto

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from roll.algorithms.actor_loss import actor_loss_options
 from roll.algorithms.aggregation import denominators_from, denominators_of
+from roll.algorithms.losses import actor_loss_options
 from roll.config.roles import WorkerConfig
 from roll.protocol.metrics import to_floats
 from roll.strategies.base import ModelHead, Output

@@ -22,24 +22,21 @@ from roll.algorithms.advantages import (
     estimate_advantages,
     resolve_norm_types,
 )
-from roll.algorithms.batch_watch import BatchWatch
-from roll.algorithms.data_metrics import BatchColumns, compute_data_metrics
 from roll.algorithms.kl import EntropyController, KLOptions, kl_estimate, make_kl_controller
 from roll.algorithms.masked import masked_mean, row_mean
-from roll.algorithms.reward_processing import (
+from roll.algorithms.metrics import BatchColumns, BatchWatch, compute_data_metrics
+from roll.algorithms.samples import (
     RewardOptions,
     RewardPostprocessor,
-    overlong_penalty,
-    token_level_rewards,
-)
-from roll.algorithms.sample_selection import (
     SampleMaskOptions,
     SampleWeightOptions,
+    overlong_penalty,
     sample_mask,
     sample_weights,
+    token_level_rewards,
     top_entropy_mask,
 )
-from roll.config.plan import TrainingPlan
+from roll.config.plan.plan import TrainingPlan
 from roll.config.rlvr import RLVRConfig
 from roll.datasets.types import DataError
 from roll.distributed import Cluster

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from roll.config.checks import (
+from roll.config.checks.keys import note_unread
+from roll.config.checks.models import note_positions
+from roll.config.checks.roles import (
     Checks,
     check_columns,
     check_data_files,
@@ -12,15 +14,13 @@ from roll.config.checks import (
     check_roles,
     check_schedule,
 )
-from roll.config.checks_model import note_positions
-from roll.config.definition import PipelineDefinition, Written
-from roll.config.fields import setting
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
-from roll.config.plan import Plan
-from roll.config.planning import shared_plan, training_plan, validation_data
+from roll.config.pipelines import PipelineDefinition, Written
+from roll.config.plan.plan import Plan
+from roll.config.plan.planning import shared_plan, training_plan, validation_data
+from roll.config.reading.fields import setting
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.run import RunConfig
-from roll.config.unread import note_unread
 
 
 @dataclass(frozen=True)
