@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from roll.algorithms.registry import Registry
 from roll.distributed import Cluster, PendingCall, RemoteError
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
-from roll.strategies.generation import GenerationOutput, GenerationRequest
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest
 
 logger = logging.getLogger(__name__)
 

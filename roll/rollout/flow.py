@@ -17,7 +17,7 @@ from roll.rollout.groups import OpenPrompt, SampleGroup
 from roll.rollout.loops import RolloutContext, RolloutLoop, SingleTurn, joined
 from roll.rollout.replay import NO_PROGRESS, progress_state
 from roll.rollout.rewarding import RewardClient
-from roll.strategies.generation import SamplingParams
+from roll.strategies.engines.requests import SamplingParams
 
 
 def sampling_params(args: GeneratingArguments, max_new_tokens: int) -> SamplingParams:

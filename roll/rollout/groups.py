@@ -9,7 +9,7 @@ import numpy as np
 
 from roll.datasets.types import PromptRow
 from roll.rewards.base import RewardResult, RewardSample
-from roll.strategies.generation import FinishReason, GenerationOutput, GenerationRequest
+from roll.strategies.engines.requests import FinishReason, GenerationOutput, GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from roll.rollout.engines import EngineClient, Generation
 from roll.rollout.groups import FinishedGroup, SampleGroup
 from roll.rollout.replay import with_progress
 from roll.rollout.rewarding import RewardClient
-from roll.strategies.generation import GenerationRequest, SamplingParams, VersionSpan
+from roll.strategies.engines.requests import GenerationRequest, SamplingParams, VersionSpan
 
 
 class RolloutLoop(Protocol):

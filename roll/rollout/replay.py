@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from roll.config.run_ahead import RunAhead
+from roll.config.plan.plan import RunAhead
 from roll.datasets.types import PromptRow
 from roll.rewards.base import RewardResult
 from roll.rollout.groups import FinishedGroup, OpenPrompt, SampleGroup
-from roll.strategies.generation import GenerationOutput, GenerationRequest, PartialSample
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PartialSample
 
 FindPrompt = Callable[[str, str], PromptRow]
 """Gives the prompt of a domain by its id, the mark of its epoch included."""

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from roll.config.reward_models import TOKENS
+from roll.config.rewards import TOKENS
 from roll.config.roles import DataArguments
 from roll.datasets.columns import Columns
 from roll.datasets.reading import SourceRow

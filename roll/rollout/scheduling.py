@@ -14,7 +14,7 @@ from roll.rollout.groups import SampleGroup
 from roll.rollout.loops import RolloutLoop
 from roll.rollout.replay import NO_PROGRESS, FindPrompt, ReplayBuffer
 from roll.rollout.rewarding import RewardClient
-from roll.strategies.generation import SamplingParams
+from roll.strategies.engines.requests import SamplingParams
 
 
 @dataclass

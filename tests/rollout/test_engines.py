@@ -8,7 +8,7 @@ import pytest
 from roll.distributed import DeadlineExceeded, WorkerDied, WorkerFailed
 from roll.distributed.failures import RankReport
 from roll.rollout.engines import EngineLoad, EnginePool, build_router
-from roll.strategies.generation import GenerationRequest, SamplingParams
+from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from tests.rollout.fake_clusters import FakeCall, FakeEngines
 
 PARAMS = SamplingParams(max_new_tokens=4)

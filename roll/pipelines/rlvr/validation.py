@@ -13,10 +13,11 @@ import numpy as np
 from roll.datasets.types import PromptRow
 from roll.pipelines.rlvr.accuracy import accuracy_metrics, is_correct
 from roll.pipelines.rlvr.plan import ValidationSet
-from roll.rollout.flow import DrawPrompts, GroupFlow, GroupSettings, greedy, sampling_params
+from roll.rollout.flow import DrawPrompts, greedy, sampling_params
 from roll.rollout.groups import SampleGroup
 from roll.rollout.scheduling import RolloutScheduler
-from roll.strategies.generation import SamplingParams
+from roll.strategies.engines.requests import SamplingParams
+
 
 @dataclass(frozen=True)
 class ValidationPass:
