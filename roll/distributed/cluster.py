@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -49,8 +49,6 @@ class RemoteMethod:
         call = self._cluster.call(self._method, args, kwargs, deadline)
         if not blocking:
             return call
-        if self._cluster.meanwhile is not None:
-            self._cluster.meanwhile(call)
         return call.result()
 
 
@@ -78,8 +76,6 @@ class Cluster:
             ValueError: a device list that the resource manager refuses.
         """
         self.name = name
-        self.meanwhile: Callable[[PendingCall], None] | None = None
-        """What the caller does until a blocking call is answered, in place of waiting idly."""
         self.role = role
         self.rpc_timeout = rpc_timeout
         self._resources = resource_manager

@@ -508,6 +508,7 @@ class EngineClient:
 
     def _fail(self, error: Exception) -> None:
         """There is nobody left who could answer."""
+        logger.error("no engine is left: %s", error)
         self.failure = error
         generations, self._generations = self._generations, {}
         for generation in generations.values():

@@ -14,8 +14,7 @@ import uvicorn
 
 from roll.config.roles import GenerationWorkerConfig
 from roll.distributed import Cluster
-from roll.distributed.failures import RemoteError
-from roll.rollout.engines import EnginePool
+from roll.rollout.engines import EngineClient
 from roll.serving.app import Endpoint
 from roll.serving.service import EngineService
 
@@ -132,20 +131,20 @@ class HttpFront:
         timeout = cluster.role.engine_timeout if isinstance(cluster.role, GenerationWorkerConfig) else None
 
         def make_app() -> Starlette:
-            pool = EnginePool(
+            engines = EngineClient(
                 cluster,
                 options.max_running_requests,
                 options.slice_seconds,
                 report_refusals=True,
                 turn_timeout=timeout,
             )
-            self._service = EngineService(pool, options.max_open_requests)
+            self._service = EngineService(engines, options.max_open_requests)
             return Endpoint(self._service, tokenizer, options.model, options.api_key).app()
 
         self._server.start(make_app)
 
     @property
-    def failure(self) -> RemoteError | None:
+    def failure(self) -> Exception | None:
         """What ended the engines, if anything has."""
         return None if self._service is None else self._service.failure
 

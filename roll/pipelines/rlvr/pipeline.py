@@ -30,7 +30,7 @@ from roll.pipelines.rlvr.phases import (
     update_model,
 )
 from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.rlvr.rollout import RolloutPhase
+from roll.pipelines.rlvr.rollout import AsyncRolloutPhase, RolloutPhase
 from roll.pipelines.rlvr.validation import Validation
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean
@@ -76,9 +76,7 @@ class RLVRPipeline:
         """Build the phases on top of clusters and data."""
         phase = AsyncRolloutPhase if self.plan.is_async else RolloutPhase
         self.rollout = phase(self.config, self.plan, self.clusters, self.data)
-        if self.plan.is_async or self.plan.validates_concurrently:
-            for cluster in self.clusters.computing():
-                cluster.meanwhile = self.rollout.work_until
+        self.frame.at_end(self.rollout.close)
         self.scoring = AdvantageComputer(self.config, self.plan.norm_types, self.plan.max_new_tokens)
         options = sync_options(self.config, self.config.weight_sync, self.config.actor_infer, self.plan)
         self.weight_sync = WeightSync(self.clusters.actor_train, self.clusters.actor_infer, options)
@@ -86,13 +84,13 @@ class RLVRPipeline:
     def train_one_step(self, step: int) -> None:
         """The algorithm. Until the models learn, a signal may end it, except in the exchange of weights, which has two
         sides that wait for each other; the step is done again when the run goes on."""
-        beside = self.plan.validates_concurrently and self.is_validation_due(step)
+        concurrent = self.plan.validates_concurrently and self.is_validation_due(step)
         self.update_engines(step)
         with self.frame.interruptible():
-            if self.is_validation_due(step) and not beside:
+            if self.is_validation_due(step) and not concurrent:
                 self.validate(step)
             batch = self.generate(step)
-        with self.validating(step) if beside else nullcontext():
+        with self.validating(step) if concurrent else nullcontext():
             with self.frame.interruptible():
                 self.look_at(batch)
                 with self.frame.phase("adv"):
@@ -197,7 +195,7 @@ class RLVRPipeline:
 
     @contextmanager
     def validating(self, step: int) -> Iterator[None]:
-        """Answer the validation prompts beside what is done in the block, and report accuracies."""
+        """Answer the validation prompts concurrently with the block, and report accuracies."""
         with self.generating():
             self.rollout.begin_validation()
             yield
@@ -226,13 +224,12 @@ class RLVRPipeline:
     def save_abandoned(self, step: int, state: dict[str, Any]) -> None:
         """A checkpoint after ``step`` steps, in a later one that was left before it changed a model. What its engines
         have begun is lost, and with them gone their devices are free."""
+        self.rollout.close()
         engines = [self.clusters.actor_infer, *self.clusters.judge_engines.values()]
         engines += [self.clusters.reward_model] if self.clusters.reward_model is not None else []
         for cluster in engines:
             cluster.shutdown(graceful=False)
             self.residency.dismiss(cluster.name)
-        for cluster in self.clusters.computing():
-            cluster.meanwhile = None
         self.save(step, state)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
