@@ -33,6 +33,8 @@ _PEER_TROUBLE = re.compile(
 
 _FAREWELL_SECONDS = 10.0
 """How long coroutines may take to end after they have been cancelled."""
+_PASSES_FOR_CALLBACKS = 16
+"""Of the event loop: the end of a coroutine may begin another one only a few passes later."""
 
 
 class PendingCall:
@@ -304,19 +306,30 @@ class DriverLoop:
             return
         self._threads.current = None
         try:
-            tasks = asyncio.all_tasks(self._loop)
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                self._loop.run_until_complete(asyncio.wait(tasks, timeout=_FAREWELL_SECONDS))
-            for task in tasks:
-                if not task.done():
-                    logger.warning("cancelled, but not ended within %g s: %s", _FAREWELL_SECONDS, task)
-                elif not task.cancelled():
-                    task.exception()  # looked at, so that nothing warns of it: the run ends already
+            self._loop.run_until_complete(self._end_all())
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         finally:
             self._loop.close()
+
+    async def _end_all(self) -> None:
+        """Cancel all tasks, and those that their ends begin."""
+        end = time.monotonic() + _FAREWELL_SECONDS
+        while tasks := await self._others():
+            for task in tasks:
+                task.cancel()
+            _, late = await asyncio.wait(tasks, timeout=max(0.0, end - time.monotonic()))
+            for task in tasks - late:
+                if not task.cancelled():
+                    task.exception()  # looked at, so that nothing warns of it: the run ends already
+            if late:
+                logger.warning("cancelled, but not ended within %g s: %s", _FAREWELL_SECONDS, late)
+                return
+
+    async def _others(self) -> set[asyncio.Task[Any]]:
+        """All tasks but the current one, when callbacks that are due have run."""
+        for _ in range(_PASSES_FOR_CALLBACKS):
+            await asyncio.sleep(0)
+        return asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
 
 
 def wait_any(calls: Sequence[PendingCall], timeout: float | None = None) -> list[PendingCall]:

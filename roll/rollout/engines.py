@@ -100,7 +100,9 @@ class Generation:
         self._waiters: list[asyncio.Future[None]] = []
         self._error: Exception | None = None
         self.name = request.request_id
-        self.request = replace(request, request_id=f"{self.name}#{number}")
+        own = f"{self.name}#{number}"
+        finished = tuple(replace(output, request_id=own) for output in request.finished)
+        self.request = replace(request, request_id=own, finished=finished)
         """As it was last given to an engine: with what its samples had then."""
         self.listener = listener
         self.on_finished = on_finished
@@ -329,6 +331,7 @@ class EngineClient:
         Raises:
             RemoteError: the last engine is lost.
         """
+        self._check()
         if generations is None:
             ids = [id_ for engine in self._engines for id_ in engine.outstanding] + list(self._waiting)
         else:
@@ -372,6 +375,13 @@ class EngineClient:
         """Go on after :meth:`pause`."""
         self._paused = False
         self._wake()
+
+    async def dispatched(self) -> None:
+        """Return when the turns that are due have been given to their engines."""
+        await asyncio.sleep(0)
+        while self._wakes_in:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
 
     async def drain(self) -> None:
         """Wait until nothing is left to do (in a pause: until no turn is in flight)."""

@@ -343,8 +343,9 @@ class PromptFlow:
         """The message of a stalled rollout: how many prompts wait, and where the first of them do."""
         lines = [f"no prompt, engine or reward has moved for {seconds:g} s; {len(self._prompts)} prompts are in flight"]
         for task, prompt in list(self._prompts.items())[:3]:
-            frames = task.get_stack(limit=1)
-            place = f"{frames[0].f_code.co_filename}:{frames[0].f_lineno}" if frames else "its end"
+            outer: Any = task.get_coro()
+            frame = getattr(outer.cr_await, "cr_frame", None) or outer.cr_frame  # of the loop, if it is in it
+            place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "its end"
             lines.append(f"  prompt {prompt.one.order} ({prompt.one.prompt.prompt_id}) waits at {place}")
         return "\n".join(lines)
 

@@ -165,6 +165,7 @@ class AsyncScheduler:
             await self._set_aside()
         else:
             self._fill()
+            await self._engines.dispatched()  # the driver may compute for a while before the loop runs again
         return groups
 
     async def pause(self) -> None:
@@ -216,6 +217,8 @@ class AsyncScheduler:
         """Leave the engines without work."""
         self._may_begin = False
         self._engines.hold()
+        for _ in range(2):  # prompts begun just now have yet to submit their requests
+            await asyncio.sleep(0)
         self._aside += await self._engines.recall()
         await self._engines.pause()
 
