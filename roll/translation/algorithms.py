@@ -6,11 +6,7 @@ them is translated alone.  ``tests/translation/test_algorithms.py`` computes bot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
-from roll.config.schema import closest
-from roll.translation.draft import Draft
+from roll.translation.rules import Draft
 from roll.translation.sampling import put_bypass, put_correction
 
 DISCOUNTING = ("gae", "reinforce_plus_plus", "reinforce++")
@@ -38,23 +34,6 @@ LOSS_FACTS = (
     "dual_clip",
     *(f for options in OPTIONS_OF_LOSS.values() for f in options.values()),
 )
-
-
-def named(table: Mapping[Any, str], refusals: Mapping[str, str] | None = None) -> Callable[[Any], str]:
-    """A conversion by a table of their names; those in ``refusals`` say why they have no translation."""
-    reasons = refusals or {}
-
-    def look_up(value: Any) -> str:
-        if value in table:
-            return table[value]
-        if value in reasons:
-            raise ValueError(f"has no translation: {reasons[value]}")
-        known = [str(name) for name in table]
-        nearest = closest(str(value), known)
-        hint = f"; the nearest is {nearest}" if nearest else ""
-        raise ValueError(f"has no translation; known: {', '.join(known)}{hint}")
-
-    return look_up
 
 
 def put_algorithm(draft: Draft) -> None:

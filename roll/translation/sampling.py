@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from roll.translation.draft import Draft
+from roll.translation.rules import Draft
 
 DAPO_SCORES = 0.5
 """DAPO's mathematics is scored with -1 and 1 in verl, with 0 and 1 here: half the distance between right and wrong."""

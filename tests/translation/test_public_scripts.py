@@ -17,7 +17,7 @@ from roll.config.errors import ConfigError
 from roll.rewards.sandbox import Sandbox, Settings
 from roll.translation.reading import read_recording
 from roll.translation.recording import REQUIRED, record
-from roll.translation.rules import EXPERTS, MULTIMODAL, TURNS
+from roll.translation.tables import EXPERTS, MULTIMODAL, TURNS
 from roll.translation.writing import load
 from tests.translation.conftest import QUICKSTART, Translate
 
