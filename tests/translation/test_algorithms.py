@@ -26,8 +26,8 @@ from roll.pipelines.rlvr.scoring import Scoring
 from roll.protocol import DataProto
 from roll.rollout.batch import build_batch
 from roll.strategies.base import Output
+from roll.translation.command import tree
 from roll.translation.engine import Translation
-from roll.translation.writing import tree
 from roll.workers.actor import policy_update_loss
 from roll.workers.critic import value_update_loss
 from tests.rollout.helpers import make_group
@@ -167,7 +167,7 @@ def command(base: str, settings: Settings) -> str:
 
 
 def translate_whole(translated: Translate, text: str) -> tuple[Translation, LoadedConfig[Any]]:
-    """As :func:`roll.translation.writing.load`, without the file in between, which takes ten times as long."""
+    """As :func:`roll.translation.command.load`, without the file in between, which takes ten times as long."""
     translation = translated(text)
     assert translation.whole
     composed = Composed(tree(translation), SourceFile(Path("translated.yaml")))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from roll.config.errors import ConfigError
 from roll.translation import command
-from roll.translation.writing import load
+from roll.translation.command import load
 from tests.translation.conftest import QUICKSTART, Translate
 from tests.translation.source_formulas import Responses, mean, row_means
 from tests.translation.test_algorithms import LONGEST, PROMPT, RESPONSES, OurSide, assert_equal
