@@ -81,7 +81,7 @@ def put_steps(draft: Draft) -> None:
 
 def put_data(draft: Draft) -> None:
     for fact, section in (("train_files", "actor_train"), ("val_files", "validation")):
-        if draft.states(fact):
+        if draft.states(fact) and draft.facts[fact] is not None:
             draft.put(f"{section}.data_args.file_name", [file_or_folder(name) for name in draft.facts[fact]], fact)
     if draft.get("text_key") is not None:
         draft.put("actor_train.data_args.prompt", str(draft.facts["text_key"]), "text_key")

@@ -125,8 +125,23 @@ def whole(value: Any) -> int:
     return int(_converted(value, int))
 
 
+def count(value: Any) -> int:
+    """A number of things of which there is one at least."""
+    found = whole(value)
+    if found < 1:
+        raise ValueError("must be 1 at least")
+    return found
+
+
 def number(value: Any) -> float | int:
     return float(_converted(value, float))
+
+
+def pair(value: Any) -> list[float | int]:
+    """Two numbers."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError("must be two numbers")
+    return [number(entry) for entry in value]
 
 
 def truth(value: Any) -> bool:
@@ -212,7 +227,7 @@ def loggers(value: Any) -> list[Any]:
 
 
 CONVERSIONS: dict[str, Convert] = {
-    **{f.__name__: f for f in (whole, number, truth, flipped, switched, never_below_zero, listed, numbers, loggers)},
+    **{f.__name__: f for f in (whole, count, number, pair, truth, flipped, switched, never_below_zero, listed, numbers, loggers)},
     "text": str,
     "yes": lambda value: True,
     "no": lambda value: False,
