@@ -1,7 +1,7 @@
 """OpenRLHF's arguments (``python3 -m openrlhf.cli.train_ppo_ray``) beside their table, ``openrlhf.table``.
 
-Its means over tokens are those of one micro-batch on one device, averaged; here they are of the whole optimizer step.
-The two are the same where micro-batches have as many tokens, and the note says so.
+In older versions its means over tokens are those of one micro-batch on one device, averaged; in newer ones and here
+they are of the whole optimizer step. The two are the same where micro-batches have as many tokens.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from typing import Any
 
 from roll.translation.assembly import data_name
 from roll.translation.rules import Dialect, Draft
-from roll.translation.tables import number, read_table
+from roll.translation.tables import number, pair, read_table
 
-LOCAL_MEAN = "a mean over the tokens of each micro-batch there, over all of the optimizer step here"
+LOCAL_MEAN = (
+    "a mean over the tokens of each micro-batch in older versions, of the whole optimizer step in newer ones and here"
+)
 GROUPED = ("rloo", "grpo", "reinforce_plus_plus_baseline")
 """Estimators that compare the samples of a prompt."""
 
@@ -134,12 +136,27 @@ def put_loss(draft: Draft) -> None:
     if draft.get("corrects") and gspo:
         draft.refuse("corrects", "with gspo takes the ratio against the engine there: leave one of the two out", False)
     elif draft.get("corrects"):
-        cap = float(draft.get("is_cap", default=2.0))
-        draft.put(
-            "train_infer_correction", [{"level": "token", "action": "truncate", "high": cap}], "corrects", "is_cap"
-        )
+        put_correction(draft)
     else:
-        draft.without_effect("without enable_vllm_is_correction it does not count", "is_cap")
+        draft.without_effect("without enable_vllm_is_correction it does not count", "is_cap", "is_kind", "icepop")
+
+
+def put_correction(draft: Draft) -> None:
+    """Weights against the mismatch of engine and trainer, in the three forms of newer versions."""
+    kind = draft.get("is_kind", default="icepop" if draft.get("icepop") else "tis")
+    bounds = draft.get("is_cap", default=[0.5, 5.0] if draft.states("is_kind", "icepop") else 2.0)
+    if not draft.states("is_cap"):
+        draft.remark(["corrects"], "bounded by 2 as in older versions, by 0.5 and 5 where the type is written")
+    band: dict[str, Any] = dict(
+        zip(("low", "high"), bounds if isinstance(bounds, list) else [None, bounds], strict=True)
+    )
+    rules: dict[str, list[dict[str, Any]]] = {
+        "tis": [{"level": "token", "action": "truncate", **band}],
+        "icepop": [{"level": "token", "action": "both", **band}],
+        "seq-mask-tis": [{"level": "geometric", "action": "mask", **band}, {"level": "token", "action": "truncate"}],
+    }
+    found = [{key: value for key, value in rule.items() if value is not None} for rule in rules[kind]]
+    draft.put("train_infer_correction", found, "corrects", "is_cap", "is_kind", "icepop")
 
 
 def put_rewards(draft: Draft) -> None:
@@ -188,7 +205,13 @@ def put_deepspeed(draft: Draft) -> None:
 OPENRLHF = Dialect(
     "openrlhf",
     "OpenRLHF",
-    read_table("openrlhf", {"rounded_down": lambda value: int(number(value))}),
+    read_table(
+        "openrlhf",
+        {
+            "rounded_down": lambda value: int(number(value)),
+            "threshold": lambda value: pair(value) if isinstance(value, list) else number(value),
+        },
+    ),
     "pretrain",
     programs=((r"openrlhf\.cli\.train_ppo_ray", {}),),
     prepare=prepare,

@@ -227,7 +227,10 @@ def loggers(value: Any) -> list[Any]:
 
 
 CONVERSIONS: dict[str, Convert] = {
-    **{f.__name__: f for f in (whole, count, number, pair, truth, flipped, switched, never_below_zero, listed, numbers, loggers)},
+    **{
+        f.__name__: f
+        for f in (whole, count, number, pair, truth, flipped, switched, never_below_zero, listed, numbers, loggers)
+    },
     "text": str,
     "yes": lambda value: True,
     "no": lambda value: False,

@@ -17,15 +17,9 @@ ESTIMATORS = {
     "tir_optimal_token_baseline": "optimal_token_baseline",
     "reinforce_plus_plus": "reinforce_plus_plus",
     "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
+    **{name: f"roll.algorithms.verl_estimators.{name}" for name in ("gpg", "grpo_passk", "gdpo")},
 }
-OTHER_ESTIMATORS = {
-    "grpo_passk": "only the best response of a group has an advantage there, its reward minus the second best "
-    "(2503.19595); pass@k is another estimator (2508.10751)",
-    "gpg": "it is scaled by responses / responses whose reward is not 0 there, here as in its paper by responses / "
-    "responses in groups with a signal; grpo with algorithm.norm_adv_by_std_in_grpo=False is the same without a scale",
-    "gdpo": "the sum is whitened over tokens there, here as in its paper over responses",
-}
-"""Why the others are refused."""
+"""The last three differ from the papers' of the same name."""
 KL_TYPES = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 KL_TYPES |= {f"{theirs}+": ours if ours == "k2" else f"{ours}+" for theirs, ours in KL_TYPES.items()}
 OTHER_KL_TYPES = {"full": "it is not implemented in verl either"}
@@ -51,18 +45,6 @@ FACTS: dict[str, Any] = {
 
 
 NULLS = (None, "null", "none", "None", "")
-
-
-def engine(value: object) -> str:
-    """
-    Raises:
-        ValueError: an engine that is not available here.
-    """
-    if value == "trtllm":
-        raise ValueError(
-            "is not available; vllm samples from the same model: write actor_rollout_ref.rollout.name=vllm behind"
-        )
-    return str(one_of({"vllm": "vllm", "hf": "hf_infer", "sglang": "sglang"})(value))
 
 
 CONFIG_FILES = {"ppo_trainer": "fsdp", "ppo_megatron_trainer": "megatron", "transfer_queue_ppo_trainer": "fsdp"}
@@ -118,10 +100,10 @@ PROGRAMS: tuple[tuple[str, dict[str, bool]], ...] = (
 )
 """Of the recipes those whose keys say all that they do."""
 CONVERSIONS = {
-    "estimator": one_of(ESTIMATORS, OTHER_ESTIMATORS),
+    "estimator": one_of(ESTIMATORS),
     "kl_type": one_of(KL_TYPES, OTHER_KL_TYPES),
     "loss": one_of(LOSSES),
-    **{f.__name__: f for f in (engine, config_name, nullable, level, hugging_face_layers)},
+    **{f.__name__: f for f in (config_name, nullable, level, hugging_face_layers)},
 }
 VERL = Dialect(
     "verl",
