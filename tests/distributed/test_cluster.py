@@ -1,4 +1,4 @@
-"""Real clusters, which share one Ray: placement, calls, collectives, batches, and what the driver says of a lost worker."""
+"""Real clusters, which share one Ray: placement, calls, collectives, batches, and what is said of a lost worker."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_call_by_another_dispatch_mode(make_cluster):
         TypeError, match=r"'echo' of 'role' is registered with Dispatch.ONE_TO_ALL: use cluster.call_all"
     ):
         cluster.call(BasicWorker.echo, 1)
-    with pytest.raises(TypeError, match="Dispatch.RANK_ZERO: use cluster.call$"):
+    with pytest.raises(TypeError, match=r"Dispatch\.RANK_ZERO: use cluster\.call$"):
         cluster.call_all(BasicWorker.who)
 
 
