@@ -38,7 +38,6 @@ CIRCLES = [
         "roll.config.rlvr",
         "roll.config.weight_sync",
     },
-    {"roll.rewards.sandbox.trial", "roll.rewards.sandbox.zygote"},
     {"roll.strategies.hf_infer.decoder", "roll.strategies.hf_infer.fused", "roll.strategies.hf_infer.generic"},
     {"roll.tracking.online", "roll.tracking.tensorboard", "roll.tracking.trackers"},
 ]
