@@ -317,6 +317,6 @@ def own_filters(loaded: LoadedConfig[Any]) -> Iterator[tuple[str, Any, Callable[
 
 
 def _build_data_filter(path: str) -> object:
-    from roll.datasets.selection import build_filter
+    from roll.datasets.columns import build_filter
 
     return build_filter(path)
