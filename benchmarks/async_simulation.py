@@ -29,7 +29,7 @@ from rich.table import Table
 
 from benchmarks.simulation.clock import Clock, SimulatedCall
 from benchmarks.simulation.engine import EngineCosts, SimulatedEngines
-from roll.config.run_ahead import RunAhead
+from roll.config.plan.plan import RunAhead
 from roll.datasets.types import PromptRow
 from roll.rewards.base import RewardResult, RewardSample
 from roll.rollout.asynchronous import AsyncScheduler

@@ -17,7 +17,7 @@ FLOORS = {
     3: {"strategies", "weight_sync", "distributed", "rewards", "rollout", "checkpoint", "tracking", "serving"},
     4: {"workers", "translation"},
     5: {"pipelines"},
-    6: {"cli", "hub_models", "preflight"},
+    6: {"cli", "preflight"},
 }
 FLOOR_OF = {area: floor for floor, areas in FLOORS.items() for area in areas}
 STRANGERS = {("algorithms", "strategies"), ("strategies", "algorithms")}
@@ -30,8 +30,8 @@ WITHOUT_RAY = FLOORS[1] | FLOORS[2]
 
 CIRCLES = [
     {
-        "roll.config.checks",
-        "roll.config.checks_model",
+        "roll.config.checks.roles",
+        "roll.config.checks.models",
         "roll.config.judges",
         "roll.config.lora",
         "roll.config.reward_models",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from roll.config.fields import setting
 from roll.config.names import FILTER_ARGUMENTS
+from roll.config.reading.fields import setting
 from roll.config.roles import WorkerConfig
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from roll.config.fields import parse_dotted_path, rules, setting
+from roll.config.algorithm import PPOConfig
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.older import OlderRLVRKeys
-from roll.config.ppo import PPOConfig
+from roll.config.reading.fields import parse_dotted_path, rules, setting
 from roll.config.rewards import RewardConfig
 from roll.config.roles import StrategyArguments, WorkerConfig
 from roll.config.run import RunConfig

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from roll.config.data import DataArguments
-from roll.config.fields import setting
-from roll.config.roles import StrategyArguments, WorkerConfig
-from roll.config.sections import GeneratingArguments
+from roll.config.reading.fields import setting
+from roll.config.roles import GeneratingArguments, StrategyArguments, WorkerConfig
 
 
 @dataclass(frozen=True)

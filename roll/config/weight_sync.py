@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from roll.config.fields import setting
 from roll.config.lora import adapter_rank, uses_lora
-from roll.config.vllm import VLLM_LORA_RANKS
+from roll.config.reading.fields import setting
+from roll.config.strategies.vllm import VLLM_LORA_RANKS
 
 if TYPE_CHECKING:
-    from roll.config.checks import Checks
+    from roll.config.checks.roles import Checks
     from roll.config.rlvr import RLVRConfig
 
 UpdateMode = Literal["full", "trained", "delta"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from roll.config.data_files import hub_name
+from roll.config.data import hub_name
 from roll.datasets.types import DataError
 
 

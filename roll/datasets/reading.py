@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from roll.config.data_files import FORMATS, format_of, hub_name, matching_files, saved_splits
+from roll.config.data import FORMATS, format_of, hub_name, matching_files, saved_splits
 from roll.datasets.bad_rows import BadRows
 from roll.datasets.types import DataError
 

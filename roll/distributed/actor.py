@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 
-from roll.config.masking import masked_text, register_secrets
+from roll.config.reading.masking import masked_text, register_secrets
 from roll.distributed.registration import Registration, registrations
 from roll.distributed.worker import Worker, WorkerContext
 from roll.distributed.worker_logs import LOG_DIR_ENV, open_worker_log

@@ -9,7 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
-from roll.config.masking import masked_text
+from roll.config.reading.masking import masked_text
 
 LOG_DIR_ENV = "ROLL_LOG_DIR"
 """The folder of worker logs; without it they lie in Ray's session folder and go with it."""

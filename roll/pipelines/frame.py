@@ -14,7 +14,7 @@ import yaml
 from roll.checkpoint import Checkpoint, CheckpointManager
 from roll.checkpoint.state import load_state, save_state
 from roll.config.loader import LoadedConfig
-from roll.config.masking import masked
+from roll.config.reading.masking import masked
 from roll.distributed import Cluster, Interrupted, RemoteError, ResourceManager, ray_runtime
 from roll.distributed.guard import Guard
 from roll.distributed.signals import ending

@@ -14,8 +14,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from roll.config.definition import ReadableSet
 from roll.config.loader import LoadedConfig
+from roll.config.pipelines import ReadableSet
 from roll.config.roles import DataArguments
 from roll.datasets import DataError, LoadCounts, PromptDataset, PromptRow, SftDataset, SftRow
 from roll.datasets.columns import Columns

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from roll.config.masking import masked_text
+from roll.config.reading.masking import masked_text
 
 
 @dataclass(frozen=True, slots=True)

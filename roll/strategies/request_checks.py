@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from roll.config.fields import LOWEST_TEMPERATURE
+from roll.config.reading.fields import LOWEST_TEMPERATURE
 from roll.strategies.generation import GenerationRequest, SamplingParams
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll.config.plan import Plan
+from roll.config.plan.plan import Plan
 from roll.config.rlvr import RLVRConfig
 from roll.config.weight_sync import TransportName, UpdateMode, transport_name, update_mode
 from roll.platforms import current_platform

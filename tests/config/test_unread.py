@@ -17,11 +17,11 @@ from roll.algorithms.advantages import ADVANTAGE_NAMES, AdvantageInputs, Advanta
 from roll.algorithms.loss_types import LossInputs
 from roll.algorithms.metric_builder import MetricBuilder
 from roll.algorithms.policy_registry import options_class_of, policy_losses
+from roll.config.algorithm import SPELLINGS
 from roll.config.names import ADV_ESTIMATORS, PG_VARIANTS
-from roll.config.policy_losses import SPELLINGS
+from roll.config.reading.schema import nested_section, rules_of, type_hints
 from roll.config.rlvr import RLVRConfig
-from roll.config.schema import nested_section, rules_of, type_hints
-from roll.config.strategy import AVAILABLE
+from roll.config.strategies.registry import AVAILABLE
 from roll.pipelines.sft.config import SFTConfig
 from tests.config.good import GOOD_SFT, changed, load
 

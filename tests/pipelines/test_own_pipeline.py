@@ -14,8 +14,9 @@ import pytest
 import yaml
 
 from roll import cli
-from roll.config.checks import Checks, check_data_files, check_roles
-from roll.config.definition import (
+from roll.config.checks.roles import Checks, check_data_files, check_roles
+from roll.config.loader import LoadedConfig
+from roll.config.pipelines import (
     COMPUTES_LOG_PROBS,
     TRAINS,
     Headline,
@@ -25,10 +26,9 @@ from roll.config.definition import (
     Role,
     Written,
 )
-from roll.config.fields import setting
-from roll.config.loader import LoadedConfig
-from roll.config.plan import Plan
-from roll.config.planning import shared_plan, training_plan
+from roll.config.plan.plan import Plan
+from roll.config.plan.planning import shared_plan, training_plan
+from roll.config.reading.fields import setting
 from roll.config.rlvr import ReferenceWorkerConfig
 from roll.config.roles import WorkerConfig
 from roll.config.run import RunConfig
@@ -152,8 +152,8 @@ def test_check_shows_its_plan_and_its_mistakes(
     [
         (f"{HERE}.Nobody", "cannot be imported"),
         ("no_such_module.Pipeline", "No module named 'no_such_module'"),
-        (f"{HERE}.WatchedConfig", "must be a subclass of roll.config.definition.PipelineDefinition"),
-        ("roll.config.definition.PipelineDefinition", "is not complete: it has no check, plan, run"),
+        (f"{HERE}.WatchedConfig", "must be a subclass of roll.config.pipelines.PipelineDefinition"),
+        ("roll.config.pipelines.PipelineDefinition", "is not complete: it has no check, plan, run"),
     ],
 )
 def test_a_path_that_is_no_pipeline(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from roll.checkpoint.state import load_state, save_state
-from roll.config.run_ahead import RunAhead
+from roll.config.plan.plan import RunAhead
 from roll.datasets.types import PromptRow
 from roll.distributed import WorkerDied
 from roll.rollout.asynchronous import AsyncScheduler

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.config.micro_batching import MicroBatching
+from roll.config.plan.micro_batching import MicroBatching
 from roll.strategies.base import TensorBatch
 from roll.strategies.training.micro_batches import plan_micro_batches, row_index
 

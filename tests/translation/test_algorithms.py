@@ -17,10 +17,10 @@ from torch import Tensor
 
 from roll.algorithms.actor_loss import actor_loss_options
 from roll.algorithms.aggregation import denominators_from, denominators_of, group_tokens_of
-from roll.config.compose import Composed
-from roll.config.errors import ConfigError, Problems
 from roll.config.loader import LoadedConfig, load_composed
-from roll.config.sources import SourceFile
+from roll.config.reading.compose import Composed
+from roll.config.reading.errors import ConfigError, Problems
+from roll.config.reading.yaml_files import SourceFile
 from roll.pipelines.rlvr.planning import actor_keys
 from roll.pipelines.rlvr.scoring import Scoring
 from roll.protocol import DataProto

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
-from roll.config.plan import TrainingPlan
+from roll.config.plan.plan import TrainingPlan
 from roll.distributed import Cluster
 from roll.pipelines.row_order import length_metrics, order_for
 from roll.protocol import DataProto

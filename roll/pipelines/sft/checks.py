@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from roll.config.checks import (
+from roll.config.checks.keys import note_unread
+from roll.config.checks.models import note_positions
+from roll.config.checks.roles import (
     Checks,
     check_columns,
     check_data_files,
@@ -10,8 +12,6 @@ from roll.config.checks import (
     check_roles,
     check_schedule,
 )
-from roll.config.checks_model import note_positions
-from roll.config.unread import note_unread
 from roll.pipelines.sft.config import SFTConfig
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from roll.config.fields import setting
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
+from roll.config.reading.fields import setting
 from roll.config.roles import WorkerConfig
 from roll.config.run import RunConfig
 

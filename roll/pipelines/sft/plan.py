@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from roll.config.definition import PipelineDefinition, Written
-from roll.config.plan import Plan
-from roll.config.planning import shared_plan, training_plan, validation_data
+from roll.config.pipelines import PipelineDefinition, Written
+from roll.config.plan.plan import Plan
+from roll.config.plan.planning import shared_plan, training_plan, validation_data
 from roll.config.roles import DataArguments
 from roll.pipelines.sft.config import SFTConfig
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from roll.config.deepspeed import ZeroPlan, numbers, plan_zero, switch
 from roll.config.roles import WorkerConfig
-from roll.config.strategy import DeepSpeedStrategyConfig, typed_strategy_config
+from roll.config.strategies.deepspeed import ZeroPlan, numbers, plan_zero, switch
+from roll.config.strategies.registry import DeepSpeedStrategyConfig, typed_strategy_config
 from roll.models.build import DTYPES, enable_gradient_checkpointing
 from roll.models.layouts import TokenLayout
 from roll.models.log_probs import run_head_when_called

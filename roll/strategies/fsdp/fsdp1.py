@@ -21,9 +21,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from roll.config.fsdp import FSDP1_OFFLOAD
 from roll.config.roles import ModelArguments
-from roll.config.strategy import Fsdp1StrategyConfig
+from roll.config.strategies.fsdp import FSDP1_OFFLOAD
+from roll.config.strategies.registry import Fsdp1StrategyConfig
 from roll.models.build import DTYPES
 from roll.models.layouts import TokenLayout
 from roll.models.log_probs import ResponseModel, output_matrices, run_head_when_called

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from roll.config.roles import WorkerConfig
-from roll.config.strategy import HfInferStrategyConfig, typed_strategy_config
+from roll.config.strategies.registry import HfInferStrategyConfig, typed_strategy_config
 from roll.models.build import DTYPES, attention_implementation, build_model, load_config
 from roll.platforms import current_platform
 from roll.protocol.columns import copy_into

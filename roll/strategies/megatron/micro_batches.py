@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from roll.config.micro_batching import MicroBatching
+from roll.config.plan.micro_batching import MicroBatching
 from roll.models.layouts import AttentionPattern, TokenLayout, padded
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import LossFunction, TensorBatch

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 from roll.config.roles import ModelArguments
-from roll.config.strategy import MegatronStrategyConfig
+from roll.config.strategies.registry import MegatronStrategyConfig
 from roll.models.build import has_tied_embeddings, load_config
 from roll.platforms import current_platform
 from roll.protocol.rank import RankInfo

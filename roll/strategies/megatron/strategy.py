@@ -22,9 +22,9 @@ from torch import nn
 
 from roll.checkpoint.contents import ModelContents, trained_under
 from roll.config.lora import uses_lora
-from roll.config.micro_batching import micro_batching
+from roll.config.plan.micro_batching import micro_batching
 from roll.config.roles import WorkerConfig
-from roll.config.strategy import MegatronStrategyConfig, typed_strategy_config
+from roll.config.strategies.registry import MegatronStrategyConfig, typed_strategy_config
 from roll.models.build import DTYPES
 from roll.models.loading import TensorFiles, fingerprint
 from roll.models.lora import Adapters, base_name

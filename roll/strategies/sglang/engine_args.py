@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from roll.config.roles import WorkerConfig
-from roll.config.sglang import SglangStrategyConfig
+from roll.config.strategies.sglang import SglangStrategyConfig
 from roll.models.build import DTYPES
 from roll.platforms import Platform
 from roll.strategies.sglang.held_weights import LOADER, REPORTER

@@ -15,8 +15,8 @@ from sglang.srt.managers import io_struct
 from transformers import AutoTokenizer
 
 from roll.config.roles import WorkerConfig
-from roll.config.sglang import SglangStrategyConfig
-from roll.config.strategy import typed_strategy_config
+from roll.config.strategies.registry import typed_strategy_config
+from roll.config.strategies.sglang import SglangStrategyConfig
 from roll.models.build import load_config
 from roll.platforms import current_platform
 from roll.strategies.end_tokens import model_end_token_ids

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from roll.checkpoint.contents import ModelContents
 from roll.config.lora import uses_lora
-from roll.config.micro_batching import MicroBatching, micro_batching
+from roll.config.plan.micro_batching import MicroBatching, micro_batching
 from roll.config.roles import WorkerConfig
 from roll.models.attention import check_context_size, sum_of_parts, use_layout_attention
 from roll.models.build import build_model, has_tied_embeddings

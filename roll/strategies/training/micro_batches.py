@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 import numpy as np
 import torch
 
-from roll.config.micro_batching import MicroBatching
+from roll.config.plan.micro_batching import MicroBatching
 from roll.models.layouts import TokenLayout, leads_a_group, packed_layout, row_layout, shared_prompt_layout
 from roll.models.partitions import balance_packs, pack_sequences
 from roll.protocol.metrics import Mean, Metrics, merge_metrics

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from roll.config.roles import WorkerConfig
-from roll.config.vllm import VllmStrategyConfig
+from roll.config.strategies.vllm import VllmStrategyConfig
 from roll.models.build import DTYPES
 from roll.platforms import Platform
 

@@ -18,8 +18,8 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from roll.config.roles import WorkerConfig
-from roll.config.strategy import typed_strategy_config
-from roll.config.vllm import VllmStrategyConfig
+from roll.config.strategies.registry import typed_strategy_config
+from roll.config.strategies.vllm import VllmStrategyConfig
 from roll.models.build import load_config
 from roll.platforms import current_platform
 from roll.strategies.end_tokens import model_end_token_ids

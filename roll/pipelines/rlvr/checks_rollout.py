@@ -1,0 +1,106 @@
+"""Checks of asynchronous rollout."""
+
+from __future__ import annotations
+
+import re
+
+from roll.config.checks.roles import Checks, check_columns, check_data_files
+from roll.config.judges import section_of
+from roll.config.plan.planning import shares_devices
+from roll.config.rlvr import RLVRConfig
+from roll.pipelines.rlvr.plan import sharing_roles
+from roll.pipelines.rlvr.planning import (
+    engine_log_probs_as_old,
+    is_async,
+    needs_greedy_baseline,
+    started_roles,
+    trainer_is_old,
+)
+
+KEY = "async_generation_ratio"
+
+
+def check_async(config: RLVRConfig, checks: Checks) -> None:
+    """What generation beside training needs, and what it means for the algorithm."""
+    if checks.broken(KEY):
+        return
+    if not is_async(config):
+        return
+    check_engine_devices(config, checks)
+    if needs_greedy_baseline(config):
+        rule = f"must be 0 with adv_estimator {config.adv_estimator}: its greedy answers need the engines between steps"
+        checks.add(KEY, config.async_generation_ratio, rule, 0)
+    if trainer_is_old(config) and not config.train_infer_correction and not engine_log_probs_as_old(config):
+        checks.note(
+            KEY,
+            "samples come from older weights, which nothing corrects for: ratios are taken against the trainer before "
+            "the update; train_infer_correction: decoupled weighs them against the engine",
+        )
+
+
+def check_engine_devices(config: RLVRConfig, checks: Checks) -> None:
+    """Engines that finish all they begin have their devices to themselves; only partial rollout takes turns."""
+    key, engines = "actor_infer.device_mapping", config.actor_infer
+    if checks.broken(key) or config.partial_rollout:
+        return
+    others = {name: role for name, role in started_roles(config).items() if name != "actor_infer"}
+    sharing = [name for name, role in others.items() if shares_devices(engines, role)]
+    if sharing:
+        taken = {device for role in others.values() for device in role.device_mapping or ()}
+        free = [device for device in range(len(taken) + len(engines.device_mapping or ())) if device not in taken]
+        rule = (
+            f"must share no device with {', '.join(sharing)}: with {KEY} {config.async_generation_ratio:g} and "
+            "partial_rollout: false engines generate while they compute (partial_rollout: true lets them take turns)"
+        )
+        checks.add(key, engines.device_mapping, rule, free[: len(engines.device_mapping or ())])
+
+
+SET_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
+
+
+def check_validation(config: RLVRConfig, checks: Checks) -> None:
+    """Files, columns, lengths and names of all sets."""
+    section = config.validation
+    if section is None:
+        return
+    if section.data_args.file_name or not section.sets:
+        check_data_files("validation.data_args", section.data_args, checks)
+    check_columns("validation.data_args", section.data_args, checks)
+    check_beside_training(config, checks)
+    for name, one in section.sets.items():
+        key = f"validation.sets.{name}"
+        if not SET_NAME.fullmatch(name) or name in ("sampled", "greedy"):
+            rule = "a set's name is part of the metrics' names: letters, digits, - and _, and not sampled or greedy"
+            checks.add(key, name, rule)
+        check_data_files(f"{key}.data_args", one.data_args, checks)
+        check_columns(f"{key}.data_args", one.data_args, checks)
+        prompt, sequence = one.prompt_length, one.sequence_length
+        if (prompt is None) != (sequence is None):
+            absent, present = ("prompt_length", "sequence_length")[:: 1 if prompt is None else -1]
+            checks.missing(f"{key}.{absent}", f"goes with {present}: set both or none", prompt or config.prompt_length)
+        elif prompt is not None and sequence is not None and sequence <= prompt:
+            rule = f"must be greater than prompt_length {prompt}, or no response fits"
+            checks.add(f"{key}.sequence_length", sequence, rule, prompt * 2)
+
+
+def check_beside_training(config: RLVRConfig, checks: Checks) -> None:
+    """Roles that are to answer and score beside training share their devices with nobody."""
+    key, section = "validation.beside_training", config.validation
+    if section is None or not section.beside_training:
+        return
+    sharing = {
+        name: others
+        for name, others in sharing_roles(started_roles(config)).items()
+        if not checks.broken(f"{section_of(name)}.device_mapping")
+    }
+    for name, others in sharing.items():
+        rule = f"needs devices of its own for {name}, which shares some with {', '.join(others)}"
+        checks.add(key, True, rule, False)
+
+
+def longest_in_validation(config: RLVRConfig) -> tuple[int, int]:
+    """Longest prompt and longest sequence that a set asks for; 0 where none says so."""
+    sets = config.validation.sets.values() if config.validation is not None else ()
+    prompts = [config.val_prompt_length, *(one.prompt_length for one in sets)]
+    sequences = [config.val_sequence_length, *(one.sequence_length for one in sets)]
+    return max(length or 0 for length in prompts), max(length or 0 for length in sequences)
