@@ -39,7 +39,7 @@ from roll.rollout.groups import SampleGroup
 from roll.rollout.replay import ReplayBuffer
 from roll.rollout.rewarding import RewardRouter
 from roll.rollout.scheduler import RolloutScheduler
-from roll.strategies.generation import SamplingParams
+from roll.strategies.engines.requests import SamplingParams
 
 GROUP_SIZE = 8
 PROMPT_TOKENS = 512

@@ -18,7 +18,7 @@ from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import GENERATION_STRATEGIES
 from roll.distributed import Cluster, ResourceManager, ray_runtime
 from roll.pipelines.tokenizers import load_tokenizer
-from roll.serving.front import FrontOptions, HttpFront
+from roll.serving.server import FrontOptions, HttpFront
 from roll.tracking import setup_logging
 from roll.workers import GENERATION_WORKER
 

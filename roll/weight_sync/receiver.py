@@ -16,7 +16,7 @@ from roll.weight_sync.transports.base import Link, Receiver
 
 
 class UpdatableEngine(Protocol):
-    """What weight sync needs of a :class:`roll.strategies.generation.GenerationStrategy`."""
+    """What weight sync needs of a :class:`roll.strategies.engines.requests.GenerationStrategy`."""
 
     def start_weight_update(self, version: int) -> None: ...
 

@@ -25,7 +25,7 @@ from roll.rollout.loops import RolloutLoop, make_flow
 from roll.rollout.replay import ReplayBuffer
 from roll.rollout.rewarding import RewardRouter
 from roll.rollout.scheduler import RolloutScheduler
-from roll.strategies.generation import SamplingParams
+from roll.strategies.engines.requests import SamplingParams
 from tests.rollout.fake_clusters import FakeCall, FakeRewards
 from tests.rollout.token_engines import LONGEST, TokenEngines, response
 

@@ -15,7 +15,7 @@ from roll.config.pipelines import Panel
 from roll.pipelines.rlvr.definition import RLVR
 from roll.pipelines.sft.definition import SFT
 from roll.tracking.plots import plot_run
-from roll.tracking.trackers import JsonlTracker
+from roll.tracking.records import JsonlTracker
 
 
 @pytest.fixture

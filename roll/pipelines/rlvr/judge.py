@@ -10,7 +10,7 @@ from roll.config.rlvr import RLVRConfig
 from roll.distributed import Cluster
 from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.pipelines.tokenizers import load_tokenizer
-from roll.serving.front import FrontOptions, HttpFront
+from roll.serving.server import FrontOptions, HttpFront
 
 
 class JudgeService:

@@ -1,23 +1,26 @@
-"""Sampling inside SGLang's scheduler: this project's settings, streams and log-probs in place of SGLang's own.
+"""SGLang's engine, one scheduler process a rank, and the sampler inside these.
 
 SGLang reports log-probs from before top-k, top-p and min-p, leaves the prompt out of the repetition penalty, and seeds
-samples only in a mode that also exchanges its kernels.  So a request brings its settings as ``custom_params``, SGLang
-itself is told nothing of them, and the sampler below takes the place of one of its own: log-probs are those of the
-distribution that the token was drawn from, and token t of a sample draws number t of the sample's stream.
+samples only in a mode that also exchanges its kernels. So a request brings its settings as ``custom_params``, SGLang's
+own stay neutral, and the sampler below takes the place of one of its own: log-probs are those of the distribution that
+the token was drawn from, and token t of a sample draws number t of the sample's stream.
 """
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.layers.sampler import Sampler, register_sampler_backend
+from sglang.srt.managers.scheduler import run_scheduler_process
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from roll.strategies.random_streams import uniforms
-from roll.strategies.token_distribution import filter_threshold, invert_cumulative, penalise_repetition
+from roll.strategies.engines.sampling import filter_threshold, invert_cumulative, penalise_repetition, uniforms
 
 BACKEND = "pytorch"
 """SGLang's name of the backend that gives way to this sampler in its process: the one it has on every platform."""
@@ -162,3 +165,39 @@ def install() -> None:
     SamplingBatchInfo.adjusted_from_schedule_batch = _begin
     SamplingBatchInfo.adjusted_filter_batch = _keep
     SamplingBatchInfo.adjusted_merge_batch = _append
+
+
+_SECONDS_TO_END = 10.0
+
+
+def run_scheduler(*arguments: Any, **keywords: Any) -> None:
+    """SGLang's scheduler process, with the sampler of this project."""
+    install()
+    run_scheduler_process(*arguments, **keywords)
+
+
+class TokenEngine(Engine):
+    """An engine without a detokenizer: token ids are all that goes in and comes out."""
+
+    send_to_rpc: Any
+    run_scheduler_process_func = staticmethod(run_scheduler)
+
+    @classmethod
+    def _launch_detokenizer_subprocesses(cls, *_: Any, **__: Any) -> tuple[list[Any], list[str]]:
+        return [], []
+
+    def shutdown(self) -> None:
+        """End the schedulers and wait for them. SGLang's own would end every child of this process."""
+        atexit.unregister(self.shutdown)
+        watchdog = getattr(self.tokenizer_manager, "_subprocess_watchdog", None)
+        if watchdog is not None:
+            watchdog.stop()
+        own = set(self.get_all_child_pids())
+        schedulers = [process for process in multiprocessing.active_children() if process.pid in own]
+        for process in schedulers:
+            process.kill()
+        for process in schedulers:
+            process.join(_SECONDS_TO_END)
+        socket, self.send_to_rpc = self.send_to_rpc, None
+        if socket is not None:
+            socket.close(linger=0)
