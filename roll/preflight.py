@@ -1,4 +1,4 @@
-"""Optional packages that a run needs: looked for before anything starts, and never imported for that."""
+"""What is looked at before a run starts: optional packages, models of the hub, and parts of the user's own."""
 
 from __future__ import annotations
 

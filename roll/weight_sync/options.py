@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roll.config.plan.plan import Plan
-from roll.config.rlvr import RLVRConfig
-from roll.config.weight_sync import TransportName, UpdateMode, transport_name, update_mode
+from roll.config.roles import GenerationWorkerConfig
+from roll.config.run import RunConfig
+from roll.config.weight_sync import TransportName, UpdateMode, WeightSyncConfig, transport_name, update_mode
 from roll.platforms import current_platform
 from roll.weight_sync.transports.base import Sender
 
@@ -41,17 +42,16 @@ class SyncOptions:
         return max(1, min(self.buffer_bytes // 2, _PIPELINED_BYTES))
 
 
-def sync_options(config: RLVRConfig, plan: Plan) -> SyncOptions:
+def sync_options(run: RunConfig, keys: WeightSyncConfig, engines: GenerationWorkerConfig, plan: Plan) -> SyncOptions:
     """Those of a run on hosts like this one."""
-    keys = config.weight_sync
     train, infer = (plan.roles[role].device_mapping for role in ("actor_train", "actor_infer"))
     return SyncOptions(
-        buffer_bytes=config.model_update_buffer_size_mb * MIB,
-        deadline=config.rpc_timeout,
-        patience=min(config.actor_infer.engine_timeout, config.rpc_timeout),
+        buffer_bytes=run.model_update_buffer_size_mb * MIB,
+        deadline=run.rpc_timeout,
+        patience=min(engines.engine_timeout, run.rpc_timeout),
         transport=transport_name(keys, train, infer, current_platform().device_type),
         directory=keys.directory or str(plan.output_dir / "weight_sync"),
-        mode=update_mode(keys, config.actor_infer.strategy_args.strategy_name),
+        mode=update_mode(keys, engines.strategy_args.strategy_name),
         adapters_apart=keys.lora == "adapter",
     )
 

@@ -6,8 +6,8 @@ import secrets
 
 import ray
 
-from roll.config.rlvr import RLVRConfig
 from roll.distributed import Cluster
+from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.pipelines.tokenizers import load_tokenizer
 from roll.serving.server import FrontOptions, HttpFront

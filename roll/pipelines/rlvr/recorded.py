@@ -6,8 +6,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from roll.config.rlvr import RLVRConfig
 from roll.datasets.types import DataError
+from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.planning import recorded_rollouts, rollout_file
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics

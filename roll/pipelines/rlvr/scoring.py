@@ -29,7 +29,7 @@ from roll.algorithms.samples import (
     token_level_rewards,
     top_entropy_mask,
 )
-from roll.config.rlvr import RLVRConfig
+from roll.pipelines.rlvr.config import RLVRConfig
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
 from roll.rollout.filters import build_filter, response_mask

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
+from roll.config.checks.base import Checks, check_columns, check_data_files, check_resume, check_schedule
 from roll.config.checks.keys import note_unread
 from roll.config.checks.models import note_positions
-from roll.config.checks.roles import (
-    Checks,
-    check_columns,
-    check_data_files,
-    check_resume,
-    check_roles,
-    check_schedule,
-)
+from roll.config.checks.roles import check_roles
 from roll.pipelines.sft.config import SFTConfig
 
 
