@@ -22,8 +22,8 @@ from roll.algorithms.aggregation import denominators_from, denominators_of
 from roll.algorithms.loss_types import LossInputs
 from roll.algorithms.losses import actor_loss, actor_loss_options
 from roll.algorithms.returns import generalized_advantages
-from roll.config.rlvr import RLVRConfig
 from roll.models.partitions import balance_partitions, pack_sequences
+from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.phases import AdvantageComputer
 from roll.protocol import DataProto
 

@@ -20,8 +20,6 @@ from roll.config.data import CurriculumArguments, DataArguments
 from roll.config.pipelines import definitions
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.schema import closest, mapped_section, nested_section, rules_of, type_hints
-from roll.config.rewards import FilterConfig, RewardComponentConfig, RewardConfig
-from roll.config.rlvr import RouterConfig
 from roll.config.roles import (
     GeneratingArguments,
     ModelArguments,
@@ -42,8 +40,6 @@ from roll.config.strategies.registry import (
 )
 from roll.config.strategies.sglang import SglangStrategyConfig
 from roll.config.strategies.vllm import VllmStrategyConfig
-from roll.config.validation import ValidationConfig, ValidationSetConfig
-from roll.config.weight_sync import WeightSyncConfig
 
 INTRODUCTION = """# Configuration reference
 
@@ -74,13 +70,7 @@ PAGES: tuple[tuple[str, type, tuple[type, ...]], ...] = (
     ("`strategy_config` of `sglang`", SglangStrategyConfig, ()),
     ("`<role>.sequence_packing_args`", SequencePackingArguments, ()),
     ("`<role>.router_replay`", RouterReplayArguments, ()),
-    ("`rewards.<name>` (in addition to the keys of a role)", RewardConfig, (WorkerConfig,)),
-    ("`rewards.<name>.components.<component>`", RewardComponentConfig, ()),
-    ("`query_filter_config` and `response_filter_config`", FilterConfig, ()),
-    ("`validation` (in addition to the keys of a role)", ValidationConfig, (WorkerConfig,)),
-    ("`validation.sets.<name>`", ValidationSetConfig, ()),
-    ("`router_args`", RouterConfig, ()),
-    ("`weight_sync`", WeightSyncConfig, ()),
+    *(table for pipeline in definitions() for table in pipeline.section_tables),
     ("`checkpoint_config`", CheckpointConfig, ()),
     ("`train_infer_correction` as a section", CorrectionConfig, ()),
     ("`train_infer_correction.is_weight`", ImportanceWeightConfig, ()),

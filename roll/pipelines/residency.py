@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from roll.config.plan.plan import Plan
-from roll.config.rlvr import GenerationWorkerConfig
+from roll.config.roles import GenerationWorkerConfig
 from roll.distributed import Cluster, DeadlineExceeded, PendingCall, RemoteError
 from roll.distributed.signals import ending
 from roll.platforms import current_platform

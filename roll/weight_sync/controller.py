@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from roll.config.plan.plan import Plan
-from roll.config.rlvr import RLVRConfig
-from roll.config.weight_sync import transport_name, update_mode
+from roll.config.roles import GenerationWorkerConfig
+from roll.config.run import RunConfig
+from roll.config.weight_sync import WeightSyncConfig, transport_name, update_mode
 from roll.distributed import Cluster, RemoteError, Worker, WorkerFailed
 from roll.distributed.failures import RankReport
 from roll.platforms import current_platform
@@ -19,17 +20,16 @@ from roll.weight_sync.messages import MIB, LostEngines, SyncOptions, SyncReport
 logger = logging.getLogger(__name__)
 
 
-def sync_options(config: RLVRConfig, plan: Plan) -> SyncOptions:
+def sync_options(run: RunConfig, keys: WeightSyncConfig, engines: GenerationWorkerConfig, plan: Plan) -> SyncOptions:
     """Those of a run on hosts like this one."""
-    keys = config.weight_sync
     train, infer = (plan.roles[role].device_mapping for role in ("actor_train", "actor_infer"))
     return SyncOptions(
-        buffer_bytes=config.model_update_buffer_size_mb * MIB,
-        deadline=config.rpc_timeout,
-        patience=min(config.actor_infer.engine_timeout, config.rpc_timeout),
+        buffer_bytes=run.model_update_buffer_size_mb * MIB,
+        deadline=run.rpc_timeout,
+        patience=min(engines.engine_timeout, run.rpc_timeout),
         transport=transport_name(keys, train, infer, current_platform().device_type),
         directory=keys.directory or str(plan.output_dir / "weight_sync"),
-        mode=update_mode(keys, config.actor_infer.strategy_args.strategy_name),
+        mode=update_mode(keys, engines.strategy_args.strategy_name),
         adapters_apart=keys.lora == "adapter",
     )
 

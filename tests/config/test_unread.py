@@ -18,8 +18,8 @@ from roll.algorithms.metrics import MetricBuilder
 from roll.config.algorithm import SPELLINGS
 from roll.config.names import ADV_ESTIMATORS, PG_VARIANTS
 from roll.config.reading.schema import nested_section, rules_of, type_hints
-from roll.config.rlvr import RLVRConfig
 from roll.config.strategies.registry import AVAILABLE
+from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.sft.config import SFTConfig
 from tests.config.good import GOOD_SFT, changed, load
 

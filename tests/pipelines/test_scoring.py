@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from roll.config.rewards import FilterConfig, RewardConfig
-from roll.config.rlvr import RLVRConfig
+from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.phases import AdvantageComputer
 from roll.protocol import DataProto
 from roll.protocol.metrics import to_floats

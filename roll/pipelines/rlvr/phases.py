@@ -37,9 +37,9 @@ from roll.algorithms.samples import (
     top_entropy_mask,
 )
 from roll.config.plan.plan import TrainingPlan
-from roll.config.rlvr import RLVRConfig
 from roll.datasets.types import DataError
 from roll.distributed import Cluster, PendingCall
+from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.pipelines.rlvr.planning import recorded_rollouts, rollout_file
 from roll.pipelines.row_order import length_metrics, order_for

@@ -13,14 +13,14 @@ from typing import Any
 
 from roll.checkpoint import Checkpoint
 from roll.config.loader import LoadedConfig
-from roll.config.reward_models import REWARD_MODEL
-from roll.config.rlvr import RLVRConfig
+from roll.config.rewards import REWARD_MODEL
 from roll.distributed import ResourceManager
 from roll.pipelines.files import export_model, sample_table
 from roll.pipelines.frame import RunFrame
 from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency, moves_states
 from roll.pipelines.rlvr.asynchronous import AsyncRolloutPhase
 from roll.pipelines.rlvr.clusters import start_clusters
+from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.data import load_data
 from roll.pipelines.rlvr.phases import (
     AdvantageComputer,
@@ -83,7 +83,7 @@ class RLVRPipeline:
             for cluster in self.clusters.computing():
                 cluster.meanwhile = self.rollout.work_until
         self.scoring = AdvantageComputer(self.config, self.plan.norm_types, self.plan.max_new_tokens)
-        options = sync_options(self.config, self.plan)
+        options = sync_options(self.config, self.config.weight_sync, self.config.actor_infer, self.plan)
         self.weight_sync = WeightSync(self.clusters.actor_train, self.clusters.actor_infer, options)
 
     def train_one_step(self, step: int) -> None:

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from roll.config.checks.base import Checks, check_columns, check_data_files, check_resume, check_schedule
 from roll.config.checks.keys import note_unread
 from roll.config.checks.models import note_positions
-from roll.config.checks.roles import (
-    Checks,
-    check_columns,
-    check_data_files,
-    check_resume,
-    check_roles,
-    check_schedule,
-)
+from roll.config.checks.roles import check_roles
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.pipelines import PipelineDefinition, Written
 from roll.config.plan.plan import Plan
