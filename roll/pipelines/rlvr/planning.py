@@ -33,7 +33,7 @@ from roll.config.vllm import adapter_engine_args
 from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.pipelines.rlvr.plan_validation import beside_training, validation_sets
 from roll.rewards.base import RewardOptionError
-from roll.rewards.sections import concurrent_calls
+from roll.rewards.composition import concurrent_calls
 
 
 def needs_reference(config: RLVRConfig) -> bool:
