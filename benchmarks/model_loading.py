@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
 from roll.models.build import build_model
-from roll.strategies.fsdp2 import Fsdp2TrainStrategy
+from roll.strategies.fsdp.fsdp2 import Fsdp2TrainStrategy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

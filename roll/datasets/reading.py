@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from roll.config.data_files import FORMATS, format_of, hub_name, matching_files, saved_splits
+from roll.config.data import FORMATS, format_of, hub_name, matching_files, saved_splits
 from roll.datasets.types import BadRows, DataError
 
 Row = dict[str, Any]

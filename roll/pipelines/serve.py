@@ -10,15 +10,15 @@ from typing import Any
 
 from rich.console import Console
 
-from roll.config.errors import ConfigError, Problem
 from roll.config.loader import LoadedConfig
 from roll.config.model_files import looks_like_folder
+from roll.config.reading.errors import ConfigError, Problem
+from roll.config.reading.yaml_files import shown
 from roll.config.roles import WorkerConfig
-from roll.config.sources import shown
-from roll.config.strategy import GENERATION_STRATEGIES
+from roll.config.strategies.registry import GENERATION_STRATEGIES
 from roll.distributed import Cluster, ResourceManager, ray_runtime
-from roll.pipelines.tokenizers import load_tokenizer
-from roll.serving.front import FrontOptions, HttpFront
+from roll.pipelines.files import load_tokenizer
+from roll.serving.server import FrontOptions, HttpFront
 from roll.tracking import setup_logging
 from roll.workers import GENERATION_WORKER
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol
 
-from roll.config.masking import masked_text
+from roll.config.reading.masking import masked_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roll.config.judges import judge_sampling
-from roll.config.rewards import RewardComponentConfig, RewardConfig
+from roll.config.rewards import RewardComponentConfig, RewardConfig, judge_sampling
 from roll.rewards.base import GuardedReward, RewardFunction, RewardOptionError, RewardResult, RewardSample, is_timeout
 from roll.rewards.custom import Limits
 from roll.rewards.registry import build_reward, load_target, option_names, resolve_name

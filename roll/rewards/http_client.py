@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 import httpx2
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_random_exponential
 
-from roll.config.masking import masked_text, register_secrets
+from roll.config.reading.masking import masked_text, register_secrets
 
 logger = logging.getLogger(__name__)
 

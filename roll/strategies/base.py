@@ -1,4 +1,4 @@
-"""What a strategy is: the way a model is computed, hidden behind one interface.
+"""The interface of a strategy: how a model is computed, hidden from the algorithms.
 
 Everything above a strategy sees right-padded batches: a dict of tensors with one batch dimension B and one length L,
 every per-token column of shape (B, L) and aligned to the token it describes.  ``log_probs[b, t]`` is the
@@ -12,7 +12,7 @@ Every method marked *collective* must be called on all ranks of the cluster at t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from roll.config.roles import WorkerConfig
 from roll.platforms import current_platform
 from roll.protocol.metrics import Metrics
 from roll.protocol.rank import RankInfo as RankInfo
-from roll.strategies.storage import OffloadedStorages, storages_of
 
 TensorBatch = dict[str, torch.Tensor]
 """Columns of one batch. Always there: ``input_ids`` int64 (B, L), ``attention_mask`` bool (B, L, right-padded),
@@ -210,3 +210,43 @@ class TrainStrategy(ModelStrategy):
     @abstractmethod
     def load(self, path: Path) -> None:
         """Collective. The inverse of :meth:`save`; the rank count may differ."""
+
+
+class OffloadedStorages:
+    """Device storages of some tensors, with their contents in (page-locked) host memory."""
+
+    def __init__(self, tensors: Iterable[Tensor], keep_contents: bool = True) -> None:
+        """
+        Args:
+            keep_contents: False for what is rewritten before it is read (gradients); it comes back as zeros.
+        """
+        # Not resizable: a file mapped into host memory, as freshly loaded weights are. It takes nothing from a device.
+        storages = {key: storage for key, storage in storages_of(tensors).items() if storage.resizable()}
+        self._held: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
+        for storage in storages.values():
+            size = storage.nbytes()
+            copy = None
+            if keep_contents:
+                copy = torch.empty(size, dtype=torch.uint8, pin_memory=current_platform().pin_memory)
+                copy.copy_(_as_bytes(storage))
+            storage.resize_(0)
+            self._held.append((storage, size, copy))
+
+    def restore(self) -> None:
+        for storage, size, copy in self._held:
+            storage.resize_(size)
+            if copy is None:
+                _as_bytes(storage).zero_()
+            else:
+                _as_bytes(storage).copy_(copy)
+        self._held = []
+
+
+def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """The storages that hold the tensors' elements, each once, by address; those without any are left out."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -7,18 +7,18 @@ from typing import Any
 
 from roll.config.roles import WorkerConfig
 from roll.strategies.base import ModelHead, ModelStrategy
-from roll.strategies.generation import GenerationStrategy
+from roll.strategies.engines.base import GenerationStrategy
 
 MODEL_STRATEGIES = {
-    "fsdp2_train": "roll.strategies.fsdp2.Fsdp2TrainStrategy",
-    "fsdp2_infer": "roll.strategies.fsdp2.Fsdp2InferStrategy",
-    "fsdp_train": "roll.strategies.fsdp.FsdpTrainStrategy",
-    "fsdp_infer": "roll.strategies.fsdp.FsdpInferStrategy",
+    "fsdp2_train": "roll.strategies.fsdp.fsdp2.Fsdp2TrainStrategy",
+    "fsdp2_infer": "roll.strategies.fsdp.fsdp2.Fsdp2InferStrategy",
+    "fsdp_train": "roll.strategies.fsdp.fsdp1.FsdpTrainStrategy",
+    "fsdp_infer": "roll.strategies.fsdp.fsdp1.FsdpInferStrategy",
     "deepspeed_train": "roll.strategies.deepspeed.DeepSpeedTrainStrategy",
     "deepspeed_infer": "roll.strategies.deepspeed.DeepSpeedInferStrategy",
     "megatron_train": "roll.strategies.megatron.MegatronTrainStrategy",
     "megatron_infer": "roll.strategies.megatron.MegatronInferStrategy",
-    "hf_infer": "roll.strategies.hf_infer.forward.HfForwardStrategy",
+    "hf_infer": "roll.strategies.hf_infer.strategy.HfForwardStrategy",
 }
 """Strategies that compute batches."""
 

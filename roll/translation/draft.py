@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from roll.config.errors import Problems
+from roll.config.reading.errors import Problems
 
 ROLES = {"actor": "actor_train", "critic": "critic", "reference": "reference"}
 """Names of roles in facts, and their sections."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from roll.config.schema import Mismatch, closest, convert
+from roll.config.reading.schema import Mismatch, closest, convert
 from roll.translation.draft import Draft
 
 ACTOR, ENGINE, REFERENCE, CRITIC = "actor_train", "actor_infer", "reference", "critic"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roll.config.deepspeed import numbers
+from roll.config.strategies.deepspeed import numbers
 from roll.translation.rules import (
     ACTOR,
     CRITIC,

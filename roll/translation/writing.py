@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from roll.config.errors import ConfigError
 from roll.config.loader import LoadedConfig, load_config
-from roll.config.masking import MASK, is_secret
+from roll.config.reading.errors import ConfigError
+from roll.config.reading.masking import MASK, is_secret
 from roll.translation.engine import Translation, show
 from roll.translation.reading import UNSET
 

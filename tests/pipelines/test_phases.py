@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from roll.config.plan import TrainingPlan
+from roll.config.plan.plan import TrainingPlan
 from roll.config.roles import WorkerConfig
 from roll.pipelines.rlvr.phases import computed, update_model
 from roll.protocol import DataProto

@@ -13,8 +13,8 @@ from roll.config.roles import WorkerConfig
 from roll.protocol.metrics import Metrics, to_floats
 from roll.strategies.base import ModelHead, Output
 from roll.strategies.factory import create_strategy
-from roll.strategies.fsdp.wrapping import clean_name
-from roll.strategies.gradients import local_tensor
+from roll.strategies.fsdp.fsdp1 import clean_name
+from roll.strategies.training.optimizer import local_tensor
 from tests.strategies.samples import TensorBatch, policy_loss, value_loss
 
 POLICY = (Output.LOG_PROBS, Output.ENTROPY, Output.SUM_OF_SQUARES)

@@ -9,8 +9,8 @@ import pytest
 from roll.config.roles import StrategyArguments, WorkerConfig
 from roll.strategies.base import ModelHead
 from roll.strategies.factory import create_generation_strategy, create_strategy
-from roll.strategies.fsdp2 import Fsdp2InferStrategy, Fsdp2TrainStrategy
-from roll.strategies.fsdp2.mesh import mesh_shape
+from roll.strategies.fsdp.fsdp2 import Fsdp2InferStrategy, Fsdp2TrainStrategy
+from roll.strategies.fsdp.sharded import mesh_shape
 from tests.strategies import sharded_cases as cases
 from tests.strategies.samples import make_role
 

@@ -16,7 +16,7 @@ import torch
 from roll.config.roles import WorkerConfig
 from roll.protocol.metrics import Metrics, to_floats
 from roll.strategies.factory import create_strategy
-from roll.strategies.loss_scale import INITIAL_SCALE, DynamicLossScale
+from roll.strategies.training.optimizer import INITIAL_SCALE, DynamicLossScale
 from tests.strategies import sharded_cases as cases
 from tests.strategies.comparison import STEPS
 from tests.strategies.samples import TensorBatch, make_batch, make_role, policy_loss, split_rows

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from roll.config.reading.schema import known_keys
 from roll.config.reference import PAGES
-from roll.config.schema import known_keys
 from roll.translation.engine import DIALECTS
 from roll.translation.page import page
 from tests.translation.conftest import ROOT

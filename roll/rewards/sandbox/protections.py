@@ -1,4 +1,4 @@
-"""Limits of a sandboxed process and its end; protections: what each keeps a response from, which a host gives."""
+"""Limits of a sandboxed process and its end; protections: what each prevents, which of them a host gives."""
 
 from __future__ import annotations
 

@@ -9,21 +9,19 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from roll.strategies.generation import (
+from roll.strategies.engines.requests import (
     FinishReason,
     GenerationOutput,
     GenerationRequest,
     PartialSample,
     SamplingParams,
+    StopStringMatcher,
+    check_request,
 )
-from roll.strategies.hf_infer.cache import DecodeSlots, SlotCache
+from roll.strategies.engines.sampling import stream_key
+from roll.strategies.hf_infer.cache import DecodeSlots, PrefixStore, SlotCache
 from roll.strategies.hf_infer.decoder import Decoder, PromptStates, round_up
-from roll.strategies.hf_infer.prefixes import PrefixStore
-from roll.strategies.hf_infer.rows import RunningRows, RunningSample
-from roll.strategies.hf_infer.sampler import Sampler
-from roll.strategies.random_streams import stream_key
-from roll.strategies.request_checks import check_request
-from roll.strategies.stop_strings import StopStringMatcher
+from roll.strategies.hf_infer.rows import RunningRows, RunningSample, Sampler
 
 _MAX_PREFILL_TOKENS = 8192  # prompts computed at a time, padding included: bounds memory and the wait of running rows
 

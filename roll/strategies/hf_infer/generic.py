@@ -1,15 +1,21 @@
-"""Any transformers causal language model as a decoder, through its own forward pass."""
+"""Any transformers causal language model as a decoder, through its own forward pass; and the choice of a decoder."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from roll.strategies.hf_infer.cache import CacheShape, DecodeSlots
-from roll.strategies.hf_infer.decoder import Decoder, PromptStates
+from roll.strategies.hf_infer.decoder import Decoder, FusedDecoder, PromptStates, is_fusable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 
 class GenericDecoder(Decoder):
@@ -122,3 +128,31 @@ class _RowsLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+
+def create_decoder(model: PreTrainedModel, max_model_len: int) -> Decoder:
+    """The fused decoder where the model's family allows it, the generic one elsewhere.
+
+    Raises:
+        ValueError: a model with layers other than full causal attention.
+    """
+    _refuse_partial_attention(model, max_model_len)
+    model.requires_grad_(False).eval()
+    decoder = FusedDecoder(model, max_model_len) if is_fusable(model) else GenericDecoder(model)
+    logger.info("hf_infer: %s is computed by %s", type(model).__name__, type(decoder).__name__)
+    return decoder
+
+
+def _refuse_partial_attention(model: PreTrainedModel, max_model_len: int) -> None:
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None)
+    if kinds == {"full_attention"} and window and not getattr(config, "layer_types", None):
+        kinds = {"sliding_attention"}
+    if window and max_model_len <= window:
+        kinds.discard("sliding_attention")
+    if kinds - {"full_attention"}:
+        raise ValueError(
+            f"hf_infer: {type(model).__name__} has layers of type {', '.join(sorted(kinds))}; the engine's cache holds "
+            f"full attention only. With a sliding window, set strategy_config.max_model_len to at most {window}"
+        )

@@ -31,7 +31,9 @@ from roll.strategies.megatron import cpu_compat  # noqa: E402 (Megatron comes fi
 
 cpu_compat.install()
 
-from roll.strategies.megatron.strategy import MegatronInferStrategy  # noqa: E402 (needs what was installed)
-from roll.strategies.megatron.train import MegatronTrainStrategy  # noqa: E402
+from roll.strategies.megatron.strategy import (  # noqa: E402 (needs what was installed)
+    MegatronInferStrategy,
+    MegatronTrainStrategy,
+)
 
 __all__ = ["MegatronInferStrategy", "MegatronTrainStrategy"]

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from roll.models.lora import Adapters, adapter_names, add_adapters, is_trained_whole
-from roll.strategies.megatron.conversion import LINEARS, CutByGroup, in_layer
+from roll.strategies.megatron.weights import LINEARS, CutByGroup, in_layer
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

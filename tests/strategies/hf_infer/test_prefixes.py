@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from roll.strategies.generation import GenerationRequest, SamplingParams
+from roll.strategies.engines.requests import GenerationRequest, SamplingParams
+from roll.strategies.hf_infer.cache import PrefixStore
 from roll.strategies.hf_infer.engine import GenerationEngine
-from roll.strategies.hf_infer.prefixes import PrefixStore
 from tests.strategies.hf_infer.helpers import (
     EOS,
     MAX_MODEL_LEN,

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-from roll.config.micro_batching import MicroBatching
+from roll.config.plan.micro_batching import MicroBatching
 from roll.strategies.megatron import cpu_compat
-from roll.strategies.megatron.conversion import (
+from roll.strategies.megatron.micro_batches import Chunking
+from roll.strategies.megatron.parallel import ParallelSizes, rank_info
+from roll.strategies.megatron.weights import (
     Cut,
     CutByGroup,
     CutTogether,
@@ -21,8 +23,6 @@ from roll.strategies.megatron.conversion import (
     Layout,
     Replicated,
 )
-from roll.strategies.megatron.micro_batches import Chunking
-from roll.strategies.megatron.parallel import ParallelSizes, rank_info
 from tests.strategies.samples import make_batch
 
 

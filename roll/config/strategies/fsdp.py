@@ -1,0 +1,144 @@
+"""Options of the strategies that shard a model by FSDP: ``fsdp2_*`` (``fully_shard``) and ``fsdp_*`` (FSDP1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from roll.config.reading.fields import parse_dtype, rules, setting
+from roll.config.strategies.base import StrategyConfig
+
+if TYPE_CHECKING:
+    from roll.config.reading.errors import Problems
+    from roll.config.roles import WorkerConfig
+
+
+Dtype = Literal["bf16", "fp16", "fp32"]
+
+
+@dataclass(frozen=True)
+class WrapPolicy:
+    """``strategy_config.wrap_policy``: which modules become FSDP units of their own."""
+
+    transformer_layer_cls_to_wrap: list[str] | None = None
+    """Class names of the layers to wrap; null: the model's own ``_no_split_modules``."""
+    wrap_embeddings: bool = False
+    """Wrap the input embeddings apart."""
+    wrap_lm_output: bool = False
+    """Wrap the output head apart."""
+    moe_experts: list[str] | None = None
+    """Class names of expert blocks, wrapped apart so that a layer's experts are never all gathered at once."""
+
+
+@dataclass(frozen=True)
+class ShardedStrategyConfig(StrategyConfig):
+    """What FSDP1 and FSDP2 have in common."""
+
+    fsdp_size: int = 1
+    """Ranks over which parameters are sharded. 1 or less, or at least the role's world size: all ranks; between: a
+    mesh of (world / fsdp_size) replicas of fsdp_size shards (HSDP)."""
+    param_dtype: Dtype | None = field(default=None, metadata=rules(parse=parse_dtype, example="bf16"))
+    """Compute type of gathered parameters; null: ``model_args.dtype``. Master weights are float32 all the same."""
+    master_dtype: Literal["fp32", "bf16"] = field(default="fp32", metadata=rules(parse=parse_dtype, example="fp32"))
+    """Type of the weights that the optimizer updates, and of its moments. ``bf16`` (with bf16 computation) halves
+    their memory, and loses every update of less than 1/256 of a weight: at the learning rates of reinforcement
+    learning, most of them."""
+    reduce_dtype: Dtype = field(default="fp32", metadata=rules(parse=parse_dtype, example="fp32"))
+    """Type in which gradients are summed over ranks; fp16 with fp16 computation only."""
+    offload_policy: bool = setting(False, aliases=("cpu_offload",))
+    """Keep parameters (and in training gradients and optimizer states) in host memory, and bring parameters in layer
+    by layer. Under FSDP1 for forward-only roles."""
+    wrap_policy: WrapPolicy = field(default_factory=WrapPolicy)
+    """Which modules become FSDP units of their own."""
+    reduce_scatter_during_grad_accumulation: bool = True
+    """Sum gradients over ranks at every micro-batch (less memory) instead of at the last one (less traffic)."""
+    async_save_ckpt: bool = True
+    """Copy a checkpoint to host memory and write it from there while training goes on."""
+    save_only_model: bool = False
+    """Leave optimizer states out of checkpoints (such a checkpoint cannot be continued exactly)."""
+
+
+@dataclass(frozen=True)
+class Fsdp2StrategyConfig(ShardedStrategyConfig):
+    """``fsdp2_train`` and ``fsdp2_infer``: PyTorch's ``fully_shard``."""
+
+    reshard_after_forward: bool | int = True
+    """Free gathered parameters after the forward pass (less memory, one more gather); a number: reshard to groups of
+    that many ranks."""
+    apply_tiled_mlp: bool = False
+    """Compute MLP layers a tile of tokens at a time, and again in the backward pass: less memory (Qwen2, Qwen3,
+    Llama)."""
+    tiled_num_shards: int = setting(4, ge=1, read_if={"apply_tiled_mlp": (True,)})
+    """Tiles with ``apply_tiled_mlp``: so many times less memory for what is as wide as ``intermediate_size``."""
+    tp_size: int = setting(1, ge=1)
+    """Tensor-parallel ranks."""
+    apply_expert_patch: bool = False
+    """Run every expert on every rank, if only on a dummy token, so that ranks never wait for one another."""
+    model_type: str | None = None
+    """Model family for the patches above; null: from the model's config."""
+    ep_size: int = setting(1, ge=1)
+    """Expert-parallel ranks."""
+    efsdp_size: int | None = setting(None, ge=1)
+    """Ranks over which expert parameters are sharded."""
+    moe_use_grouped_mm: bool = False
+    """Compute experts by one grouped matrix product."""
+
+
+@dataclass(frozen=True)
+class Fsdp1StrategyConfig(ShardedStrategyConfig):
+    """``fsdp_train`` and ``fsdp_infer``: PyTorch's first FSDP, ``FullyShardedDataParallel``."""
+
+    reshard_after_forward: bool = True
+    """Free gathered parameters after the forward pass (``FULL_SHARD``; less memory, one more gather) or keep them until
+    the backward pass (``SHARD_GRAD_OP``). With replicas: ``HYBRID_SHARD`` and its variant that keeps them."""
+    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "none"] = "BACKWARD_PRE"
+    """When the next layer's parameters are gathered in the backward pass: before the current layer's gradients are
+    computed (fastest), after, or only when they are needed (least memory)."""
+    use_orig_params: bool = setting(True, inert="parameters keep their names and weight decay")
+    """Accepted for older files."""
+
+
+def check_sharded(
+    name: str, role: WorkerConfig, options: ShardedStrategyConfig, world: int, trains: bool, problems: Problems
+) -> None:
+    """Report sizes that do not divide ``world`` ranks, and what FSDP1 cannot do.
+
+    Args:
+        name: of the role's section.
+        trains: whether the role learns.
+    """
+    path, size = f"{name}.strategy_args.strategy_config", options.fsdp_size
+    if 1 < size < world and world % size:
+        divisors = [number for number in range(2, world + 1) if world % number == 0]
+        best = min(divisors, key=lambda number: abs(number - size))
+        problems.add(f"{path}.fsdp_size", size, f"must divide the role's {world} ranks (or be 1: all of them)", best)
+    if trains and options.reduce_dtype == "fp16" and compute_type(role, options) != "fp16":
+        rule = f"goes with fp16 computation, which scales the loss; this role computes in {compute_type(role, options)}"
+        problems.add(f"{path}.reduce_dtype", "fp16", rule, "fp32")
+    if options.master_dtype == "bf16" and compute_type(role, options) != "bf16":
+        rule = f"goes with bf16 computation; this role computes in {compute_type(role, options)}"
+        problems.add(f"{path}.master_dtype", "bf16", rule, "fp32")
+    if not isinstance(options, Fsdp1StrategyConfig):
+        return
+    if not options.use_orig_params:
+        problems.note(f"{path}.use_orig_params", "is taken as true: parameters keep their names and weight decay")
+    if not trains:
+        return
+    if options.offload_policy:
+        key = "cpu_offload" if "cpu_offload" in role.strategy_args.strategy_config else "offload_policy"
+        problems.add(f"{path}.{key}", True, FSDP1_OFFLOAD, False)
+    if not options.reduce_scatter_during_grad_accumulation and compute_type(role, options) != "fp32":
+        key = f"{path}.reduce_scatter_during_grad_accumulation"
+        problems.note(key, f"FSDP1 then sums the gradients of micro-batches in {compute_type(role, options)}")
+
+
+FSDP1_OFFLOAD = (
+    "cannot be true for a role that trains: FSDP1 does not support gradient accumulation outside no_sync together with "
+    "CPU offload (PyTorch's documentation of FullyShardedDataParallel, limitations); fsdp2_train does, and so does "
+    "fsdp_infer, which only computes"
+)
+
+
+def compute_type(role: WorkerConfig, options: ShardedStrategyConfig) -> str:
+    """``bf16``, ``fp16`` or ``fp32``: the type in which a role's model is computed."""
+    return options.param_dtype or role.model_args.dtype
