@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from roll.config.roles import WorkerConfig
+from roll.config.strategies.registry import TRAIN_STRATEGIES, trains
 from roll.platforms import current_platform
 from roll.protocol.metrics import Metrics
 from roll.protocol.rank import RankInfo as RankInfo
@@ -84,17 +85,43 @@ class LossFunction(Protocol):
 
 
 class ModelStrategy(ABC):
-    """A model on one rank of a cluster. ``torch.distributed`` is initialised before ``initialize`` is called."""
+    """A model on one rank of a cluster. ``torch.distributed`` is initialised before ``initialize`` is called.
 
-    def __init__(self, role: WorkerConfig, head: ModelHead = ModelHead.CAUSAL_LM, seed: int = 42) -> None:
+    One class a backend: under ``<backend>_train`` it takes optimizer steps, under ``<backend>_infer`` it holds
+    parameters in the compute dtype, which never change, and no optimizer.
+    """
+
+    compute_dtype: torch.dtype
+
+    def __init__(
+        self,
+        role: WorkerConfig,
+        head: ModelHead = ModelHead.CAUSAL_LM,
+        seed: int = 42,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        """``max_grad_norm`` is the pipeline's, used unless the role sets its own."""
         self.role = role
         self.head = head
-        self.seed = seed
+        self.seed = seed if role.training_args.seed is None else role.training_args.seed
+        self.trains = trains(role.strategy_args.strategy_name)
+        own = role.training_args.max_grad_norm
+        self.max_grad_norm = max_grad_norm if own is None else own
+        self.platform = current_platform()
+        self.platform.set_device()
+        self.device = self.platform.device()
         self._offloaded: dict[StateKind, OffloadedStorages] = {}
 
     @abstractmethod
     def initialize(self, num_training_steps: int = 0) -> None:
-        """Collective. Build and load the model; with ``num_training_steps`` > 0 also optimizer and schedule."""
+        """Collective. Build and load the model; with ``num_training_steps`` > 0 also optimizer and schedule.
+
+        Without steps a model that could train can be computed and exported, with weights as the optimizer would have
+        them.
+
+        Raises:
+            ValueError: optimizer steps asked of a forward-only strategy; a model or sizes that the backend cannot have.
+        """
 
     @property
     @abstractmethod
@@ -154,26 +181,6 @@ class ModelStrategy(ABC):
     def save_hf(self, path: Path) -> None:
         """Collective. Write the model in Hugging Face format (safetensors, config, generation config)."""
 
-
-class TrainStrategy(ModelStrategy):
-    """A :class:`ModelStrategy` that also learns.
-
-    A class that is built on a forward-only strategy names this one first among its bases: the constructor is here.
-    """
-
-    def __init__(
-        self,
-        role: WorkerConfig,
-        head: ModelHead = ModelHead.CAUSAL_LM,
-        seed: int = 42,
-        max_grad_norm: float | None = None,
-    ) -> None:
-        """``max_grad_norm`` is the pipeline's, used unless the role sets its own."""
-        super().__init__(role, head, seed)
-        own = role.training_args.max_grad_norm
-        self.max_grad_norm = max_grad_norm if own is None else own
-
-    @abstractmethod
     def train_step(
         self,
         batch: TensorBatch,
@@ -187,17 +194,18 @@ class TrainStrategy(ModelStrategy):
         whole model) and ``lr``; data-parallel strategies add ``tokens_per_micro_batch`` (as computed, padding
         included) and ``padding_ratio`` (the share of them on which no result depends).
         """
+        raise self._takes_no_steps()
 
-    @abstractmethod
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         """Collective. Sum over data-parallel ranks (used for loss denominators)."""
+        raise self._takes_no_steps()
 
-    @abstractmethod
     def save(self, path: Path) -> None:
         """Collective. Everything needed to continue: parameters, optimizer, schedule, RNG states of every rank.
 
         It may return when all of it is copied, and write while training goes on; see :meth:`saved`.
         """
+        raise self._takes_no_steps()
 
     def saved(self, wait: bool = True) -> bool:
         """Whether this rank's part of the last :meth:`save` is on disk; with ``wait``, only then does it return.
@@ -207,9 +215,27 @@ class TrainStrategy(ModelStrategy):
         """
         return True
 
-    @abstractmethod
     def load(self, path: Path) -> None:
         """Collective. The inverse of :meth:`save`; the rank count may differ."""
+        raise self._takes_no_steps()
+
+    def _takes_no_steps(self) -> AssertionError:
+        return AssertionError(f"{self.role.strategy_args.strategy_name} computes only")
+
+    def _refuse_steps(self, num_training_steps: int) -> None:
+        """
+        Raises:
+            ValueError: optimizer steps are asked of a forward-only strategy.
+        """
+        name = self.role.strategy_args.strategy_name
+        if num_training_steps and not self.trains:
+            trainer = name.replace("_infer", "_train")
+            use = trainer if trains(trainer) else TRAIN_STRATEGIES[0]
+            raise ValueError(f"{self.role.name}.strategy_args.strategy_name: {name} cannot train; use {use}")
+
+    def _check_outputs(self, outputs: Collection[Output]) -> None:
+        wants_values = Output.VALUES in outputs
+        assert wants_values == (self.head is ModelHead.VALUE) or not outputs, (self.head, outputs)
 
 
 class OffloadedStorages:

@@ -11,7 +11,7 @@ import torch
 from roll.algorithms.aggregation import LossDenominators, denominators_from, denominators_of, group_tokens_of
 from roll.distributed import Dispatch, register
 from roll.protocol.metrics import Metrics
-from roll.strategies.base import LossFunction, Output, TensorBatch, TrainStrategy
+from roll.strategies.base import LossFunction, Output, TensorBatch
 from roll.workers.model import ModelWorker
 
 STEP_METRICS = ("grad_norm", "lr", "loss_scale", "tokens_per_micro_batch", "padding_ratio")
@@ -19,8 +19,6 @@ STEP_METRICS = ("grad_norm", "lr", "loss_scale", "tokens_per_micro_batch", "padd
 
 class TrainingWorker(ModelWorker):
     """A model that learns on one rank."""
-
-    strategy: TrainStrategy
 
     def denominators(
         self,

@@ -136,7 +136,7 @@ def _state(strategy: Any, metrics: Metrics) -> dict[str, Any]:
         "metrics": to_floats(metrics),
         "weights": weights_of(strategy),
         "moments": moments,
-        "step": strategy.step,
+        "step": strategy.progress.step,
         "random": torch.rand(4),
     }
 
@@ -156,7 +156,7 @@ def poisoned(strategy: Any, batch: TensorBatch) -> dict[str, Any]:
         "skipped": first["skipped_updates"].value(),
         "unchanged": all(torch.equal(before[name], after[name]) for name in before),
         "second": to_floats(second),
-        "step": strategy.step,
+        "step": strategy.progress.step,
     }
 
 

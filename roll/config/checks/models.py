@@ -24,15 +24,17 @@ from roll.config.model_files import (
 )
 from roll.config.plan.plan import divisors
 from roll.config.reward_models import CLASSIFIER
-from roll.config.strategies.registry import MegatronStrategyConfig, ShardedStrategyConfig, StrategyConfig
+from roll.config.strategies.registry import (
+    MegatronStrategyConfig,
+    ShardedStrategyConfig,
+    StrategyConfig,
+    is_sized_engine,
+)
 
 if TYPE_CHECKING:
     from roll.config.checks.roles import Checks
     from roll.config.roles import WorkerConfig
     from roll.config.run import RunConfig
-
-
-ENGINES = ("vllm", "sglang")
 
 
 def check_model(
@@ -81,7 +83,7 @@ def family_problem(config: Mapping[str, Any], name: str, role: WorkerConfig) -> 
     """Why a role cannot have this model; None: it can."""
     strategy = role.strategy_args.strategy_name
     is_judge = name == JUDGE_ROLE or name.startswith(OWN_PREFIX)
-    if is_judge and role.model_args.model_type != CLASSIFIER and strategy in ENGINES:
+    if is_judge and role.model_args.model_type != CLASSIFIER and is_sized_engine(role):
         return None  # The engine computes it, and nothing here has to agree with it.
     lacking = model_files.missing(config, strategy)
     if lacking:
@@ -106,7 +108,7 @@ def shape_problems(
         yield from _unknown_layers(path, options, model)
     if isinstance(options, MegatronStrategyConfig):
         yield from _megatron_problems(path, options, model)
-    if role.strategy_args.strategy_name in ENGINES and options is not None:
+    if is_sized_engine(role) and options is not None:
         yield from _engine_problems(path, options, model)
 
 

@@ -26,8 +26,8 @@ from roll.config.reward_models import model_inputs
 from roll.config.rewards import RewardConfig
 from roll.config.rlvr import RLVRConfig
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.base import own_weights, with_engine_size
-from roll.config.strategies.registry import GENERATION_STRATEGIES
+from roll.config.strategies.base import own_weights
+from roll.config.strategies.registry import GENERATION_STRATEGIES, with_engine_size
 from roll.config.strategies.vllm import adapter_engine_args
 from roll.pipelines.rlvr.plan import RLVRPlan, beside_training, validation_sets
 from roll.rewards.base import RewardOptionError

@@ -28,18 +28,27 @@ from roll.models.build import DTYPES
 from roll.models.layouts import TokenLayout
 from roll.models.log_probs import ResponseModel, output_matrices, run_head_when_called
 from roll.platforms import current_platform
-from roll.strategies.fsdp.sharded import ShardedStrategy, ShardedTrainStrategy, build_mesh, compute_dtype, wrapped_units
+from roll.strategies.fsdp.sharded import ShardedStrategy, build_mesh, compute_dtype, wrapped_units
 from roll.strategies.training.checkpoint import Checkpointed
 from roll.strategies.training.gather import Pieces, exchange_sizes
 from roll.strategies.training.optimizer import decay_groups
 
 
-class FsdpInferStrategy(ShardedStrategy):
+class FsdpStrategy(ShardedStrategy):
     """Shards made by ``FullyShardedDataParallel``."""
 
     config: Fsdp1StrategyConfig
-    trainer = "fsdp_train"
     mixes_types = False
+
+    def initialize(self, num_training_steps: int = 0) -> None:
+        """Collective. See :meth:`ShardedStrategy.initialize`.
+
+        Raises:
+            ValueError: training with parameters in host memory, which FSDP1 cannot do.
+        """
+        if self.trains and num_training_steps and self.config.offload_policy:
+            raise ValueError(f"{self.role.name}.strategy_args.strategy_config.offload_policy: {FSDP1_OFFLOAD}")
+        super().initialize(num_training_steps)
 
     def _build(self, storage_dtype: torch.dtype) -> None:
         self._load_model(storage_dtype)
@@ -62,38 +71,6 @@ class FsdpInferStrategy(ShardedStrategy):
         if self.root is not None:
             free_gathered(self.root)
 
-    def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self.root is None:
-            yield from super()._named_tensors()
-            return
-        self._reshard()
-        language_model = self.model.language_model
-        named = [*language_model.named_parameters(), *language_model.named_buffers()]
-        tensors: dict[str, torch.Tensor] = {clean_name(name): tensor for name, tensor in named}
-        yield from ((name, tensors[name]) for name in self._names)
-
-    def _full_size(self, tensor: torch.Tensor) -> int:
-        return self._pieces[tensor].shape.numel() if tensor in self._pieces else tensor.numel()
-
-    def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        parts = [tensor for tensor in tensors if tensor in self._pieces]
-        whole = iter(self._gather_parts([(part, self._pieces[part]) for part in parts], self.compute_dtype))
-        return [next(whole) if tensor in self._pieces else self._on_wire(tensor) for tensor in tensors]
-
-
-class FsdpTrainStrategy(ShardedTrainStrategy, FsdpInferStrategy):
-    """Learns with shards made by ``FullyShardedDataParallel``."""
-
-    def initialize(self, num_training_steps: int = 0) -> None:
-        """Collective. With ``num_training_steps`` 0 the model can be computed and saved, but not trained.
-
-        Raises:
-            ValueError: training with parameters in host memory, which FSDP1 cannot do.
-        """
-        if num_training_steps and self.config.offload_policy:
-            raise ValueError(f"{self.role.name}.strategy_args.strategy_config.offload_policy: {FSDP1_OFFLOAD}")
-        super().initialize(num_training_steps)
-
     def _decay_groups(self) -> list[dict[str, Any]]:
         # Every parameter is a run of elements here: which of them is a matrix shows in its whole shape.
         return decay_groups(self.model, self.role.training_args.weight_decay, self._num_dims)
@@ -112,12 +89,30 @@ class FsdpTrainStrategy(ShardedTrainStrategy, FsdpInferStrategy):
         with nullcontext() if self._reduces else self.root.no_sync():
             super()._differentiate(loss * self.world_size)
 
-    def _checkpointed(self) -> Checkpointed:
+    def _checkpointed(self, optimizer: torch.optim.Optimizer) -> Checkpointed:
         self._reshard()
         if self.root is None:
-            return Checkpointed(self.model.language_model, self.optimizer)
+            return Checkpointed(self.model.language_model, optimizer)
         # FSDP1 takes back whole units only, frozen parameters among them.
-        return Checkpointed(self.root, self.optimizer, prefix="language_model.", with_frozen=True)
+        return Checkpointed(self.root, optimizer, prefix="language_model.", with_frozen=True)
+
+    def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.root is None:
+            yield from super()._named_tensors()
+            return
+        self._reshard()
+        language_model = self.model.language_model
+        named = [*language_model.named_parameters(), *language_model.named_buffers()]
+        tensors: dict[str, torch.Tensor] = {clean_name(name): tensor for name, tensor in named}
+        yield from ((name, tensors[name]) for name in self._names)
+
+    def _full_size(self, tensor: torch.Tensor) -> int:
+        return self._pieces[tensor].shape.numel() if tensor in self._pieces else tensor.numel()
+
+    def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        parts = [tensor for tensor in tensors if tensor in self._pieces]
+        whole = iter(self._gather_parts([(part, self._pieces[part]) for part in parts], self.compute_dtype))
+        return [next(whole) if tensor in self._pieces else self._on_wire(tensor) for tensor in tensors]
 
 
 # Of the runtime: torch has no public way to free what a forward pass without a backward pass leaves gathered.

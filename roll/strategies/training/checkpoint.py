@@ -17,7 +17,7 @@ import json
 import logging
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,8 +57,30 @@ from roll.checkpoint.contents import (
 )
 from roll.checkpoint.rng import capture_rng_state, restore_rng_state
 from roll.checkpoint.state import load_state, save_state
+from roll.config.roles import WorkerConfig
+from roll.models.loading import fingerprint
 
 logger = logging.getLogger(__name__)
+
+
+def describe_model(
+    role: WorkerConfig, shapes: Mapping[str, Sequence[int]], trained: Collection[str], scalings: dict[str, float]
+) -> ModelContents:
+    """Description of a model in a checkpoint.
+
+    Args:
+        shapes: of all parameters, whole, by name.
+        trained: names of those that training changes.
+        scalings: see :attr:`ModelContents.scalings`.
+    """
+    frozen = [name for name in shapes if name not in trained]
+    return ModelContents(
+        strategy=role.strategy_args.strategy_name,
+        trained={name: list(shape) for name, shape in shapes.items() if name in trained},
+        frozen=frozen,
+        scalings=scalings,
+        base=fingerprint(role.model_args.model_name_or_path) if frozen else None,
+    )
 
 
 def save_trainer_state(path: Path, contents: ModelContents, state: dict[str, Any]) -> None:
