@@ -1,4 +1,4 @@
-"""Optional packages that a run needs: looked for before anything starts, and never imported for that."""
+"""What is looked at before a run starts: optional packages, models of the hub, and parts of the user's own."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from roll.checkpoint.contents import (
     read_trainer_state,
     trained_under,
 )
+from roll.checkpoint.folders import CheckpointDamagedError
 from roll.checkpoint.manager import glance
-from roll.checkpoint.manifest import CheckpointDamagedError
 from roll.config.checks.models import family_problem, shape_problems
 from roll.config.loader import LoadedConfig
 from roll.config.lora import uses_lora
@@ -307,6 +307,6 @@ def own_filters(loaded: LoadedConfig[Any]) -> Iterator[tuple[str, Any, Callable[
 
 
 def _build_data_filter(path: str) -> object:
-    from roll.datasets.selection import build_filter
+    from roll.datasets.columns import build_filter
 
     return build_filter(path)

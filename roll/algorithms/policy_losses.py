@@ -10,15 +10,17 @@ import math
 import torch
 from torch import Tensor
 
-from roll.algorithms.loss_types import LOG_RATIO_BOUND, LossInputs, linearised
-from roll.algorithms.masked import row_mean
-from roll.algorithms.metric_builder import MetricBuilder
+from roll.algorithms.loss_types import LOG_RATIO_BOUND, LossInputs, linearised, register_policy_loss
+from roll.algorithms.masked import level_log_ratio, masked_mean, row_mean
+from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.options import (
     CISPOOptions,
+    ClipCovOptions,
     DPPOOptions,
     DROOptions,
     GMPOOptions,
     Kimi15Options,
+    KLCovOptions,
     M2POOptions,
     PPOOptions,
     SAPOOptions,
@@ -27,8 +29,6 @@ from roll.algorithms.options import (
     VanillaOptions,
     VESPOOptions,
 )
-from roll.algorithms.policy_registry import register_policy_loss
-from roll.algorithms.ratios import level_log_ratio
 
 
 def _count_clipped(metrics: MetricBuilder, clipped: Tensor, inputs: LossInputs) -> None:
@@ -249,3 +249,47 @@ def dppo(inputs: LossInputs, options: DPPOOptions, metrics: MetricBuilder) -> Te
     _count_clipped(metrics, dropped, inputs)
     weight = torch.where(dropped, 0.0, ratio.clamp(max=options.dppo_ratio_bound))
     return -weight * inputs.advantages * inputs.log_probs
+
+
+@torch.no_grad()
+def token_covariance(inputs: LossInputs) -> Tensor:
+    """(log pi - mean log pi) (A - mean A) over the masked tokens: float (B, L), 0 outside the mask."""
+    log_probs = inputs.log_probs - masked_mean(inputs.log_probs, inputs.mask)
+    advantages = inputs.advantages - masked_mean(inputs.advantages, inputs.mask)
+    return torch.where(inputs.mask, log_probs * advantages, 0.0)
+
+
+@register_policy_loss("clip_cov", options=ClipCovOptions, aliases=("clip-cov",))
+def clip_cov(inputs: LossInputs, options: ClipCovOptions, metrics: MetricBuilder) -> Tensor:
+    """PPO's clip, and no gradient for a random share of the tokens whose covariance lies in (low, high); arXiv
+    2505.22617 eq. 10-13.
+
+    Tokens that PPO's clip leaves without gradient are not drawn.  Which are depends on the micro-batch.
+    """
+    covariance = token_covariance(inputs)
+    in_range = (covariance > options.clip_cov_low) & (covariance < options.clip_cov_high)
+    eligible = inputs.mask & in_range & ~_clipped_by_ppo(inputs, options)
+    candidates = eligible.flatten().nonzero().squeeze(-1)
+    wanted = max(int(options.clip_cov_ratio * int(inputs.num_tokens)), 1)
+    chosen = candidates[torch.randperm(len(candidates), device=candidates.device)[:wanted]]
+    keep = torch.ones(inputs.mask.numel(), device=inputs.mask.device).index_fill(0, chosen, 0.0)
+    metrics.mean("actor/cov_clipfrac", float(len(chosen)), inputs.num_tokens)
+    return ppo(inputs, options, metrics) * keep.view_as(inputs.mask)
+
+
+def _clipped_by_ppo(inputs: LossInputs, options: ClipCovOptions) -> Tensor:
+    """bool (B, L): the clipped surrogate is the smaller one."""
+    clipped = inputs.ratio.clamp(1.0 - options.clip_low, 1.0 + options.clip_high)
+    return clipped * inputs.advantages < inputs.ratio * inputs.advantages
+
+
+@register_policy_loss("kl_cov", options=KLCovOptions, aliases=("kl-cov",))
+def kl_cov(inputs: LossInputs, options: KLCovOptions, metrics: MetricBuilder) -> Tensor:
+    """-r A, plus coef |log r| on the tokens of highest covariance in the micro-batch; arXiv 2505.22617 eq. 10-13."""
+    covariance = token_covariance(inputs).masked_fill(~inputs.mask, -torch.inf).flatten()
+    count = int(inputs.num_tokens)
+    wanted = min(max(int(options.kl_cov_ratio * count), 1), count)
+    chosen = covariance.topk(wanted).indices
+    penalised = torch.zeros_like(covariance).index_fill(0, chosen, options.kl_cov_coef).view_as(inputs.mask)
+    metrics.mean("actor/kl_cov_frac", float(wanted), inputs.num_tokens)
+    return -inputs.log_ratio.exp() * inputs.advantages + penalised * inputs.log_ratio.abs()

@@ -1,6 +1,6 @@
 """``train_infer_correction``: its three spellings, checked; the value itself stays as written.
 
-:func:`roll.algorithms.correction_options.correction_options` gives it its meaning."""
+:func:`roll.algorithms.corrections.correction_options` gives it its meaning."""
 
 from __future__ import annotations
 

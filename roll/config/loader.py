@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
+from roll.config.checks.base import Checks
 from roll.config.checks.keys import refuse_unavailable
-from roll.config.checks.roles import Checks
 from roll.config.pipelines import (
     MISSING,
     NAMES,

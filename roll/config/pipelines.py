@@ -122,7 +122,7 @@ class PipelineDefinition(ABC):
 
     A definition derives from this class, says its ``name``, ``config_class`` and ``roles``, and has at least
     :meth:`check`, :meth:`plan` and :meth:`run`. Every other method has a default. ``checks`` is a
-    :class:`roll.config.checks.roles.Checks`, ``loaded`` a :class:`roll.config.loader.LoadedConfig` of ``config_class``.
+    :class:`roll.config.checks.base.Checks`, ``loaded`` a :class:`roll.config.loader.LoadedConfig` of ``config_class``.
     """
 
     name: ClassVar[str]
@@ -140,6 +140,8 @@ class PipelineDefinition(ABC):
     """Worker classes of ROLL's published files that stand for a role's own worker."""
     reference: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = ()
     """Tables of the configuration reference: heading, class, and the classes whose fields stand elsewhere."""
+    section_tables: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = ()
+    """Those of the sections that only its files have."""
 
     # What every pipeline must have
 

@@ -20,8 +20,6 @@ from roll.config.data import CurriculumArguments, DataArguments
 from roll.config.pipelines import definitions
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.schema import closest, mapped_section, nested_section, rules_of, type_hints
-from roll.config.rewards import FilterConfig, RewardComponentConfig, RewardConfig
-from roll.config.rlvr import RouterConfig
 from roll.config.roles import (
     GeneratingArguments,
     ModelArguments,
@@ -34,8 +32,6 @@ from roll.config.roles import (
 from roll.config.run import CheckpointConfig, RolloutMockConfig, RunConfig, TransferBackendConfig
 from roll.config.strategies.fsdp import FSDP1, WrapPolicy
 from roll.config.strategies.registry import BACKENDS
-from roll.config.validation import ValidationConfig, ValidationSetConfig
-from roll.config.weight_sync import WeightSyncConfig
 
 INTRODUCTION = """# Configuration reference
 
@@ -69,13 +65,7 @@ PAGES: tuple[tuple[str, type, tuple[type, ...]], ...] = (
     *_strategy_options(),
     ("`<role>.sequence_packing_args`", SequencePackingArguments, ()),
     ("`<role>.router_replay`", RouterReplayArguments, ()),
-    ("`rewards.<name>` (in addition to the keys of a role)", RewardConfig, (WorkerConfig,)),
-    ("`rewards.<name>.components.<component>`", RewardComponentConfig, ()),
-    ("`query_filter_config` and `response_filter_config`", FilterConfig, ()),
-    ("`validation` (in addition to the keys of a role)", ValidationConfig, (WorkerConfig,)),
-    ("`validation.sets.<name>`", ValidationSetConfig, ()),
-    ("`router_args`", RouterConfig, ()),
-    ("`weight_sync`", WeightSyncConfig, ()),
+    *(table for pipeline in definitions() for table in pipeline.section_tables),
     ("`checkpoint_config`", CheckpointConfig, ()),
     ("`train_infer_correction` as a section", CorrectionConfig, ()),
     ("`train_infer_correction.is_weight`", ImportanceWeightConfig, ()),

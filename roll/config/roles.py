@@ -158,7 +158,9 @@ __all__ = [
     "CurriculumArguments",
     "DataArguments",
     "GeneratingArguments",
+    "GenerationWorkerConfig",
     "ModelArguments",
+    "ReferenceWorkerConfig",
     "RouterReplayArguments",
     "SequencePackingArguments",
     "StrategyArguments",
@@ -285,3 +287,30 @@ class WorkerConfig:
     """On-policy distillation: weight of this teacher's KL."""
     tag_included: list[str] | None = None
     """Rows with one of these tags are routed here (rewards and teachers)."""
+
+
+def _strategy(name: str) -> StrategyArguments:
+    return StrategyArguments(strategy_name=name)
+
+
+@dataclass(frozen=True)
+class ReferenceWorkerConfig(WorkerConfig):
+    """A role that computes log-probs and never learns."""
+
+    strategy_args: StrategyArguments = field(default_factory=lambda: _strategy("fsdp2_infer"))
+    """How the model is computed."""
+
+
+@dataclass(frozen=True)
+class GenerationWorkerConfig(WorkerConfig):
+    """A role that generates."""
+
+    strategy_args: StrategyArguments = field(default_factory=lambda: _strategy("hf_infer"))
+    """Which engine generates."""
+    max_restarts: int = setting(1, ge=0)
+    """How often each engine that is lost is started again, while the others do its work; it takes part from the next
+    weight update on. Engines that share devices with other roles are not started again."""
+    engine_timeout: float = setting(600.0, gt=0)
+    """Seconds without an answer after which an engine is taken for lost and killed: in generation, where it answers
+    about twice a second or after its next token, whichever is later; and in a weight update, where it answers every
+    bucket. An engine compiles kernels and reads the longest prompts within this time."""

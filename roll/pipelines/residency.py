@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roll.config.plan.plan import Plan
-from roll.config.rlvr import GenerationWorkerConfig
+from roll.config.roles import GenerationWorkerConfig
 from roll.distributed import Cluster, DeadlineExceeded, RemoteError
 from roll.distributed.signals import ending
 from roll.platforms import current_platform

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from roll.config.judges import judge_sampling
-from roll.config.rewards import RewardComponentConfig, RewardConfig
+from roll.config.rewards import RewardComponentConfig, RewardConfig, judge_sampling
 from roll.rewards.base import RewardOptionError
 from roll.rewards.composition import Component, CompositeReward
 from roll.rewards.deadline import Limits

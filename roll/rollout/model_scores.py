@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll.config.reward_models import TOKENS
+from roll.config.rewards import TOKENS
 from roll.config.roles import DataArguments
 from roll.datasets.columns import Columns
 from roll.datasets.reading import SourceRow

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvicorn
 
-from roll.config.rlvr import GenerationWorkerConfig
+from roll.config.roles import GenerationWorkerConfig
 from roll.distributed import Cluster
 from roll.distributed.failures import RemoteError
 from roll.rollout.engines import EnginePool

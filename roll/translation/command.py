@@ -15,7 +15,7 @@ from rich.console import Console
 
 from roll.config.loader import load_config
 from roll.config.reading.errors import ConfigError, Problem
-from roll.config.rlvr import RLVRConfig
+from roll.pipelines.rlvr.config import RLVRConfig
 from roll.translation.engine import DIALECTS, Translation, dialect_of, translate
 from roll.translation.reading import Source, read_recording, read_text, read_words, read_yaml
 from roll.translation.recording import record

@@ -10,8 +10,8 @@ from typing import Any
 
 from roll.config.loader import LoadedConfig
 from roll.config.reading.errors import ConfigError, Problem
-from roll.config.rlvr import RLVRConfig
 from roll.config.strategies.registry import strategy_keys
+from roll.pipelines.rlvr.config import RLVRConfig
 from roll.translation.assembly import assemble, find_roles, strategy_of
 from roll.translation.draft import ROLES, Draft
 from roll.translation.openrlhf import OPENRLHF

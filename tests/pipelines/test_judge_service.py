@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from roll.config.judges import JUDGE_ROLE
 from roll.config.loader import LoadedConfig
+from roll.config.rewards import JUDGE_ROLE
 from roll.distributed import WorkerContext, WorkerDied
 from roll.pipelines.residency import GENERATION
 from roll.pipelines.rlvr import clusters as clusters_module

@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from roll import cli
-from roll.config.checks.roles import Checks, check_data_files, check_roles
+from roll.config.checks.base import Checks, check_data_files
+from roll.config.checks.roles import check_roles
 from roll.config.loader import LoadedConfig
 from roll.config.pipelines import (
     COMPUTES_LOG_PROBS,
@@ -29,8 +30,7 @@ from roll.config.pipelines import (
 from roll.config.plan.plan import Plan
 from roll.config.plan.planning import shared_plan, training_plan
 from roll.config.reading.fields import setting
-from roll.config.rlvr import ReferenceWorkerConfig
-from roll.config.roles import WorkerConfig
+from roll.config.roles import ReferenceWorkerConfig, WorkerConfig
 from roll.config.run import RunConfig
 from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, role, training_args
 
@@ -72,9 +72,9 @@ class Watched(PipelineDefinition):
 
     def run(self, loaded: LoadedConfig[WatchedConfig]) -> None:
         from roll.distributed import Cluster
+        from roll.pipelines.files import load_tokenizer, pad_token_id
         from roll.pipelines.frame import RunFrame
         from roll.pipelines.sft.pipeline import demonstration_batch
-        from roll.pipelines.tokenizers import load_tokenizer, pad_token_id
         from roll.protocol.metrics import Mean
         from roll.workers import REFERENCE_WORKER, SFT_WORKER
 

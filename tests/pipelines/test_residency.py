@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roll.config.rlvr import GenerationWorkerConfig
+from roll.config.roles import GenerationWorkerConfig
 from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency
 from roll.strategies.base import StateKind
 from tests.pipelines.conftest import Run

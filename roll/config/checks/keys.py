@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from roll.config.reading.errors import Problems
 from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.schema import rules_of
-from roll.config.reward_models import CLASSIFIER
+from roll.config.rewards import CLASSIFIER
 from roll.config.roles import StrategyArguments, WorkerConfig
 from roll.config.run import RunConfig
 from roll.config.strategies.registry import StrategyConfig
 
 if TYPE_CHECKING:
-    from roll.config.checks.roles import Checks
+    from roll.config.checks.base import Checks
 
 
 Test = Callable[[Any], bool]

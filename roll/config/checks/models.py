@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.config import model_files
-from roll.config.judges import JUDGE_ROLE, OWN_PREFIX
 from roll.config.model_files import (
     CONFIG,
     HUB_NAME,
@@ -23,7 +22,7 @@ from roll.config.model_files import (
     read_model_config,
 )
 from roll.config.plan.plan import divisors
-from roll.config.reward_models import CLASSIFIER
+from roll.config.rewards import CLASSIFIER, JUDGE_ROLE, OWN_PREFIX
 from roll.config.strategies.registry import (
     MegatronStrategyConfig,
     ShardedStrategyConfig,
@@ -32,7 +31,7 @@ from roll.config.strategies.registry import (
 )
 
 if TYPE_CHECKING:
-    from roll.config.checks.roles import Checks
+    from roll.config.checks.base import Checks
     from roll.config.roles import WorkerConfig
     from roll.config.run import RunConfig
 

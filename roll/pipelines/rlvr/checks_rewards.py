@@ -2,20 +2,7 @@
 
 from __future__ import annotations
 
-from roll.config.checks.roles import Checks
-from roll.config.judges import (
-    CLUSTER,
-    INFERENCE,
-    JUDGE_KEYS,
-    JUDGE_ROLE,
-    LLM_JUDGE,
-    generates_otherwise,
-    judge_types,
-    judged_domains,
-    judges_of,
-    own_judges,
-    section_of,
-)
+from roll.config.checks.base import Checks
 from roll.config.names import (
     FILTER_ARGUMENTS,
     PLANNED_REWARDS,
@@ -27,23 +14,38 @@ from roll.config.names import (
 from roll.config.plan.planning import shares_devices
 from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.schema import closest
-from roll.config.reward_models import CLASSIFIER, model_inputs
-from roll.config.rewards import FilterConfig, RewardConfig
-from roll.config.rlvr import RLVRConfig
+from roll.config.rewards import (
+    CLASSIFIER,
+    CLUSTER,
+    INFERENCE,
+    JUDGE_KEYS,
+    JUDGE_ROLE,
+    LLM_JUDGE,
+    FilterConfig,
+    RewardConfig,
+    generates_otherwise,
+    judge_types,
+    judged_domains,
+    judges_of,
+    model_inputs,
+    own_judges,
+    section_of,
+)
+from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.planning import is_async, started_roles
 
 
 def check_reward_model(config: RLVRConfig, checks: Checks) -> None:
     """The role ``reward_model`` and the rewards that ask it."""
-    askers, role = model_inputs(config), config.reward_model
+    askers, role = model_inputs(config.rewards), config.reward_model
     if askers and role is None:
         rule = f"is needed by rewards.{next(iter(askers))}: the model that scores, and its devices"
         checks.missing("reward_model", rule, f"reward_model.model_args.model_type: {CLASSIFIER}")
     elif askers and role is not None and role.model_args.model_type != CLASSIFIER:
         key = "reward_model.model_args.model_type"
         checks.add(key, role.model_args.model_type, f"must be {CLASSIFIER} for the reward reward_model", CLASSIFIER)
-    elif askers and judged_domains(config):
-        rule = f"is a reward model: rewards.{judged_domains(config)[0]} needs a judge on the same role"
+    elif askers and judged_domains(config.rewards):
+        rule = f"is a reward model: rewards.{judged_domains(config.rewards)[0]} needs a judge on the same role"
         checks.add("reward_model.model_args.model_type", CLASSIFIER, rule)
     elif role is not None and not askers and role.model_args.model_type == CLASSIFIER:
         checks.note("reward_model", "not started: no reward asks it")
@@ -168,9 +170,9 @@ def check_judges(config: RLVRConfig, checks: Checks) -> None:
     """The judges' roles are there, where they are asked, and have the devices that they need."""
     note_idle_keys(config, checks)
     check_one_judge(config, checks)
-    for name in own_judges(config):
+    for name in own_judges(config.rewards):
         check_free_devices(config, name, checks)
-    domains, role = judged_domains(config), config.reward_model
+    domains, role = judged_domains(config.rewards), config.reward_model
     if not domains:
         if role is not None and role.model_args.model_type is None:
             checks.note(JUDGE_ROLE, f"not started: no {LLM_JUDGE} has judge_model_type: cluster")

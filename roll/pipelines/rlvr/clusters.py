@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from roll.config.judges import judge_role
 from roll.config.loader import LoadedConfig
-from roll.config.reward_models import model_inputs
-from roll.config.rewards import RewardConfig
-from roll.config.rlvr import RLVRConfig
+from roll.config.rewards import RewardConfig, judge_role, model_inputs
 from roll.distributed import Cluster, PendingCall, ResourceManager
 from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency
+from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.judge import JudgeService
 from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.pipelines.rlvr.planning import actor_keys, judge_roles
@@ -118,7 +116,7 @@ def start_clusters(loaded: LoadedConfig[RLVRConfig], resources: ResourceManager)
         actor_train=starter.start("actor_train", ACTOR_WORKER, actor_extra),
         reference=starter.start("reference", REFERENCE_WORKER) if has_reference else None,
         critic=starter.start("critic", CRITIC_WORKER, critic_extra) if plan.needs_critic else None,
-        reward_model=starter.start("reward_model", REWARD_MODEL_WORKER) if model_inputs(config) else None,
+        reward_model=starter.start("reward_model", REWARD_MODEL_WORKER) if model_inputs(config.rewards) else None,
         # Last: an engine may size its cache by what is free on the device when it is built.
         judge_engines={name: starter.start(name, GENERATION_WORKER) for name in judges},
         judges=judges,

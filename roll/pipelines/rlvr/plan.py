@@ -8,9 +8,8 @@ from dataclasses import dataclass, fields, replace
 from roll.config.pipelines import Written
 from roll.config.plan.plan import Plan
 from roll.config.plan.planning import validation_data
-from roll.config.rlvr import RLVRConfig
 from roll.config.roles import DataArguments, GeneratingArguments, WorkerConfig
-from roll.config.validation import ValidationSetConfig
+from roll.pipelines.rlvr.config import RLVRConfig, ValidationSetConfig
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from roll.config.roles import ModelArguments
-from roll.config.strategies.registry import Fsdp2StrategyConfig
+from roll.config.strategies.fsdp import Fsdp2StrategyConfig
 from roll.models.build import DTYPES, tile_mlp_layers
 from roll.models.layouts import TokenLayout
 from roll.models.loading import MetaModel, build_on_meta

@@ -22,7 +22,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from roll.config.roles import ModelArguments, WorkerConfig
-from roll.config.strategies.registry import ShardedStrategyConfig, WrapPolicy, typed_strategy_config
+from roll.config.strategies.fsdp import ShardedStrategyConfig, WrapPolicy
+from roll.config.strategies.registry import typed_strategy_config
 from roll.models.build import DTYPES, enable_gradient_checkpointing, has_tied_embeddings
 from roll.models.log_probs import ResponseModel, output_matrices
 from roll.strategies.base import ModelHead, StateKind
