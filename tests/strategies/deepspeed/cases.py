@@ -24,12 +24,12 @@ class RecordingStrategy(DeepSpeedStrategy):
 
     gradients: dict[str, torch.Tensor]
 
-    def _update(self) -> Metrics:
+    def _clip_and_step(self, learning_rate: float) -> float:
         from deepspeed.utils import safe_get_full_grad
 
         named = [(name, p) for name, p in self.model.language_model.named_parameters() if p.requires_grad]
         self.gradients = {name: safe_get_full_grad(parameter).float().clone() for name, parameter in named}
-        return super()._update()
+        return super()._clip_and_step(learning_rate)
 
 
 def trainer(role: WorkerConfig) -> RecordingStrategy:

@@ -37,10 +37,10 @@ class RecordingStrategy(MegatronStrategy):
 
     gradients: dict[str, torch.Tensor]
 
-    def _update(self) -> Metrics:
+    def _clip_and_step(self, learning_rate: float) -> float:
         self.optimizer.prepare_grads()
         self.gradients = self.whole(self._gradient, lambda own: own.parameter.requires_grad)
-        return super()._update()
+        return super()._clip_and_step(learning_rate)
 
     def whole(self, value: Any, keep: Any = lambda own: True) -> dict[str, torch.Tensor]:
         """``value(own)`` of each parameter, as whole float32 tensors under Hugging Face names, on rank 0."""
