@@ -39,17 +39,17 @@ class ModelHead(StrEnum):
 
 
 class Output(StrEnum):
-    """What a forward pass can be asked for; each is float32 (B, L), 0 outside ``response_mask``."""
+    """Outputs of a forward pass; each is float32 (B, L), 0 outside ``response_mask``."""
 
     LOG_PROBS = "log_probs"
     ENTROPY = "entropy"
     SUM_OF_SQUARES = "sum_of_squares"
-    """Of the probabilities of the whole vocabulary; without gradient."""
+    """Squared probabilities, summed over the whole vocabulary; without gradient."""
     VALUES = "values"
 
 
 class StateKind(StrEnum):
-    """What can be moved off the device between phases; the names are those of the YAML."""
+    """States that can be offloaded between phases; the names are those of the YAML."""
 
     MODEL_PARAMS = "model_params"
     OTHER_PARAMS = "other_params"
@@ -57,17 +57,17 @@ class StateKind(StrEnum):
     OPTIMIZER_STATES = "optimizer_states"
     """Moments, and master weights where they are not the parameters themselves."""
     KV_CACHE = "kv_cache"
-    """Of a generation engine."""
+    """KV cache of a generation engine."""
 
 
 @dataclass(frozen=True)
 class WeightSelection:
-    """Which of a model's tensors are wanted, and in what form."""
+    """Selection of a model's tensors, and their form."""
 
     trained_only: bool = False
     """Without the parameters that training never changes."""
     adapters_apart: bool = False
-    """W, A and B of a LoRA weight each by itself (:meth:`roll.models.lora.MergedWeight.apart`), not W + scaling B A."""
+    """W, A and B of a LoRA weight each by itself, not W + scaling B A; see :meth:`MergedWeight.separate`."""
 
 
 ALL_WEIGHTS = WeightSelection()
@@ -151,7 +151,7 @@ class ModelStrategy(ABC):
 
     @abstractmethod
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
-        """This rank's tensors of one kind that lie on the device now."""
+        """This rank's tensors of one kind that are on the device now."""
 
     def offload_states(self, include: Collection[StateKind]) -> None:
         """Move states to host memory, until :meth:`load_states`; the model must not be computed in between.
@@ -208,7 +208,7 @@ class ModelStrategy(ABC):
         raise self._takes_no_steps()
 
     def saved(self, wait: bool = True) -> bool:
-        """Whether this rank's part of the last :meth:`save` is on disk; with ``wait``, only then does it return.
+        """Return True once this rank's part of the last :meth:`save` is on disk; with ``wait``, block until it is.
 
         Raises:
             Exception: what went wrong with writing it.

@@ -139,7 +139,7 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 @dataclass(frozen=True)
 class ZeroPlan:
-    """What ZeRO does for one role."""
+    """Stage and offload of one role under ZeRO."""
 
     stage: int
     offload_optimizer: str = "none"

@@ -32,7 +32,7 @@ class WrapPolicy:
 
 @dataclass(frozen=True)
 class ShardedStrategyConfig(StrategyConfig):
-    """What FSDP1 and FSDP2 have in common."""
+    """Options of both FSDP1 and FSDP2."""
 
     fsdp_size: int = 1
     """Ranks over which parameters are sharded. 1 or less, or at least the role's world size: all ranks; between: a

@@ -31,7 +31,7 @@ BACKENDS = (FSDP2, FSDP1, DEEPSPEED, MEGATRON, HF_INFER, VLLM, SGLANG)
 """The only list of backends and engines."""
 
 BACKEND_OF = {name: backend for backend in BACKENDS for name in backend.strategies}
-"""By ``strategy_name``."""
+"""Backends by ``strategy_name``."""
 
 AVAILABLE: dict[str, type[StrategyConfig]] = {name: backend.options for name, backend in BACKEND_OF.items()}
 """The dataclass of every strategy's options."""

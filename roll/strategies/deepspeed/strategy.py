@@ -242,7 +242,7 @@ def import_deepspeed(platform: Platform) -> Any:
         ImportError: DeepSpeed is not installed; the message names the extra.
     """
     if platform.device_type == "cpu":
-        # Read while the package is imported; without it DeepSpeed guesses from whatever tools lie on the host.
+        # Read while the package is imported; without it DeepSpeed guesses from whatever tools the host has.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # Its collectives call torch's by names that torch 2.13 has renamed, one warning a call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
@@ -287,7 +287,7 @@ def engine_options(
 
     Args:
         dtype: ``bf16``, ``fp16`` or ``fp32``, the compute type.
-        pin_memory: whether host memory can be page-locked.
+        pin_memory: host memory can be page-locked.
     """
     options: dict[str, Any] = numbers(config.deepspeed_config)
     for name in PASSED_THROUGH:

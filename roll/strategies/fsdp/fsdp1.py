@@ -119,7 +119,7 @@ class FsdpStrategy(ShardedStrategy):
 
 
 WRAPPER = "_fsdp_wrapped_module."
-"""What the wrapper of a module puts into the names of its parameters."""
+"""Part that the wrapper of a module adds to the names of its parameters."""
 
 
 def wrap_model(
@@ -152,7 +152,7 @@ def wrap_model(
         if len(output_matrices(model.language_model)) > 1:
             raise ValueError(
                 "strategy_config.wrap_policy.wrap_lm_output: does not go with additional_target (the output matrix "
-                "trained in full beside adapters) under FSDP1; set it to false"
+                "trained in full alongside adapters) under FSDP1; set it to false"
             )
         run_head_when_called(model.language_model)
     with warnings.catch_warnings():

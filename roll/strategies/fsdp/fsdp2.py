@@ -93,7 +93,7 @@ class Fsdp2Strategy(ShardedStrategy):
 
 
 def row_pieces(tensor: DTensor) -> Pieces:
-    """How the rows of a parameter lie on the ranks of its shard group: as ``torch.chunk`` divides them."""
+    """Rows of a parameter on the ranks of its shard group: as ``torch.chunk`` divides them."""
     num_ranks = tensor.device_mesh.size(tensor.device_mesh.ndim - 1)
     rows = -(-tensor.shape[0] // num_ranks)
     return Pieces.even(tensor.shape, rows * tensor.shape[1:].numel(), num_ranks)

@@ -69,7 +69,7 @@ def compute_dtype(args: ModelArguments, config: ShardedStrategyConfig) -> torch.
 
 
 def wrapped_units(model: ResponseModel, policy: WrapPolicy) -> list[nn.Module]:
-    """The modules to shard apart from the root, innermost first.
+    """The modules to shard as units of their own, innermost first.
 
     Raises:
         ValueError: a wrap policy that names no module of this model.

@@ -18,11 +18,10 @@ from roll.platforms import current_platform
 from roll.protocol.columns import copy_into
 from roll.strategies.base import OffloadedStorages, StateKind
 from roll.strategies.engines.base import GenerationStrategy, end_token_ids
-from roll.strategies.engines.requests import GenerationOutput, GenerationRequest
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, longest_sequence
 from roll.strategies.hf_infer.decoder import Decoder
 from roll.strategies.hf_infer.engine import GenerationEngine
 from roll.strategies.hf_infer.generic import create_decoder
-from roll.strategies.sequence_length import longest_sequence
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.weight_sync.encoding import tensor_checksum
 

@@ -133,7 +133,7 @@ class MegatronStrategy(ModelStrategy):
             for correspondence, parameter in parameters_of(chunk, self._skeleton.config, self.head)
         ]
         for own in self.parameters:
-            # Megatron marks what its own initialisation has cut; the gradient norm counts all else on one rank only.
+            # Megatron marks what its own initialisation shards; the gradient norm counts all else on one rank only.
             own.parameter.tensor_model_parallel = not isinstance(own.correspondence.layout, Replicated)  # type: ignore[attr-defined]
         freeze(self.parameters, names, args.freeze_module_prefix)
         if self.adapters is not None:
@@ -151,7 +151,7 @@ class MegatronStrategy(ModelStrategy):
         self.adapters = megatron_adapters.adapted_skeleton(self._skeleton, args, self.seed, self.compute_dtype)
         named = {name: p.detach() for name, p in self._skeleton.named_parameters() if p.requires_grad}
         self._shapes |= {base_name(name): tensor.shape for name, tensor in named.items()}
-        # A critic's head is the model folder's, unless it goes on from an adapter that has one.
+        # A critic's head is the model folder's, unless it continues from an adapter that has one.
         from_adapter = args.adapter_name_or_path is not None
         self._adapter_tensors = {
             base_name(name): tensor for name, tensor in named.items() if from_adapter or base_name(name) == name

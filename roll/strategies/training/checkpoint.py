@@ -5,7 +5,7 @@ the same under every strategy.  FSDP adds ``model_and_optimizer/``, in which eac
 makes the folder appear at once or not at all.  Tensors have their Hugging Face names, so that what FSDP2 wrote can be
 continued under FSDP1 and the other way round.
 
-Only tensors are written: hyperparameters of the optimizer are those of the configuration that goes on.  PyTorch keeps
+Only tensors are written: hyperparameters of the optimizer are those of the configuration that resumes.  PyTorch keeps
 the index of the tensors as a pickle; it is read by :class:`SafeReader`, which knows the few classes of an index and no
 other, so that a rewritten file cannot run code.
 """
@@ -92,7 +92,7 @@ def save_trainer_state(path: Path, contents: ModelContents, state: dict[str, Any
 
 
 def load_trainer_state(path: Path, contents: ModelContents) -> dict[str, Any]:
-    """What :func:`save_trainer_state` was given, and ``world_size``.
+    """The state given to :func:`save_trainer_state`, and ``world_size``.
 
     Raises:
         FileNotFoundError: ``path`` is no such checkpoint.
@@ -123,13 +123,13 @@ _METADATA = metadata.__name__
 
 @dataclass(frozen=True)
 class Checkpointed:
-    """What a checkpoint holds."""
+    """Contents of a checkpoint."""
 
     module: nn.Module
     """Sharded, no parameter gathered."""
     optimizer: Optimizer
     prefix: str = ""
-    """What ``module`` puts before the Hugging Face names."""
+    """Prefix of ``module`` to the Hugging Face names."""
     with_frozen: bool = False
     """Hold frozen parameters too, such as the base under LoRA, though they are what they were loaded as."""
 
@@ -242,7 +242,7 @@ class SafeReader(FileSystemReader):
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Knows what PyTorch puts into the index of a checkpoint of tensors."""
+    """Unpickler of the few classes that PyTorch puts into the index of a checkpoint of tensors."""
 
     _CLASSES: ClassVar[dict[tuple[str, str], Any]] = {
         **{
@@ -291,7 +291,7 @@ def _tensors_of(state: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what these functions have to say about FSDP1's own state dicts, which they use themselves."""
+    """Suppress warnings of these functions about FSDP1's own state dicts, which they use themselves."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"FSDP\.state_dict_type", category=FutureWarning)
         warnings.filterwarnings("ignore", message="When using ``NO_SHARD``", category=UserWarning)

@@ -60,7 +60,7 @@ class DataParallelStrategy(ModelStrategy):
     adapters: Adapters | None = None
     progress: TrainingProgress
     mixes_types = True
-    """Whether parameters of two types may stand side by side in a layer: a frozen base and what is trained."""
+    """A layer may hold parameters of two types: a frozen base and what is trained."""
     context_size = 1
     """Consecutive ranks that share each sequence, and so are given the same rows."""
 
@@ -157,11 +157,11 @@ class DataParallelStrategy(ModelStrategy):
         rule = micro_batching(self.role, trains=False)
         for rows in self._rows_of_passes(batch, rule):
             part = micro_batch(batch, rows)
-            cut = part["input_ids"].shape
-            computed = self._outputs(self._layout(part, rule), results.keys(), temperature, cut)
+            shape_of_part = part["input_ids"].shape
+            computed = self._outputs(self._layout(part, rule), results.keys(), temperature, shape_of_part)
             if rows:
                 for name, values in computed.items():
-                    results[name][row_index(rows), : cut[1]] = values.to(device)
+                    results[name][row_index(rows), : shape_of_part[1]] = values.to(device)
         self._reshard()
         self.model.train(was_training)
         return results
@@ -181,7 +181,7 @@ class DataParallelStrategy(ModelStrategy):
 
     def _selected_weights(self, selection: WeightSelection) -> Iterator[MergedWeight]:
         for weight in self._merged_weights():
-            for part in weight.apart() if selection.adapters_apart else [weight]:
+            for part in weight.separate() if selection.adapters_apart else [weight]:
                 if part.is_trained or not selection.trained_only:
                     yield part
 

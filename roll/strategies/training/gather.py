@@ -22,7 +22,7 @@ EXPORT_BUCKET_BYTES = 2**30
 """Device memory that an export may hold gathered at once; the whole model is put together in host memory."""
 
 ADAPTER_FOLDER = "adapter"
-"""Where an export has the adapter by itself, in peft's format, next to the merged model."""
+"""Folder of the adapter by itself, in peft's format, next to the merged model of an export."""
 
 
 def in_buckets(
@@ -74,7 +74,7 @@ def exchange_sizes(
 def gather_to_rank0(
     parts: list[torch.Tensor], pieces: list[Pieces], group: ProcessGroup, dtype: torch.dtype, device: torch.device
 ) -> list[torch.Tensor]:
-    """Collective over ``group``, which rank 0 of the world is in. The tensors whole, by messages all under way at once.
+    """Collective over ``group``, which rank 0 of the world is in. The tensors whole, by messages all in flight at once.
 
     Args:
         parts: this rank's elements of each tensor, flat or not; more than the rank's share are ignored.

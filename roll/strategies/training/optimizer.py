@@ -27,7 +27,7 @@ from roll.protocol.metrics import Mean, Metrics, Sum
 logger = logging.getLogger(__name__)
 
 INVERSE_SQRT_TIMESCALE = 10_000
-"""Of ``inverse_sqrt`` without a warm-up."""
+"""Steps of ``inverse_sqrt`` without a warm-up."""
 POLYNOMIAL_LR_END = 1e-7
 
 
@@ -161,7 +161,7 @@ class DynamicLossScale:
     float32.  A gradient that is not finite halves the scale and its update is left out; ``growth_interval`` good
     updates in a row double it (Micikevicius et al., 2018, Mixed Precision Training, arXiv:1710.03740, section 3.2).
 
-    Every rank sees the same gradient norm, so all keep the same scale without speaking about it.
+    Every rank sees the same gradient norm, so all keep the same scale without communication.
     """
 
     value: float = INITIAL_SCALE
@@ -264,7 +264,7 @@ def global_norm(gradients: list[Tensor], shard_group: ProcessGroup | None, devic
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
-    """By what to multiply a gradient of global norm ``norm``, so that the norm is at most ``max_norm``."""
+    """Factor of a gradient of global norm ``norm`` that makes the norm at most ``max_norm``."""
     return max_norm / (norm + 1e-6) if max_norm is not None and norm > max_norm else 1.0
 
 
