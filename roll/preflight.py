@@ -23,7 +23,7 @@ from roll.checkpoint.contents import (
 )
 from roll.checkpoint.folders import CheckpointDamagedError
 from roll.checkpoint.manager import glance
-from roll.config.checks.models import family_problem, shape_problems
+from roll.config.checks.models import family_problem
 from roll.config.loader import LoadedConfig
 from roll.config.lora import uses_lora
 from roll.config.model_files import CONFIG, looks_like_folder, model_folder, read_model_config
@@ -111,7 +111,7 @@ def find_models(loaded: LoadedConfig[Any], say: Callable[[str], None]) -> bool:
         if found is not None:
             rule = family_problem(found, name, role)
             options = typed_strategy_config(role.strategy_args)
-            for wrong, value, text, example in shape_problems(pipeline.section_key(name), role, options, found):
+            for wrong, value, text, example in options.shape_problems(pipeline.section_key(name), role, found):
                 problems.append(Problem(wrong, value, f"{text} ({path})", example, shown(loaded.source)))
         if rule is not None and not any(problem.key == key for problem in problems):
             problems.append(Problem(key, path, rule, source=shown(loaded.source)))

@@ -17,7 +17,6 @@ from roll.config.reading.errors import Problems
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.run import RunConfig
 from roll.config.strategies.registry import (
-    ShardedStrategyConfig,
     is_sized_engine,
     read_strategy_config,
     with_engine_size,
@@ -56,9 +55,7 @@ def devices_per_worker(role: WorkerConfig) -> int:
 def data_parallel_size(role: WorkerConfig) -> int:
     """Ranks that compute different rows: all of them, unless the model or each sequence is cut over some."""
     options = read_strategy_config(role.strategy_args, role.name, Problems())
-    model_parallel = 1 if options is None else options.model_parallel_size
-    shared = role.model_args.ulysses_size if isinstance(options, ShardedStrategyConfig) else 1
-    return max(1, world_size(role) // (model_parallel * shared))
+    return max(1, world_size(role) // (1 if options is None else options.replica_size(role)))
 
 
 def training_plan(

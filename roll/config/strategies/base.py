@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from roll.config.reading.errors import Problems
     from roll.config.roles import WorkerConfig
+
+
+ShapeProblem = tuple[str, Any, str, Any]
+"""Key, value, rule and a value that works."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +25,8 @@ class StrategyConfig:
         """Devices that one worker of the role computes on by itself."""
         return 1
 
-    @property
-    def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the model together and are given the same rows."""
+    def replica_size(self, role: WorkerConfig) -> int:
+        """Ranks that compute the same rows together."""
         return 1
 
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
@@ -33,6 +37,39 @@ class StrategyConfig:
             world_size: the role's ranks.
             trains: the role takes optimizer steps.
         """
+
+    def shape_problems(self, name: str, role: WorkerConfig, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
+        """Sizes that do not fit the model.
+
+        Args:
+            name: of the role's section.
+            model: its ``config.json``.
+        """
+        yield from ()
+
+
+def model_size(model: Mapping[str, Any], key: str) -> int:
+    """A positive number of a model's ``config.json``; 0 where it has none."""
+    value = model.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+
+def largest_divisor(size: int, count: int) -> int:
+    """The largest number up to ``size`` that divides ``count``."""
+    return max(number for number in range(1, min(size, count) + 1) if count % number == 0)
+
+
+def head_problems(key: str, size: int, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
+    """An engine's tensor-parallel ranks take whole heads; a key-value head may be held by several ranks."""
+    heads = model_size(model, "num_attention_heads")
+    groups = model_size(model, "num_key_value_heads") or heads
+    if heads and heads % size:
+        rule = f"must divide the model's {heads} attention heads"
+    elif groups and groups % size and size % groups:
+        rule = f"must divide the model's {groups} key-value heads, or be a multiple of them"
+    else:
+        return
+    yield key, size, rule, largest_divisor(size, gcd(heads, groups))
 
 
 @dataclass(frozen=True)

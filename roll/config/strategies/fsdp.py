@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from roll.config.model_files import layer_classes
 from roll.config.reading.fields import parse_dtype, rules, setting
-from roll.config.strategies.base import Backend, StrategyConfig
+from roll.config.strategies.base import Backend, ShapeProblem, StrategyConfig, largest_divisor, model_size
 
 if TYPE_CHECKING:
     from roll.config.reading.errors import Problems
@@ -81,6 +83,24 @@ class ShardedStrategyConfig(StrategyConfig):
             best = max(number for number in range(1, size) if world_size % number == 0)
             rule = f"must divide the role's {world_size} ranks, which share sequences in groups of so many"
             problems.add(f"{name}.model_args.ulysses_size", size, rule, best)
+
+    def replica_size(self, role: WorkerConfig) -> int:
+        return role.model_args.ulysses_size
+
+    def shape_problems(self, name: str, role: WorkerConfig, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
+        size, heads = role.model_args.ulysses_size, model_size(model, "num_attention_heads")
+        if size > 1 and heads and heads % size:
+            rule = f"must divide the model's {heads} attention heads"
+            yield f"{name}.model_args.ulysses_size", size, rule, largest_divisor(size, heads)
+        path = f"{name}.strategy_args.strategy_config"
+        classes = frozenset[str]() if model.get("auto_map") else layer_classes(str(model.get("model_type", "")))
+        policy = self.wrap_policy
+        for key in ("transformer_layer_cls_to_wrap", "moe_experts"):
+            for written in getattr(policy, key) or () if classes else ():
+                if written not in classes:
+                    layers = sorted(one for one in classes if one.endswith(("Layer", "Block")))
+                    rule = f"is no class of model_type {model['model_type']}; its layers are {', '.join(layers)}"
+                    yield f"{path}.wrap_policy.{key}", written, rule, f"[{layers[0]}]" if layers else None
 
 
 @dataclass(frozen=True)

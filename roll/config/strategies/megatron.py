@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from roll.config.reading.fields import rules, setting
-from roll.config.strategies.base import Backend, Package, StrategyConfig
+from roll.config.strategies.base import Backend, Package, ShapeProblem, StrategyConfig, largest_divisor, model_size
 
 if TYPE_CHECKING:
     from roll.config.reading.errors import Problems
@@ -107,19 +108,17 @@ class MegatronStrategyConfig(StrategyConfig):
     fp16: bool = setting(False, inert="model_args.dtype decides")
     """Accepted for older files."""
 
-    @property
-    def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the model together."""
+    def replica_size(self, role: WorkerConfig) -> int:
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
         """Report sizes that do not make whole replicas of the role's ranks."""
         path = f"{name}.strategy_args.strategy_config"
-        if world_size % self.model_parallel_size:
+        if world_size % self.replica_size(role):
             tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
             rule = (
                 f"tensor_model_parallel_size x pipeline_model_parallel_size {pipeline} x context_parallel_size "
-                f"{self.context_parallel_size} = {self.model_parallel_size} must divide the role's {world_size} ranks"
+                f"{self.context_parallel_size} = {self.replica_size(role)} must divide the role's {world_size} ranks"
             )
             problems.add(f"{path}.tensor_model_parallel_size", tensor, rule, 1)
         if (self.virtual_pipeline_model_parallel_size or 1) > 1 and self.pipeline_model_parallel_size == 1:
@@ -127,6 +126,36 @@ class MegatronStrategyConfig(StrategyConfig):
             problems.add(
                 f"{path}.virtual_pipeline_model_parallel_size", self.virtual_pipeline_model_parallel_size, rule, "~"
             )
+
+    def shape_problems(self, name: str, role: WorkerConfig, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
+        path = f"{name}.strategy_args.strategy_config"
+        tensor, context = self.tensor_model_parallel_size, self.context_parallel_size
+        heads, layers = model_size(model, "num_attention_heads"), model_size(model, "num_hidden_layers")
+        groups = model_size(model, "num_key_value_heads") or heads
+        for count, what in ((groups, "key-value heads"), (model_size(model, "intermediate_size"), "intermediate_size")):
+            if count and count % tensor:
+                yield (
+                    f"{path}.tensor_model_parallel_size",
+                    tensor,
+                    f"must divide the model's {count} {what}",
+                    largest_divisor(tensor, count),
+                )
+                return
+        if heads and heads % (tensor * context):
+            rule = f"x tensor_model_parallel_size {tensor} must divide the model's {heads} attention heads"
+            yield f"{path}.context_parallel_size", context, rule, largest_divisor(context, heads // tensor or 1)
+        if not layers or self.pipeline_model_parallel_layout is not None:
+            return
+        virtual = self.virtual_pipeline_model_parallel_size or 1
+        stages = self.pipeline_model_parallel_size * virtual
+        shares = layers + self.account_for_embedding_in_pipeline_split + self.account_for_loss_in_pipeline_split
+        if shares % stages:
+            times = f" x virtual_pipeline_model_parallel_size {virtual}" if virtual > 1 else ""
+            counted = f"{layers} layers" if shares == layers else f"{layers} layers and {shares - layers} for its ends"
+            rule = f"{times.lstrip()}{' ' if times else ''}must divide the model's {counted}"
+            pipeline = self.pipeline_model_parallel_size
+            example = largest_divisor(pipeline, 1 if shares % virtual else shares // virtual)
+            yield f"{path}.pipeline_model_parallel_size", pipeline, rule, example
 
 
 MEGATRON = Backend(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from roll.config.reading.fields import rules, setting
-from roll.config.strategies.base import Backend, Package, StrategyConfig, check_engine_args
+from roll.config.strategies.base import Backend, Package, ShapeProblem, StrategyConfig, check_engine_args, head_problems
 
 if TYPE_CHECKING:
     from roll.config.reading.errors import Problems
@@ -92,6 +93,10 @@ class SglangStrategyConfig(StrategyConfig):
         if role.num_gpus_per_worker not in (1, self.tp_size):
             rule = f"must be the devices of one engine, {path}.tp_size ({self.tp_size}): leave one of them out"
             problems.add(f"{name}.num_gpus_per_worker", role.num_gpus_per_worker, rule, self.tp_size)
+
+    def shape_problems(self, name: str, role: WorkerConfig, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
+        key = f"{name}.strategy_args.strategy_config.tp_size"
+        yield from head_problems(key, self.tp_size, model)
 
 
 SGLANG = Backend(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from roll.config.reading.fields import rules, setting
-from roll.config.strategies.base import Backend, Package, StrategyConfig, check_engine_args
+from roll.config.strategies.base import Backend, Package, ShapeProblem, StrategyConfig, check_engine_args, head_problems
 
 if TYPE_CHECKING:
     from roll.config.reading.errors import Problems
@@ -112,6 +113,10 @@ class VllmStrategyConfig(StrategyConfig):
                 "needs an engine without stages: some tokens of a batch are under way between them when weights arrive"
             )
             problems.add(f"{path}.in_flight_update", "keep", rule, "recompute")
+
+    def shape_problems(self, name: str, role: WorkerConfig, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
+        key = f"{name}.strategy_args.strategy_config.tensor_parallel_size"
+        yield from head_problems(key, self.tensor_parallel_size, model)
 
 
 VLLM = Backend(
