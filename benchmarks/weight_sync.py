@@ -35,12 +35,10 @@ from roll.config.weight_sync import TransportName
 from roll.distributed import Cluster, ResourceManager, ray_runtime
 from roll.platforms import current_platform
 from roll.protocol.metrics import to_floats
-from roll.weight_sync.buckets import iter_buckets
 from roll.weight_sync.controller import WeightSync
-from roll.weight_sync.delta import DeltaEncoder
-from roll.weight_sync.engines import RayEngines
-from roll.weight_sync.options import SyncOptions, build_transport
-from roll.weight_sync.sender import Update, WeightSender
+from roll.weight_sync.encoding import DeltaEncoder, iter_buckets
+from roll.weight_sync.messages import SyncOptions
+from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
 from roll.workers import ACTOR_WORKER, GENERATION_WORKER
 
 MIB = 2**20

@@ -17,10 +17,9 @@ from roll.distributed.actor import WorkerActor, WorkerAddress
 from roll.distributed.calls import PendingCall
 from roll.distributed.dispatch import RankArguments, spread
 from roll.distributed.failures import RemoteError
-from roll.distributed.ray_watch import ray_lost
-from roll.distributed.registration import Dispatch, Registration
+from roll.distributed.ray_node import ray_lost
 from roll.distributed.resources import Placement, ResourceManager
-from roll.distributed.worker import Worker, WorkerContext
+from roll.distributed.worker import Dispatch, Registration, Worker, WorkerContext
 from roll.protocol.rank import RankInfo
 
 logger = logging.getLogger(__name__)

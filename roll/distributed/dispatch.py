@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from roll.distributed.registration import Dispatch, Registration
+from roll.distributed.worker import Dispatch, Registration
 from roll.protocol import DataProto
 from roll.protocol.metrics import merge_metrics
 from roll.protocol.rank import RankInfo

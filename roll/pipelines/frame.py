@@ -18,9 +18,8 @@ from roll.config.reading.masking import masked
 from roll.distributed import Cluster, Interrupted, RemoteError, ResourceManager, ray_runtime
 from roll.distributed.guard import Guard
 from roll.distributed.signals import ending
+from roll.pipelines.files import PendingCheckpoint, write_samples
 from roll.pipelines.interruption import Interruption, command_to_go_on
-from roll.pipelines.samples import write_samples
-from roll.pipelines.saving import PendingCheckpoint
 from roll.protocol.metrics import Metrics, merge_metrics, to_floats
 from roll.tracking import (
     ENDING_LOGGER,

@@ -17,7 +17,7 @@ from roll.config.reading.yaml_files import shown
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import GENERATION_STRATEGIES
 from roll.distributed import Cluster, ResourceManager, ray_runtime
-from roll.pipelines.tokenizers import load_tokenizer
+from roll.pipelines.files import load_tokenizer
 from roll.serving.server import FrontOptions, HttpFront
 from roll.tracking import setup_logging
 from roll.workers import GENERATION_WORKER

@@ -16,8 +16,7 @@ from roll.rewards.http_reward import HttpReward
 from roll.rewards.sandbox.cases import read_cases
 from roll.rewards.sandbox.client import Sandbox, SandboxError, Settings
 from roll.rewards.sandbox.judging import Judging, judge
-from roll.rewards.sandbox.limits import MEBIBYTE, Limits
-from roll.rewards.sandbox.protections import PROMISED, PROTECTIONS, MissingProtection, consequence
+from roll.rewards.sandbox.protections import MEBIBYTE, PROMISED, PROTECTIONS, Limits, MissingProtection, consequence
 from roll.rewards.sandbox.snippets import CaseError
 
 MOST_AT_A_TIME = 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from roll.datasets.boxed import last_boxed
+from roll.datasets.converters.math import last_boxed
 
 __all__ = [
     "THOUGHT_END",

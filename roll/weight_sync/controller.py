@@ -1,4 +1,4 @@
-"""The driver's side of weight sync: which cluster sends to which engines, and under which version."""
+"""The driver's side of weight sync: its options, which cluster sends to which engines, and under which version."""
 
 from __future__ import annotations
 
@@ -6,13 +6,31 @@ import logging
 import time
 from dataclasses import replace
 
+from roll.config.plan.plan import Plan
+from roll.config.roles import GenerationWorkerConfig
+from roll.config.run import RunConfig
+from roll.config.weight_sync import WeightSyncConfig, transport_name, update_mode
 from roll.distributed import Cluster, RemoteError, WorkerFailed
 from roll.distributed.failures import RankReport
+from roll.platforms import current_platform
 from roll.protocol.metrics import Mean, Metrics
-from roll.weight_sync.messages import LostEngines, SyncReport
-from roll.weight_sync.options import SyncOptions
+from roll.weight_sync.messages import MIB, LostEngines, SyncOptions, SyncReport
 
 logger = logging.getLogger(__name__)
+
+
+def sync_options(run: RunConfig, keys: WeightSyncConfig, engines: GenerationWorkerConfig, plan: Plan) -> SyncOptions:
+    """Those of a run on hosts like this one."""
+    train, infer = (plan.roles[role].device_mapping for role in ("actor_train", "actor_infer"))
+    return SyncOptions(
+        buffer_bytes=run.model_update_buffer_size_mb * MIB,
+        deadline=run.rpc_timeout,
+        patience=min(engines.engine_timeout, run.rpc_timeout),
+        transport=transport_name(keys, train, infer, current_platform().device_type),
+        directory=keys.directory or str(plan.output_dir / "weight_sync"),
+        mode=update_mode(keys, engines.strategy_args.strategy_name),
+        adapters_apart=keys.lora == "adapter",
+    )
 
 
 def _for_hosts_of(source: Cluster, target: Cluster, options: SyncOptions) -> SyncOptions:

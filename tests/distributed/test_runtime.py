@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from roll.distributed.environment import NodeEnvironment
-from roll.distributed.processes import is_alive, run_processes
-from roll.distributed.session_dir import PREFIX, remove_abandoned, session_dir
+from roll.distributed.guard import is_alive, run_processes
+from roll.distributed.ray_node import PREFIX, remove_abandoned, session_dir
+from roll.distributed.runtime import NodeEnvironment
 from roll.distributed.signals import SAME_SECONDS
 
 ROOT = Path(__file__).parents[2]

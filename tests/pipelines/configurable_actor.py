@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from roll.distributed import Dispatch, register
-from roll.workers.actor import ActorWorker
+from roll.workers.training import ActorWorker
 
 
 class ConfigurableActor(ActorWorker):

@@ -14,11 +14,11 @@ from roll.distributed import Dispatch, register
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics
 from roll.rollout.messages import EngineCommand, EngineReport
-from roll.weight_sync.checksum import ChecksumKind
+from roll.weight_sync.encoding import ChecksumKind
 from roll.weight_sync.messages import BucketHeader, UpdateStart
-from roll.workers.actor import LOSS_COLUMNS, ActorWorker
 from roll.workers.generation import GenerationWorker
 from roll.workers.model import MODEL_COLUMNS
+from roll.workers.training import LOSS_COLUMNS, ActorWorker
 
 logger = logging.getLogger(__name__)
 

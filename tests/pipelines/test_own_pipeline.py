@@ -72,9 +72,9 @@ class Watched(PipelineDefinition):
 
     def run(self, loaded: LoadedConfig[WatchedConfig]) -> None:
         from roll.distributed import Cluster
+        from roll.pipelines.files import load_tokenizer, pad_token_id
         from roll.pipelines.frame import RunFrame
         from roll.pipelines.sft.pipeline import demonstration_batch
-        from roll.pipelines.tokenizers import load_tokenizer, pad_token_id
         from roll.protocol.metrics import Mean
         from roll.workers import REFERENCE_WORKER, SFT_WORKER
 

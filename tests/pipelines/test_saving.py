@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from roll.checkpoint import CheckpointManager
-from roll.pipelines.saving import PendingCheckpoint
+from roll.pipelines.files import PendingCheckpoint
 
 
 class Answer:

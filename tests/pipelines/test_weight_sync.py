@@ -12,11 +12,9 @@ import torch
 from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
 from roll.config.weight_sync import TransportName
 from roll.distributed import Cluster, ResourceManager, ray_runtime
-from roll.weight_sync.buckets import iter_buckets
-from roll.weight_sync.engines import RayEngines
+from roll.weight_sync.encoding import iter_buckets
 from roll.weight_sync.messages import SyncReport, WeightSyncError
-from roll.weight_sync.options import build_transport
-from roll.weight_sync.sender import Update, WeightSender
+from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
 from tests.pipelines.tiny_runs import HERE, TinyWorld
 
 pytestmark = pytest.mark.e2e

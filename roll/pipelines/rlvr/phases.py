@@ -1,17 +1,50 @@
-"""The phases of a training step between rollout and update: each adds columns to the batch and returns metrics."""
+"""The phases of a training step between rollout and update: each adds columns to the batch and returns metrics.
+
+:class:`RecordedRollouts` takes the place of the rollout itself (``rollout_mock``).
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
+from roll.algorithms.advantages import (
+    AdvantageInputs,
+    AdvantageOptions,
+    AdvantageOutputs,
+    estimate_advantages,
+    resolve_norm_types,
+)
+from roll.algorithms.kl import EntropyController, KLOptions, kl_estimate, make_kl_controller
+from roll.algorithms.masked import masked_mean, row_mean
+from roll.algorithms.metrics import BatchColumns, BatchWatch, compute_data_metrics
+from roll.algorithms.samples import (
+    RewardOptions,
+    RewardPostprocessor,
+    SampleMaskOptions,
+    SampleWeightOptions,
+    overlong_penalty,
+    sample_mask,
+    sample_weights,
+    token_level_rewards,
+    top_entropy_mask,
+)
 from roll.config.plan.plan import TrainingPlan
+from roll.datasets.types import DataError
 from roll.distributed import Cluster
+from roll.pipelines.rlvr.config import RLVRConfig
+from roll.pipelines.rlvr.planning import recorded_rollouts, rollout_file
 from roll.pipelines.row_order import length_metrics, order_for
 from roll.protocol import DataProto
-from roll.protocol.metrics import Metrics, merge_metrics
+from roll.protocol.metrics import Mean, Metrics, merge_metrics
+from roll.rollout.filters import build_filter, response_mask
 from roll.workers.model import MODEL_COLUMNS
 
 
@@ -93,3 +126,234 @@ def shuffled_rows(batch: DataProto, seed: tuple[int, ...], by_prompt: bool) -> n
     _, prompt = np.unique(batch.batch["group_ids"].numpy(), return_inverse=True)
     place: np.ndarray = generator.permutation(int(prompt.max()) + 1)
     return np.argsort(place[prompt], kind="stable")
+
+
+logger = logging.getLogger(__name__)
+
+
+class AdvantageComputer:
+    """Everything between scores and update that remembers something from step to step.
+
+    Args:
+        norm_types: ``norm_mean_type`` and ``norm_std_type``, each perhaps ``auto``.
+        max_new_tokens: the length limit of a response, which the over-long punishment ends at.
+    """
+
+    def __init__(self, config: RLVRConfig, norm_types: tuple[str | None, str | None], max_new_tokens: int) -> None:
+        self._config = config
+        self._max_new_tokens = max_new_tokens
+        mean_type, std_type = resolve_norm_types(config.adv_estimator, *norm_types)
+        self._normalise = RewardPostprocessor(RewardOptions(mean_type, std_type, config.reward_clip))
+        self._kl_controller = make_kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
+        self._entropy_controller = None
+        if config.target_entropy is not None:
+            bounds = config.entropy_coef_delta, config.entropy_coef_max
+            self._entropy_controller = EntropyController(config.entropy_loss_coef, config.target_entropy, *bounds)
+        self.entropy_coef = config.entropy_loss_coef
+        """Weight of the entropy bonus in the update of the batch that was scored last."""
+        self._masks = _options(SampleMaskOptions, config)
+        self._weights = _options(SampleWeightOptions, config)
+        weights = tuple(config.reward_weights.values())
+        self._advantages = replace(_options(AdvantageOptions, config), reward_weights=weights or None)
+        self._watch = BatchWatch(config.warn_after_steps, config.warn_truncated_share)
+        self._response_filters = {
+            name: build_filter(section.response_filter_config.type, section.response_filter_config.filter_args)
+            for name, section in config.rewards.items()
+            if section.response_filter_config.type != "no_filter"
+        }
+
+    def __call__(self, batch: DataProto) -> Metrics:
+        """Add ``loss_mask``, ``response_level_rewards``, ``token_level_rewards``, ``advantages`` and ``returns`` to
+        ``batch`` (``sample_weights`` where samples weigh differently, ``policy_mask`` where tokens are chosen by their
+        entropy); return the metrics of the step's samples.
+
+        Samples without a score take part in nothing, neither in a baseline nor in a mean: their columns are zero."""
+        scored = ~batch.batch["scores"].isnan()
+        unscored = {"critic/unscored_ratio": Mean(float((~scored).sum()), len(batch))}
+        if bool(scored.all()):
+            return self._score(batch) | unscored
+        part = batch[scored.numpy()]
+        metrics = self._score(part)
+        for name in part.batch.keys() - batch.batch.keys():
+            column = part.batch[name]
+            batch.batch[name] = column.new_zeros(len(batch), *column.shape[1:])
+            batch.batch[name][scored] = column
+        return metrics | unscored
+
+    def _score(self, batch: DataProto) -> Metrics:
+        lengths = batch.batch["response_mask"].sum(-1)
+        used, masked = self._add_loss_mask(batch, lengths)
+        inputs, outputs, rewarded = self.add_advantages(batch, lengths)
+        batch.batch["token_level_rewards"] = inputs.token_level_rewards
+        for message in self._watch.observe_advantages(outputs.advantages, used, self._config.adv_estimator):
+            logger.warning("%s", message)
+        metrics = [masked, rewarded, outputs.metrics, _data_metrics(batch, outputs)]
+        if self._entropy_controller is not None:
+            entropy = float(masked_mean(batch.batch["old_entropy"], batch.batch["loss_mask"]))
+            self.entropy_coef = self._entropy_controller.step(entropy)
+            metrics.append({"actor/old_entropy": Mean(entropy), "actor/entropy_coef": Mean(self.entropy_coef)})
+        return merge_metrics(metrics)
+
+    def _add_loss_mask(self, batch: DataProto, lengths: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+        """bool (B,): the responses that the loss uses."""
+        tensors = batch.batch
+        scores, group_ids = tensors["scores"], tensors["group_ids"]
+        truncated = _truncated(batch)
+        for message in self._watch.observe(scores, truncated):
+            logger.warning("%s", message)
+        filtered = None
+        if self._response_filters:
+            domains = batch.non_tensor_batch["domain"]
+            filtered = torch.from_numpy(response_mask(scores.numpy(), domains, self._response_filters))
+        keep, metrics = sample_mask(self._masks, scores, lengths, truncated, group_ids, filtered)
+        mask = tensors["response_mask"]
+        tensors["loss_mask"] = mask if bool(keep.all()) else mask & keep[:, None]
+        weights = sample_weights(self._weights, scores, lengths, group_ids)
+        if weights is not None:
+            tensors["sample_weights"] = weights
+        if self._config.top_entropy_quantile < 1.0:
+            metrics |= self._add_policy_mask(batch)
+        return keep, metrics
+
+    def _add_policy_mask(self, batch: DataProto) -> Metrics:
+        tensors = batch.batch
+        entropy, quantile = tensors["old_entropy"], self._config.top_entropy_quantile
+        chosen = top_entropy_mask(entropy, tensors["loss_mask"], quantile)
+        tensors["policy_mask"] = chosen
+        return {"actor/top_entropy_mean": Mean(float(entropy[chosen].sum()), int(chosen.sum()))}
+
+    def add_advantages(
+        self, batch: DataProto, lengths: torch.Tensor
+    ) -> tuple[AdvantageInputs, AdvantageOutputs, Metrics]:
+        """Add ``response_level_rewards``, ``advantages`` and ``returns``; ``lengths`` int64 (B,), response tokens."""
+        rewards, metrics = self._add_rewards(batch, lengths)
+        tensors = batch.batch
+        inputs = AdvantageInputs(
+            rewards=rewards,
+            mask=tensors["response_mask"],
+            group_ids=tensors["group_ids"],
+            scores=tensors["scores"],
+            values=tensors.get("values"),
+            baseline_rewards=self._baseline_rewards(batch),
+            reward_components=tensors.get("reward_components"),
+            old_log_probs=tensors.get("old_log_probs"),
+            old_sum_of_squares=tensors.get("old_sum_of_squares"),
+        )
+        outputs = estimate_advantages(inputs, self._advantages)
+        tensors["advantages"], tensors["returns"] = outputs.advantages, outputs.returns
+        return inputs, outputs, metrics
+
+    def _add_rewards(self, batch: DataProto, lengths: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+        """The rewards that advantages are made from: (B,), or (B, L) with a divergence in them."""
+        tensors = batch.batch
+        rewards = torch.empty_like(tensors["scores"])
+        shaped = self._shaped(tensors["scores"], lengths)
+        metrics: list[Metrics] = []
+        if self._config.overlong_buffer_length is not None:
+            metrics.append({"critic/overlong_penalty": Mean(float((tensors["scores"] - shaped).mean()))})
+        domains = batch.non_tensor_batch["domain"]
+        for domain in sorted(set(domains)):
+            rows = torch.from_numpy(domains == domain)
+            rewards[rows], measured = self._normalise(shaped[rows], tensors["group_ids"][rows], domain)
+            metrics.append(measured)
+        tensors["response_level_rewards"] = rewards
+        if self._config.add_token_level_kl:
+            kl_coef = self._kl_controller.value
+            kl = kl_estimate(
+                tensors["old_log_probs"], tensors["ref_log_probs"], KLOptions(estimator=self._config.kl_penalty)
+            )
+            mean_kl = float(masked_mean(kl, tensors["response_mask"]))
+            # The controller follows the mean over responses, whatever their lengths, as published ones do.
+            self._kl_controller.update(float(row_mean(kl, tensors["response_mask"]).mean()), num_samples=len(batch))
+            metrics.append({"critic/kl": Mean(mean_kl), "critic/kl_coef": Mean(kl_coef)})
+            rewards = token_level_rewards(rewards, tensors["response_mask"], kl, kl_coef)
+        return rewards, merge_metrics(metrics)
+
+    def _shaped(self, scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Raw scores (B,) less the over-long punishment of responses with ``lengths`` tokens."""
+        buffer = self._config.overlong_buffer_length
+        if buffer is None:
+            return scores
+        return scores + overlong_penalty(lengths, self._max_new_tokens, buffer, self._config.overlong_penalty_factor)
+
+    def _baseline_rewards(self, batch: DataProto) -> torch.Tensor | None:
+        """float (B,): the greedy response's reward, made as a sample's is."""
+        if "baseline_scores" not in batch.batch:
+            return None
+        shaped = self._shaped(batch.batch["baseline_scores"], batch.batch["baseline_lengths"])
+        bound = self._config.reward_clip
+        return shaped if bound is None else shaped.clamp(-bound, bound)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        state = {"rewards": self._normalise.state_dict(), "kl": self._kl_controller.state_dict()}
+        if self._entropy_controller is not None:
+            state["entropy"] = self._entropy_controller.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._normalise.load_state_dict(state["rewards"])
+        self._kl_controller.load_state_dict(state["kl"])
+        if self._entropy_controller is not None and "entropy" in state:
+            self._entropy_controller.load_state_dict(state["entropy"])
+
+
+def _options(options_class: type[Any], config: RLVRConfig) -> Any:
+    """The options whose names are keys of the configuration."""
+    names = [option.name for option in fields(options_class) if hasattr(config, option.name)]
+    return options_class(**{name: getattr(config, name) for name in names})
+
+
+def _truncated(batch: DataProto) -> torch.Tensor:
+    """bool (B,): responses that were cut off at the length limit."""
+    return torch.from_numpy(batch.non_tensor_batch["finish_reason"] == "length")
+
+
+def _data_metrics(batch: DataProto, outputs: AdvantageOutputs) -> Metrics:
+    tensors = batch.batch
+    columns = {column.name: tensors.get(column.name) for column in fields(BatchColumns)}
+    columns["truncated"] = _truncated(batch)
+    columns["raw_advantages"] = outputs.raw_advantages
+    return compute_data_metrics(BatchColumns(**columns))
+
+
+class RecordedRollouts:
+    """The batches of a run's steps in a folder, one safetensors file a step.
+
+    Args:
+        output_dir: of the run; holds the folder where the configuration names none.
+        num_samples: rows of a step's batch.
+    """
+
+    def __init__(self, config: RLVRConfig, output_dir: Path, num_samples: int) -> None:
+        section = config.rollout_mock
+        self._folder = recorded_rollouts(config, output_dir)
+        self._num_samples = num_samples
+        self.writes = section.enable and section.mode == "dump"
+        self.replays = section.enable and section.mode == "mock"
+
+    def write(self, step: int, batch: DataProto) -> None:
+        """Keep the batch as the rewards have left it."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        batch.save(rollout_file(self._folder, step))
+
+    def read(self, step: int) -> tuple[DataProto, Metrics]:
+        """The batch that was written for this step, and its size.
+
+        Raises:
+            DataError: no such file, one that holds no batch, or one of another size.
+        """
+        file = rollout_file(self._folder, step)
+        if not file.is_file():
+            raise DataError(f"{file}: no rollout was written for step {step} (rollout_mock.mode: mock reads it)")
+        try:
+            batch = DataProto.load(file)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise DataError(f"{file}: holds no rollout: {error}") from error
+        if len(batch) != self._num_samples:
+            raise DataError(
+                f"{file}: {len(batch)} samples, but rollout_batch_size x num_return_sequences_in_group is "
+                f"{self._num_samples}"
+            )
+        tokens = float(batch.batch["attention_mask"].sum())
+        return batch, {"system/samples": Mean(len(batch)), "system/tokens": Mean(tokens)}

@@ -15,24 +15,27 @@ from roll.checkpoint import Checkpoint
 from roll.config.loader import LoadedConfig
 from roll.config.rewards import REWARD_MODEL
 from roll.distributed import ResourceManager
-from roll.pipelines.export import export_model
+from roll.pipelines.files import export_model, sample_table
 from roll.pipelines.frame import RunFrame
 from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency, moves_states
 from roll.pipelines.rlvr.asynchronous import AsyncRolloutPhase
 from roll.pipelines.rlvr.clusters import start_clusters
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.data import load_data
-from roll.pipelines.rlvr.phases import add_old_log_probs, add_reference_log_probs, add_values, update_model
+from roll.pipelines.rlvr.phases import (
+    AdvantageComputer,
+    RecordedRollouts,
+    add_old_log_probs,
+    add_reference_log_probs,
+    add_values,
+    update_model,
+)
 from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.rlvr.recorded import RecordedRollouts
 from roll.pipelines.rlvr.rollout import RolloutPhase
-from roll.pipelines.rlvr.scoring import Scoring
 from roll.pipelines.rlvr.validation import Validation
-from roll.pipelines.samples import sample_table
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean
-from roll.weight_sync.controller import WeightSync
-from roll.weight_sync.options import sync_options
+from roll.weight_sync.controller import WeightSync, sync_options
 
 
 class RLVRPipeline:
@@ -77,7 +80,7 @@ class RLVRPipeline:
         if self.plan.is_async or self.plan.validates_beside_training:
             for cluster in self.clusters.computing():
                 cluster.meanwhile = self.rollout.work_until
-        self.scoring = Scoring(self.config, self.plan.norm_types, self.plan.max_new_tokens)
+        self.scoring = AdvantageComputer(self.config, self.plan.norm_types, self.plan.max_new_tokens)
         options = sync_options(self.config, self.config.weight_sync, self.config.actor_infer, self.plan)
         self.weight_sync = WeightSync(self.clusters.actor_train, self.clusters.actor_infer, options)
 

@@ -14,12 +14,10 @@ from roll.config.loader import LoadedConfig
 from roll.config.roles import DataArguments
 from roll.datasets import EpochOrder, SftDataset, SftRow, ShuffledEpochs
 from roll.distributed import Cluster, PendingCall, ResourceManager
-from roll.pipelines.export import export_model
+from roll.pipelines.files import export_model, load_tokenizer, pad_token_id
 from roll.pipelines.frame import RunFrame
 from roll.pipelines.row_order import balanced_order
-from roll.pipelines.sft.config import SFTConfig
-from roll.pipelines.sft.plan import SFTPlan
-from roll.pipelines.tokenizers import load_tokenizer, pad_token_id
+from roll.pipelines.sft.config import SFTConfig, SFTPlan
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, merge_metrics
 from roll.workers import SFT_WORKER

@@ -1,14 +1,20 @@
-"""``broadcast``: a process group of the sending rank and the engines, apart from the trainer's own.
+"""Transports that move a bucket between devices, past host memory: ``broadcast`` and ``cuda_ipc``.
 
-Large tensors are sent from where they lie, small ones together in one buffer.  The group stays for the next update, and
-is formed anew when the engines are other ones or an update has failed.
+``broadcast``: a process group of the sending rank and the engines, apart from the trainer's own. Large tensors are sent
+from where they lie, small ones together in one buffer. The group stays for the next update, and is formed anew when the
+engines are other ones or an update has failed.
+
+``cuda_ipc``: a bucket in the trainer's GPU memory, read there by an engine on the same GPU. The sender packs the bucket
+into one allocation and hands out CUDA's handle of it (by torch's own reductions, which multiprocessing uses to share
+CUDA tensors). An engine maps the allocation, copies from it and lets it go before it answers; only then the sender
+frees or reuses it.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,9 +24,9 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from roll.protocol.columns import flat_view
-from roll.weight_sync.buckets import TensorEntry, WeightBucket, lay_out
+from roll.weight_sync.encoding import TensorEntry, WeightBucket, lay_out
 from roll.weight_sync.messages import same_members
-from roll.weight_sync.transports.base import Receiver, Sender, Tensors
+from roll.weight_sync.transports import Receiver, Sender, Tensors
 
 _LARGE = 1 << 20
 """Bytes from which a tensor is sent by itself: the latency of a message is then little beside its transfer."""
@@ -174,3 +180,51 @@ def close_group(group: Group | None) -> None:
     """Leave a group without waiting for its other members."""
     if group is not None:
         group.abort()
+
+
+@dataclass(frozen=True)
+class CudaIpcParcel:
+    entries: tuple[TensorEntry, ...]
+    rebuild: Callable[..., torch.Tensor]
+    handle: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class CudaIpcLink:
+    key: str = "cuda_ipc"
+
+    def connect(self) -> Receiver:
+        return _CudaIpcReceiver()
+
+
+class _CudaIpcReceiver(Receiver):
+    def receive(self, parcel: CudaIpcParcel) -> dict[str, torch.Tensor]:
+        return WeightBucket(parcel.entries, parcel.rebuild(*parcel.handle)).tensors()
+
+    def settle(self) -> None:
+        # Copies from the mapped memory must be done before the sender may write there again.
+        torch.cuda.synchronize()
+        torch.cuda.ipc_collect()
+
+
+class CudaIpcSender(Sender):
+    def __init__(self) -> None:
+        self._bucket: WeightBucket | None = None
+
+    def start(self, engines: Sequence[object], version: int, seconds: float) -> Sequence[CudaIpcLink]:
+        return [CudaIpcLink()] * len(engines)
+
+    def pack(self, tensors: Tensors) -> CudaIpcParcel:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        self._bucket = WeightBucket.pack(tensors.items(), torch.device("cuda", torch.cuda.current_device()))
+        # The handle may be opened as soon as it is sent, the kernels that fill the bucket may still be running.
+        torch.cuda.synchronize()
+        rebuild, handle = reduce_tensor(self._bucket.buffer)
+        return CudaIpcParcel(self._bucket.entries, rebuild, handle)
+
+    def release(self) -> None:
+        self._bucket = None
+
+    def abandon(self) -> None:
+        self._bucket = None
