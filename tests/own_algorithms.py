@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll.algorithms.actor_loss import register_policy_loss
 from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions
 from roll.algorithms.aggregation import LossDenominators
 from roll.algorithms.corrections import Correction
 from roll.algorithms.kl import KLOptions
 from roll.algorithms.loss_types import LossInputs
-from roll.algorithms.metric_builder import MetricBuilder
+from roll.algorithms.losses import register_policy_loss
+from roll.algorithms.metrics import MetricBuilder
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,28 @@
-"""Statistics over the masked part of a tensor, and over groups of rows."""
+"""Statistics over the masked part of a tensor, over groups of rows, and ratios of tokens, segments and sequences."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+_BLOCK = 2**17
+"""Elements of a block: a handful of float32 tensors of this size stay in a core's cache of 2 MB."""
+
+
+def row_blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """The same rows of each of several (B, L), block by block; several rows each, where there are several.
+
+    On a CPU a chain of elementwise operations takes the time of moving its operands between memory and core: done block
+    by block they stay in the cache.  Elsewhere there is one block.
+    """
+    first = tensors[0]
+    count = first.numel() // (_BLOCK * torch.get_num_threads()) if first.device.type == "cpu" else 0
+    count = min(count, len(first) // 2)
+    return zip(*(tensor.tensor_split(count) for tensor in tensors), strict=True) if count > 1 else (tensors,)
 
 
 class Keep:
@@ -20,22 +36,41 @@ class Keep:
     """
 
     def __init__(self, mask: Tensor, dtype: torch.dtype) -> None:
-        self._bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-        self._kept = mask.view(torch.uint8).to(self._bits).neg_()
+        # -1 has every bit, in one byte and in several.
+        self.bits = mask.view(torch.int8).neg().to({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+        """Integers of the size of ``dtype``, in the shape of the mask: all bits inside, none outside."""
 
     def __call__(self, values: Tensor) -> Tensor:
         """A copy, 0 outside the mask; ``values`` may be broadcast to the mask's shape."""
-        return torch.bitwise_and(values.detach().view(self._bits), self._kept).view(values.dtype)
+        return kept(values, self.bits)
 
     @cached_property
     def counts(self) -> Tensor:
         """int64 (B,): masked elements of each row of a (B, L) mask."""
-        return self._kept.sum(-1, dtype=torch.int32).neg_().long()
+        return self.bits.sum(-1, dtype=torch.int32).neg_().long()
 
     def in_place(self, fresh: Tensor) -> Tensor:
         """``fresh`` itself, 0 outside the mask."""
-        fresh.detach().view(self._bits).bitwise_and_(self._kept)
-        return fresh
+        return clear_(fresh, self.bits)
+
+
+def kept(values: Tensor, bits: Tensor) -> Tensor:
+    """A copy of ``values``, 0 where ``bits`` (of a :class:`Keep`) has none."""
+    return torch.bitwise_and(values.detach().view(bits.dtype), bits).view(values.dtype)
+
+
+def clear_(fresh: Tensor, bits: Tensor) -> Tensor:
+    """``fresh`` itself, changed to :func:`kept`."""
+    fresh.view(bits.dtype).bitwise_and_(bits)
+    return fresh
+
+
+def within(values: Tensor, bound: float) -> bool:
+    """True if all lie strictly within +- ``bound``; False, too, where the answer would wait for an accelerator."""
+    if values.device.type != "cpu" or not values.numel():
+        return False
+    low, high = torch.aminmax(values)
+    return -bound < low.item() and high.item() < bound
 
 
 def nonempty_rows(mask: Tensor) -> Tensor:
@@ -101,3 +136,50 @@ class Groups:
         """Bessel-corrected standard deviation of each group: (B,) -> (G,); 0 for a group of one."""
         centred = values - self.mean(values)[self.index]
         return (self.sum(centred.square()) / (self.counts - 1).clamp(min=1)).sqrt()
+
+
+def segment_starts(mask: Tensor) -> Tensor:
+    """bool (B, L): the first token of each run of masked tokens."""
+    starts = mask.clone()
+    starts[:, 1:] &= ~mask[:, :-1]
+    return starts
+
+
+def has_holes(mask: Tensor) -> Tensor:
+    """bool scalar: some row has more than one run of masked tokens."""
+    bits = mask.view(torch.uint8)
+    starts = torch.count_nonzero(bits[:, 1:] > bits[:, :-1]) + torch.count_nonzero(bits[:, :1])
+    return starts > torch.count_nonzero(bits.amax(-1)) if bits.numel() else starts > 0
+
+
+def segment_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over each run of masked tokens, repeated on its tokens: (B, L) -> (B, L), 0 outside the mask."""
+    ids = segment_starts(mask).flatten().cumsum(0)  # 1.. on masked tokens; what stands between is masked out below
+    kept = torch.where(mask, values, 0.0).flatten()
+    size = mask.numel() + 1
+    totals = torch.zeros(size, dtype=values.dtype, device=values.device).index_add(0, ids, kept)
+    counts = torch.zeros(size, dtype=values.dtype, device=values.device).index_add(0, ids, mask.flatten().to(kept))
+    means = totals / counts.clamp(min=1)
+    return torch.where(mask, means[ids].view_as(values), 0.0)
+
+
+def level_log_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
+    """Log-ratio of the unit that each token belongs to: (B, L) -> (B, L).
+
+    ``token``: its own; ``segment``: mean over its run; ``geometric`` or ``seq``: mean over its response (GSPO, arXiv
+    2507.18071 eq. 7); ``sequence``: sum over its response; ``max``: the largest of its response.  Raises ``ValueError``
+    for another level.
+    """
+    if level == "token":
+        return log_ratio
+    if level == "max":
+        largest = log_ratio.masked_fill(~mask, -torch.inf).amax(-1, keepdim=True) if mask.shape[-1] else log_ratio
+        return torch.where(mask, largest, 0.0)
+    if level == "segment":
+        return segment_mean(log_ratio, mask)
+    total = torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True)
+    if level in ("geometric", "seq"):
+        total = total / mask.sum(-1, keepdim=True).clamp(min=1)
+    elif level != "sequence":
+        raise ValueError(f"unknown ratio level {level!r}; known: token, segment, geometric (seq), sequence, max")
+    return torch.where(mask, total, 0.0)

@@ -1,27 +1,11 @@
-"""Typed options of the algorithms. Torch-free; field names are the keys of the YAML.
-
-``options_from(SomeOptions, settings)`` picks the fields of a dataclass out of a flat mapping of YAML keys, so a config
-object turned into a dict is enough to build any of these.
-"""
+"""Typed options of the policy losses. Torch-free; field names are the keys of the YAML."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
-
-from roll.algorithms.correction_options import CorrectionOptions
-
-Options = TypeVar("Options")
+from dataclasses import dataclass
+from typing import Literal
 
 RatioLevel = Literal["token", "segment", "seq"]
-
-
-def options_from(options_class: type[Options], settings: Mapping[str, Any]) -> Options:
-    """Build ``options_class`` from those entries of ``settings`` that are its fields; the rest keeps its default."""
-    names = {f.name for f in dataclasses.fields(options_class)}  # type: ignore[arg-type]
-    return options_class(**{name: value for name, value in settings.items() if name in names})
 
 
 @dataclass(frozen=True)
@@ -175,44 +159,3 @@ class KLCovOptions:
     kl_cov_ratio: float = 2e-3
     """Share of tokens, those of highest covariance, that get the KL penalty."""
     kl_cov_coef: float = 1.0
-
-
-@dataclass(frozen=True)
-class ActorLossOptions:
-    """Everything the actor's loss depends on."""
-
-    pg_variant: str = "ppo"
-    """Name in the registry of policy losses, or the dotted path of a function."""
-    pg: Any = field(default_factory=PPOOptions)
-    """Options of the variant, of its own dataclass."""
-    loss_agg_mode: str = "seq-mean-token-mean"
-    """One of :data:`roll.algorithms.aggregation.AGGREGATION_MODES`."""
-    kl_loss_agg_mode: str | None = None
-    """The mode of the divergence; null: ``loss_agg_mode``."""
-    entropy_loss_agg_mode: str | None = None
-    """The mode of the entropy bonus; null: ``loss_agg_mode``."""
-    rl_loss_coef: float = 1.0
-    """Weight of the policy-gradient term."""
-    use_kl_loss: bool = False
-    """Add the divergence from the reference to the loss."""
-    kl_loss_coef: float = 0.0
-    kl_loss_type: str = "k3"
-    """Estimator of the divergence (:data:`roll.algorithms.kl.KL_ESTIMATORS`)."""
-    kl_loss_clamp: float | None = 10.0
-    """Bound of k3's value in the loss (see :class:`roll.algorithms.kl.KLOptions`)."""
-    kl_loss_importance_weighted: bool = False
-    """Weight the estimate by pi / pi_old: unbiased after the first update of a batch."""
-    entropy_loss_coef: float = 0.0
-    """Weight of the entropy bonus (subtracted from the loss)."""
-    log_entropy: bool = True
-    """Compute the entropy also where it has no weight: for the metric, outside the graph of the loss."""
-    correction: CorrectionOptions = field(default_factory=CorrectionOptions)
-    """What to do about a rollout engine whose probabilities differ from the trainer's."""
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.use_kl_loss and self.kl_loss_coef != 0.0
-
-    @property
-    def needs_entropy(self) -> bool:
-        return self.entropy_loss_coef != 0.0

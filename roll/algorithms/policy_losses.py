@@ -6,19 +6,22 @@ r is exp(log pi - log pi_old), A the advantage, sg stops the gradient.
 from __future__ import annotations
 
 import math
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from roll.algorithms.loss_types import LOG_RATIO_BOUND, LossInputs, linearised
-from roll.algorithms.masked import row_mean
-from roll.algorithms.metric_builder import MetricBuilder
+from roll.algorithms.loss_types import LOG_RATIO_BOUND, LossInputs, linearised, register_policy_loss
+from roll.algorithms.masked import level_log_ratio, masked_mean, row_blocks, row_mean
+from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.options import (
     CISPOOptions,
+    ClipCovOptions,
     DPPOOptions,
     DROOptions,
     GMPOOptions,
     Kimi15Options,
+    KLCovOptions,
     M2POOptions,
     PPOOptions,
     SAPOOptions,
@@ -27,8 +30,6 @@ from roll.algorithms.options import (
     VanillaOptions,
     VESPOOptions,
 )
-from roll.algorithms.policy_registry import register_policy_loss
-from roll.algorithms.ratios import level_log_ratio
 
 
 def _count_clipped(metrics: MetricBuilder, clipped: Tensor, inputs: LossInputs) -> None:
@@ -38,27 +39,35 @@ def _count_clipped(metrics: MetricBuilder, clipped: Tensor, inputs: LossInputs) 
 def _clipped_surrogate(inputs: LossInputs, log_ratio: Tensor, options: PPOOptions, metrics: MetricBuilder) -> Tensor:
     """PPO's loss of the ratio exp(log_ratio); the derivative is -A r where the clip does not bind, else 0."""
     low, high = 1.0 - options.clip_low, 1.0 + options.clip_high
+    bound = options.dual_clip_bound
     with torch.no_grad():
         ratio = inputs.ratio if log_ratio is inputs.log_ratio else log_ratio.exp()
-        unclipped = ratio * inputs.advantages
-        surrogate = ratio.clamp(low, high).mul_(inputs.advantages)
-        surrogate = torch.minimum(unclipped, surrogate, out=surrogate)
-        # 1.0 and 0.0: comparisons that give booleans take four times as long. Outside the mask the ratio is 1, where
-        # nothing is clipped.
-        scratch = torch.empty_like(surrogate)
-        above, below = torch.gt(ratio, high, out=scratch).sum(), torch.lt(ratio, low, out=scratch).sum()
-        alive = torch.ge(surrogate, unclipped, out=scratch)
-        bound = options.dual_clip_bound
-        if bound is not None:
-            floor = torch.where(inputs.advantages < 0, bound * inputs.advantages, -torch.inf)
-            alive.masked_fill_(floor > surrogate, 0.0)
-            surrogate = torch.maximum(surrogate, floor)
-        metrics.mean("actor/clipfrac", alive.numel() - alive.sum(), inputs.num_tokens)
-        metrics.mean("actor/ppo_ratio_high_clipfrac", above, inputs.num_tokens)
-        metrics.mean("actor/ppo_ratio_low_clipfrac", below, inputs.num_tokens)
-        metrics.mean("actor/ppo_ratio_clipfrac", above + below, inputs.num_tokens)
-        slope = unclipped.mul_(alive).neg_()
-    return linearised(log_ratio, surrogate.neg_(), slope)
+        loss = torch.empty_like(ratio)
+        slope = torch.empty_like(ratio, dtype=torch.result_type(ratio, inputs.advantages))
+        counts = []
+        # With -A in place of A the objective is a loss, and the smaller of two is the larger.
+        for r, advantages, surrogate, unclipped in row_blocks(ratio, inputs.advantages, loss, slope):
+            negated = advantages.neg()
+            torch.mul(r, negated, out=unclipped)
+            torch.mul(r.clamp(low, high), negated, out=surrogate)
+            torch.maximum(unclipped, surrogate, out=surrogate)
+            # 1.0 and 0.0: comparisons that give booleans take four times as long. Outside the mask the ratio is 1,
+            # where nothing is clipped.
+            scratch = torch.empty_like(surrogate)
+            above, below = torch.gt(r, high, out=scratch).sum(), torch.lt(r, low, out=scratch).sum()
+            alive = torch.le(surrogate, unclipped, out=scratch)
+            if bound is not None:
+                ceiling = torch.where(advantages < 0, bound * negated, torch.inf)
+                alive.masked_fill_(ceiling < surrogate, 0.0)
+                torch.minimum(surrogate, ceiling, out=surrogate)
+            counts.append((above, below, alive.sum()))
+            unclipped.mul_(alive)
+    above, below, alive = (reduce(torch.add, parts) for parts in zip(*counts, strict=True))
+    metrics.mean("actor/clipfrac", loss.numel() - alive, inputs.num_tokens)
+    metrics.mean("actor/ppo_ratio_high_clipfrac", above, inputs.num_tokens)
+    metrics.mean("actor/ppo_ratio_low_clipfrac", below, inputs.num_tokens)
+    metrics.mean("actor/ppo_ratio_clipfrac", above + below, inputs.num_tokens)
+    return linearised(log_ratio, loss, slope)
 
 
 @register_policy_loss("ppo")
@@ -249,3 +258,47 @@ def dppo(inputs: LossInputs, options: DPPOOptions, metrics: MetricBuilder) -> Te
     _count_clipped(metrics, dropped, inputs)
     weight = torch.where(dropped, 0.0, ratio.clamp(max=options.dppo_ratio_bound))
     return -weight * inputs.advantages * inputs.log_probs
+
+
+@torch.no_grad()
+def token_covariance(inputs: LossInputs) -> Tensor:
+    """(log pi - mean log pi) (A - mean A) over the masked tokens: float (B, L), 0 outside the mask."""
+    log_probs = inputs.log_probs - masked_mean(inputs.log_probs, inputs.mask)
+    advantages = inputs.advantages - masked_mean(inputs.advantages, inputs.mask)
+    return torch.where(inputs.mask, log_probs * advantages, 0.0)
+
+
+@register_policy_loss("clip_cov", options=ClipCovOptions, aliases=("clip-cov",))
+def clip_cov(inputs: LossInputs, options: ClipCovOptions, metrics: MetricBuilder) -> Tensor:
+    """PPO's clip, and no gradient for a random share of the tokens whose covariance lies in (low, high); arXiv
+    2505.22617 eq. 10-13.
+
+    Tokens that PPO's clip leaves without gradient are not drawn.  Which are depends on the micro-batch.
+    """
+    covariance = token_covariance(inputs)
+    in_range = (covariance > options.clip_cov_low) & (covariance < options.clip_cov_high)
+    eligible = inputs.mask & in_range & ~_clipped_by_ppo(inputs, options)
+    candidates = eligible.flatten().nonzero().squeeze(-1)
+    wanted = max(int(options.clip_cov_ratio * int(inputs.num_tokens)), 1)
+    chosen = candidates[torch.randperm(len(candidates), device=candidates.device)[:wanted]]
+    keep = torch.ones(inputs.mask.numel(), device=inputs.mask.device).index_fill(0, chosen, 0.0)
+    metrics.mean("actor/cov_clipfrac", float(len(chosen)), inputs.num_tokens)
+    return ppo(inputs, options, metrics) * keep.view_as(inputs.mask)
+
+
+def _clipped_by_ppo(inputs: LossInputs, options: ClipCovOptions) -> Tensor:
+    """bool (B, L): the clipped surrogate is the smaller one."""
+    clipped = inputs.ratio.clamp(1.0 - options.clip_low, 1.0 + options.clip_high)
+    return clipped * inputs.advantages < inputs.ratio * inputs.advantages
+
+
+@register_policy_loss("kl_cov", options=KLCovOptions, aliases=("kl-cov",))
+def kl_cov(inputs: LossInputs, options: KLCovOptions, metrics: MetricBuilder) -> Tensor:
+    """-r A, plus coef |log r| on the tokens of highest covariance in the micro-batch; arXiv 2505.22617 eq. 10-13."""
+    covariance = token_covariance(inputs).masked_fill(~inputs.mask, -torch.inf).flatten()
+    count = int(inputs.num_tokens)
+    wanted = min(max(int(options.kl_cov_ratio * count), 1), count)
+    chosen = covariance.topk(wanted).indices
+    penalised = torch.zeros_like(covariance).index_fill(0, chosen, options.kl_cov_coef).view_as(inputs.mask)
+    metrics.mean("actor/kl_cov_frac", float(wanted), inputs.num_tokens)
+    return -inputs.log_ratio.exp() * inputs.advantages + penalised * inputs.log_ratio.abs()

@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from roll.config.errors import ConfigError, Problem
 from roll.config.loader import LoadedConfig, load_config
-from roll.config.masking import MASK, is_secret
-from roll.config.rlvr import RLVRConfig
+from roll.config.reading.errors import ConfigError, Problem
+from roll.config.reading.masking import MASK, is_secret
+from roll.pipelines.rlvr.config import RLVRConfig
 from roll.translation.engine import DIALECTS, Translation, dialect_of, show, translate
 from roll.translation.launching import is_program
 from roll.translation.reading import UNSET, Source, read_recording, read_text, read_words, read_yaml

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from roll.config.errors import ConfigError, Problem
 from roll.config.loader import LoadedConfig
-from roll.config.rlvr import RLVRConfig
-from roll.config.strategy import strategy_keys
+from roll.config.reading.errors import ConfigError, Problem
+from roll.config.strategies.registry import strategy_keys
+from roll.pipelines.rlvr.config import RLVRConfig
 from roll.translation.assembly import assemble, find_roles
 from roll.translation.openrlhf import OPENRLHF
 from roll.translation.placement import strategy_of

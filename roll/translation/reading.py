@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from roll.config.compose import parse_override
-from roll.config.errors import ConfigError, Problem
+from roll.config.reading.compose import parse_override
+from roll.config.reading.errors import ConfigError, Problem
 from roll.translation.launching import Launch, Variables, commands, launch_of
 from roll.translation.recording import Command, Recording
 

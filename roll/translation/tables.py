@@ -27,8 +27,8 @@ from typing import Any
 
 import yaml
 
-from roll.config.deepspeed import numbers
-from roll.config.schema import Mismatch, closest, convert
+from roll.config.reading.schema import Mismatch, closest, convert
+from roll.config.strategies.deepspeed import numbers
 from roll.translation.rules import OPTIONS, Convert, Rule, Section, as_written
 
 TEXTS = {

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import settings
 
 from roll.algorithms.advantages import advantage_estimators
-from roll.algorithms.policy_registry import policy_losses
+from roll.algorithms.loss_types import policy_losses
 
 # The first example of a test pays for lazy imports inside torch, and shared machines stall now and then.
 settings.register_profile("no-deadline", deadline=None)

@@ -18,19 +18,19 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from roll.algorithms.actor_loss import actor_loss, actor_loss_options
-from roll.algorithms.advantage_types import traits_of
 from roll.algorithms.advantages import (
     AdvantageInputs,
     AdvantageOptions,
     AdvantageOutputs,
     estimate_advantages,
     resolve_norm_types,
+    traits_of,
 )
 from roll.algorithms.aggregation import AGGREGATION_MODES, LossDenominators, group_tokens_of
-from roll.algorithms.correction_options import CORRECTION_PRESETS
+from roll.algorithms.corrections import CORRECTION_PRESETS
 from roll.algorithms.loss_types import LossInputs
-from roll.algorithms.reward_processing import RewardOptions, RewardPostprocessor, token_level_rewards
+from roll.algorithms.losses import actor_loss, actor_loss_options
+from roll.algorithms.samples import RewardOptions, RewardPostprocessor, token_level_rewards
 
 VOCABULARY, LENGTH = 3, 3
 

@@ -19,8 +19,8 @@ from roll.algorithms.advantages import (
     register_advantage,
     resolve_norm_types,
 )
-from roll.algorithms.group_advantages import discounted_step_returns
-from roll.algorithms.reward_processing import RewardOptions, RewardPostprocessor, token_level_rewards
+from roll.algorithms.returns import discounted_step_returns
+from roll.algorithms.samples import RewardOptions, RewardPostprocessor, token_level_rewards
 from roll.protocol.metrics import to_floats
 from tests.algorithms import reference
 from tests.algorithms.reference import Batch, batches, make_batch

@@ -9,16 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from roll.algorithms.correction_options import (
+from roll.algorithms.corrections import (
     CORRECTION_PRESETS,
     LEVELS,
     CorrectionOptions,
     CorrectionRule,
+    correct_mismatch,
     correction_options,
+    mismatch_metrics,
 )
-from roll.algorithms.corrections import correct_mismatch, mismatch_metrics
 from roll.algorithms.loss_types import LossInputs
-from roll.algorithms.metric_builder import MetricBuilder
+from roll.algorithms.metrics import MetricBuilder
 from roll.protocol.metrics import merge_metrics, to_floats
 from tests.algorithms.reference import Batch, batches, make_batch, mean
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,14 +12,17 @@ from torch.testing import assert_close
 
 from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions, estimate_advantages
 from roll.algorithms.kl import KLOptions, kl_estimate
-from roll.algorithms.reward_processing import token_level_rewards
+from roll.algorithms.samples import token_level_rewards
 from tests.algorithms.tabular import (
+    TABLES,
+    Row,
     TabularPolicy,
     bias_and_deviation,
     corrected_gradients,
     expected_gradient,
     expected_group_gradient,
     group_advantages,
+    markdown,
     relative_bias,
 )
 
@@ -178,3 +184,12 @@ def test_token_ratios_are_exact_for_one_token() -> None:
     correction = [{"level": "token", "action": "truncate"}]
     gradients, probability = corrected_gradients(bandit, bandit.perturbed(0.6), correction)
     assert bias_and_deviation(gradients, probability, bandit.exact_gradient())[0] < 1e-9
+
+
+PAGE = (Path(__file__).parents[2] / "docs/algorithms.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_rows_stand_in_the_documentation(table: Callable[[], Mapping[str, Row]]) -> None:
+    missing = [line for line in markdown(table()) if line not in PAGE]
+    assert not missing, "python -m tests.algorithms.tabular prints the tables: " + "; ".join(missing)

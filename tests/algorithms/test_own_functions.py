@@ -1,9 +1,12 @@
-"""A user's own function of each kind, by its dotted path, does in its place what it says."""
+"""Functions by name, and a user's own function of each kind by its dotted path."""
 
 from __future__ import annotations
 
+import math
 import re
 import runpy
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,16 +15,50 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from roll.algorithms.actor_loss import actor_loss, actor_loss_options
 from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions, estimate_advantages
 from roll.algorithms.aggregation import LossDenominators, aggregate, group_tokens_of
 from roll.algorithms.kl import KLOptions, kl_estimate
-from roll.algorithms.metric_builder import MetricBuilder
-from roll.algorithms.sample_selection import SampleWeightOptions, sample_weights
-from roll.algorithms.value_loss import value_loss
+from roll.algorithms.losses import actor_loss, actor_loss_options, value_loss
+from roll.algorithms.metrics import Correlation, MetricBuilder
+from roll.algorithms.registry import Registry
+from roll.algorithms.samples import SampleWeightOptions, sample_weights
 from roll.protocol.metrics import to_floats
 from tests.algorithms.reference import make_batch
-from tests.algorithms.test_actor_loss import inputs_of, whole
+from tests.algorithms.test_losses import inputs_of, whole
+
+
+def test_names_aliases_and_dotted_paths() -> None:
+    registry: Registry = Registry("thing")
+    registry.add(math.sin, "sine", ("sin",))
+    assert registry.names == ("sine",)
+    assert registry.resolve("sin") is math.sin
+    assert registry.resolve("math.cos") is math.cos
+    assert registry.resolve("os.path:join")("a", "b") == "a/b"
+    registry.add(math.sin, "sine")
+    with pytest.raises(ValueError, match="registered already"):
+        registry.add(math.cos, "sine")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("sinn", "nearest known: 'sine'"), ("no_such.module", "no_such"), ("math.no", "math"), ("math.pi", "float")],
+)
+def test_mistakes_are_named(name: str, message: str) -> None:
+    registry: Registry = Registry("thing")
+    registry.add(math.sin, "sine")
+    with pytest.raises(ValueError, match=message):
+        registry.resolve(name)
+
+
+def test_options_do_not_import_torch() -> None:
+    code = "import sys, roll.algorithms.options; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_correlation_of_constants_and_of_a_single_value_is_one() -> None:
+    assert Correlation(1, 1, 1, 1, 1, 1).value() == 1.0
+    assert Correlation(3, 3, 6, 3, 14, 6).value() == 1.0
+
 
 OWN = "tests.own_algorithms"
 

@@ -11,12 +11,11 @@ import torch
 from hypothesis import given, settings
 from torch.testing import assert_close
 
-from roll.algorithms.actor_loss import POLICY_LOSS_NAMES, actor_loss, actor_loss_options
 from roll.algorithms.aggregation import denominators_from, denominators_of
-from roll.algorithms.covariance_losses import token_covariance
-from roll.algorithms.loss_types import LossInputs
-from roll.algorithms.metric_builder import MetricBuilder
-from roll.algorithms.policy_registry import policy_losses
+from roll.algorithms.loss_types import LossInputs, policy_losses
+from roll.algorithms.losses import POLICY_LOSS_NAMES, actor_loss, actor_loss_options
+from roll.algorithms.metrics import MetricBuilder
+from roll.algorithms.policy_losses import token_covariance
 from tests.algorithms.reference import Batch, batches, make_batch, mean
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from roll.algorithms.registry import Registry
 from roll.config import names
-from roll.config.rlvr import RLVRConfig
+from roll.pipelines.rlvr.config import RLVRConfig
 
 
 def ours(registry: Registry[Any]) -> set[str]:
@@ -18,15 +18,14 @@ def ours(registry: Registry[Any]) -> set[str]:
 
 
 def test_policy_losses() -> None:
-    from roll.algorithms import actor_loss  # noqa: F401  (importing it registers every loss)
-    from roll.algorithms.policy_registry import policy_losses
+    from roll.algorithms import losses  # noqa: F401  (importing it registers every loss)
+    from roll.algorithms.loss_types import policy_losses
 
     assert set(names.PG_VARIANTS) == ours(policy_losses)
 
 
 def test_advantage_estimators() -> None:
-    from roll.algorithms import advantages, group_advantages  # noqa: F401
-    from roll.algorithms.advantage_types import advantage_estimators
+    from roll.algorithms.advantages import advantage_estimators
 
     assert {*names.ADV_ESTIMATORS, *names.PLANNED_ADV_ESTIMATORS} == ours(advantage_estimators)
 
@@ -34,8 +33,8 @@ def test_advantage_estimators() -> None:
 def test_norms_kl_and_aggregation() -> None:
     from roll.algorithms.aggregation import AGGREGATION_MODES
     from roll.algorithms.kl import KL_ESTIMATORS
-    from roll.algorithms.reward_processing import NORM_TYPES
-    from roll.algorithms.value_loss import value_losses
+    from roll.algorithms.losses import value_losses
+    from roll.algorithms.samples import NORM_TYPES
 
     assert set(names.NORM_TYPES) | {None} == set(NORM_TYPES)
     assert set(names.KL_PENALTIES) == set(KL_ESTIMATORS)
@@ -60,7 +59,7 @@ def test_options_of_policy_losses_are_keys_with_the_same_defaults() -> None:
 
 
 def test_corrections() -> None:
-    from roll.algorithms.correction_options import CORRECTION_PRESETS
+    from roll.algorithms.corrections import CORRECTION_PRESETS
 
     assert set(names.CORRECTION_PRESETS) == set(CORRECTION_PRESETS)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from roll.algorithms.actor_loss import actor_loss_options
 from roll.algorithms.advantages import resolve_norm_types
-from roll.algorithms.correction_options import CORRECTION_PRESETS
+from roll.algorithms.corrections import CORRECTION_PRESETS
+from roll.algorithms.losses import actor_loss_options
 from roll.config.loader import LoadedConfig, load_config
 from roll.pipelines.rlvr.planning import actor_keys
 

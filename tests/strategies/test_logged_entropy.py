@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from roll.algorithms.actor_loss import actor_loss_options
 from roll.algorithms.aggregation import denominators_from, denominators_of
+from roll.algorithms.losses import actor_loss_options
 from roll.config.roles import WorkerConfig
 from roll.protocol.metrics import to_floats
 from roll.strategies.base import ModelHead, Output
 from roll.strategies.factory import create_strategy
-from roll.workers.actor import policy_update_loss
+from roll.workers.training import policy_update_loss
 from tests.strategies.samples import TensorBatch, make_batch, make_role, plain_model, plain_outputs
 
 RunRanks = Callable[..., list[Any]]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from roll.config.errors import ConfigError
 from roll.config.loader import LoadedConfig, load_config
+from roll.config.reading.errors import ConfigError
 from roll.translation.command import load, overrides
 from roll.translation.reading import read_yaml
 from tests.translation import commands

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.config.errors import ConfigError
+from roll.config.reading.errors import ConfigError
 from roll.translation import command
 from roll.translation.command import load
 from tests.translation.conftest import QUICKSTART, Translate

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from roll.config.reading.schema import known_keys
 from roll.config.reference import PAGES
-from roll.config.schema import known_keys
 from roll.translation.engine import DIALECTS
 from roll.translation.page import page
 from roll.translation.tables import read_table

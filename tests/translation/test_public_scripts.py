@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.config.errors import ConfigError
+from roll.config.reading.errors import ConfigError
 from roll.rewards.sandbox import Sandbox, Settings
 from roll.translation.command import load
 from roll.translation.reading import read_recording

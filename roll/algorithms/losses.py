@@ -1,0 +1,246 @@
+"""The actor's and the critic's losses.
+
+The actor's is a policy gradient by variant, plus the divergence from the reference, minus the entropy bonus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from roll.algorithms import policy_losses as _policy_losses  # noqa: F401  registers the variants
+from roll.algorithms.aggregation import LossDenominators, aggregate
+from roll.algorithms.corrections import CorrectionOptions, correct_mismatch, correction_options, mismatch_metrics
+from roll.algorithms.kl import KLOptions, kl_estimate
+from roll.algorithms.loss_types import LossInputs, LossOutputs, options_class_of, policy_losses, register_policy_loss
+from roll.algorithms.metrics import MetricBuilder
+from roll.algorithms.options import PPOOptions
+from roll.algorithms.registry import Registry
+
+POLICY_LOSS_NAMES = policy_losses.names
+
+Options = TypeVar("Options")
+
+__all__ = ["POLICY_LOSS_NAMES", "actor_loss", "actor_loss_options", "register_policy_loss"]
+
+
+@dataclass(frozen=True)
+class ActorLossOptions:
+    """Everything the actor's loss depends on."""
+
+    pg_variant: str = "ppo"
+    """Name in the registry of policy losses, or the dotted path of a function."""
+    pg: Any = field(default_factory=PPOOptions)
+    """Options of the variant, of its own dataclass."""
+    loss_agg_mode: str = "seq-mean-token-mean"
+    """One of :data:`roll.algorithms.aggregation.AGGREGATION_MODES`."""
+    kl_loss_agg_mode: str | None = None
+    """The mode of the divergence; null: ``loss_agg_mode``."""
+    entropy_loss_agg_mode: str | None = None
+    """The mode of the entropy bonus; null: ``loss_agg_mode``."""
+    rl_loss_coef: float = 1.0
+    """Weight of the policy-gradient term."""
+    use_kl_loss: bool = False
+    """Add the divergence from the reference to the loss."""
+    kl_loss_coef: float = 0.0
+    kl_loss_type: str = "k3"
+    """Estimator of the divergence (:data:`roll.algorithms.kl.KL_ESTIMATORS`)."""
+    kl_loss_clamp: float | None = 10.0
+    """Bound of k3's value in the loss (see :class:`roll.algorithms.kl.KLOptions`)."""
+    kl_loss_importance_weighted: bool = False
+    """Weight the estimate by pi / pi_old: unbiased after the first update of a batch."""
+    entropy_loss_coef: float = 0.0
+    """Weight of the entropy bonus (subtracted from the loss)."""
+    log_entropy: bool = True
+    """Compute the entropy also where it has no weight: for the metric, outside the graph of the loss."""
+    correction: CorrectionOptions = field(default_factory=CorrectionOptions)
+    """What to do about a rollout engine whose probabilities differ from the trainer's."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.use_kl_loss and self.kl_loss_coef != 0.0
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.entropy_loss_coef != 0.0
+
+
+def options_from(options_class: type[Options], settings: Mapping[str, Any]) -> Options:
+    """Build ``options_class`` from those entries of ``settings`` that are its fields; the rest keeps its default."""
+    names = {f.name for f in fields(options_class)}  # type: ignore[arg-type]
+    return options_class(**{name: value for name, value in settings.items() if name in names})
+
+
+def actor_loss_options(settings: Mapping[str, Any]) -> ActorLossOptions:
+    """From a flat mapping of YAML keys (``pg_variant``, ``pg_clip``, ``train_infer_correction`` ...).
+
+    Keys that belong to no option are ignored, except in ``pg_variant_args``, which hold options of the variant that are
+    no keys of the configuration; ``pg_variant: null`` is ``ppo``.
+
+    Raises ``ValueError`` for an unknown variant, an argument that it does not have, or a bad correction.
+    """
+    variant = settings.get("pg_variant") or "ppo"
+    arguments = settings.get("pg_variant_args") or {}
+    known = [option.name for option in fields(options_class_of(variant))]
+    for name in arguments:
+        if name not in known:
+            raise ValueError(f"pg_variant_args.{name} is no option of {variant}; known: {', '.join(known) or 'none'}")
+    return options_from(
+        ActorLossOptions,
+        {
+            **settings,
+            "pg_variant": variant,
+            "pg": options_from(options_class_of(variant), {**settings, **arguments}),
+            "correction": correction_options(settings.get("train_infer_correction")),
+        },
+    )
+
+
+def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: LossDenominators) -> LossOutputs:
+    """This micro-batch's share of the actor's loss over the whole optimizer step.
+
+    loss = rl_loss_coef * pg + kl_loss_coef * KL(pi || ref) - entropy_loss_coef * entropy, each aggregated by
+    ``loss_agg_mode`` (or a mode of its own) with the same global denominators.  Sample weights and corrections act on
+    the first term.
+
+    Raises ``ValueError`` where a term needs ``ref_log_probs``, ``entropy`` or ``rollout_log_probs`` and has none.
+    """
+    metrics = MetricBuilder()
+    share = inputs.num_tokens.double() / max(denominators.tokens, 1.0)
+
+    def reduced(loss: Tensor, sample_weights: Tensor | None = None, mode: str | None = None) -> Tensor:
+        keep = inputs.keep if loss.dtype == inputs.log_probs.dtype else None
+        aggregation = mode or options.loss_agg_mode
+        return aggregate(loss, inputs.mask, aggregation, denominators, sample_weights, keep, inputs.group_ids)
+
+    per_token = policy_losses.resolve(options.pg_variant)(inputs, options.pg, metrics)
+    if inputs.policy_mask is not None:
+        per_token = torch.where(inputs.policy_mask, per_token, 0.0)
+    if options.correction.is_active:
+        correction = correct_mismatch(inputs, options.correction, metrics)
+        # A dropped token counts as 0, not as absent: it stays in inputs.mask and in the denominators.
+        per_token = torch.where(correction.keep, per_token * correction.weights, 0.0)
+    total = options.rl_loss_coef * reduced(per_token, inputs.sample_weights)
+    metrics.mean("actor/weighted_pg_loss", total, share)
+    metrics.mean("actor/pg_loss", total if _is_plain(inputs, options) else reduced(per_token.detach()), share)
+    if options.needs_reference:
+        kl = reduced(_kl_per_token(inputs, options), mode=options.kl_loss_agg_mode)
+        metrics.mean("actor/kl_loss", kl, share)
+        total = total + options.kl_loss_coef * kl
+    if options.needs_entropy:
+        if inputs.entropy is None:
+            raise ValueError(f"entropy_loss_coef {options.entropy_loss_coef} needs the entropy of the current policy")
+        total = total - options.entropy_loss_coef * reduced(inputs.entropy, mode=options.entropy_loss_agg_mode)
+    if inputs.entropy is not None:
+        # Detached: where the bonus has no weight the backward pass must not hear of it.
+        metrics.mean("actor/entropy", inputs.keep(inputs.entropy.detach()).sum(), inputs.num_tokens)
+    metrics.mean("actor/total_loss", total, share)
+    _policy_metrics(inputs, metrics)
+    mismatch_metrics(inputs, metrics, any(rule.level == "segment" for rule in options.correction.rules))
+    return LossOutputs(total, metrics.build())
+
+
+def _is_plain(inputs: LossInputs, options: ActorLossOptions) -> bool:
+    return inputs.sample_weights is None and options.rl_loss_coef == 1.0
+
+
+def _kl_per_token(inputs: LossInputs, options: ActorLossOptions) -> Tensor:
+    if inputs.ref_log_probs is None:
+        raise ValueError("use_kl_loss needs ref_log_probs: the log-probs of the reference policy")
+    kl_options = KLOptions(
+        options.kl_loss_type,
+        value_clamp=options.kl_loss_clamp,
+        importance_weighted=options.kl_loss_importance_weighted,
+    )
+    return kl_estimate(inputs.log_probs, inputs.ref_log_probs, kl_options, inputs.log_ratio)
+
+
+@torch.no_grad()
+def _policy_metrics(inputs: LossInputs, metrics: MetricBuilder) -> None:
+    """How far the policy has moved since the batch began, and how much of the batch takes part."""
+    tokens, valid = inputs.num_tokens, torch.count_nonzero(inputs.lengths)
+    log_ratio, ratio = inputs.log_ratio.detach(), inputs.ratio
+    # Outside the mask the log-ratio is 0, so plain sums are masked sums; the ratio there is 1.
+    metrics.mean("actor/approxkl", 0.5 * log_ratio.flatten().dot(log_ratio.flatten()), tokens)
+    metrics.mean("actor/policykl", log_ratio.sum(), tokens)
+    metrics.mean("actor/ratio_mean", ratio.sum() - (ratio.numel() - tokens), tokens)
+    metrics.range("actor/ratio", ratio, 1.0, inputs.keep)
+    metrics.sum("actor/valid_samples", valid)
+    metrics.sum("actor/total_samples", float(inputs.mask.shape[0]))
+    metrics.mean("actor/valid_sample_ratio", valid, float(inputs.mask.shape[0]))
+    if inputs.sample_weights is not None:
+        everything = torch.ones_like(inputs.sample_weights, dtype=torch.bool)
+        metrics.mean("actor/sample_weights_mean", inputs.sample_weights.sum(), float(everything.numel()))
+        metrics.min("actor/sample_weights_min", inputs.sample_weights, everything)
+        metrics.max("actor/sample_weights_max", inputs.sample_weights, everything)
+
+
+ErrorFunction = Callable[[Tensor, Tensor], Tensor]
+"""``(values, returns) -> loss`` of each token, all float (B, L)."""
+
+value_losses: Registry[ErrorFunction] = Registry("value_loss_type")
+
+
+def register_value_loss(name: str) -> Callable[[ErrorFunction], ErrorFunction]:
+    """Decorator: make an error function selectable as ``value_loss_type: name``."""
+    return value_losses.decorator(name)
+
+
+@register_value_loss("mse")
+def mse(values: Tensor, returns: Tensor) -> Tensor:
+    """Half the squared error."""
+    return 0.5 * (values - returns).square()
+
+
+@register_value_loss("huber")
+def huber(values: Tensor, returns: Tensor) -> Tensor:
+    """Half the squared error up to an error of 1, linear beyond: outliers pull no harder than that (Huber 1964)."""
+    return torch.nn.functional.huber_loss(values, returns, reduction="none")
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    value_clip: float | None,
+    denominators: LossDenominators,
+    loss_agg_mode: str = "token-mean",
+    value_loss_type: str = "mse",
+    group_ids: Tensor | None = None,
+) -> LossOutputs:
+    """The error, clipped around the old values: max(e(v, R), e(clip(v, old +- c), R)), with e half the squared error.
+
+    Source: PPO's reference implementation (arXiv 1707.06347; "What matters in on-policy RL", 2006.05990, app. B.1).
+
+    Args:
+        values: float (B, L), the critic's prediction, with gradient.
+        old_values: float (B, L), its prediction before the update.
+        returns: float (B, L).
+        mask: bool (B, L).
+        value_clip: c; None: no clipping.
+        denominators: of the whole optimizer step; the result is this micro-batch's share of the global loss.
+        loss_agg_mode: one of :data:`roll.algorithms.aggregation.AGGREGATION_MODES`.
+        value_loss_type: name of another e (:data:`value_losses`), or the dotted path of one.
+        group_ids: int64 (B,), for modes that ask for groups.
+    """
+    metrics = MetricBuilder()
+    error_of = value_losses.resolve(value_loss_type)
+    loss = error = error_of(values, returns)
+    clipped_count: Tensor | float = 0.0
+    if value_clip is not None:
+        near = old_values + (values - old_values).clamp(-value_clip, value_clip)
+        clipped_error = error_of(near, returns)
+        loss = torch.maximum(error, clipped_error)
+        clipped_count = ((clipped_error > error) & mask).sum()
+    total = aggregate(loss, mask, loss_agg_mode, denominators, group_ids=group_ids)
+    tokens = mask.sum()
+    metrics.mean("critic/loss", total, tokens.double() / max(denominators.tokens, 1.0))
+    metrics.mean("critic/clipfrac", clipped_count, tokens)
+    for name, per_token in (("value", old_values), ("vpred", values), ("error", (values - returns).square())):
+        metrics.mean(f"critic/{name}", torch.where(mask, per_token.detach(), 0.0).sum(), tokens)
+    return LossOutputs(total, metrics.build())

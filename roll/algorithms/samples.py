@@ -1,0 +1,310 @@
+"""From raw scores to rewards: normalised, placed on tokens; which responses the loss uses, and their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from roll.algorithms.masked import Groups
+from roll.algorithms.metrics import MetricBuilder
+from roll.algorithms.registry import Registry
+from roll.protocol.metrics import Metrics
+
+NORM_TYPES = ("batch", "group", "running", None)
+
+NormType = Literal["batch", "group", "running"] | None
+
+EPS = 1e-6
+
+
+class RunningMoments:
+    """Mean and variance of all rewards seen so far, merged batch by batch (Chan, Golub, LeVeque 1979)."""
+
+    def __init__(self) -> None:
+        self.count = 0.0
+        self.mean = 0.0
+        self.squares = 0.0
+        """Sum of squared deviations from the mean."""
+
+    def update(self, values: Tensor) -> None:
+        """Take in float (N,)."""
+        count = float(values.numel())
+        if count == 0:
+            return
+        mean, squares = torch.stack([values.mean(), (values - values.mean()).square().sum()]).tolist()
+        total = self.count + count
+        difference = mean - self.mean
+        self.squares += squares + difference**2 * self.count * count / total
+        self.mean += difference * count / total
+        self.count = total
+
+    @property
+    def std(self) -> float:
+        """Bessel-corrected; 0 for fewer than two values."""
+        return (self.squares / (self.count - 1.0)) ** 0.5 if self.count > 1 else 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
+
+
+@dataclass(frozen=True)
+class RewardOptions:
+    """How response-level rewards are normalised: (R - mean) / std, each over its own set, then clipped."""
+
+    norm_mean_type: NormType = None
+    """Whose mean is subtracted: batch, group, running (all batches so far) or none."""
+    norm_std_type: NormType = None
+    """Whose standard deviation divides; none: no division (Dr. GRPO)."""
+    reward_clip: float | None = None
+    """Normalised rewards stay within +- this bound."""
+
+    def __post_init__(self) -> None:
+        for key in ("norm_mean_type", "norm_std_type"):
+            if getattr(self, key) not in NORM_TYPES:
+                raise ValueError(f"{key} {getattr(self, key)!r} is unknown; known: batch, group, running, null")
+        if self.reward_clip is not None and self.reward_clip <= 0:
+            raise ValueError(f"reward_clip must be positive, got {self.reward_clip}; null switches it off")
+
+
+class RewardPostprocessor:
+    """Normalises rewards; keeps running moments for each domain, so it belongs into the checkpoint.
+
+    A group of one keeps its raw score under the group mean (nothing to compare it with), and a standard deviation of 0
+    or of a single value does not divide, so no pair of norm types gives NaN or explodes.
+    """
+
+    def __init__(self, options: RewardOptions) -> None:
+        self.options = options
+        self._running: dict[str, RunningMoments] = {}
+
+    def __call__(self, rewards: Tensor, group_ids: Tensor, domain: str = "") -> tuple[Tensor, Metrics]:
+        """Normalise the rewards of one domain's batch.
+
+        Args:
+            rewards: float (B,), raw.
+            group_ids: int64 (B,); rows with the same id answer the same prompt.
+            domain: whose running moments to use.
+
+        Returns:
+            float32 (B,), and ``critic/reward_clip_frac``.
+        """
+        options = self.options
+        raw = rewards.double()
+        running = self._running.setdefault(domain, RunningMoments())
+        if "running" in (options.norm_mean_type, options.norm_std_type):
+            running.update(raw)
+        groups = Groups.of(group_ids) if "group" in (options.norm_mean_type, options.norm_std_type) else None
+        normalised = raw - self._mean(raw, groups, running)
+        std = self._std(raw, groups, running)
+        normalised = normalised / torch.where(std > EPS, std + EPS, 1.0)
+        metrics = MetricBuilder()
+        if options.reward_clip is not None:
+            clipped = normalised.clamp(-options.reward_clip, options.reward_clip)
+            metrics.mean("critic/reward_clip_frac", (clipped != normalised).sum(), float(raw.numel()))
+            normalised = clipped
+        return normalised.float(), metrics.build()
+
+    def _mean(self, raw: Tensor, groups: Groups | None, running: RunningMoments) -> Tensor:
+        if self.options.norm_mean_type == "batch":
+            return raw.mean()
+        if self.options.norm_mean_type == "running":
+            return torch.full((), running.mean, dtype=raw.dtype, device=raw.device)
+        if groups is not None and self.options.norm_mean_type == "group":
+            return torch.where(groups.counts > 1, groups.mean(raw), 0.0)[groups.index]
+        return torch.zeros((), dtype=raw.dtype, device=raw.device)
+
+    def _std(self, raw: Tensor, groups: Groups | None, running: RunningMoments) -> Tensor:
+        if self.options.norm_std_type == "batch" and raw.numel() > 1:
+            return raw.std()
+        if self.options.norm_std_type == "running":
+            return torch.full((), running.std, dtype=raw.dtype, device=raw.device)
+        if groups is not None and self.options.norm_std_type == "group":
+            return groups.std(raw)[groups.index]
+        return torch.zeros((), dtype=raw.dtype, device=raw.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {domain: moments.state_dict() for domain, moments in self._running.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._running = {}
+        for domain, moments in state.items():
+            self._running[domain] = RunningMoments()
+            self._running[domain].load_state_dict(moments)
+
+
+def token_level_rewards(
+    response_rewards: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coef: float = 0.0
+) -> Tensor:
+    """Place each response's reward on its last masked token and subtract ``kl_coef`` times the divergence per token.
+
+    Args:
+        response_rewards: float (B,).
+        mask: bool (B, L), the response mask; an empty row gets no reward.
+        kl: float (B, L), per-token estimate of KL(policy || reference).
+        kl_coef: coefficient, e.g. a controller's value.
+
+    Returns:
+        float32 (B, L), 0 outside the mask.
+    """
+    rewards = torch.zeros(mask.shape, device=mask.device)
+    if mask.shape[1]:
+        columns = torch.arange(1, mask.shape[1] + 1, dtype=torch.int32, device=mask.device)
+        last = (mask * columns).amax(-1, keepdim=True).long() - 1
+        placed = torch.where(last >= 0, response_rewards.float().unsqueeze(-1), 0.0)
+        rewards.scatter_(1, last.clamp(min=0), placed)
+    if kl is not None and kl_coef != 0.0:
+        rewards -= kl_coef * torch.where(mask, kl, 0.0)
+    return rewards
+
+
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
+    """DAPO's soft over-long punishment, to be added to the raw reward; arXiv 2503.14476 eq. 13.
+
+    0 up to ``max_length - buffer`` tokens, falling linearly to ``-factor`` at ``max_length`` and beyond.
+
+    Args:
+        lengths: (B,) response lengths in tokens.
+        max_length, buffer: tokens, 0 < buffer <= max_length.
+    """
+    if not 0 < buffer <= max_length:
+        raise ValueError(
+            f"the over-long buffer must lie in (0, {max_length}], got {buffer}; try {max_length // 5 or 1}"
+        )
+    excess = (lengths.float() - (max_length - buffer)) / buffer
+    return -factor * excess.clamp(0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class SampleMaskOptions:
+    """Reasons to leave a response out of the loss."""
+
+    max_len_mask: bool = False
+    """Leave out responses that were cut off at the length limit (DAPO's over-long filtering)."""
+    difficulty_mask: bool = False
+    """Leave out groups whose mean score is not strictly between the two thresholds."""
+    difficulty_low_threshold: float = 0.0
+    difficulty_high_threshold: float = 1.0
+    error_max_len_clip: bool = False
+    """Leave out wrong responses longer than ``error_max_len_threshold`` tokens."""
+    error_max_len_threshold: int = 9_999_999_999
+
+
+@dataclass(frozen=True)
+class SampleWeightOptions:
+    """Reasons to weigh responses differently; weights multiply."""
+
+    difficulty_loss_weight: bool = False
+    """0.5 + 1.5 d with d = 1 - mean score of the group: hard prompts count up to 4 times as much as easy ones."""
+    length_loss_weight: bool = False
+    """1.5 - l with l the length scaled to [0, 1] over the batch: short responses count more."""
+    sample_weighting: str | None = None
+    """Dotted path of a :data:`WeightFunction` of one's own."""
+
+
+WeightFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""``(scores, lengths, group_ids) -> weights``, each (B,); a weight of 0 leaves the response out of the policy loss."""
+
+weight_functions: Registry[WeightFunction] = Registry("sample_weighting")
+
+
+def sample_mask(
+    options: SampleMaskOptions,
+    scores: Tensor,
+    lengths: Tensor,
+    truncated: Tensor,
+    group_ids: Tensor,
+    response_filter: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """Responses to keep.
+
+    Args:
+        scores: float (B,), raw; 1 or more is right.
+        lengths: int64 (B,), response tokens.
+        truncated: bool (B,), cut off at the length limit.
+        group_ids: int64 (B,).
+        response_filter: bool (B,), False for responses that a filter of the user's rejects; None: there is none.
+
+    Returns:
+        bool (B,), True where the loss uses the response, and ``actor/*_mask_ratio`` (shares kept by each reason).
+    """
+    metrics = MetricBuilder()
+    total = float(scores.numel())
+    keep = torch.ones_like(truncated)
+    reasons = (
+        ("max_len", options.max_len_mask, lambda: ~truncated),
+        ("difficulty", options.difficulty_mask, lambda: _mixed(options, scores, group_ids)),
+        (
+            "error_len",
+            options.error_max_len_clip,
+            lambda: (scores >= 1.0) | (lengths <= options.error_max_len_threshold),
+        ),
+    )
+    for name, enabled, kept_by in reasons:
+        if enabled:
+            kept = kept_by()
+            metrics.mean(f"actor/{name}_mask_ratio", kept.sum(), total)
+            keep = keep & kept
+    if response_filter is not None:
+        metrics.mean("actor/response_filter_mask_ratio", response_filter.sum(), total)
+        keep = keep & response_filter
+    used = keep.sum()
+    metrics.mean("actor/final_mask_ratio", used, total)
+    metrics.sum("actor/samples_used", used)
+    metrics.sum("actor/samples_total", total)
+    metrics.sum("mask/final_mask_sum_eq_0", (used == 0).long())
+    return keep, metrics.build()
+
+
+def _mixed(options: SampleMaskOptions, scores: Tensor, group_ids: Tensor) -> Tensor:
+    groups = Groups.of(group_ids)
+    mean = groups.mean(scores.double())[groups.index]
+    return (mean > options.difficulty_low_threshold) & (mean < options.difficulty_high_threshold)
+
+
+def sample_weights(options: SampleWeightOptions, scores: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor | None:
+    """Weight of each response, float32 (B,), or None when nothing weighs.
+
+    ``scores`` float (B,) in [0, 1] (others are clamped for the difficulty), ``lengths`` int64 (B,) response tokens.
+    """
+    if not (options.difficulty_loss_weight or options.length_loss_weight or options.sample_weighting):
+        return None
+    weights = torch.ones_like(scores, dtype=torch.float32)
+    if options.difficulty_loss_weight:
+        groups = Groups.of(group_ids)
+        difficulty = 1.0 - groups.mean(scores.double()).clamp(0.0, 1.0)[groups.index]
+        weights = weights * (0.5 + 1.5 * difficulty).float()
+    if options.length_loss_weight and lengths.numel():
+        low, high = lengths.min(), lengths.max()
+        weights = weights * (1.5 - (lengths - low) / (high - low).clamp(min=1))
+    if options.sample_weighting is not None:
+        weights = weights * weight_functions.resolve(options.sample_weighting)(scores, lengths, group_ids).float()
+    return weights
+
+
+def top_entropy_mask(entropy: Tensor, mask: Tensor, fraction: float) -> Tensor:
+    """The ``fraction`` of masked tokens with the highest entropy ("forking tokens"); arXiv 2506.01939 eq. 5.
+
+    Apply it to a whole batch before it is split, with the entropy of the policy before the update, and use the result
+    as :attr:`~roll.algorithms.loss_types.LossInputs.policy_mask`: so it does not depend on micro-batches, and the loss
+    is divided by all tokens, as in the paper.
+
+    Args:
+        entropy: float (B, L), nats.
+        mask: bool (B, L).
+        fraction: in (0, 1]; 0.2 in the paper. 1 keeps everything.
+    """
+    if not 0.0 < fraction <= 1.0:
+        raise ValueError(f"the entropy fraction must lie in (0, 1], got {fraction}; the paper uses 0.2")
+    kept = entropy[mask]
+    count = max(round(fraction * kept.numel()), 1)
+    if count >= kept.numel():
+        return mask.clone()
+    threshold = kept.topk(count).values[-1]
+    return mask & (entropy >= threshold)
