@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_every_class_is_there(backend: Backend) -> None:
     """Read as text: the packages of most backends are optional."""
     paths = [path for path in (backend.computes, backend.generates) if path]
-    assert paths and (not backend.trains or backend.computes and backend.checkpoints)
+    assert paths and (not backend.trains or (backend.computes and backend.checkpoints))
     for path in paths:
         module, _, name = path.rpartition(".")
         file = ROOT / (module.replace(".", "/") + ".py")
