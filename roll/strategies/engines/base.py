@@ -15,6 +15,7 @@ from multiprocessing.util import Finalize
 from threading import Event, Thread
 from typing import Any
 
+import numpy as np
 import torch
 from packaging.version import Version
 
@@ -181,6 +182,18 @@ def check_version(package: str, version: str, allow_untested: bool) -> None:
 
 
 _PROBE_STEPS = 100
+
+
+def not_finite(outputs: Iterable[GenerationOutput]) -> dict[str, str]:
+    """Requests with a token that was drawn from no finite distribution, by id, and which token that is."""
+    found: dict[str, str] = {}
+    for output in outputs:
+        finite = np.isfinite(output.log_probs)
+        if not finite.all():
+            position = int(finite.argmin())
+            why = f"sample {output.sample_index}: the log-probs of token {position} are not finite"
+            found.setdefault(output.request_id, why)
+    return found
 
 
 class Quarantine:
