@@ -72,7 +72,7 @@ def check_refusals(messages: Sequence[str], more: Sequence[str] = ()) -> None:
 
 
 def check_not_finite_alone(found: dict[str, Any], may_spread: bool = False) -> None:
-    """``may_spread``: the engine's attention lets nan into other requests of a batch, which then have to fail as well."""
+    """``may_spread``: the engine's attention lets nan into other requests of a batch; these have to fail as well."""
     assert found["wrong"] == []
     assert found["failed"].keys() >= {"bad 1", "bad 2"}
     for name in ("bad 1", "bad 2"):

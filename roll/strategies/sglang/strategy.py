@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import typed_strategy_config
-from roll.config.strategies.sglang import SglangStrategyConfig
+from roll.config.strategies.sglang import SGLANG, SglangStrategyConfig
 from roll.models.build import load_config
 from roll.platforms import current_platform
 from roll.strategies.engines.base import GenerationStrategy, check_version, model_end_token_ids, not_finite
@@ -67,7 +67,7 @@ class SglangStrategy(GenerationStrategy):
         Raises:
             ValueError: an SGLang outside the tested versions, or a model shorter than ``max_model_len``.
         """
-        check_version("SGLang", sglang.__version__, self._config.allow_untested_version)
+        check_version(SGLANG, sglang.__version__, self._config.allow_untested_version)
         # It warns of every token that comes after its sample was stopped.
         logging.getLogger("sglang.srt.managers.tokenizer_manager").setLevel(logging.ERROR)
         args, platform = self.role.model_args, current_platform()

@@ -19,7 +19,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import typed_strategy_config
-from roll.config.strategies.vllm import VllmStrategyConfig
+from roll.config.strategies.vllm import VLLM, VllmStrategyConfig
 from roll.models.build import load_config
 from roll.platforms import current_platform
 from roll.strategies.engines.base import GenerationStrategy, RankWatch, check_version, model_end_token_ids, not_finite
@@ -81,7 +81,7 @@ class VllmStrategy(GenerationStrategy):
         Raises:
             ValueError: a vLLM outside the tested versions, or a model shorter than ``max_model_len``.
         """
-        check_version("vLLM", vllm.__version__, self._config.allow_untested_version)
+        check_version(VLLM, vllm.__version__, self._config.allow_untested_version)
         quieten()
         args, platform = self.role.model_args, current_platform()
         model_config = load_config(args)
