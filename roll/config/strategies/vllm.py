@@ -124,7 +124,10 @@ VLLM = Backend(
     VllmStrategyConfig,
     generates="roll.strategies.vllm.VllmStrategy",
     package=Package(
-        "vllm", "on GPUs pip install 'roll-rl[vllm]', on a CPU make install-vllm; see docs/installation.md"
+        "vllm",
+        "on GPUs pip install 'roll-rl[vllm]', on a CPU make install-vllm; see docs/installation.md",
+        title="vLLM",
+        tested=("0.32", "0.34"),
     ),
     size_keys=("tensor_parallel_size",),
 )
