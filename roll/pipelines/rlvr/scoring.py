@@ -158,8 +158,9 @@ class Scoring:
         if self._config.overlong_buffer_length is not None:
             metrics.append({"critic/overlong_penalty": Mean(float((tensors["scores"] - shaped).mean()))})
         domains = batch.non_tensor_batch["domain"]
-        for domain in sorted(set(domains)):
-            rows = torch.from_numpy(domains == domain)
+        names = sorted(set(domains))
+        for domain in names:
+            rows = torch.from_numpy(domains == domain) if len(names) > 1 else slice(None)
             rewards[rows], measured = self._normalise(shaped[rows], tensors["group_ids"][rows], domain)
             metrics.append(measured)
         tensors["response_level_rewards"] = rewards
