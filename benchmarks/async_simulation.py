@@ -29,7 +29,7 @@ from rich.table import Table
 
 from benchmarks.simulation.clock import Clock, SimulatedCall
 from benchmarks.simulation.engine import EngineCosts, SimulatedEngines
-from roll.config.run_ahead import RunAhead
+from roll.config.plan.plan import RunAhead
 from roll.datasets.types import PromptRow
 from roll.rewards.base import RewardResult, RewardSample
 from roll.rollout.asynchronous import AsyncScheduler
@@ -39,7 +39,7 @@ from roll.rollout.groups import SampleGroup
 from roll.rollout.replay import ReplayBuffer
 from roll.rollout.rewarding import RewardRouter
 from roll.rollout.scheduler import RolloutScheduler
-from roll.strategies.generation import SamplingParams
+from roll.strategies.engines.requests import SamplingParams
 
 GROUP_SIZE = 8
 PROMPT_TOKENS = 512

@@ -27,10 +27,11 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
 
 from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
+from roll.strategies.engines.base import GenerationStrategy
+from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from roll.strategies.factory import create_generation_strategy
-from roll.strategies.generation import GenerationRequest, GenerationStrategy, SamplingParams
-from roll.strategies.hf_infer.decoder import create_decoder
 from roll.strategies.hf_infer.engine import GenerationEngine
+from roll.strategies.hf_infer.generic import create_decoder
 
 GROUP_SIZE = 8
 PROMPT_LENGTH = 32

@@ -29,7 +29,7 @@ from threading import Lock
 from rich.console import Console
 
 from roll.config.loader import load_config
-from roll.config.rlvr import RLVRConfig
+from roll.pipelines.rlvr.config import RLVRConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples/algorithms"

@@ -15,12 +15,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from roll.config.micro_batching import MicroBatching
+from roll.config.plan.micro_batching import MicroBatching
 from roll.models.partitions import workload
 from roll.pipelines.row_order import balanced_order
 from roll.strategies.base import TensorBatch
-from roll.strategies.micro_batch_plan import plan_micro_batches
-from roll.strategies.micro_batches import lay_out, micro_batch
+from roll.strategies.training.micro_batches import lay_out, micro_batch, plan_micro_batches
 
 PROMPTS, GROUP, RANKS, ROWS = 64, 8, 8, 4
 RULES = {

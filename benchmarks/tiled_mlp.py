@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.measuring import clock, peak_bytes
-from roll.models.tiled_mlp import tile_mlp_layers
+from roll.models.build import tile_mlp_layers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WHOLE, CHECKPOINTED = 0, -1

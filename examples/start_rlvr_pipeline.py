@@ -8,7 +8,7 @@ from pathlib import Path
 from tiny.warm_start import FOLDER, make_warm_start, seed_of
 
 from roll.cli import launch
-from roll.config.cli_args import parse_launcher_args
+from roll.config.reading.compose import parse_launcher_args
 
 if __name__ == "__main__":
     arguments = parse_launcher_args(None, default_path="tiny", default_name="rlvr_config")

@@ -21,15 +21,13 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from roll import __version__
-from roll.config.cli_args import parse_launcher_args
-from roll.config.errors import ConfigError, Problem
 from roll.config.loader import LoadedConfig, load_config
-from roll.config.masking import dump_yaml, masked_text
-from roll.config.packages import require_packages
 from roll.config.pipelines import NAMES, definition_of
-from roll.config.render import filled_in, render_plan
-from roll.hub_models import find_models
-from roll.preflight import check_parts, check_resumption
+from roll.config.plan.render import filled_in, render_plan
+from roll.config.reading.compose import parse_launcher_args
+from roll.config.reading.errors import ConfigError, Problem
+from roll.config.reading.masking import dump_yaml, masked_text
+from roll.preflight import check_parts, check_resumption, find_models, require_packages
 
 EXIT_CONFIG = 2
 """Exit status of a configuration that cannot be run."""
@@ -201,7 +199,7 @@ def inspect_data(arguments: argparse.Namespace) -> int:
 
 def explain_key(arguments: argparse.Namespace) -> int:
     """Type, default and meaning of a key in every section that has it."""
-    from roll.config.explain import explain
+    from roll.config.reference import explain
 
     console = Console(emoji=False)
     for found in explain(arguments.key):
@@ -214,7 +212,7 @@ def explain_key(arguments: argparse.Namespace) -> int:
 
 def print_schema(arguments: argparse.Namespace) -> int:
     """The JSON schema of a pipeline's file, for editors."""
-    from roll.config.explain import json_schema
+    from roll.config.reference import json_schema
 
     schema = json_schema(definition_of(arguments.pipeline).config_class, f"roll: {arguments.pipeline} pipeline")
     sys.stdout.write(json.dumps(schema, indent=1) + "\n")
@@ -223,7 +221,7 @@ def print_schema(arguments: argparse.Namespace) -> int:
 
 def init(arguments: argparse.Namespace) -> int:
     """Copy the recipes and presets into a folder."""
-    from roll.config.recipes import copy_recipes
+    from roll.config.loader import copy_recipes
 
     for folder in copy_recipes(Path(arguments.folder)):
         Console(emoji=False).print(f"wrote {folder}", markup=False, highlight=False, soft_wrap=True)

@@ -1,10 +1,15 @@
-"""What only the parts themselves can check, before anything starts: rewards, own functions, a checkpoint, trackers."""
+"""What is looked at before a run starts: optional packages, models of the hub, and parts of the user's own."""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial, reduce
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +19,159 @@ from roll.checkpoint.contents import (
     frozen_mismatches,
     read_contents,
     read_trainer_state,
-    readers_of,
     trained_under,
 )
+from roll.checkpoint.folders import CheckpointDamagedError
 from roll.checkpoint.manager import glance
-from roll.checkpoint.manifest import CheckpointDamagedError
-from roll.config.errors import ConfigError, Problem
+from roll.config.checks.models import family_problem
 from roll.config.loader import LoadedConfig
 from roll.config.lora import uses_lora
-from roll.config.masking import masked
-from roll.config.packages import require_trackers
+from roll.config.model_files import CONFIG, looks_like_folder, model_folder, read_model_config
 from roll.config.pipelines import find_own_modules
+from roll.config.reading.errors import ConfigError, Problem
+from roll.config.reading.masking import masked
+from roll.config.reading.yaml_files import shown
 from roll.config.roles import WorkerConfig
-from roll.config.sources import shown
+from roll.config.strategies.registry import BACKEND_OF, checkpoint_readers, typed_strategy_config
+
+TRACKERS = {"wandb": "wandb", "swanlab": "swanlab"}
+"""By tracker: its package, of the same name at the index."""
+
+
+def require_packages(loaded: LoadedConfig[Any]) -> None:
+    """Check that the package of every strategy is installed.
+
+    Raises:
+        ConfigError: naming each role whose strategy has no package, and the command that installs it.
+    """
+    problems = []
+    for name, role in loaded.plan.roles.items():
+        backend = BACKEND_OF.get(role.strategy_name or "")
+        package = None if backend is None else backend.package
+        if package is not None and not is_installed(package.module):
+            rule = f"needs a package that is not installed: {package.install}"
+            problems.append(
+                Problem(f"{name}.strategy_args.strategy_name", role.strategy_name, rule, source=shown(loaded.source))
+            )
+    if problems:
+        raise ConfigError(problems)
+
+
+def require_trackers(loaded: LoadedConfig[Any]) -> None:
+    """Check that the packages of the trackers are installed.
+
+    Raises:
+        ConfigError: naming the tracker, and the command that installs it.
+    """
+    names = loaded.config.track_with
+    missing = [
+        name for name in ([names] if isinstance(names, str) else names) if not is_installed(TRACKERS.get(name, "sys"))
+    ]
+    if missing:
+        rule = f"needs a package that is not installed: pip install {TRACKERS[missing[0]]}"
+        raise ConfigError([Problem("track_with", missing[0], rule, "tensorboard", shown(loaded.source))])
+
+
+def is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a parent package that is missing
+        return False
+
+
+SECONDS = 20.0
+"""Most time for one model's ``config.json``, retries included."""
+ENDPOINT = "https://huggingface.co"
+
+
+def find_models(loaded: LoadedConfig[Any], say: Callable[[str], None]) -> bool:
+    """Fetch the ``config.json`` of every model that is not on this machine yet, and check it as that of a local one.
+
+    Args:
+        say: is given a line before the hub is asked.
+
+    Returns:
+        Whether one was fetched: what the plan takes from a model's ``config.json`` is known only now.
+
+    Raises:
+        ConfigError: a model that the hub does not have or give, that cannot be reached, or that its role cannot have.
+    """
+    problems: list[Problem] = []
+    answers: dict[str, str | None] = {}
+    pipeline = loaded.pipeline
+    for name, role in pipeline.models(loaded.config).items():
+        key, path = pipeline.model(loaded.config, name, role)
+        if path is None or looks_like_folder(path) or (path not in answers and model_folder(path) is not None):
+            continue
+        if path not in answers:
+            say(f"looking for {path} at {os.environ.get('HF_ENDPOINT', ENDPOINT)} ...")
+            answers[path] = fetch(path)
+        rule = answers[path]
+        found = None if rule is not None else read_model_config(path)
+        if found is not None:
+            rule = family_problem(found, name, role)
+            options = typed_strategy_config(role.strategy_args)
+            for wrong, value, text, example in options.shape_problems(pipeline.section_key(name), role, found):
+                problems.append(Problem(wrong, value, f"{text} ({path})", example, shown(loaded.source)))
+        if rule is not None and not any(problem.key == key for problem in problems):
+            problems.append(Problem(key, path, rule, source=shown(loaded.source)))
+    if problems:
+        raise ConfigError(problems)
+    return bool(answers)
+
+
+def fetch(path: str, seconds: float = SECONDS) -> str | None:
+    """Bring a model's ``config.json`` into the cache; None: it is there, else why not."""
+    answer: Future[str | None] = Future()
+    # A thread of its own: looking up a name, or a server that only trickles, keeps to no timeout of the client.
+    threading.Thread(target=_answer, args=(path, answer), daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError:
+        return f"no answer from the hub within {seconds:g} seconds: give a folder, or set HF_ENDPOINT to a mirror"
+
+
+def _answer(path: str, answer: Future[str | None]) -> None:
+    try:
+        answer.set_result(_download(path))
+    except BaseException as error:
+        answer.set_exception(error)
+
+
+def _download(path: str) -> str | None:
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError: of the httpx that it was built on
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        HTTPError,
+        RepositoryNotFoundError,
+    )
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    try:
+        HfApi().model_info(path, timeout=SECONDS / 2)
+        hf_hub_download(path, CONFIG)
+    except GatedRepoError:
+        return "is gated: accept its terms at the hub, and set HF_TOKEN"
+    except RepositoryNotFoundError:
+        return "the hub has no such model, or only for others: see the spelling, or set HF_TOKEN"
+    except EntryNotFoundError:
+        return f"is no model in Hugging Face's format: the hub has no {CONFIG} of it"
+    except HFValidationError as error:
+        return str(error).splitlines()[0]
+    except (HfHubHTTPError, OSError) as error:
+        return f"cannot be fetched from the hub ({_reason(error)}): give a folder, or set HF_ENDPOINT to a mirror"
+    except HTTPError as error:
+        return f"the hub cannot be reached ({_reason(error)}): give a folder, or set HF_ENDPOINT to a mirror"
+    return None
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
 
 STATE_FOLDER, PIPELINE_STATE = "pipeline", "state.json"
 """Where a checkpoint has the state of its pipeline."""
@@ -108,8 +253,8 @@ def _resumption_problems(folder: Path, section: WorkerConfig) -> Iterator[tuple[
     except CheckpointMismatchError as error:
         yield "strategy_args.strategy_name", str(error)
         return
-    if strategy not in readers_of(written.strategy):
-        readers = " and ".join(readers_of(written.strategy))
+    if strategy not in checkpoint_readers(written.strategy):
+        readers = " and ".join(checkpoint_readers(written.strategy))
         yield (
             "strategy_args.strategy_name",
             f"{folder} was written by {written.strategy}, which {readers} can go on from",
@@ -162,6 +307,6 @@ def own_filters(loaded: LoadedConfig[Any]) -> Iterator[tuple[str, Any, Callable[
 
 
 def _build_data_filter(path: str) -> object:
-    from roll.datasets.selection import build_filter
+    from roll.datasets.columns import build_filter
 
     return build_filter(path)

@@ -11,8 +11,8 @@ from benchmarks.traced_files import FOLDER, PHASES, ROOT, prepare, read
 
 PROGRAM = """
 from benchmarks.traced_files import _mapped
-from roll.config.wording import count
-from roll.config.errors import Problems
+from roll.config.reading.errors import count
+from roll.config.reading.errors import Problems
 from pathlib import Path
 from threading import Thread
 import os

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.simulation.clock import Clock, SimulatedCall
 from roll.rollout.messages import EngineCommand, EngineReport, FinishedGroup
-from roll.strategies.generation import GenerationRequest
+from roll.strategies.engines.requests import GenerationRequest
 
 Draw = Callable[[str, int], tuple[int, float]]
 """From request id and sample index: tokens of the response, and seconds in which its environment keeps it waiting."""

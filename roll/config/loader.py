@@ -1,28 +1,34 @@
 """Loads a configuration: compose, check against the schema, refuse what is not available, check across keys, plan.
 
-Imports neither torch nor ray; a whole load takes well under a second.
-"""
+Imports neither torch nor ray; a whole load takes well under a second."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
-from roll.config.availability import refuse_unavailable
-from roll.config.checks import Checks
-from roll.config.compose import Composed, compose_file
-from roll.config.definition import PipelineDefinition
-from roll.config.errors import ConfigError, Notice, Problem, Problems
-from roll.config.fields import DOTTED_PATH
-from roll.config.masking import register_secrets
-from roll.config.pipelines import MISSING, NAMES, PIPELINES, definition_of, definitions, own_definition
-from roll.config.plan import Plan
-from roll.config.recipes import recipes_root
+from roll.config.checks.base import Checks
+from roll.config.checks.keys import refuse_unavailable
+from roll.config.pipelines import (
+    MISSING,
+    NAMES,
+    PIPELINES,
+    PipelineDefinition,
+    definition_of,
+    definitions,
+    own_definition,
+)
+from roll.config.plan.plan import Plan
+from roll.config.reading.compose import Composed, compose_file
+from roll.config.reading.errors import ConfigError, Notice, Problem, Problems
+from roll.config.reading.fields import DOTTED_PATH
+from roll.config.reading.masking import register_secrets
+from roll.config.reading.schema import SchemaReader, build, closest, known_keys
+from roll.config.reading.yaml_files import SourceFile
 from roll.config.run import RunConfig
-from roll.config.schema import SchemaReader, build, closest, known_keys
-from roll.config.sources import SourceFile
 
 C = TypeVar("C", bound=RunConfig)
 EXTENSION = ".yaml"
@@ -207,3 +213,34 @@ def find_file(config_path: Path, config_name: str | None) -> Path:
     key = "(file)" if config_name is None else "--config_path and --config_name"
     nearest = closest(f"{candidates[0].name}", [Path(name).stem for name in there])
     raise ConfigError([Problem(key, str(shown), f"{rule}{listing}", f"nearest: {nearest}" if nearest else None)])
+
+
+PACKAGE = Path(__file__).resolve().parents[1]
+SHIPPED = PACKAGE / "shipped"
+"""Written by ``setup.py`` when a wheel is built; a clone has none."""
+FOLDERS = ("examples", "configs")
+
+
+def recipes_root() -> Path:
+    """The folder that holds ``examples`` and ``configs``: the root of the clone, or ``roll/shipped`` of a wheel."""
+    return SHIPPED if SHIPPED.is_dir() else PACKAGE.parent
+
+
+def copy_recipes(target: Path) -> list[Path]:
+    """Copy ``examples`` and ``configs`` into ``target``; existing files are never replaced.
+
+    Returns:
+        The folders that were written.
+
+    Raises:
+        ConfigError: ``target`` already has one of the folders.
+    """
+    root = recipes_root()
+    present = [name for name in FOLDERS if (target / name).exists()]
+    if present:
+        rule = f"already holds {' and '.join(present)}, which are not replaced; choose another folder"
+        raise ConfigError([Problem("(folder)", str(target), rule, "my_project")])
+    ignored = shutil.ignore_patterns("__pycache__", "artifacts", "output")
+    for name in FOLDERS:
+        shutil.copytree(root / name, target / name, ignore=ignored)
+    return [target / name for name in FOLDERS]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from roll.config.checks import Checks
+    from roll.config.checks.base import Checks
     from roll.config.roles import ModelArguments, WorkerConfig
 
 ALL_LINEAR = "all-linear"

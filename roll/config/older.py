@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from roll.config.fields import rules, setting
+from roll.config.reading.fields import rules, setting
 
 TOPR = "pg_variant: topr with topr_positive_weight and topr_negative_weight is the working form"
 

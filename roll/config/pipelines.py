@@ -1,8 +1,7 @@
-"""The registry of pipelines: the only list of them outside their folders.
+"""The definition of a pipeline: everything that the loader, the checks, the planner and the trackers ask about it.
 
-A line names a pipeline, the keys by which its files are recognised, and where its definition is. A definition is
-imported when it is asked for, by its path: nothing on this floor imports a pipeline.
-"""
+A pipeline is one folder, ``roll/pipelines/<name>/``, whose ``definition.py`` derives from :class:`PipelineDefinition`.
+Such a module imports neither torch nor ray at its top, since ``roll check`` imports it too."""
 
 from __future__ import annotations
 
@@ -10,10 +9,279 @@ import importlib
 import inspect
 import os
 import sys
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from roll.config.definition import PipelineDefinition
+from roll.config.names import PUBLISHED_PREFIX, PUBLISHED_REWARDS, PUBLISHED_WORKERS
+from roll.config.roles import DataArguments, WorkerConfig
+from roll.config.strategies.base import own_weights
+from roll.config.strategies.registry import GENERATION_STRATEGIES, INFER_STRATEGIES, TRAIN_STRATEGIES
+
+if TYPE_CHECKING:
+    from roll.config.plan.plan import Plan
+
+
+Written = Callable[[str], bool]
+"""Says whether a key path is written, in a file or on the command line."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Work that a role does with its model, and the strategies that can do it."""
+
+    name: str
+    strategies: tuple[str, ...]
+
+
+TRAINS = Task("trains", TRAIN_STRATEGIES)
+COMPUTES_LOG_PROBS = Task("computes log-probs", INFER_STRATEGIES)
+GENERATES = Task("generates", GENERATION_STRATEGIES)
+SCORES = Task("scores responses", INFER_STRATEGIES)
+
+_PLACE = frozenset(
+    ("name", "worker_cls", "model_args", "strategy_args", "device_mapping", "num_gpus_per_worker", "world_size")
+) | {"backend_timeout", "system_envs", "max_concurrency", "model_update_frequency"}
+_ROWS = frozenset(("use_prefix_sharing", "use_remove_padding", "use_sequence_packing", "sequence_packing_args"))
+_FORWARD = frozenset(("infer_batch_size", "use_dynamic_batching_in_infer")) | {
+    "max_tokens_per_microbatch_in_infer",
+    "sequence_length_round_in_infer",
+}
+_TRAIN = frozenset(("training_args", "use_dynamic_batching_in_train")) | {
+    "max_tokens_per_microbatch_in_train",
+    "sequence_length_round_in_train",
+}
+POLICY_KEYS = frozenset(("data_args", "pg_variant", "topr_positive_weight", "topr_negative_weight"))
+"""Keys of a role that learns from the run's data, beyond those of every trained role."""
+READ_KEYS = {
+    TRAINS: _PLACE | _ROWS | _FORWARD | _TRAIN,
+    COMPUTES_LOG_PROBS: _PLACE | _ROWS | _FORWARD,
+    SCORES: _PLACE | _ROWS | _FORWARD,
+    GENERATES: _PLACE | {"generating_args"},
+}
+"""The keys of :class:`WorkerConfig` that a role reads, by its task."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """A role of a pipeline, which is a section of its files."""
+
+    name: str
+    """Key of the section."""
+    task: Task
+    optional: bool = False
+    """A file may leave the section out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """A number worth a place in the progress line: metric ``key``, shown after ``label`` as ``format`` says."""
+
+    key: str
+    label: str
+    format: str = "{:.3f}"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One set of axes of the run's picture.
+
+    Attributes:
+        title: stands above it.
+        keys: the metrics drawn, where the log has them; ``*`` stands for one part between slashes.
+        first_only: draw only the first of them that is there.
+        unit_range: the axis shows 0 to 1.
+        smooth: draw a moving average over the raw curve.
+    """
+
+    title: str
+    keys: tuple[str, ...]
+    first_only: bool = False
+    unit_range: bool = False
+    smooth: bool = False
+
+
+@dataclass(frozen=True)
+class ReadableSet:
+    """A set of rows that a run reads, for ``roll inspect-data``."""
+
+    name: str
+    data_args: DataArguments
+    limit: int
+    """Most tokens of a row."""
+    read: Callable[[Any], Any]
+    """From a tokenizer to the data set."""
+    remarks: Callable[[Any], list[str]] = field(default=lambda counts: [])
+    """Remarks on the counts of the data set."""
+
+
+class PipelineDefinition(ABC):
+    """A pipeline as the rest of the package sees it.
+
+    A definition derives from this class, says its ``name``, ``config_class`` and ``roles``, and has at least
+    :meth:`check`, :meth:`plan` and :meth:`run`. Every other method has a default. ``checks`` is a
+    :class:`roll.config.checks.base.Checks`, ``loaded`` a :class:`roll.config.loader.LoadedConfig` of ``config_class``.
+    """
+
+    name: ClassVar[str]
+    config_class: ClassVar[type]
+    """A dataclass on top of :class:`roll.config.run.RunConfig`."""
+    roles: ClassVar[tuple[Role, ...]]
+    """The roles that hold a model."""
+    headlines: ClassVar[tuple[Headline, ...]] = ()
+    """The numbers of the progress line."""
+    panels: ClassVar[tuple[Panel, ...]] = ()
+    """What is drawn of a run, besides the time of its phases."""
+    compares_log_probs: ClassVar[bool] = False
+    """A trained role's log-probs or values are compared with those of an earlier pass."""
+    published_workers: ClassVar[tuple[str, ...]] = ()
+    """Worker classes of ROLL's published files that stand for a role's own worker."""
+    reference: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = ()
+    """Tables of the configuration reference: heading, class, and the classes whose fields stand elsewhere."""
+    section_tables: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = ()
+    """Those of the sections that only its files have."""
+
+    # What every pipeline must have
+
+    @abstractmethod
+    def check(self, config: Any, checks: Any) -> None:
+        """Check across keys; mistakes and notes go to ``checks``. :func:`~roll.config.checks.roles.check_roles`
+        does most."""
+
+    @abstractmethod
+    def plan(self, config: Any, exp_name: str, written: Written) -> Plan:
+        """The plan of a configuration without mistakes, on top of :func:`roll.config.plan.planning.shared_plan`."""
+
+    @abstractmethod
+    def run(self, loaded: Any) -> None:
+        """Run to the end. Heavy packages are imported here."""
+
+    # Roles
+
+    def models(self, config: Any) -> dict[str, WorkerConfig]:
+        """The sections of the roles that hold a model and that this run starts, by role."""
+        sections = {role.name: getattr(config, role.name) for role in self.roles}
+        return {name: section for name, section in sections.items() if section is not None}
+
+    def started(self, config: Any) -> dict[str, WorkerConfig]:
+        """The sections of every role whose workers this run starts."""
+        return self.models(config)
+
+    def task_of(self, key: str, section: WorkerConfig) -> Task:
+        """What the role of the section at ``key`` does."""
+        return next(role.task for role in self.roles if role.name == key)
+
+    def section_key(self, role: str) -> str:
+        """The key of the section that describes a role."""
+        return role
+
+    def default_model(self, config: Any, role: str) -> tuple[str, str | None]:
+        """Key and model of a role whose section names none."""
+        return "pretrain", getattr(config, "pretrain", "") or None
+
+    def model(self, config: Any, role: str, section: WorkerConfig) -> tuple[str, str | None]:
+        """Folder or hub name of the model that a role loads, after the key that names it; None: no key does."""
+        own = section.model_args.model_name_or_path
+        if own is not None:
+            return f"{self.section_key(role)}.model_args.model_name_or_path", own
+        return self.default_model(config, role)
+
+    def longest_row(self, config: Any) -> int:
+        """Tokens of the longest row that a model computes."""
+        return int(config.sequence_length)
+
+    def worker_name(self, role: str, section: WorkerConfig) -> str | None:
+        """Dotted path of the user's own worker class; None: the role's own. Published class paths become short names,
+        or None for the classes that stand for a role's own worker."""
+        return worker_name(section.worker_cls, self.published_workers)
+
+    # Notes on keys without effect
+
+    def reads(self, key: str, section: WorkerConfig, config: Any) -> frozenset[str]:
+        """The keys of :class:`WorkerConfig` that the section at ``key`` is read for."""
+        if not any(role.name == key for role in self.roles):
+            return frozenset(("data_args",))
+        task = self.task_of(key, section)
+        return READ_KEYS[task] | (POLICY_KEYS if task is TRAINS else frozenset())
+
+    def effective(self, config: Any) -> dict[str, Any]:
+        """Keys whose effective value is not the one that is written at the top."""
+        return {}
+
+    # What a terminal shows
+
+    def batch_facts(self, plan: Any) -> list[tuple[str, str]]:
+        """Label and sentence of the batch arithmetic."""
+        only = len(plan.training) == 1
+        return [("batch" if only else name, training.sentence()) for name, training in plan.training.items()]
+
+    def facts(self, plan: Any) -> list[tuple[str, str]]:
+        """Label and sentence of what only this pipeline has."""
+        return []
+
+    def validation_words(self, plan: Any) -> str:
+        """Further words on validations in the sentence on steps."""
+        return ""
+
+    # Before a run, and instead of one
+
+    def check_parts(self, loaded: Any) -> None:
+        """What only the parts themselves can check, before anything starts.
+
+        Raises:
+            ConfigError: every mistake.
+        """
+
+    def check_host(self, loaded: Any) -> None:
+        """What this host must have for the run.
+
+        Raises:
+            ConfigError: it has not.
+        """
+
+    def own_functions(self, loaded: Any) -> Iterator[tuple[str, Any, Callable[[], object]]]:
+        """(key, value, look-up) of what a user may have written a function for; nothing is imported for the known
+        names. A look-up raises ``ValueError``."""
+        yield from ()
+
+    def filtered_sections(self, config: Any) -> dict[str, Any]:
+        """Sections with ``data_args`` whose ``dataset_filter`` may be a user's own function, by key."""
+        names = (*(role.name for role in self.roles if role.task is TRAINS), "validation")
+        sections = {name: getattr(config, name, None) for name in names}
+        return {name: section for name, section in sections.items() if section is not None}
+
+    def resumption_problems(
+        self, loaded: Any, checkpoint: str, state: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Any, str]]:
+        """Key, value and rule of what keeps a run from taking up all of the ``state`` in the folder ``checkpoint``."""
+        yield from ()
+
+    def readable_sets(self, loaded: Any) -> dict[str, ReadableSet]:
+        """The sets that a run reads, by name."""
+        return {}
+
+    def reading_role(self) -> str:
+        """The role whose tokenizer reads them: the first that trains, else the first."""
+        return next((role.name for role in self.roles if role.task is TRAINS), self.roles[0].name)
+
+    def served_section(self, loaded: Any, role: str) -> WorkerConfig:
+        """The section of a generating role as ``roll serve`` starts its engines."""
+        return own_weights(loaded.plan.roles[role].section)
+
+    def running_requests(self, config: Any) -> int:
+        """Prompts that an engine works on at a time."""
+        return 128
+
+
+def worker_name(written: str | None, also: tuple[str, ...] = ()) -> str | None:
+    """A worker or reward under this project's name: published class paths become short names, or None for the classes
+    that stand for a role's own worker, ``also`` among them."""
+    if written is None or not written.startswith(PUBLISHED_PREFIX):
+        return written
+    class_name = written.rpartition(".")[2]
+    return None if class_name in (*PUBLISHED_WORKERS, *also) else PUBLISHED_REWARDS.get(class_name, written)
 
 
 @dataclass(frozen=True)
@@ -84,7 +352,7 @@ def _load(path: str) -> PipelineDefinition:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, PipelineDefinition)):
-        raise ValueError("must be a subclass of roll.config.definition.PipelineDefinition")
+        raise ValueError("must be a subclass of roll.config.pipelines.PipelineDefinition")
     lacking = sorted(found.__abstractmethods__)
     lacking += [name for name in ("name", "config_class", "roles") if not hasattr(found, name)]
     if inspect.isabstract(found) or lacking:

@@ -1,13 +1,17 @@
-"""``rewards.<name>``: a reward domain, its rule and the rows that are routed to it."""
+"""``rewards.<name>``: a reward domain, its rule and the rows that are routed to it; and which of them ask a model.
+
+A judge's engines are those of the role ``reward_model``, which all domains share (``judge_model_type: cluster``), or
+engines on the devices of the domain's own section (``inference``). A reward model is the role ``reward_model``, too."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from roll.config.fields import setting
-from roll.config.names import FILTER_ARGUMENTS
-from roll.config.roles import WorkerConfig
+from roll.config.names import FILTER_ARGUMENTS, PUBLISHED_REWARDS
+from roll.config.reading.fields import setting
+from roll.config.roles import GeneratingArguments, GenerationWorkerConfig, WorkerConfig
 
 
 @dataclass(frozen=True)
@@ -86,3 +90,112 @@ class RewardConfig(WorkerConfig):
     """``llm_judge``: its key. Write ``${oc.env:NAME}``; it is masked wherever the configuration is shown."""
     reward_manager_config: dict[str, Any] = field(default_factory=dict)
     """Options of a remote reward system."""
+
+
+REWARD_MODEL = "reward_model"
+"""The reward's short name, and the role's."""
+CLASSIFIER = "auto_sequence_classification"
+"""``model_args.model_type`` of a reward model: a body with one score on top."""
+CHAT, TOKENS = "chat", "tokens"
+
+
+def model_inputs(rewards: Mapping[str, RewardConfig]) -> dict[str, str]:
+    """By domain that uses the role: ``chat`` or ``tokens``, as its reward's option ``input`` says."""
+    inputs = {name: list(_inputs(name, section)) for name, section in rewards.items()}
+    return {name: found[0] for name, found in inputs.items() if found}
+
+
+def _inputs(name: str, section: RewardConfig) -> Iterator[str]:
+    parts = [(part.worker_cls or key, part.reward_kwargs) for key, part in section.components.items()]
+    for worker_cls, options in parts or [(section.worker_cls or name, section.reward_kwargs)]:
+        if worker_cls == REWARD_MODEL:
+            yield str(options.get("input", CHAT))
+
+
+LLM_JUDGE = "llm_judge"
+CLUSTER, INFERENCE = "cluster", "inference"
+JUDGE_ROLE = "reward_model"
+"""The role whose engines answer the judges of all domains."""
+OWN_PREFIX = "judge."
+"""In front of a domain's name: the role whose engines answer the judges of this domain only."""
+JUDGE_KEYS = ("judge_model_type", "judge_model_name", "judge_api_url", "judge_api_key", "judge_prompt")
+"""Keys of a reward section that only judges read."""
+TEMPLATE_TOKENS = 2048
+"""Room for a judge's instructions and its answer."""
+
+
+def judge_role(name: str, section: RewardConfig) -> str | None:
+    """The role that the judges of a domain (or of its components) ask; None: no judge, or one outside the run."""
+    types = judge_types(name, section)
+    if CLUSTER in types:
+        return JUDGE_ROLE
+    return f"{OWN_PREFIX}{name}" if INFERENCE in types else None
+
+
+def judge_types(name: str, section: RewardConfig) -> set[Any]:
+    """``judge_model_type`` of every judge of a domain."""
+    return {options.get("model_type", section.judge_model_type) for options in judges_of(name, section)}
+
+
+def judges_of(name: str, section: RewardConfig) -> Iterator[dict[str, Any]]:
+    """The ``reward_kwargs`` of every judge of a domain."""
+    rewards = [(part.worker_cls or key, part.reward_kwargs) for key, part in section.components.items()]
+    for worker_cls, options in rewards or [(section.worker_cls or name, section.reward_kwargs)]:
+        if PUBLISHED_REWARDS.get(worker_cls.rpartition(".")[2], worker_cls) == LLM_JUDGE:
+            yield options
+
+
+def judged_domains(rewards: Mapping[str, RewardConfig]) -> list[str]:
+    """The domains that ask the role ``reward_model``."""
+    return [name for name, section in rewards.items() if judge_role(name, section) == JUDGE_ROLE]
+
+
+def own_judges(rewards: Mapping[str, RewardConfig]) -> dict[str, GenerationWorkerConfig]:
+    """The roles of judges that belong to one domain: model, engine and devices are those of its section."""
+    roles = {}
+    for name, section in rewards.items():
+        role = judge_role(name, section)
+        if role is not None and role != JUDGE_ROLE:
+            shared = {item.name: getattr(section, item.name) for item in fields(WorkerConfig)}
+            roles[role] = GenerationWorkerConfig(**shared | {"worker_cls": None, "tag_included": None})
+    return roles
+
+
+def section_of(role: str) -> str:
+    """The key of the section that describes a role."""
+    return f"rewards.{role.removeprefix(OWN_PREFIX)}" if role.startswith(OWN_PREFIX) else role
+
+
+def reward_workers(name: str, section: RewardConfig) -> RewardConfig:
+    """A domain's section as its reward workers get it: its devices belong to its judge's engines, each of which has a
+    worker that asks."""
+    if judge_role(name, section) in (None, JUDGE_ROLE):
+        return section
+    engines = max(1, len(section.device_mapping or ()) // section.num_gpus_per_worker)
+    return replace(section, device_mapping=None, num_gpus_per_worker=1, world_size=engines)
+
+
+def judge_sampling(name: str, section: RewardConfig) -> dict[str, Any]:
+    """Options of a judge on its section's own devices that the section's ``generating_args`` stand for."""
+    arguments = section.generating_args
+    if judge_role(name, section) != f"{OWN_PREFIX}{name}" or not generates_otherwise(section):
+        return {}
+    options: dict[str, Any] = {"temperature": arguments.temperature if arguments.do_sample else 0.0}
+    options |= {"top_p": arguments.top_p, "extra_body": {"top_k": arguments.top_k} if arguments.top_k > 0 else {}}
+    return options | ({} if arguments.max_new_tokens is None else {"max_tokens": arguments.max_new_tokens})
+
+
+def judge_length(sequence_length: int, positions: int | None) -> int:
+    """Tokens of the longest question and answer of a judge, where its section does not say: a question and a response
+    of the policy may become longer in the judge's own tokens.
+
+    Args:
+        positions: what the judge's model was made for; None: not known.
+    """
+    wanted = 2 * sequence_length + TEMPLATE_TOKENS
+    return wanted if positions is None else min(wanted, positions)
+
+
+def generates_otherwise(role: WorkerConfig) -> bool:
+    """Whether the role sets how it samples, which the reward decides for a judge."""
+    return role.generating_args != GeneratingArguments()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from roll.config.fields import rules, setting
 from roll.config.names import PLANNED_TRACKERS, TRACKERS
+from roll.config.reading.fields import rules, setting
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from roll.config.masking import masked_text
+from roll.config.reading.masking import masked_text
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,30 @@
-"""Building a Hugging Face language model for training or for forward passes.
+"""A Hugging Face language model for training or for forward passes.
 
 Weights are loaded in float32, whatever the compute dtype is: the strategy casts what it computes with and keeps these
 as master weights.
+
+MLP layers can be computed a tile of tokens at a time, so that what is as wide as ``intermediate_size`` is never whole.
+An MLP works on each token alone: ``mlp(x) = concat(mlp(tile) for tile in x)``.  A tile's activations are computed again
+in the backward pass (gradient checkpointing, for each tile), so at most one tile's exist at any time: 1/n of the memory
+for one more forward pass of the layer.  The tiles' gradients of the weights are summed by autograd before anyone sees
+them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from roll.config.roles import ModelArguments
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
 
 HeadName = Literal["causal_lm", "value"]
 
@@ -28,7 +39,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 OUTPUT_MATRIX = "lm_head.weight"
 VALUE_HEAD = "score."
-"""How the names of a value head's parameters begin."""
+"""Beginning of the names of a value head's parameters."""
 
 _ATTENTION_NAMES = {None: "sdpa", "auto": "sdpa", "fa2": "flash_attention_2"}
 
@@ -176,3 +187,34 @@ def freeze_modules(model: PreTrainedModel, prefixes: str | None) -> None:
             )
         for parameter in matching:
             parameter.requires_grad_(False)
+
+
+TILED_FAMILIES = {"qwen2": "Qwen2MLP", "qwen3": "Qwen3MLP", "llama": "LlamaMLP"}
+"""``model_type`` (Qwen2.5 is ``qwen2``) and the class of its MLP layers."""
+
+
+def tile_mlp_layers(model: PreTrainedModel, num_tiles: int) -> None:
+    """Compute every MLP layer of ``model`` in ``num_tiles`` tiles, in place.
+
+    Raises:
+        ValueError: a family whose MLP layers are not known to work on each token alone.
+    """
+    family = model.config.model_type
+    if family not in TILED_FAMILIES:
+        raise ValueError(
+            f"strategy_config.apply_tiled_mlp: true, but the MLP layers of a {family} model cannot be tiled; it works "
+            f"for {', '.join(TILED_FAMILIES)}. Set apply_tiled_mlp: false"
+        )
+    layers = [module for module in model.modules() if type(module).__name__ == TILED_FAMILIES[family]]
+    assert layers, type(model)
+    for layer in layers:
+        layer.forward = partial(_tiled, layer.forward, num_tiles)
+
+
+def _tiled(mlp: Callable[[Tensor], Tensor], num_tiles: int, hidden: Tensor) -> Tensor:
+    """``mlp(hidden)`` for (..., H) ``hidden``, in tiles along the longest of its leading dimensions."""
+    dim = max(range(hidden.ndim - 1), key=hidden.shape.__getitem__)
+    if torch.is_grad_enabled():
+        # There is nothing random in an MLP.
+        mlp = partial(checkpoint, mlp, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([mlp(tile) for tile in hidden.chunk(num_tiles, dim)], dim)

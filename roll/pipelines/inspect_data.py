@@ -14,14 +14,14 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from roll.config.definition import ReadableSet
 from roll.config.loader import LoadedConfig
+from roll.config.pipelines import ReadableSet
 from roll.config.roles import DataArguments
 from roll.datasets import DataError, LoadCounts, PromptDataset, PromptRow, SftDataset, SftRow
 from roll.datasets.columns import Columns
 from roll.datasets.reading import SourceRow
 from roll.datasets.sft import DOMAIN
-from roll.pipelines.tokenizers import load_tokenizer
+from roll.pipelines.files import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

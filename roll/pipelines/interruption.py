@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from roll.config.loader import LoadedConfig
-from roll.config.masking import masked_text
+from roll.config.reading.masking import masked_text
 from roll.distributed import Interrupted
 from roll.distributed.signals import ending
 

@@ -12,7 +12,7 @@ from roll.rollout.flow import GroupFlow, Rejections
 from roll.rollout.groups import SampleGroup
 from roll.rollout.replay import ReplayBuffer
 from roll.rollout.replay_state import FindPrompt
-from roll.strategies.generation import GenerationRequest
+from roll.strategies.engines.requests import GenerationRequest
 
 Result = TypeVar("Result")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from roll.distributed import PendingCall
 from roll.rollout.messages import EngineCommand
-from roll.strategies.generation import GenerationRequest
+from roll.strategies.engines.requests import GenerationRequest
 
 
 @dataclass(slots=True)

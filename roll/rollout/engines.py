@@ -10,7 +10,7 @@ from roll.distributed import Cluster, PendingCall, RemoteError, wait_any
 from roll.rollout.engine_account import EngineAccount, num_unfinished
 from roll.rollout.messages import EngineReport, FinishedGroup, lane_of
 from roll.rollout.routing import PromptAffinityRouter, Router
-from roll.strategies.generation import GenerationOutput, GenerationRequest
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from roll.rollout.groups import SampleGroup
 from roll.rollout.messages import FinishedGroup
 from roll.rollout.replay_state import progress_state, with_progress
 from roll.rollout.rewarding import RewardRouter
-from roll.strategies.generation import GenerationRequest, SamplingParams
+from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 
 DrawPrompts = Callable[[int], list[PromptRow]]
 """Gives the next n prompts, or fewer when there are no more (validation)."""

@@ -17,7 +17,7 @@ from roll.rollout.flow import DrawPrompts, GroupFlow, GroupSettings, OpenPrompt,
 from roll.rollout.groups import SampleGroup
 from roll.rollout.messages import FinishedGroup
 from roll.rollout.rewarding import RewardRouter
-from roll.strategies.generation import GenerationRequest, SamplingParams, VersionSpan
+from roll.strategies.engines.requests import GenerationRequest, SamplingParams, VersionSpan
 
 
 class RolloutLoop(Protocol):

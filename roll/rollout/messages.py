@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from roll.strategies.generation import FinishReason, GenerationOutput, GenerationRequest
+from roll.strategies.engines.requests import FinishReason, GenerationOutput, GenerationRequest
 
 
 def lane_of(request_id: str) -> str:

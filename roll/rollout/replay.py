@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from roll.config.run_ahead import RunAhead
+from roll.config.plan.plan import RunAhead
 from roll.datasets.types import PromptRow
 from roll.rollout.flow import OpenPrompt
 from roll.rollout.groups import SampleGroup

@@ -12,7 +12,7 @@ from roll.datasets.types import PromptRow
 from roll.rewards.base import RewardResult
 from roll.rollout.groups import SampleGroup
 from roll.rollout.messages import FinishedGroup
-from roll.strategies.generation import GenerationOutput, GenerationRequest, PartialSample
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PartialSample
 
 FindPrompt = Callable[[str, str], PromptRow]
 """Gives the prompt of a domain by its id, the mark of its epoch included."""

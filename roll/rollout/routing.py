@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from roll.algorithms.registry import Registry
-from roll.strategies.generation import GenerationRequest
+from roll.strategies.engines.requests import GenerationRequest
 
 
 class EngineLoad(Protocol):

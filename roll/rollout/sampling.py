@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from roll.config.roles import GeneratingArguments
-from roll.strategies.generation import SamplingParams
+from roll.strategies.engines.requests import SamplingParams
 
 
 def sampling_params(args: GeneratingArguments, max_new_tokens: int) -> SamplingParams:

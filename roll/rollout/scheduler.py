@@ -12,7 +12,7 @@ from roll.rollout.flow import DrawPrompts, GroupFlow, GroupSettings, Rejections
 from roll.rollout.groups import SampleGroup
 from roll.rollout.loops import RolloutLoop, make_flow
 from roll.rollout.rewarding import RewardRouter
-from roll.strategies.generation import SamplingParams
+from roll.strategies.engines.requests import SamplingParams
 
 
 @dataclass

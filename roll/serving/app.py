@@ -18,11 +18,18 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from roll.rollout.messages import FinishedGroup
-from roll.serving.bodies import TooLong, read_json
-from roll.serving.requests import BadRequest, ChatQuestion, CompletionQuestion, Question, read_chat, read_completion
-from roll.serving.responses import Answer, Writer, error_body
+from roll.serving.requests import (
+    BadRequest,
+    ChatQuestion,
+    CompletionQuestion,
+    Question,
+    TooLong,
+    read_chat,
+    read_completion,
+    read_json,
+)
+from roll.serving.responses import Answer, LiveAnswer, Writer, error_body
 from roll.serving.service import EngineService, Overloaded, Refused, Unavailable
-from roll.serving.streaming import LiveAnswer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,7 +12,7 @@ from roll.distributed import PendingCall
 from roll.distributed.failures import RemoteError
 from roll.rollout.engines import EnginePool
 from roll.rollout.messages import FinishedGroup
-from roll.strategies.generation import GenerationOutput, GenerationRequest, SamplingParams
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
 

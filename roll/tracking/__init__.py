@@ -9,15 +9,8 @@ from roll.tracking.console import (
     RunSummary,
     setup_logging,
 )
-from roll.tracking.trackers import (
-    METRICS_NAME,
-    CompositeTracker,
-    SampleTable,
-    TrackedRun,
-    Tracker,
-    build_trackers,
-    read_metrics,
-)
+from roll.tracking.records import METRICS_NAME, CompositeTracker, SampleTable, Tracker, read_metrics
+from roll.tracking.trackers import TrackedRun, build_trackers
 
 __all__ = [
     "ENDING_LOGGER",

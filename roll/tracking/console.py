@@ -19,8 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from roll.config.definition import Headline
-from roll.config.masking import masked_text
+from roll.config.pipelines import Headline
+from roll.config.reading.masking import masked_text
 
 STEP_LOGGER = "roll.steps"
 """Its records are the one line a step; on a terminal the progress bar shows them instead."""

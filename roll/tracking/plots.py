@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll.config.definition import Panel
+from roll.config.pipelines import Panel
 from roll.tracking.console import TOTALS, phase_label
-from roll.tracking.trackers import read_metrics
+from roll.tracking.records import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

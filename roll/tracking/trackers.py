@@ -1,198 +1,213 @@
-"""Where the numbers of a run go: the tracker interface, local trackers, and their construction from ``track_with``."""
+"""TensorBoard, Weights & Biases and SwanLab, and the trackers of a run as ``track_with`` names them."""
 
 from __future__ import annotations
 
 import difflib
-import json
-import logging
-import math
+import importlib
 import os
-import re
-import sys
 import time
-from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+import uuid
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, ClassVar
 
 from roll.config.names import UNPUBLISHED_TRACKERS
+from roll.tracking.records import CompositeTracker, JsonlTracker, SampleTable, StdoutTracker, Tracker
 
-logger = logging.getLogger(__name__)
-
-
-SampleTable = Sequence[Mapping[str, Any]]
-"""Rows with the same keys: prompt, response, reward and whatever else is worth reading."""
-
-_REDUCER_TAG = re.compile(r"@(sum|mean|max|min|p\d+|std)$")
+_MAX_SAMPLES = 16
+"""Rows shown of a sample table: TensorBoard's text view is for a look, the run's own files hold them all."""
 
 
-class Tracker(ABC):
-    """Takes the metrics of each step. Steps never go back; the same step may come more than once with other names."""
-
-    @abstractmethod
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record ``metrics`` (plain numbers) of ``step``."""
-
-    @abstractmethod
-    def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
-        """Record texts of ``step`` under ``name`` (``train``, ``validation``)."""
-
-    def files(self) -> dict[str, Path]:
-        """Where on disk to look, by what it is; empty if nowhere."""
-        return {}
-
-    def close(self) -> None:
-        """Write out what is still in memory; nothing is logged afterwards."""
-
-
-class CompositeTracker(Tracker):
-    """Several trackers as one. Reducer tags of names (``actor/loss@max``) end here: trackers see ``actor/loss``."""
-
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self.trackers = tuple(trackers)
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        plain = strip_reducer_tags(metrics)
-        for tracker in self.trackers:
-            tracker.log(plain, step)
-
-    def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
-        for tracker in self.trackers:
-            tracker.log_samples(name, rows, step)
-
-    def files(self) -> dict[str, Path]:
-        return {kind: path for tracker in self.trackers for kind, path in tracker.files().items()}
-
-    def close(self) -> None:
-        """Close all, also when one of them fails; the first failure is raised after the last."""
-        failure: Exception | None = None
-        for tracker in self.trackers:
-            try:
-                tracker.close()
-            except Exception as error:
-                logger.exception("%s could not be closed", type(tracker).__name__)
-                failure = failure or error
-        if failure is not None:
-            raise failure
-
-
-def strip_reducer_tags(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Drop ``@sum``, ``@mean``, ``@max``, ``@min``, ``@p50``, ``@p99``, ``@std`` at the end of names.
-
-    Where two names would become one (``length@max`` and ``length@min``), they become ``length/max`` and ``length/min``.
-    """
-    bare = Counter(_REDUCER_TAG.sub("", name) for name in metrics)
-    return {
-        (_REDUCER_TAG.sub("", name) if bare[_REDUCER_TAG.sub("", name)] == 1 else name.replace("@", "/")): value
-        for name, value in metrics.items()
-    }
-
-
-METRICS_NAME = "metrics.jsonl"
-
-
-class JsonlTracker(Tracker):
-    """Appends a line a call: ``{"step": 3, "time": <seconds since 1970>, <name>: <number>, ...}``.
-
-    JSON has no nan or infinity: null stands for a number that is not finite.
+class TensorBoardTracker(Tracker):
+    """Event files in ``folder``, written with tensorboard's own writer (torch's costs a second of imports).
 
     Args:
-        folder: where the files are.
-        resume_step: the last step that counts: rows after it, and a torn last line, are dropped. None: a new run, an
-            earlier run's files are renamed to ``<name>.previous``.
+        folder: the event files' folder.
+        resume_step: the last step that counts; earlier event files in ``folder`` are cut after it, so that the curves
+            of a resumed run continue without a fold. None: a new run, whatever stood in the folder is hidden.
+        flush_secs: seconds after which events reach the file at the latest.
     """
 
-    def __init__(self, folder: Path, resume_step: int | None = None) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path, resume_step: int | None = None, flush_secs: int = 10) -> None:
+        # Imported where it is used: a run without TensorBoard does not wait for it.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
         self._folder = folder
-        for path in (folder / METRICS_NAME, *folder.glob("samples-*.jsonl")):
-            if path.exists():
-                _cut_after(path, resume_step)
-        self._files: dict[str, TextIO] = {}
+        self._writer = EventFileWriter(str(folder), flush_secs=flush_secs)
+        # A session that starts at step s tells TensorBoard to drop what earlier files hold from step s on.
+        first_step = 0 if resume_step is None else resume_step + 1
+        self._writer.add_event(
+            Event(step=first_step, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START))
+        )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._append(METRICS_NAME, {"step": step, "time": time.time(), **metrics})
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._add(Summary(value=values), step)
 
     def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
-        for row in rows:
-            self._append(f"samples-{name}.jsonl", {"step": step, **row})
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+        text = _markdown_table(rows[:_MAX_SAMPLES])
+        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        tensor = TensorProto(
+            dtype=DT_STRING,
+            string_val=[text.encode()],
+            tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
+        )
+        value = Summary.Value(tag=f"samples/{name}/text_summary", metadata=metadata, tensor=tensor)
+        self._add(Summary(value=[value]), step)
 
     def files(self) -> dict[str, Path]:
-        return {"metrics": self._folder / METRICS_NAME}
+        return {"TensorBoard": self._folder}
 
     def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+        self._writer.close()
 
-    def _append(self, name: str, row: dict[str, Any]) -> None:
-        if name not in self._files:
-            # Line buffering: whoever watches the file sees whole lines, and a killed run loses none.
-            self._files[name] = open(self._folder / name, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (open for the whole run)
-        finite = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
-        }
-        self._files[name].write(json.dumps(finite, ensure_ascii=False, default=str) + "\n")
+    def _add(self, summary: Any, step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._writer.add_event(Event(step=step, wall_time=time.time(), summary=summary))
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a ``metrics.jsonl`` in order, rows of the same step merged; null is read as nan.
+def _markdown_table(rows: SampleTable) -> str:
+    if not rows:
+        return ""
+    columns = list(rows[0])
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    lines += ["| " + " | ".join(_markdown_cell(row.get(column)) for column in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _markdown_cell(value: object) -> str:
+    """Text as it is, in a form that cannot end the cell or the row or start markup."""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    for character, escaped in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("\n", "<br>")):
+        text = text.replace(character, escaped)
+    return text
+
+
+_STEP = "global_step"
+
+
+class OnlineTracker(Tracker):
+    """A run at an online service; a resumed run goes on in the same one, found by the id that is kept in ``folder``.
+
+    Args:
+        folder: where the package keeps its files.
+        run_config: shown as the run's configuration; secrets are masked by the caller.
+        resume_step: the last step that counts; None: a new run.
+        options: ``project``, ``name``, ``notes``, ``tags``, ``group``, ``mode``, and what the service has besides.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        ModuleNotFoundError: the package is not installed.
+        ValueError: no key is there and the mode is online.
     """
-    rows: dict[int, dict[str, Any]] = {}
-    for row in _rows(path):
-        numbers = {key: math.nan if value is None else value for key, value in row.items()}
-        rows.setdefault(row["step"], {}).update(numbers)
-    return list(rows.values())
+
+    package: ClassVar[str]
+    title: ClassVar[str]
+
+    def __init__(
+        self, folder: Path, run_config: Mapping[str, Any], *, resume_step: int | None = None, **options: Any
+    ) -> None:
+        try:
+            self._module = importlib.import_module(self.package)
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"track_with: {self.package} is not installed; pip install 'roll-rl[{self.package}]'"
+            ) from error
+        prefix = self.package.upper()
+        mode = options.pop("mode", None) or os.environ.get(f"{prefix}_MODE", "online")
+        # Asked for here and not by the package, which would wait at a prompt where there is a terminal.
+        if mode == "online" and not self._has_key():
+            raise ValueError(
+                f"track_with: {self.package} has no key; set the environment variable {prefix}_API_KEY, or keep the "
+                "run on this machine with tracker_kwargs.mode=offline"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        shared = {"mode": mode, "config": dict(run_config), "resume": "allow"}
+        self._run = self._start(id=run_id(folder / "run-id", resume_step is not None), **shared, **options)
+
+    @abstractmethod
+    def _has_key(self) -> bool:
+        """True when the service can be logged in to without asking anyone."""
+
+    @abstractmethod
+    def _start(self, **options: Any) -> Any:
+        """The package's run."""
+
+    def files(self) -> dict[str, Path]:
+        return {self.title: self._folder}
+
+    def close(self) -> None:
+        self._run.finish()
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines only: a run that was killed may leave half of its last one."""
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                logger.warning("%s: line %d is torn and left out", path, number)
-                continue
-            yield row
+class WandbTracker(OnlineTracker):
+    """One W&B run. ``options`` are those of ``wandb.init``."""
 
+    package, title = "wandb", "Weights & Biases"
 
-def _cut_after(path: Path, resume_step: int | None) -> None:
-    if resume_step is None:
-        path.replace(path.with_name(path.name + ".previous"))
-        return
-    kept = path.with_name(path.name + ".kept")
-    with open(kept, "w", encoding="utf-8") as file:
-        for row in _rows(path):
-            if row["step"] <= resume_step:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    kept.replace(path)
+    def _has_key(self) -> bool:
+        return bool(self._module.login(prompt=False))
 
-
-class StdoutTracker(Tracker):
-    """Writes ``step 3  actor/pg_loss=0.0123 ...``, names in order, numbers to four digits."""
+    def _start(self, **options: Any) -> Any:
+        run = self._module.init(dir=str(self._folder), **options)
+        # W&B's own step only grows; with a step metric of ours a run resumed from an older step is drawn as well.
+        run.define_metric("*", step_metric=_STEP)
+        return run
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        numbers = " ".join(f"{name}={value:.4g}" for name, value in sorted(metrics.items()))
-        sys.stdout.write(f"step {step}  {numbers}\n")
-        sys.stdout.flush()
+        self._run.log({**metrics, _STEP: step})
 
     def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
-        """One sample, on one line: the rest is in the run's own files."""
         if rows:
-            sample = " ".join(f"{key}={value!r}" for key, value in rows[0].items())
-            sys.stdout.write(f"step {step}  {name} sample  {sample}\n")
-            sys.stdout.flush()
+            columns = list(rows[0])
+            data = [[_table_cell(row.get(column)) for column in columns] for row in rows]
+            self._run.log({f"samples/{name}": self._module.Table(columns=columns, data=data), _STEP: step})
 
 
-"""Rows shown of a sample table: TensorBoard's text view is for a look, the run's own files hold them all."""
+class SwanLabTracker(OnlineTracker):
+    """One SwanLab run. ``options`` are those of ``swanlab.init`` (``notes``: its description)."""
+
+    package, title = "swanlab", "SwanLab"
+
+    def _has_key(self) -> bool:
+        return bool(os.environ.get("SWANLAB_API_KEY"))
+
+    def _start(self, **options: Any) -> Any:
+        return self._module.init(log_dir=str(self._folder), description=options.pop("notes", None), **options)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
+        texts = ["\n\n".join(f"{column}: {value}" for column, value in row.items()) for row in rows]
+        if texts:
+            self._run.log({f"samples/{name}": [self._module.Text(text) for text in texts]}, step=step)
+
+
+def run_id(path: Path, resumed: bool) -> str:
+    """Read the id in ``path`` if the run is resumed; else make a new one and keep it there."""
+    if resumed and path.exists():
+        return path.read_text(encoding="utf-8").strip()
+    new_id = uuid.uuid4().hex[:16]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(new_id, encoding="utf-8")
+    return new_id
+
+
+def _table_cell(value: Any) -> str | float | bool | None:
+    # A table's column has one type; what is neither number nor text is shown as text.
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
 
 
 _ONLINE_OPTIONS = frozenset({"log_dir", "project", "name", "notes", "tags", "group", "mode"})
@@ -289,14 +304,8 @@ def _build(name: str, options: dict[str, Any], run: TrackedRun) -> Tracker:
     folder = Path(log_dir) / run.exp_name if log_dir else run.log_dir / UNPUBLISHED_TRACKERS.get(name, name)
     if UNPUBLISHED_TRACKERS.get(name, name) == "tensorboard":
         options = {key: value for key, value in options.items() if key in OPTIONS["tensorboard"]}
-        from roll.tracking.tensorboard import TensorBoardTracker
-
         return TensorBoardTracker(folder, run.resume_step, **options)
     options = {"project": "roll", "name": run.exp_name, **options, "resume_step": run.resume_step}
     if name == "wandb":
-        from roll.tracking.online import WandbTracker
-
         return WandbTracker(folder, run.config, **options)
-    from roll.tracking.online import SwanLabTracker
-
     return SwanLabTracker(folder, run.config, **options)

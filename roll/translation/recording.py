@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from roll.config.errors import ConfigError, Problem
+from roll.config.reading.errors import ConfigError, Problem
 from roll.rewards.sandbox import PROTECTIONS, Limits, MissingProtection, Sandbox, SandboxError, Settings
 from roll.translation.launching import launch_of
 from roll.translation.recorder import NOT_SET, READY, driver, marker

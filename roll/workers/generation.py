@@ -10,16 +10,10 @@ import torch
 
 from roll.distributed import Dispatch, Worker, register
 from roll.rollout.messages import EngineCommand, EngineReport, FinishedGroup
+from roll.strategies.engines.base import GenerationStrategy, Quarantine
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, interrupted, visible_text
 from roll.strategies.factory import create_generation_strategy
-from roll.strategies.generation import (
-    GenerationOutput,
-    GenerationRequest,
-    GenerationStrategy,
-    interrupted,
-    visible_text,
-)
-from roll.strategies.quarantine import Quarantine
-from roll.weight_sync.checksum import ChecksumKind
+from roll.weight_sync.encoding import ChecksumKind
 from roll.weight_sync.messages import BucketHeader, Checksum, UpdateStart
 from roll.weight_sync.receiver import WeightReceiver
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
-from roll.config.compose import Composed
-from roll.config.errors import ConfigError, Problem, Problems
 from roll.config.loader import LoadedConfig, load_composed, load_config
-from roll.config.sources import SourceFile
+from roll.config.reading.compose import Composed
+from roll.config.reading.errors import ConfigError, Problem, Problems
+from roll.config.reading.yaml_files import SourceFile
 
 GONE = object()
 """In a change: take the key out."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from roll.config.render import render_plan
+from roll.config.plan.render import render_plan
 from roll.pipelines.rlvr.plan import RLVRPlan
 from tests.config.good import changed, load, mistakes
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roll.config.availability import REFUSALS
+from roll.config.checks.keys import REFUSALS
 from roll.config.names import PLANNED_ADV_ESTIMATORS, PLANNED_REWARDS
 from tests.config.good import GOOD, changed, mistakes
 
@@ -77,9 +77,9 @@ def test_neutral_values_load(tmp_path: Path) -> None:
 
 def test_every_refusal_can_happen() -> None:
     """No pattern of the table is a dead letter: each names a key of the schema."""
-    from roll.config.rlvr import RLVRConfig
-    from roll.config.schema import schema_paths
-    from roll.config.strategy import AVAILABLE
+    from roll.config.reading.schema import schema_paths
+    from roll.config.strategies.registry import AVAILABLE
+    from roll.pipelines.rlvr.config import RLVRConfig
     from roll.pipelines.sft.config import SFTConfig
 
     known = {*schema_paths(RLVRConfig), *schema_paths(SFTConfig)}

@@ -12,10 +12,10 @@ import yaml
 
 from roll import cli
 from roll.checkpoint.contents import ModelContents
-from roll.config.cli_args import parse_launcher_args
 from roll.config.loader import LoadedConfig
-from roll.config.masking import MASK, is_secret
 from roll.config.pipelines import definitions
+from roll.config.reading.compose import parse_launcher_args
+from roll.config.reading.masking import MASK, is_secret
 from roll.pipelines.rlvr.definition import RLVR
 from tests.checkpoint.test_contents import write_checkpoint
 from tests.config.good import GOOD, GOOD_SFT, changed

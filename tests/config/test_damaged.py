@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from roll.config.errors import ConfigError
 from roll.config.loader import load_config
+from roll.config.reading.errors import ConfigError
 from tests.config.good import GONE, GOOD, GOOD_SFT, changed, load, mistakes
 
 TRAIN = "actor_train.training_args"

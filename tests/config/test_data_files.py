@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.config.data_files import HubName, hub_name, matching_files, name_problem
+from roll.config.data import HubName, hub_name, matching_files, name_problem
 
 
 def test_hub_names() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from roll.config.deepspeed import ENVIRONMENT, ZeroPlan, numbers, plan_zero, switch
 from roll.config.loader import load_config
 from roll.config.roles import StrategyArguments
-from roll.config.strategy import DeepSpeedStrategyConfig, typed_strategy_config
+from roll.config.strategies.deepspeed import ENVIRONMENT, ZeroPlan, numbers, plan_zero, switch
+from roll.config.strategies.registry import DeepSpeedStrategyConfig, typed_strategy_config
 from tests.config.good import changed, load, mistakes
 
 ROOT = Path(__file__).parents[2]
@@ -219,7 +219,7 @@ def test_neutral_sections_of_published_files_load(tmp_path: Path) -> None:
 def test_the_keys_are_those_of_the_installed_deepspeed() -> None:
     """Write them again as :mod:`roll.strategies.deepspeed.schema` says."""
     pytest.importorskip("deepspeed")
-    from roll.config.deepspeed_keys import KEYS, REMOVED
+    from roll.config.strategies.deepspeed_keys import KEYS, REMOVED
     from roll.strategies.deepspeed.schema import known_keys
 
     keys, removed = known_keys()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.config.devices import parse_device_mapping
+from roll.config.reading.fields import parse_device_mapping
 
 FORMS = [
     ([0, 1], [0, 1]),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from roll import cli
-from roll.config.errors import ConfigError
 from roll.config.loader import load_config
+from roll.config.reading.errors import ConfigError
 
 TEXT = (Path(__file__).parents[2] / "docs/configuration.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", TEXT, re.DOTALL)

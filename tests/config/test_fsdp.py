@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from roll.config.roles import StrategyArguments
-from roll.config.strategy import Fsdp1StrategyConfig, Fsdp2StrategyConfig, typed_strategy_config
+from roll.config.strategies.registry import Fsdp1StrategyConfig, Fsdp2StrategyConfig, typed_strategy_config
 from tests.config.good import GOOD, GOOD_SFT, changed, load, mistakes
 
 NAME, CONFIG = "strategy_args.strategy_name", "strategy_args.strategy_config"

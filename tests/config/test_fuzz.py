@@ -16,9 +16,9 @@ import pytest
 import yaml
 from rich.console import Console
 
-from roll.config.errors import ConfigError
 from roll.config.loader import LoadedConfig, load_config
-from roll.config.render import render_plan
+from roll.config.plan.render import render_plan
+from roll.config.reading.errors import ConfigError
 from roll.preflight import check_parts
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

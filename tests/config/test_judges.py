@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roll.config.judges import judge_length
+from roll.config.rewards import judge_length
 from roll.rewards import reward_options
 from tests.config.good import changed, load, mistakes
 

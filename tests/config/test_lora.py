@@ -11,7 +11,7 @@ from rich.console import Console
 
 from roll.config import lora
 from roll.config.lora import is_pattern, names_of
-from roll.config.render import render_plan
+from roll.config.plan.render import render_plan
 from tests.config.good import GONE, GOOD_SFT, changed, load, mistakes
 
 MODEL = "actor_train.model_args"

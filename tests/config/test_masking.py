@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from roll.config.errors import Problem
-from roll.config.masking import MASK, is_secret, masked, masked_text, register_secrets
+from roll.config.reading.errors import Problem
+from roll.config.reading.masking import MASK, is_secret, masked, masked_text, register_secrets
 
 SECRET = "s3cr3t-value"
 

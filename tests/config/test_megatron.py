@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from roll.config.planning import data_parallel_size
+from roll.config.plan.planning import data_parallel_size
 from roll.config.roles import StrategyArguments, WorkerConfig
-from roll.config.strategy import MegatronStrategyConfig, typed_strategy_config
+from roll.config.strategies.registry import MegatronStrategyConfig, typed_strategy_config
 from tests.config.good import changed, load, mistakes
 
 STRATEGY = "actor_train.strategy_args"

@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 import yaml
 
-from roll import hub_models
-from roll.config.errors import ConfigError, Problem
-from roll.config.families import NEEDS, SUPPORT, needed
+from roll import preflight
 from roll.config.loader import load_config
-from roll.config.model_files import layer_classes, model_folder
+from roll.config.model_files import NEEDS, SUPPORT, layer_classes, model_folder, needed
+from roll.config.reading.errors import ConfigError, Problem
 from tests.config.good import GOOD, changed
 
 DENSE: dict[str, Any] = {
@@ -172,8 +171,8 @@ def test_offline_and_not_in_the_cache(folder: Path, monkeypatch: pytest.MonkeyPa
 def test_a_hub_that_does_not_answer_takes_bounded_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(folder / "hub"))
     silent = threading.Event()
-    monkeypatch.setattr(hub_models, "_download", lambda path: silent.wait(60))
-    assert "no answer from the hub within 0.05 seconds" in str(hub_models.fetch("owner/model", 0.05))
+    monkeypatch.setattr(preflight, "_download", lambda path: silent.wait(60))
+    assert "no answer from the hub within 0.05 seconds" in str(preflight.fetch("owner/model", 0.05))
     silent.set()
 
 
@@ -245,10 +244,10 @@ def test_the_start_of_a_run_asks_the_hub(folder: Path, hub: str, model: str, mes
 
 
 def test_a_tracker_without_its_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from roll.config import packages
+    from roll import preflight
 
-    monkeypatch.setattr(packages, "is_installed", lambda module: module != "swanlab")
+    monkeypatch.setattr(preflight, "is_installed", lambda module: module != "swanlab")
     found(folder, DENSE, track_with=["stdout", "swanlab"])
     loaded: Any = load_config(None, folder / "run.yaml")
     with pytest.raises(ConfigError, match=r"track_with = 'swanlab': needs a package .*pip install swanlab"):
-        packages.require_trackers(loaded)
+        preflight.require_trackers(loaded)

@@ -9,7 +9,7 @@ import pytest
 
 from roll.algorithms.registry import Registry
 from roll.config import names
-from roll.config.rlvr import RLVRConfig
+from roll.pipelines.rlvr.config import RLVRConfig
 
 
 def ours(registry: Registry[Any]) -> set[str]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from roll.config.errors import ConfigError
 from roll.config.loader import LoadedConfig, load_config
-from roll.config.rlvr import RLVRConfig
-from roll.config.strategy import Fsdp2StrategyConfig, typed_strategy_config
+from roll.config.reading.errors import ConfigError
+from roll.config.strategies.registry import Fsdp2StrategyConfig, typed_strategy_config
+from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.sft.config import SFTConfig
 from tests.config.good import GOOD, changed, load, mistakes
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from roll.config import packages
-from roll.config.errors import ConfigError
-from roll.config.packages import PACKAGES, is_installed, require_packages
-from roll.config.strategy import AVAILABLE
+from roll import preflight
+from roll.config.reading.errors import ConfigError
+from roll.preflight import is_installed, require_packages
 from tests.config.good import changed, load
 
 ENGINE = {"actor_infer.strategy_args.strategy_name": "vllm"}
@@ -17,20 +16,16 @@ ENGINE = {"actor_infer.strategy_args.strategy_name": "vllm"}
 
 def test_a_missing_package_is_named_with_its_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load(tmp_path, changed(ENGINE))
-    monkeypatch.setattr(packages, "is_installed", lambda module: module != "vllm")
+    monkeypatch.setattr(preflight, "is_installed", lambda module: module != "vllm")
     with pytest.raises(ConfigError, match=r"actor_infer\.strategy_args\.strategy_name = 'vllm': .*make install-vllm"):
         require_packages(loaded)
-    monkeypatch.setattr(packages, "is_installed", lambda module: True)
+    monkeypatch.setattr(preflight, "is_installed", lambda module: True)
     require_packages(loaded)
 
 
 def test_the_base_install_needs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "is_installed", lambda module: False)
+    monkeypatch.setattr(preflight, "is_installed", lambda module: False)
     require_packages(load(tmp_path, changed({})))
-
-
-def test_every_name_is_that_of_a_strategy() -> None:
-    assert set(PACKAGES) <= {name.partition("_")[0] for name in AVAILABLE}
 
 
 def test_looking_for_a_package() -> None:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from roll.config.loader import load_config
-from roll.config.strategy import Fsdp2StrategyConfig, typed_strategy_config
+from roll.config.strategies.registry import Fsdp2StrategyConfig, typed_strategy_config
 from tests.config.good import changed
 
 CONFIGS = Path(__file__).parents[2] / "configs"

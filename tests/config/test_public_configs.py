@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from roll.config.compose import compose_file
-from roll.config.errors import ConfigError, Problems
 from roll.config.loader import LoadedConfig, load_config
 from roll.config.pipelines import MISSING
+from roll.config.reading.compose import compose_file
+from roll.config.reading.errors import ConfigError, Problems
 from roll.preflight import check_parts
 
 ROOT = Path(os.environ.get("PUBLIC_CONFIGS_DIR", "")) / "roll" / "examples"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from roll.config.roles import StrategyArguments
-from roll.config.sglang import SglangStrategyConfig
-from roll.config.strategy import typed_strategy_config
+from roll.config.strategies.registry import typed_strategy_config
+from roll.config.strategies.sglang import SglangStrategyConfig
 from tests.config.good import changed, load, mistakes
 
 NAME = "actor_infer.strategy_args.strategy_name"

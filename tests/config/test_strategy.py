@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from roll.config.errors import ConfigError
+from roll.config.reading.errors import ConfigError
 from roll.config.roles import StrategyArguments
-from roll.config.strategy import (
+from roll.config.strategies.registry import (
     AVAILABLE,
     Fsdp2StrategyConfig,
     HfInferStrategyConfig,

@@ -15,11 +15,11 @@ from roll.algorithms.advantages import ADVANTAGE_NAMES, AdvantageInputs, Advanta
 from roll.algorithms.loss_types import LossInputs, options_class_of, policy_losses
 from roll.algorithms.losses import actor_loss_options
 from roll.algorithms.metrics import MetricBuilder
+from roll.config.algorithm import SPELLINGS
 from roll.config.names import ADV_ESTIMATORS, PG_VARIANTS
-from roll.config.policy_losses import SPELLINGS
-from roll.config.rlvr import RLVRConfig
-from roll.config.schema import nested_section, rules_of, type_hints
-from roll.config.strategy import AVAILABLE
+from roll.config.reading.schema import nested_section, rules_of, type_hints
+from roll.config.strategies.registry import AVAILABLE
+from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.sft.config import SFTConfig
 from tests.config.good import GOOD_SFT, changed, load
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from roll.config.roles import StrategyArguments
-from roll.config.strategy import typed_strategy_config
-from roll.config.vllm import VllmStrategyConfig
+from roll.config.strategies.registry import typed_strategy_config
+from roll.config.strategies.vllm import VllmStrategyConfig
 from tests.config.good import changed, load, mistakes
 
 NAME = "actor_infer.strategy_args.strategy_name"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roll.config.errors import ConfigError
+from roll.config.reading.errors import ConfigError
 from roll.config.weight_sync import WeightSyncConfig, transport_name, update_mode
 from roll.preflight import check_parts
 from tests.config.good import changed, load, mistakes

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.config.data_files import name_problem
+from roll.config.data import name_problem
 from roll.datasets import DataError
 from roll.datasets.reading import parse_json_lines, read_rows
 

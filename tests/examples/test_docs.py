@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from roll import cli
-from roll.config.cli_args import parse_launcher_args
 from roll.config.loader import load_config
+from roll.config.reading.compose import parse_launcher_args
 from tests.examples.metric_names import documented_patterns, undocumented
 from tests.examples.pages import FENCE, ROOT, name_of, named_files
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from roll.config.cli_args import parse_launcher_args
 from roll.config.loader import load_config
+from roll.config.reading.compose import parse_launcher_args
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

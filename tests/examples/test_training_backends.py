@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from roll.config.cli_args import parse_launcher_args
 from roll.config.loader import LoadedConfig, load_config
+from roll.config.reading.compose import parse_launcher_args
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples/training_backends"

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from roll.config.roles import ModelArguments
 from roll.models.build import HeadName, build_model, has_tied_embeddings
-from roll.models.meta_init import MetaModel, build_on_meta
+from roll.models.loading import MetaModel, build_on_meta
 
 SIZES = {
     "vocab_size": 40,
@@ -136,7 +136,7 @@ def build_on_meta_after(
     weights = load_file(file)
     change(weights)
     save_file(weights, file, metadata={"format": "pt"})
-    with caplog.at_level(logging.INFO, "roll.models.meta_init"):
+    with caplog.at_level(logging.INFO, "roll.models.loading"):
         caplog.clear()
         return build_on_meta(ModelArguments(str(folder / "whole")), "causal_lm")
 
@@ -151,7 +151,7 @@ def test_what_must_be_converted_is_left_to_from_pretrained(tmp_path: Path, caplo
         tmp_path: "there are no safetensors files",
     }
     for folder, reason in reasons.items():
-        with caplog.at_level(logging.INFO, "roll.models.meta_init"):
+        with caplog.at_level(logging.INFO, "roll.models.loading"):
             caplog.clear()
             assert build_on_meta(ModelArguments(str(folder)), "causal_lm") is None
         assert caplog.messages == [f"{folder} is loaded whole by every rank: {reason}"]

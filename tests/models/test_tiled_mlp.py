@@ -9,8 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roll.config.roles import ModelArguments
-from roll.models.build import enable_gradient_checkpointing
-from roll.models.tiled_mlp import tile_mlp_layers
+from roll.models.build import enable_gradient_checkpointing, tile_mlp_layers
 
 SIZES = {
     "vocab_size": 50,

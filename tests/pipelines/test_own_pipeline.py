@@ -14,8 +14,10 @@ import pytest
 import yaml
 
 from roll import cli
-from roll.config.checks import Checks, check_data_files, check_roles
-from roll.config.definition import (
+from roll.config.checks.base import Checks, check_data_files
+from roll.config.checks.roles import check_roles
+from roll.config.loader import LoadedConfig
+from roll.config.pipelines import (
     COMPUTES_LOG_PROBS,
     TRAINS,
     Headline,
@@ -25,12 +27,10 @@ from roll.config.definition import (
     Role,
     Written,
 )
-from roll.config.fields import setting
-from roll.config.loader import LoadedConfig
-from roll.config.plan import Plan
-from roll.config.planning import shared_plan, training_plan
-from roll.config.rlvr import ReferenceWorkerConfig
-from roll.config.roles import WorkerConfig
+from roll.config.plan.plan import Plan
+from roll.config.plan.planning import shared_plan, training_plan
+from roll.config.reading.fields import setting
+from roll.config.roles import ReferenceWorkerConfig, WorkerConfig
 from roll.config.run import RunConfig
 from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, role, training_args
 
@@ -72,11 +72,13 @@ class Watched(PipelineDefinition):
 
     def run(self, loaded: LoadedConfig[WatchedConfig]) -> None:
         from roll.distributed import Cluster
+        from roll.pipelines.files import load_tokenizer, pad_token_id
         from roll.pipelines.frame import RunFrame
         from roll.pipelines.sft.pipeline import demonstration_batch
-        from roll.pipelines.tokenizers import load_tokenizer, pad_token_id
         from roll.protocol.metrics import Mean
         from roll.workers import REFERENCE_WORKER, SFT_WORKER
+        from roll.workers.model import ModelWorker
+        from roll.workers.training import SftWorker
 
         config, plan, frame = loaded.config, loaded.plan, RunFrame(loaded)
         tokenizer = load_tokenizer(plan.roles["pupil"].model_path, trust_remote_code=False)
@@ -90,14 +92,14 @@ class Watched(PipelineDefinition):
             }
             frame.watch(list(clusters.values()))
             for name, cluster in clusters.items():
-                cluster.initialize(config.max_steps if name == "pupil" else 0)
+                cluster.call_all(ModelWorker.initialize, config.max_steps if name == "pupil" else 0).result()
             for step in frame.steps(0, config.max_steps):
                 batch = demonstration_batch(rows[step * size : (step + 1) * size], pad_token_id(tokenizer))
                 with frame.phase("imitate"):
-                    seen = clusters["onlooker"].compute_log_probs(batch).batch["log_probs"]
+                    seen = clusters["onlooker"].call(ModelWorker.compute_log_probs, batch).result().batch["log_probs"]
                     tokens = float(batch.batch["response_mask"].sum())
                     frame.record({"onlooker/nll": Mean(-float(seen.sum()), tokens)})
-                    frame.record(clusters["pupil"].update(batch))
+                    frame.record(clusters["pupil"].call(SftWorker.update, batch).result())
                 frame.end_step(step)
             frame.finish(config.max_steps)
 
@@ -152,8 +154,8 @@ def test_check_shows_its_plan_and_its_mistakes(
     [
         (f"{HERE}.Nobody", "cannot be imported"),
         ("no_such_module.Pipeline", "No module named 'no_such_module'"),
-        (f"{HERE}.WatchedConfig", "must be a subclass of roll.config.definition.PipelineDefinition"),
-        ("roll.config.definition.PipelineDefinition", "is not complete: it has no check, plan, run"),
+        (f"{HERE}.WatchedConfig", "must be a subclass of roll.config.pipelines.PipelineDefinition"),
+        ("roll.config.pipelines.PipelineDefinition", "is not complete: it has no check, plan, run"),
     ],
 )
 def test_a_path_that_is_no_pipeline(

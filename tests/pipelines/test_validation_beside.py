@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from roll.config.data import DataArguments
-from roll.config.sections import GeneratingArguments
+from roll.config.roles import GeneratingArguments
 from roll.distributed import WorkerDied
 from roll.pipelines.rlvr.plan import ValidationSet
 from roll.pipelines.rlvr.validation import Validation, ValidationPlan

@@ -37,7 +37,7 @@ IMPORTED = [
     "transformers.models.auto.tokenization_auto",
     "roll.models.build",
     "roll.protocol",
-    "roll.strategies.fsdp2",
+    "roll.strategies.fsdp.fsdp2",
     "roll.strategies.hf_infer",
 ]
 INSTALLED = ["deepspeed", "peft"]

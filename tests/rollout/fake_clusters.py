@@ -12,7 +12,7 @@ from roll.distributed import RemoteError, WorkerDied
 from roll.distributed.failures import RankReport
 from roll.rewards.base import RewardResult, RewardSample
 from roll.rollout.messages import EngineCommand, EngineReport, FinishedGroup
-from roll.strategies.generation import GenerationRequest, PartialSample
+from roll.strategies.engines.requests import GenerationRequest, PartialSample
 
 
 @dataclass(eq=False)

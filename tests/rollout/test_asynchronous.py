@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from roll.checkpoint.state import load_state, save_state
-from roll.config.run_ahead import RunAhead
+from roll.config.plan.plan import RunAhead
 from roll.datasets.types import PromptRow
 from roll.distributed import WorkerDied
 from roll.rollout.asynchronous import AsyncScheduler
@@ -25,7 +25,7 @@ from roll.rollout.loops import RolloutLoop, make_flow
 from roll.rollout.replay import ReplayBuffer
 from roll.rollout.rewarding import RewardRouter
 from roll.rollout.scheduler import RolloutScheduler
-from roll.strategies.generation import SamplingParams
+from roll.strategies.engines.requests import SamplingParams
 from tests.rollout.fake_clusters import FakeCall, FakeRewards
 from tests.rollout.token_engines import LONGEST, TokenEngines, response
 

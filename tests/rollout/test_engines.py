@@ -9,7 +9,7 @@ from roll.distributed import DeadlineExceeded, WorkerDied, WorkerFailed
 from roll.distributed.failures import RankReport
 from roll.rollout.engines import EnginePool
 from roll.rollout.routing import EngineLoad, build_router
-from roll.strategies.generation import GenerationRequest, SamplingParams
+from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from tests.rollout.fake_clusters import FakeCall, FakeEngines
 
 PARAMS = SamplingParams(max_new_tokens=4)

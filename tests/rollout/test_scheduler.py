@@ -19,7 +19,7 @@ from roll.rollout.filters import build_filter
 from roll.rollout.flow import MAX_DRAWS_PER_WANTED, RolloutExhausted
 from roll.rollout.rewarding import RewardRouter
 from roll.rollout.scheduler import RolloutResult, RolloutScheduler
-from roll.strategies.generation import SamplingParams
+from roll.strategies.engines.requests import SamplingParams
 from tests.rollout.fake_clusters import FakeCall, FakeEngines, FakeRewards
 
 PARAMS = SamplingParams(max_new_tokens=8)

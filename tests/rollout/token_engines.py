@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from roll.distributed import WorkerDied
 from roll.distributed.failures import RankReport
 from roll.rollout.messages import EngineCommand, EngineReport, FinishedGroup
-from roll.strategies.generation import GenerationOutput, GenerationRequest, PartialSample, VersionSpan
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PartialSample, VersionSpan
 from tests.rollout.fake_clusters import FakeCall
 
 LONGEST = 40

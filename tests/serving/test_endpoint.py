@@ -13,8 +13,8 @@ import torch
 
 from roll.rollout.engines import EnginePool
 from roll.rollout.messages import FinishedGroup
-from roll.serving.streaming import settled_text
-from roll.strategies.generation import GenerationRequest, SamplingParams
+from roll.serving.responses import settled_text
+from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from tests.serving.local_cluster import LocalCluster
 
 PROMPT = [10, 20, 30, 40]

@@ -13,7 +13,7 @@ import httpx2
 import pytest
 
 from roll import cli
-from roll.config.errors import ConfigError
+from roll.config.reading.errors import ConfigError
 from roll.pipelines.serve import served_role
 from tests.config.good import GOOD, changed, load
 

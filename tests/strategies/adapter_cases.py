@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from roll.models.lora import DOWN_PART, UP_PART, merged_weight
-from roll.strategies.generation import GenerationRequest, GenerationStrategy
+from roll.strategies.engines.base import GenerationStrategy
+from roll.strategies.engines.requests import GenerationRequest
 from roll.weight_sync.messages import SyncReport, WeightSyncError
 from roll.weight_sync.sender import Update, WeightSender
 from tests.strategies.engine_cases import Advance, log_prob_gap

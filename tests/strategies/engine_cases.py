@@ -12,15 +12,10 @@ import torch
 from transformers import AutoTokenizer
 
 from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
+from roll.strategies.engines.base import GenerationStrategy
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams, interrupted
 from roll.strategies.factory import create_generation_strategy
-from roll.strategies.generation import (
-    GenerationOutput,
-    GenerationRequest,
-    GenerationStrategy,
-    SamplingParams,
-    interrupted,
-)
-from roll.weight_sync.checksum import tensor_checksum
+from roll.weight_sync.encoding import tensor_checksum
 from tests.strategies.engine_models import jolt
 from tests.strategies.hf_infer import helpers
 

@@ -27,7 +27,7 @@ _PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "transformers.models.qwen2.modeling_qwen2",
-    "roll.strategies.fsdp2",
+    "roll.strategies.fsdp.fsdp2",
     "roll.strategies.megatron",
     "deepspeed",
 ]

@@ -9,13 +9,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from roll.strategies.generation import (
-    GenerationOutput,
-    GenerationRequest,
-    GenerationStrategy,
-    SamplingParams,
-    interrupted,
-)
+from roll.strategies.engines.base import GenerationStrategy
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams, interrupted
 from tests.strategies.engine_cases import Advance
 from tests.strategies.hf_infer import helpers
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from roll.checkpoint import CheckpointManager
-from roll.checkpoint.manifest import write_manifest
+from roll.checkpoint.folders import write_manifest
 from roll.checkpoint.state import load_state, save_state
 from roll.config.roles import WorkerConfig
 from roll.strategies.factory import create_strategy
@@ -111,7 +111,7 @@ def attack(role: WorkerConfig, batch: TensorBatch, root: Path) -> list[str]:
             mark.unlink()
         shutil.rmtree(copy.parent)
     strategy.load(whole / "actor_train")
-    assert tried > 12 and strategy.step == 1, "and the right one is loaded still"
+    assert tried > 12 and strategy.progress.step == 1, "and the right one is loaded still"
     return ran
 
 

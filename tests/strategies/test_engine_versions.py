@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from roll.strategies.engine_versions import TESTED_VERSIONS, check_version
+from roll.strategies.engines.base import TESTED_VERSIONS, check_version
 
 
 @pytest.mark.parametrize(

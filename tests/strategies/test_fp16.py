@@ -16,7 +16,7 @@ import torch
 from roll.config.roles import WorkerConfig
 from roll.protocol.metrics import Metrics, to_floats
 from roll.strategies.factory import create_strategy
-from roll.strategies.loss_scale import INITIAL_SCALE, DynamicLossScale
+from roll.strategies.training.optimizer import INITIAL_SCALE, DynamicLossScale
 from tests.strategies import sharded_cases as cases
 from tests.strategies.comparison import STEPS
 from tests.strategies.samples import TensorBatch, make_batch, make_role, policy_loss, split_rows
@@ -143,10 +143,14 @@ def overflow(role: WorkerConfig, batch: TensorBatch, folder: Path) -> dict[str, 
     strategy.saved()
     resumed = started(role)
     resumed.load(folder)
-    assert resumed.step == strategy.step
+    assert resumed.progress.step == strategy.progress.step
     if hasattr(resumed, "engine"):
-        assert resumed.engine.optimizer.loss_scale == resumed.loss_scale.value
-    return {"metrics": metrics, "unchanged": unchanged, "scales": (strategy.loss_scale, resumed.loss_scale)}
+        assert resumed.engine.optimizer.loss_scale == resumed.progress.loss_scale.value
+    return {
+        "metrics": metrics,
+        "unchanged": unchanged,
+        "scales": (strategy.progress.loss_scale, resumed.progress.loss_scale),
+    }
 
 
 def started(role: WorkerConfig) -> Any:

@@ -9,10 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.config.micro_batching import MicroBatching
+from roll.config.plan.micro_batching import MicroBatching
 from roll.strategies.base import TensorBatch
-from roll.strategies.micro_batch_plan import plan_micro_batches
-from roll.strategies.micro_batches import row_index
+from roll.strategies.training.micro_batches import plan_micro_batches, row_index
 
 LONGEST = 12
 

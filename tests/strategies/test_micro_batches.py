@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.protocol.metrics import Max, Mean, Sum
-from roll.strategies.micro_batch_plan import fixed_rows
-from roll.strategies.micro_batches import is_empty, merged_floats, micro_batch
+from roll.strategies.training.micro_batches import fixed_rows, is_empty, merged_floats, micro_batch
 
 
 def batch(lengths: list[int], width: int) -> dict[str, torch.Tensor]:

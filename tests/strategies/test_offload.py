@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from roll.config.roles import WorkerConfig
-from roll.strategies.base import Output, StateKind
+from roll.strategies.base import OffloadedStorages, Output, StateKind
 from roll.strategies.factory import create_strategy
-from roll.strategies.storage import OffloadedStorages
 from tests.strategies.samples import TensorBatch, make_batch, make_role, policy_loss, split_rows
 
 RunRanks = Callable[..., list[Any]]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.strategies.rank_watch import RankWatch
+from roll.strategies.engines.base import RankWatch
 
 
 def begin(count: int = 3) -> tuple[RankWatch, list[int]]:

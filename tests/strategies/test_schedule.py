@@ -7,7 +7,7 @@ import torch
 from transformers import get_scheduler
 
 from roll.config.roles import TrainingArguments
-from roll.strategies.schedule import LearningRateSchedule
+from roll.strategies.training.optimizer import LearningRateSchedule
 
 
 def rates(kind: str, **options: object) -> list[float]:

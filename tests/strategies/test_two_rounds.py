@@ -15,7 +15,7 @@ from roll.rewards.base import RewardResult
 from roll.rollout.batch import build_batch
 from roll.rollout.loops import RolloutContext
 from roll.rollout.messages import FinishedGroup
-from roll.strategies.generation import GenerationRequest, SamplingParams
+from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from tests.strategies import sharded_cases as cases
 from tests.strategies.samples import ENTROPY_WEIGHT, PACKING, make_role, plain_model
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from roll.config.definition import Panel
+from roll.config.pipelines import Panel
 from roll.pipelines.rlvr.definition import RLVR
 from roll.pipelines.sft.definition import SFT
 from roll.tracking.plots import plot_run
-from roll.tracking.trackers import JsonlTracker
+from roll.tracking.records import JsonlTracker
 
 
 @pytest.fixture

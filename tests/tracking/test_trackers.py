@@ -12,8 +12,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from roll.tracking import METRICS_NAME, TrackedRun, build_trackers, read_metrics
-from roll.tracking.tensorboard import TensorBoardTracker
-from roll.tracking.trackers import CompositeTracker, JsonlTracker, Tracker, strip_reducer_tags
+from roll.tracking.records import CompositeTracker, JsonlTracker, Tracker, strip_reducer_tags
+from roll.tracking.trackers import TensorBoardTracker
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:

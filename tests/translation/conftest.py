@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from roll.config.loader import load_config
-from roll.config.rlvr import RLVRConfig
+from roll.pipelines.rlvr.config import RLVRConfig
 from roll.translation.engine import DIALECTS, Translation, dialect_of, translate
 from roll.translation.reading import Source, read_text
 

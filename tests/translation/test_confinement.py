@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.config.errors import ConfigError
+from roll.config.reading.errors import ConfigError
 from roll.rewards.sandbox import Sandbox, Settings
 from roll.translation import recording
 from roll.translation.recording import REQUIRED, record

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roll.config.errors import ConfigError
+from roll.config.reading.errors import ConfigError
 from roll.translation.engine import dialect_of
 from roll.translation.reading import read_text, read_words, read_yaml
 from tests.translation import commands

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.config.errors import ConfigError
+from roll.config.reading.errors import ConfigError
 from roll.rewards.sandbox import Sandbox, Settings
 from roll.translation import command, recording
 from roll.translation.reading import Source, read_recording

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from roll.config.rlvr import RLVRConfig
-from roll.config.run_ahead import RunAhead
+from roll.config.plan.plan import RunAhead
 from roll.distributed import PendingCall
 from roll.pipelines.rlvr.clusters import Clusters
+from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.data import RunData
 from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.pipelines.rlvr.rollout import RolloutPhase

@@ -5,29 +5,25 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from roll.config.batch import explain_indivisible, working_values
-from roll.config.checks import (
+from roll.config.checks.base import (
     Checks,
     check_columns,
     check_data_files,
     check_resume,
-    check_roles,
     check_schedule,
     check_template_file,
-    note_engine_length,
 )
-from roll.config.checks_model import note_positions
+from roll.config.checks.keys import note_unread
+from roll.config.checks.models import note_positions
+from roll.config.checks.roles import check_roles, note_engine_length
 from roll.config.lora import uses_lora
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
-from roll.config.rlvr import RLVRConfig
-from roll.config.schema import closest
-from roll.config.unread import note_unread
-from roll.config.weight_sync import check_weight_sync
+from roll.config.plan.plan import explain_indivisible, working_values
+from roll.config.reading.schema import closest
 from roll.pipelines.rlvr.checks_algorithm import check_algorithm
-from roll.pipelines.rlvr.checks_async import check_async
-from roll.pipelines.rlvr.checks_judges import check_judges
-from roll.pipelines.rlvr.checks_rewards import check_rewards
-from roll.pipelines.rlvr.checks_validation import check_validation, longest_in_validation
+from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
+from roll.pipelines.rlvr.checks_rollout import check_async, check_validation, check_weight_sync, longest_in_validation
+from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.planning import (
     is_async,
     lengths,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from roll.config.checks import Checks
+from roll.config.checks.base import Checks
 from roll.config.names import GREEDY_BASELINE_ESTIMATORS, LEAVE_ONE_OUT_ESTIMATORS, PASS_AT_K_ESTIMATORS
-from roll.config.rlvr import RLVRConfig
+from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.planning import (
     max_new_tokens,
     needs_critic,

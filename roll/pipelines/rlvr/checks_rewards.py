@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from roll.config.checks import Checks
-from roll.config.fields import DOTTED_PATH
-from roll.config.judges import judged_domains
+from roll.config.checks.base import Checks
 from roll.config.names import (
     FILTER_ARGUMENTS,
     PLANNED_REWARDS,
@@ -13,23 +11,41 @@ from roll.config.names import (
     REWARDS,
     WHY_PLANNED,
 )
-from roll.config.reward_models import CLASSIFIER, model_inputs
-from roll.config.rewards import FilterConfig, RewardConfig
-from roll.config.rlvr import RLVRConfig
-from roll.config.schema import closest
+from roll.config.plan.planning import shares_devices
+from roll.config.reading.fields import DOTTED_PATH
+from roll.config.reading.schema import closest
+from roll.config.rewards import (
+    CLASSIFIER,
+    CLUSTER,
+    INFERENCE,
+    JUDGE_KEYS,
+    JUDGE_ROLE,
+    LLM_JUDGE,
+    FilterConfig,
+    RewardConfig,
+    generates_otherwise,
+    judge_types,
+    judged_domains,
+    judges_of,
+    model_inputs,
+    own_judges,
+    section_of,
+)
+from roll.pipelines.rlvr.config import RLVRConfig
+from roll.pipelines.rlvr.planning import is_async, started_roles
 
 
 def check_reward_model(config: RLVRConfig, checks: Checks) -> None:
     """The role ``reward_model`` and the rewards that ask it."""
-    askers, role = model_inputs(config), config.reward_model
+    askers, role = model_inputs(config.rewards), config.reward_model
     if askers and role is None:
         rule = f"is needed by rewards.{next(iter(askers))}: the model that scores, and its devices"
         checks.missing("reward_model", rule, f"reward_model.model_args.model_type: {CLASSIFIER}")
     elif askers and role is not None and role.model_args.model_type != CLASSIFIER:
         key = "reward_model.model_args.model_type"
         checks.add(key, role.model_args.model_type, f"must be {CLASSIFIER} for the reward reward_model", CLASSIFIER)
-    elif askers and judged_domains(config):
-        rule = f"is a reward model: rewards.{judged_domains(config)[0]} needs a judge on the same role"
+    elif askers and judged_domains(config.rewards):
+        rule = f"is a reward model: rewards.{judged_domains(config.rewards)[0]} needs a judge on the same role"
         checks.add("reward_model.model_args.model_type", CLASSIFIER, rule)
     elif role is not None and not askers and role.model_args.model_type == CLASSIFIER:
         checks.note("reward_model", "not started: no reward asks it")
@@ -148,3 +164,56 @@ def check_filter(key: str, config: FilterConfig, checks: Checks) -> None:
     if config.type == "mean_filter" and not checks.broken(key) and low >= high:
         rule = f"must be less than threshold_up {high}, or no group is ever kept"
         checks.add(f"{key}.filter_args.threshold_down", low, rule, 0.0 if high > 0 else high - 1)
+
+
+def check_judges(config: RLVRConfig, checks: Checks) -> None:
+    """The judges' roles are there, where they are asked, and have the devices that they need."""
+    note_idle_keys(config, checks)
+    check_one_judge(config, checks)
+    for name in own_judges(config.rewards):
+        check_free_devices(config, name, checks)
+    domains, role = judged_domains(config.rewards), config.reward_model
+    if not domains:
+        if role is not None and role.model_args.model_type is None:
+            checks.note(JUDGE_ROLE, f"not started: no {LLM_JUDGE} has judge_model_type: cluster")
+        return
+    if role is None:
+        rule = f"is needed by rewards.{domains[0]} (judge_model_type: cluster): the judge's model, engine and devices"
+        checks.missing(JUDGE_ROLE, rule, f"{JUDGE_ROLE}.device_mapping: [0]")
+        return
+    key = f"{JUDGE_ROLE}.generating_args"
+    if generates_otherwise(role):
+        checks.note(key, f"has no effect: temperature, top_p and max_tokens are options of {LLM_JUDGE}")
+    check_free_devices(config, JUDGE_ROLE, checks)
+
+
+def check_one_judge(config: RLVRConfig, checks: Checks) -> None:
+    """A domain's judges ask one role at most: its reward workers know one address."""
+    for name, section in config.rewards.items():
+        if {CLUSTER, INFERENCE} <= judge_types(name, section):
+            rule = (
+                f"the judges of a domain ask either the role {JUDGE_ROLE} ({CLUSTER}) or its own engines ({INFERENCE})"
+            )
+            checks.add(f"rewards.{name}.judge_model_type", section.judge_model_type, rule, CLUSTER)
+
+
+def check_free_devices(config: RLVRConfig, name: str, checks: Checks) -> None:
+    """In an asynchronous run a judge's role shares its devices with nobody."""
+    key = f"{section_of(name)}.device_mapping"
+    if not is_async(config) or checks.broken(key):
+        return
+    roles = started_roles(config)
+    sharing = [other for other in roles if other != name and shares_devices(roles[name], roles[other])]
+    if sharing:
+        rule = f"must share no device with {', '.join(sharing)}: answers are judged at any time"
+        checks.add(key, roles[name].device_mapping, rule)
+
+
+def note_idle_keys(config: RLVRConfig, checks: Checks) -> None:
+    """Keys of judges where no judge reads them."""
+    for name, section in config.rewards.items():
+        if list(judges_of(name, section)):
+            continue
+        for key in JUDGE_KEYS:
+            if getattr(section, key):
+                checks.note(f"rewards.{name}.{key}", f"has no effect: it is an option of {LLM_JUDGE}")

@@ -6,15 +6,15 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from roll.config.definition import worker_name
 from roll.config.names import TRUTH_REWARDS
+from roll.config.pipelines import worker_name
+from roll.config.reading.errors import count
 from roll.config.rewards import RewardConfig
-from roll.config.rlvr import RLVRConfig
 from roll.config.roles import DataArguments
-from roll.config.wording import count
 from roll.datasets import DataError, DomainSampler, LoadCounts, PromptDataset
+from roll.pipelines.files import load_tokenizer
+from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

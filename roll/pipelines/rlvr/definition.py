@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from roll.config.checks import Checks
-from roll.config.definition import (
+from roll.config.algorithm import PolicyLossConfig, PPOConfig
+from roll.config.checks.base import Checks
+from roll.config.older import OlderRLVRKeys
+from roll.config.pipelines import (
     COMPUTES_LOG_PROBS,
     GENERATES,
     POLICY_KEYS,
@@ -22,18 +24,23 @@ from roll.config.definition import (
     Task,
     Written,
 )
-from roll.config.engine_args import own_weights
-from roll.config.judges import INFERENCE, judge_types, section_of
-from roll.config.older import OlderRLVRKeys
-from roll.config.planning import finished_section, with_cache_length
-from roll.config.policy_losses import PolicyLossConfig
-from roll.config.ppo import PPOConfig
-from roll.config.reward_models import CLASSIFIER, REWARD_MODEL
-from roll.config.rewards import RewardConfig
-from roll.config.rlvr import RLVRConfig
+from roll.config.plan.planning import finished_section, with_cache_length
+from roll.config.rewards import (
+    CLASSIFIER,
+    INFERENCE,
+    REWARD_MODEL,
+    FilterConfig,
+    RewardComponentConfig,
+    RewardConfig,
+    judge_types,
+    section_of,
+)
 from roll.config.roles import WorkerConfig
 from roll.config.run import RunConfig
+from roll.config.strategies.base import own_weights
+from roll.config.weight_sync import WeightSyncConfig
 from roll.pipelines.rlvr.checks import check_rlvr
+from roll.pipelines.rlvr.config import RLVRConfig, RouterConfig, ValidationConfig, ValidationSetConfig
 from roll.pipelines.rlvr.facts import batch_facts, rlvr_facts
 from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.pipelines.rlvr.planning import (
@@ -87,6 +94,15 @@ class RLVR(PipelineDefinition):
         ("RLVR: algorithm (top level)", PPOConfig, (PolicyLossConfig,)),
         ("RLVR: options of single policy losses (top level)", PolicyLossConfig, ()),
         ("RLVR: keys of older files (top level)", OlderRLVRKeys, ()),
+    )
+    section_tables = (
+        ("`rewards.<name>` (in addition to the keys of a role)", RewardConfig, (WorkerConfig,)),
+        ("`rewards.<name>.components.<component>`", RewardComponentConfig, ()),
+        ("`query_filter_config` and `response_filter_config`", FilterConfig, ()),
+        ("`validation` (in addition to the keys of a role)", ValidationConfig, (WorkerConfig,)),
+        ("`validation.sets.<name>`", ValidationSetConfig, ()),
+        ("`router_args`", RouterConfig, ()),
+        ("`weight_sync`", WeightSyncConfig, ()),
     )
 
     def check(self, config: RLVRConfig, checks: Checks) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from roll.config.run_ahead import RunAhead
-from roll.config.wording import count
+from roll.config.plan.plan import RunAhead
+from roll.config.reading.errors import count
 from roll.pipelines.rlvr.plan import RLVRPlan
 
 

@@ -6,11 +6,11 @@ import secrets
 
 import ray
 
-from roll.config.rlvr import RLVRConfig
 from roll.distributed import Cluster
+from roll.pipelines.files import load_tokenizer
+from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.tokenizers import load_tokenizer
-from roll.serving.front import FrontOptions, HttpFront
+from roll.serving.server import FrontOptions, HttpFront
 
 
 class JudgeService:

@@ -7,33 +7,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from roll.config.definition import PipelineDefinition, Written, worker_name
-from roll.config.engine_args import own_weights, with_engine_size
-from roll.config.judges import (
-    JUDGE_ROLE,
-    OWN_PREFIX,
-    judge_length,
-    judge_role,
-    judged_domains,
-    own_judges,
-    reward_workers,
-)
 from roll.config.lora import adapter_rank, uses_lora
 from roll.config.model_files import model_number
 from roll.config.names import GREEDY_BASELINE_ESTIMATORS, SQUARES_ESTIMATORS
-from roll.config.pipelines import find_own_modules
-from roll.config.plan import TrainingPlan
-from roll.config.planning import shared_plan, training_plan, with_cache_length
-from roll.config.reward_models import model_inputs
-from roll.config.rewards import RewardConfig
-from roll.config.rlvr import RLVRConfig
+from roll.config.pipelines import PipelineDefinition, Written, find_own_modules, worker_name
+from roll.config.plan.plan import TrainingPlan
+from roll.config.plan.planning import shared_plan, training_plan, with_cache_length
+from roll.config.rewards import (
+    JUDGE_ROLE,
+    OWN_PREFIX,
+    RewardConfig,
+    judge_length,
+    judge_role,
+    judged_domains,
+    model_inputs,
+    own_judges,
+    reward_workers,
+)
 from roll.config.roles import WorkerConfig
-from roll.config.strategy import GENERATION_STRATEGIES
-from roll.config.vllm import adapter_engine_args
-from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.rlvr.plan_validation import beside_training, validation_sets
+from roll.config.strategies.base import own_weights
+from roll.config.strategies.registry import GENERATION_STRATEGIES, with_engine_size
+from roll.config.strategies.vllm import adapter_engine_args
+from roll.pipelines.rlvr.config import RLVRConfig
+from roll.pipelines.rlvr.plan import RLVRPlan, beside_training, validation_sets
 from roll.rewards.base import RewardOptionError
-from roll.rewards.sections import concurrent_calls
+from roll.rewards.composition import concurrent_calls
 
 
 def needs_reference(config: RLVRConfig) -> bool:
@@ -107,9 +105,9 @@ def model_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
         roles["reference"] = config.reference
     if config.critic is not None and needs_critic(config):
         roles["critic"] = config.critic
-    if config.reward_model is not None and (judged_domains(config) or model_inputs(config)):
+    if config.reward_model is not None and (judged_domains(config.rewards) or model_inputs(config.rewards)):
         roles[JUDGE_ROLE] = with_engine_size(config.reward_model)
-    return roles | {name: with_engine_size(role) for name, role in own_judges(config).items()}
+    return roles | {name: with_engine_size(role) for name, role in own_judges(config.rewards).items()}
 
 
 def started_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:

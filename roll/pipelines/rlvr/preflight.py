@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from roll.config.errors import ConfigError, Problem
-from roll.config.fields import DOTTED_PATH
-from roll.config.masking import masked
 from roll.config.pipelines import find_own_modules
-from roll.config.rlvr import RLVRConfig, RouterConfig
-from roll.config.sources import shown
+from roll.config.reading.errors import ConfigError, Problem
+from roll.config.reading.fields import DOTTED_PATH
+from roll.config.reading.masking import masked
+from roll.config.reading.yaml_files import shown
+from roll.pipelines.rlvr.config import RLVRConfig, RouterConfig
 from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.pipelines.rlvr.planning import actor_keys, pg_variant
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from roll.config.reward_models import model_inputs
-from roll.config.rlvr import RLVRConfig
+from roll.config.rewards import model_inputs
 from roll.distributed import PendingCall
+from roll.pipelines.files import pad_token_id
 from roll.pipelines.rlvr.clusters import Clusters
+from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.data import RunData
 from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.pipelines.rlvr.validation import Validation, ValidationPlan, draw_from
-from roll.pipelines.tokenizers import pad_token_id
 from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics, Min
 from roll.rewards import failure_rates
@@ -191,7 +191,7 @@ def model_scorer(config: RLVRConfig, plan: RLVRPlan, clusters: Clusters) -> Mode
     if clusters.reward_model is None:
         return None
     columns = [config.actor_train.data_args, *(one.data_args for one in plan.validation_sets)]
-    return ModelScorer(clusters.reward_model, model_inputs(config), columns)
+    return ModelScorer(clusters.reward_model, model_inputs(config.rewards), columns)
 
 
 def _loss_metrics(engines: EnginePool) -> Metrics:

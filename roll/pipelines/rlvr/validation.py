@@ -24,7 +24,7 @@ from roll.rollout.groups import SampleGroup
 from roll.rollout.rewarding import RewardRouter
 from roll.rollout.sampling import greedy, sampling_params
 from roll.rollout.scheduler import Collection
-from roll.strategies.generation import SamplingParams
+from roll.strategies.engines.requests import SamplingParams
 
 LANE = "validation"
 """Of its requests to the engines, which training may use as well."""

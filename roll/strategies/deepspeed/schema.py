@@ -1,7 +1,7 @@
-"""The keys of DeepSpeed's JSON, read off the installed version: what :mod:`roll.config.deepspeed_keys` is written from.
+"""The keys of DeepSpeed's JSON, read off the installed version.
 
-Write it again after an update, with ``python -m roll.strategies.deepspeed.schema > roll/config/deepspeed_keys.py`` and
-``ruff format``; a test compares both.
+``python -m roll.strategies.deepspeed.schema > roll/config/strategies/deepspeed_keys.py`` and ``ruff format`` write the
+module again after an update; a test compares both.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Recorder(dict[str, Any]):
 
 
 def known_keys() -> tuple[dict[str, list[str]], dict[str, str]]:
-    """By section's path (``""``: the top) its keys, and of keys that DeepSpeed has given up its own words."""
+    """Keys by path of their section (``""``: the top), and DeepSpeed's own words about keys that it has removed."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.monitor.config import DeepSpeedMonitorConfig
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
@@ -90,7 +90,7 @@ def _model_of(annotation: Any) -> Any:
 
 
 def as_module() -> str:
-    """The text of :mod:`roll.config.deepspeed_keys`."""
+    """The text of :mod:`roll.config.strategies.deepspeed_keys`."""
     import deepspeed
 
     keys, removed = known_keys()

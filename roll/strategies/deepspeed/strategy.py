@@ -1,56 +1,94 @@
-"""``deepspeed_infer``: a model that computes log-probs, entropies or values, in parts over the ranks under ZeRO-3."""
+"""``deepspeed_train`` and ``deepspeed_infer``: a DeepSpeed engine, its parameters sharded under ZeRO-3."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
+import sys
+import warnings
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from roll.config.deepspeed import ZeroPlan, plan_zero
 from roll.config.roles import WorkerConfig
-from roll.config.strategy import DeepSpeedStrategyConfig, typed_strategy_config
-from roll.models.build import DTYPES
+from roll.config.strategies.deepspeed import ZeroPlan, numbers, plan_zero, switch
+from roll.config.strategies.registry import DeepSpeedStrategyConfig, typed_strategy_config
+from roll.models.build import DTYPES, enable_gradient_checkpointing
 from roll.models.layouts import TokenLayout
 from roll.models.log_probs import run_head_when_called
+from roll.platforms import Platform
 from roll.strategies.base import ModelHead, StateKind
-from roll.strategies.data_parallel import DataParallelStrategy
-from roll.strategies.deepspeed.options import engine_options
-from roll.strategies.deepspeed.partitions import full_size, gather_partitions, is_partitioned
-from roll.strategies.deepspeed.runtime import import_deepspeed, join_process_group
+from roll.strategies.deepspeed.states import (
+    full_size,
+    gather_partitions,
+    is_partitioned,
+    load_states,
+    save_states,
+    set_master_weights,
+)
+from roll.strategies.training.data_parallel import DataParallelStrategy
+from roll.strategies.training.optimizer import (
+    INITIAL_SCALE,
+    TrainingProgress,
+    build_adamw,
+    state_tensors,
+)
 
 logger = logging.getLogger(__name__)
 
 
-class DeepSpeedInferStrategy(DataParallelStrategy):
-    """Forward passes only. ZeRO-3 shards the parameters; any other stage leaves the whole model on each rank."""
+class DeepSpeedStrategy(DataParallelStrategy):
+    """Parameters in the compute dtype; where it trains, float32 master weights and AdamW moments.
 
-    trains = False
+    ZeRO-3 shards parameters, also of forward-only roles; any other stage leaves the whole model on each rank.
+    """
 
-    def __init__(self, role: WorkerConfig, head: ModelHead = ModelHead.CAUSAL_LM, seed: int = 42) -> None:
-        super().__init__(role, head, seed)
+    def __init__(
+        self,
+        role: WorkerConfig,
+        head: ModelHead = ModelHead.CAUSAL_LM,
+        seed: int = 42,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(role, head, seed, max_grad_norm)
         config = typed_strategy_config(role.strategy_args)
         assert isinstance(config, DeepSpeedStrategyConfig), config
         self.config = config
         self.compute_dtype = DTYPES[role.model_args.dtype]
         self.environ = {**os.environ, **role.system_envs}
         self.plan = self._plan(self.trains)
+        self.steps_each_micro_batch = self.trains and switch(config, "step_each_micro_batch", self.environ)
 
     def _plan(self, trains: bool) -> ZeroPlan:
         has_accelerator = self.platform.device_type != "cpu"
         return plan_zero(self.config, self.environ, trains=trains, has_accelerator=has_accelerator)
 
     def initialize(self, num_training_steps: int = 0) -> None:
-        """Collective. Build the model, and under ZeRO-3 partition it.
+        """Collective. Build the model, and under ZeRO-3 partition it; see :meth:`ModelStrategy.initialize`.
 
         Raises:
-            ValueError: optimizer steps asked of a forward-only strategy; see also :func:`build_model`.
             ImportError: DeepSpeed is not installed.
         """
-        self._refuse_training(num_training_steps, "deepspeed_train")
-        self._load_for_forward_passes()
+        self._refuse_steps(num_training_steps)
+        if not num_training_steps:
+            self.plan = self._plan(trains=False)
+            self._load_for_forward_passes()
+            return
+        self._load_model(torch.float32)
+        enable_gradient_checkpointing(self.model.language_model, self.role.model_args)
+        self.progress = TrainingProgress(self.role.training_args, num_training_steps, self.compute_dtype)
+        parameters = {name: p.data for name, p in self.model.named_parameters() if p.requires_grad}
+        self.engine = self._start_engine(
+            build_adamw(self.model, self.role.training_args),
+            fp32_accumulation=switch(self.config, "fp32_grad_accumulation", self.environ),
+            max_grad_norm=self.max_grad_norm,
+        )
+        if self.compute_dtype is not torch.float32:
+            self._restore_master_weights(parameters)
+        self.model.train()
 
     def _load_for_forward_passes(self) -> None:
         """An engine where parameters are to be partitioned; a plain module on the device otherwise."""
@@ -99,6 +137,70 @@ class DeepSpeedInferStrategy(DataParallelStrategy):
         module = self.engine if hasattr(self, "engine") else self.model
         return module(layout, outputs, temperature)
 
+    def _restore_master_weights(self, loaded: dict[str, torch.Tensor]) -> None:
+        """DeepSpeed made its float32 weights from those it had just rounded; put the loaded ones in."""
+        if self.plan.stage == 0:
+            optimizer = self.engine.optimizer
+            names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+            for rounded, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+                for parameter, master in zip(rounded, masters, strict=True):
+                    master.data.copy_(loaded[names[id(parameter)]])
+            # It also made a step of zeros to create the moments; AdamW would count it.
+            self.engine.basic_optimizer.state.clear()
+            return
+        for name, parameter in self.model.named_parameters():
+            if name in loaded:
+                set_master_weights(parameter, loaded[name].to(self.device))
+
+    def _begin_micro_batch(self, last: bool) -> None:
+        self._is_last = last
+        self.engine.set_gradient_accumulation_boundary(last)
+        self._set_loss_scale()
+
+    def _set_loss_scale(self) -> None:
+        if self.progress.loss_scale is not None:
+            self.engine.optimizer.loss_scale = self.progress.scale
+
+    def _differentiate(self, loss: torch.Tensor) -> None:
+        """DeepSpeed takes the mean over ranks; the loss is this rank's share of a sum."""
+        share = loss * self.world_size
+        if self.progress.loss_scale is not None and self.plan.stage == 0:
+            share = share * self.progress.scale  # the higher stages' optimizers multiply by it themselves
+        self.engine.backward(share, scale_wrt_gas=False)
+        if self.steps_each_micro_batch and not self._is_last:
+            self.engine.step()
+
+    def _clip_and_step(self, learning_rate: float) -> float:
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        return self._step_plain() if self._is_plain() else self._step_zero()
+
+    def _is_plain(self) -> bool:
+        """ZeRO-0 in float32: DeepSpeed sums the gradients, and torch's optimizer does the rest."""
+        return self.engine.optimizer is self.engine.basic_optimizer
+
+    def _step_plain(self) -> float:
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+        if math.isfinite(norm):
+            self.engine.step()
+        else:
+            self.engine.zero_grad()
+        return norm
+
+    def _step_zero(self) -> float:
+        self.engine.step()
+        norm = float(self.engine.get_global_grad_norm())
+        # ZeRO-0 gives the norm of the scaled gradient.
+        return norm / self.progress.scale if self.plan.stage == 0 else norm
+
+    def save(self, path: Path) -> None:
+        save_states(path, self.engine, self.contents, self.progress.state())
+
+    def load(self, path: Path) -> None:
+        self.progress.restore(load_states(path, self.engine, self.contents))
+        self._set_loss_scale()
+
     def _full_size(self, tensor: torch.Tensor) -> int:
         return full_size(tensor)
 
@@ -112,11 +214,117 @@ class DeepSpeedInferStrategy(DataParallelStrategy):
 
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
         """Parameters, this rank's parts of them under ZeRO-3; none where ZeRO keeps them in host memory."""
+        if kind is StateKind.OPTIMIZER_STATES and hasattr(self, "engine"):
+            return self._optimizer_tensors()
         if kind is not StateKind.MODEL_PARAMS:
             return []
         parameters: list[Any] = [*self.model.parameters(), *self.model.buffers()]
         parts = [parameter.ds_tensor for parameter in parameters if is_partitioned(parameter)]
         return self._on_device([*parameters, *parts])
 
+    def _optimizer_tensors(self) -> list[torch.Tensor]:
+        optimizer = self.engine.basic_optimizer
+        if optimizer is None:
+            return []
+        masters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        # Under ZeRO-3 the groups are filled during a step only.
+        masters += getattr(self.engine.optimizer, "fp32_partitioned_groups_flat", [])
+        return self._on_device([*masters, *state_tensors(optimizer)])
+
     def _on_device(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor.detach() for tensor in tensors if tensor.device.type == self.device.type]
+
+
+def import_deepspeed(platform: Platform) -> Any:
+    """The ``deepspeed`` module, quiet, for the devices of ``platform``.
+
+    Raises:
+        ImportError: DeepSpeed is not installed; the message names the extra.
+    """
+    if platform.device_type == "cpu":
+        # Read while the package is imported; without it DeepSpeed guesses from whatever tools the host has.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Its collectives call torch's by names that torch 2.13 has renamed, one warning a call.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ImportError(
+            "the deepspeed strategies need DeepSpeed, an optional package: pip install 'roll-rl[deepspeed]'"
+        ) from error
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    return deepspeed
+
+
+def join_process_group(deepspeed: Any, platform: Platform) -> None:
+    """Collective. Let DeepSpeed use torch's default process group, which must exist."""
+    # DeepSpeed reads the index of this rank's device here; a worker sees only its own.
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if platform.device_type == "cpu":
+        # A shared-memory reduction for inference kernels, compiled for most of a minute on first use (and not at all on
+        # a host without a C++ compiler). Nothing here calls it.
+        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    deepspeed.init_distributed(dist_backend=platform.collective_backend, auto_mpi_discovery=False, verbose=False)
+
+
+PASSED_THROUGH = ("activation_checkpointing", "aio", "comms_logger", "flops_profiler", "communication_data_type")
+
+
+def engine_options(
+    config: DeepSpeedStrategyConfig,
+    plan: ZeroPlan,
+    *,
+    dtype: str,
+    pin_memory: bool,
+    micro_batch_rows: int,
+    fp32_accumulation: bool = False,
+    max_grad_norm: float | None = None,
+) -> dict[str, Any]:
+    """DeepSpeed's configuration.
+
+    Batch sizes are nominal: the strategy says itself which micro-batch is the last of an optimizer step, because their
+    number may change from step to step.  It is above 1 because DeepSpeed leaves accumulation out for 1.
+
+    Args:
+        dtype: ``bf16``, ``fp16`` or ``fp32``, the compute type.
+        pin_memory: host memory can be page-locked.
+    """
+    options: dict[str, Any] = numbers(config.deepspeed_config)
+    for name in PASSED_THROUGH:
+        value = numbers(getattr(config, name))
+        if value:
+            options[name] = value
+    options |= {
+        "train_micro_batch_size_per_gpu": micro_batch_rows,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": float(max_grad_norm or 0.0),
+        "steps_per_print": config.steps_per_print or sys.maxsize,
+        "wall_clock_breakdown": config.wall_clock_breakdown,
+        "zero_optimization": _zero_section(config, plan, pin_memory),
+        # AdamW's fused CPU kernel comes with torch: nothing to compile for offload.
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if dtype == "bf16":
+        options["bf16"] = {"check_grad_overflow": True, **numbers(config.bf16), "enabled": True}
+    if dtype == "fp16":
+        # A scale that DeepSpeed does not move: the strategy does, as under every other backend.
+        options["fp16"] = {"enabled": True, "loss_scale": INITIAL_SCALE}
+    accumulation = {"grad_accum_dtype": "fp32"} if fp32_accumulation and plan.stage > 0 and dtype == "bf16" else {}
+    data_types = accumulation | numbers(config.data_types)
+    if data_types:
+        options["data_types"] = data_types
+    return options
+
+
+def _zero_section(config: DeepSpeedStrategyConfig, plan: ZeroPlan, pin_memory: bool) -> dict[str, Any]:
+    section: dict[str, Any] = {}
+    for name, device in (("offload_optimizer", plan.offload_optimizer), ("offload_param", plan.offload_param)):
+        if device != "none":
+            section[name] = {"device": device, "pin_memory": pin_memory}
+            if device == "nvme":
+                section[name]["nvme_path"] = config.nvme_path
+    section |= numbers(config.zero_optimization)
+    for name in ("offload_optimizer", "offload_param"):
+        if not pin_memory and isinstance(section.get(name), dict):
+            section[name] = {**section[name], "pin_memory": False}
+    return section | {"stage": plan.stage}

@@ -9,21 +9,19 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from roll.strategies.generation import (
+from roll.strategies.engines.requests import (
     FinishReason,
     GenerationOutput,
     GenerationRequest,
     PartialSample,
     SamplingParams,
+    StopStringMatcher,
+    check_request,
 )
-from roll.strategies.hf_infer.cache import DecodeSlots, SlotCache
+from roll.strategies.engines.sampling import stream_key
+from roll.strategies.hf_infer.cache import DecodeSlots, PrefixCache, SlotCache
 from roll.strategies.hf_infer.decoder import Decoder, PromptStates, round_up
-from roll.strategies.hf_infer.prefixes import PrefixStore
-from roll.strategies.hf_infer.rows import RunningRows, RunningSample
-from roll.strategies.hf_infer.sampler import Sampler
-from roll.strategies.random_streams import stream_key
-from roll.strategies.request_checks import check_request
-from roll.strategies.stop_strings import StopStringMatcher
+from roll.strategies.hf_infer.rows import RunningRows, RunningSample, Sampler
 
 _MAX_PREFILL_TOKENS = 8192  # prompts computed at a time, padding included: bounds memory and the wait of running rows
 
@@ -104,7 +102,7 @@ class GenerationEngine:
         self._unfinished: dict[str, int] = {}
         self._rows = RunningRows(max_num_seqs, max_model_len)
         self._cache = self._new_cache()
-        self._prefixes = PrefixStore(prefix_cache_tokens)
+        self._prefixes = PrefixCache(prefix_cache_tokens)
         self._sampler = Sampler(self._rows, decoder.vocab_size, decoder.device)
 
     @property
@@ -160,6 +158,8 @@ class GenerationEngine:
 
     def _note_failures(self, rows: np.ndarray) -> set[str]:
         """The requests of rows without a distribution to draw from."""
+        if len(rows):
+            self._prefixes.clear()  # their prompts may be in it
         for row in rows:
             sample = self._rows.samples[row]
             sample.stale = True
@@ -272,9 +272,9 @@ class GenerationEngine:
     def _known_prompt(self, group: _QueuedGroup) -> PromptStates | None:
         """The states of a prompt that was computed for some of the samples already, or begins with what is held."""
         if group.prompt is None:
-            beginning = self._prefixes.longest(group.token_ids)
-            if beginning is not None:
-                group.prompt = self._decoder.extend(beginning, group.token_ids)
+            extended = self._prefixes.extended(group.token_ids)
+            if extended is not None:
+                group.prompt = self._decoder.extend(*extended, group.token_ids)
         return group.prompt
 
     def _select(self) -> _Admission:

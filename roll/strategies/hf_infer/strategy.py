@@ -1,9 +1,9 @@
-"""The ``hf_infer`` strategy: a role's model in a :class:`GenerationEngine`."""
+"""hf_infer: a role's model in a :class:`GenerationEngine`, or computing log-probs of batches."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,17 +11,19 @@ from typing import Any
 import torch
 
 from roll.config.roles import WorkerConfig
-from roll.config.strategy import HfInferStrategyConfig, typed_strategy_config
+from roll.config.strategies.registry import HfInferStrategyConfig, typed_strategy_config
 from roll.models.build import DTYPES, attention_implementation, build_model, load_config
+from roll.models.layouts import TokenLayout
 from roll.platforms import current_platform
 from roll.protocol.columns import copy_into
-from roll.strategies.end_tokens import end_token_ids
-from roll.strategies.generation import GenerationOutput, GenerationRequest, GenerationStrategy
-from roll.strategies.hf_infer.decoder import Decoder, create_decoder
+from roll.strategies.base import OffloadedStorages, StateKind
+from roll.strategies.engines.base import GenerationStrategy, end_token_ids
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, longest_sequence
+from roll.strategies.hf_infer.decoder import Decoder
 from roll.strategies.hf_infer.engine import GenerationEngine
-from roll.strategies.sequence_length import longest_sequence
-from roll.strategies.storage import OffloadedStorages
-from roll.weight_sync.checksum import tensor_checksum
+from roll.strategies.hf_infer.generic import create_decoder
+from roll.strategies.training.data_parallel import DataParallelStrategy
+from roll.weight_sync.encoding import tensor_checksum
 
 logger = logging.getLogger(__name__)
 
@@ -182,3 +184,29 @@ def _load_model(role: WorkerConfig, load_format: str) -> Any:
         trust_remote_code=args.trust_remote_code,
     )
     return model.to(device)
+
+
+class HfForwardStrategy(DataParallelStrategy):
+    """Forward passes of a plain Hugging Face model in the compute dtype; ranks share rows and nothing else."""
+
+    def initialize(self, num_training_steps: int = 0) -> None:
+        """Load the model.
+
+        Raises:
+            ValueError: optimizer steps asked of a forward-only strategy; see also :func:`build_model`.
+        """
+        self._refuse_steps(num_training_steps)
+        self.compute_dtype = DTYPES[self.role.model_args.dtype]
+        self._load_model(self.compute_dtype)
+        self.model.requires_grad_(False)
+        self.model.eval()
+        self.model.to(self.device)
+
+    def _compute(self, layout: TokenLayout, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
+        return self.model(layout, outputs, temperature)
+
+    def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return tensors if self.rank == 0 else [tensor.new_empty(0) for tensor in tensors]
+
+    def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
+        return [*self.model.parameters(), *self.model.buffers()] if kind is StateKind.MODEL_PARAMS else []

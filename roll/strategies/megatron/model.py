@@ -1,4 +1,18 @@
-"""A Megatron ``GPTModel`` that computes log-probs, entropies or values of response tokens, and nothing else."""
+r"""A Megatron ``GPTModel`` that computes log-probs, entropies or values of response tokens, and nothing else.
+
+Its attention takes rows or flat runs of tokens, whole or with the sequence sharded over context-parallel ranks.  Its
+last layer computes log-probs from an output matrix sharded over its rows without gathering logits:
+
+Each of n tensor-parallel ranks holds V / n rows of the output matrix, so V / n logits z_j of a token.  With
+m = max_j z_j, s = sum_j exp(z_j - m), u = sum_j exp(z_j - m) z_j and q = sum_j exp(z_j - m)^2, all over all ranks,
+
+    log p(y)  = z_y - m - log s
+    entropy   = m + log s - u / s
+    sum_j p_j^2 = q / s^2                       (without gradient)
+
+so ranks exchange five numbers a token, never logits.  The gradients of :mod:`roll.models.log_probs` need the local
+logits and these numbers only.  Tokens are taken in chunks, computed again in the backward pass.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +20,26 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
+from roll.models.attention import layout_attention
+from roll.models.log_probs import HeadMemory
 from roll.strategies.base import ModelHead
 from roll.strategies.megatron.adapters import AdaptedColumnLinear, AdaptedRowLinear
-from roll.strategies.megatron.attention import CausalAttention
-from roll.strategies.megatron.heads import LogProbHead, ValueHead
 from roll.strategies.megatron.micro_batches import Arrangement, MicroBatch
 
 
@@ -139,7 +162,7 @@ class ResponseGPT(GPTModel):
 
 
 def _start_of_gradients(module: nn.Module, inputs: tuple[Any, ...], hidden: Tensor) -> Tensor:
-    """Where the embeddings are frozen, let gradients come back to them all the same.
+    """Let gradients come back to frozen embeddings all the same.
 
     Megatron gives a recomputed layer no gradient, and a pipeline stage no backward pass, unless its input wants one.
     """
@@ -158,3 +181,209 @@ def _block(config: TransformerConfig, virtual_stage: int | None) -> TransformerB
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     count = get_num_layers_to_build(config, vp_stage=virtual_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+
+
+class LogProbHead(ColumnParallelLinear):
+    """An output matrix sharded over the vocabulary that never gathers logits."""
+
+    def __init__(self, config: TransformerConfig, padded_vocab_size: int, vocab_size: int, tied: bool) -> None:
+        super().__init__(
+            config.hidden_size,
+            padded_vocab_size,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=False,
+            skip_weight_param_allocation=tied,
+        )
+        self.vocab_size = vocab_size
+
+    def forward(
+        self,
+        hidden: Tensor,
+        predictors: Tensor,
+        targets: Tensor,
+        outputs: Collection[str],
+        temperature: float,
+        weight: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """
+        Args:
+            hidden: (s, b, H), or this rank's part of it along s with sequence parallelism.
+            predictors: int64 (N,), indices into the flattened (s * b) hidden states.
+            targets: int64 (N,), the tokens that they predict.
+            weight: the embeddings' matrix, where it is the output matrix too.
+        """
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+            hidden = hidden.flatten(0, 1).index_select(0, predictors)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden.flatten(0, 1).index_select(0, predictors))
+        computed = vocab_parallel_log_probs(
+            hidden,
+            self.weight if weight is None else weight,
+            targets,
+            group=parallel_state.get_tensor_model_parallel_group(),
+            vocab_size=self.vocab_size,
+            temperature=temperature,
+        )
+        named = zip(("log_probs", "entropy", "sum_of_squares"), computed, strict=True)
+        return {name: values for name, values in named if name in outputs}
+
+
+class ValueHead(nn.Module):
+    """A scalar for each predicting hidden state; every tensor-parallel rank computes all of it."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.sequence_parallel = config.sequence_parallel
+        device = torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda")
+        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=config.params_dtype, device=device))
+
+    def forward(self, hidden: Tensor, predictors: Tensor, *_: Any, **__: Any) -> dict[str, Tensor]:
+        """Arguments as of :class:`LogProbHead`."""
+        if self.sequence_parallel:
+            # All ranks compute the same from here on, so a rank's own part of the gradient is already whole.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        hidden = hidden.flatten(0, 1).index_select(0, predictors)
+        return {"values": nn.functional.linear(hidden, self.weight, self.bias)[:, 0].float()}
+
+
+class CausalAttention(MegatronModule):
+    """The ``core_attention`` of a layer: (s, b, heads, dim) queries, keys and values to (s, b, heads * dim).
+
+    Right padding needs no mask: no real token sees what comes after it.  In a flat run of tokens (b = 1) the
+    arrangement says who sees whom.  With context parallelism s is the length of this rank's chunk.
+    """
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__(config)
+        self.softmax_scale = softmax_scale
+        self.context_group = parallel_state.get_context_parallel_group()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: Arrangement | None = None,
+        **_: Any,
+    ) -> Tensor:
+        assert attention_mask is None, "rows are right-padded and causal; there is no other mask"
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        pattern = None if packed_seq_params is None else packed_seq_params.pattern
+        output, _weights = layout_attention(
+            self,
+            query,
+            key,
+            value,
+            None,
+            scaling=self.softmax_scale,
+            attention_pattern=pattern,
+            context_group=self.context_group if self.context_group.size() > 1 else None,
+        )
+        # Contiguous, or the product that follows is summed in another order where weights need a gradient.
+        return output.transpose(0, 1).flatten(2).contiguous()
+
+
+def vocab_parallel_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    group: ProcessGroup,
+    vocab_size: int,
+    temperature: float = 1.0,
+    memory: HeadMemory | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of ``targets[i]`` under ``softmax((W @ hidden[i]) / temperature)``, entropy and sum of squares.
+
+    Args:
+        hidden: (N, H), the same on all ranks of ``group``; N may be 0. Its gradient is this rank's share: the sum over
+            ranks is the caller's.
+        weight: (V / n, H): this rank's rows, in rank order. Rows from ``vocab_size`` on are padding.
+        targets: int64 (N,), in [0, ``vocab_size``).
+        group: the n ranks. All call at the same time, in forward and backward.
+        temperature: greater than 0.
+
+    Returns:
+        float32 (N,) log-probs, entropies (nats) and sums of squared probabilities, the same on all ranks; the first two
+        carry gradients.
+    """
+    assert hidden.ndim == 2 and targets.shape == hidden.shape[:1], (hidden.shape, targets.shape)
+    memory = memory or HeadMemory.for_device(hidden.device)
+    start = group.rank() * weight.shape[0]
+    own = max(0, min(weight.shape[0], vocab_size - start))
+    chunk = memory.chunk_tokens(weight.shape[0])
+    return _VocabParallelLogProbs.apply(hidden, weight, targets - start, own, group, temperature, chunk)
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """float32 (n, own) logits of one chunk."""
+    logits = torch.nn.functional.linear(hidden, weight).float()
+    return logits.div_(temperature) if temperature != 1.0 else logits
+
+
+class _VocabParallelLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        own: int,
+        group: ProcessGroup,
+        temperature: float,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        log_probs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+        entropy, squares, log_normalizer = (torch.empty_like(log_probs) for _ in range(3))
+        for first in range(0, hidden.shape[0], chunk):
+            rows = slice(first, first + chunk)
+            logits = _logits(hidden[rows], weight[:own], temperature)
+            peak = logits.amax(1) if own else logits.new_full((logits.shape[0],), -torch.inf)
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+            mine, index = _own_targets(targets[rows], own)
+            of_target = logits.gather(1, index)[:, 0] * mine if own else logits.new_zeros(logits.shape[0])
+            powers = (logits - peak[:, None]).exp_()
+            sums = torch.stack([powers.sum(1), (powers * logits).sum(1), of_target, powers.square_().sum(1)])
+            dist.all_reduce(sums, group=group)
+            log_normalizer[rows] = peak + sums[0].log()
+            log_probs[rows] = sums[2] - log_normalizer[rows]
+            entropy[rows] = log_normalizer[rows] - sums[1] / sums[0]
+            squares[rows] = sums[3] / sums[0].square()
+        ctx.save_for_backward(hidden, weight, targets, log_normalizer, entropy)
+        ctx.own, ctx.temperature, ctx.chunk = own, temperature, chunk
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(squares)
+        return log_probs, entropy, squares
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: None) -> tuple[Any, ...]:
+        hidden, weight, targets, log_normalizer, entropy = ctx.saved_tensors
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        for first in range(0, hidden.shape[0], ctx.chunk):
+            rows = slice(first, first + ctx.chunk)
+            table = _logits(hidden[rows], weight[: ctx.own], ctx.temperature) - log_normalizer[rows, None]
+            factor = torch.zeros_like(table)
+            if grad_entropy is not None:
+                factor -= (table + entropy[rows, None]) * grad_entropy[rows, None]
+            if grad_log_probs is not None:
+                factor -= grad_log_probs[rows, None]
+            grad_logits = table.exp_().mul_(factor)
+            if grad_log_probs is not None and ctx.own:
+                mine, index = _own_targets(targets[rows], ctx.own)
+                grad_logits.scatter_add_(1, index, (grad_log_probs[rows] * mine)[:, None])
+            grad_logits = grad_logits.div_(ctx.temperature).to(weight.dtype)
+            torch.mm(grad_logits, weight[: ctx.own], out=grad_hidden[rows])
+            grad_weight[: ctx.own].addmm_(grad_logits.t(), hidden[rows])
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def _own_targets(targets: Tensor, own: int) -> tuple[Tensor, Tensor]:
+    """bool (n,) which targets are among this rank's rows, and int64 (n, 1) indices that are valid in any case."""
+    mine = (targets >= 0) & (targets < own)
+    return mine, targets.clamp(0, max(0, own - 1))[:, None]

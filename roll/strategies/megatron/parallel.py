@@ -1,6 +1,6 @@
-"""The parallel dimensions of a Megatron role: their sizes, their process groups, and where a rank stands.
+"""Set-up of a Megatron role: parallel sizes and process groups, Megatron's configuration, the Hugging Face model.
 
-| dimension | what is cut                                  | ranks next to each other |
+| dimension | what is sharded                              | ranks next to each other |
 |-----------|----------------------------------------------|--------------------------|
 | tensor    | every matrix, by rows or columns             | 1st (rank 0, 1, ...)     |
 | context   | the sequence, in contiguous chunks           | 2nd                      |
@@ -13,13 +13,23 @@ The world is their product.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
 
-from roll.config.strategy import MegatronStrategyConfig
+from roll.config.roles import ModelArguments
+from roll.config.strategies.registry import MegatronStrategyConfig
+from roll.models.build import has_tied_embeddings, load_config
 from roll.platforms import current_platform
 from roll.protocol.rank import RankInfo
+from roll.strategies.base import ModelHead
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,7 @@ class ParallelSizes:
 
     @property
     def sequence_divisor(self) -> int:
-        """What the padded length of a micro-batch must divide by."""
+        """Divisor of the padded length of a micro-batch."""
         return self.context * (self.tensor if self.sequence_parallel else 1)
 
     def check_world(self, world_size: int) -> None:
@@ -101,3 +111,193 @@ def rank_info(rank: int, world_size: int, sizes: ParallelSizes) -> RankInfo:
         cp_rank=context,
         cp_size=sizes.context,
     )
+
+
+def build_transformer_config(
+    hf: PretrainedConfig,
+    args: ModelArguments,
+    options: MegatronStrategyConfig,
+    sizes: ParallelSizes,
+    dtype: torch.dtype,
+) -> TransformerConfig:
+    """
+    Raises:
+        ValueError: sizes that do not fit the model, or an unknown name in ``additional_configs``.
+    """
+    _check_heads(hf, sizes)
+    settings = _architecture(hf) | _parallelism(options, sizes, dtype) | _recomputation(args, options)
+    known = {name for name in TransformerConfig.__dataclass_fields__ if not name.startswith("_")}
+    unknown = options.additional_configs.keys() - known
+    if unknown:
+        raise ValueError(
+            f"strategy_config.additional_configs: Megatron's TransformerConfig has no {', '.join(sorted(unknown))}; "
+            "see megatron.core.transformer.TransformerConfig for its fields"
+        )
+    return TransformerConfig(**(settings | options.additional_configs))
+
+
+def head_dim(hf: PretrainedConfig) -> int:
+    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+
+
+def _architecture(hf: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "num_layers": hf.num_hidden_layers,
+        "hidden_size": hf.hidden_size,
+        "ffn_hidden_size": hf.intermediate_size,
+        "num_attention_heads": hf.num_attention_heads,
+        "num_query_groups": hf.num_key_value_heads,
+        "kv_channels": head_dim(hf),
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf.rms_norm_eps,
+        "qk_layernorm": hf.model_type == "qwen3",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": hf.model_type == "qwen2",
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+
+
+def _parallelism(options: MegatronStrategyConfig, sizes: ParallelSizes, dtype: torch.dtype) -> dict[str, Any]:
+    interleaved = sizes.virtual > 1
+    return {
+        "tensor_model_parallel_size": sizes.tensor,
+        "pipeline_model_parallel_size": sizes.pipeline,
+        "virtual_pipeline_model_parallel_size": sizes.virtual if interleaved else None,
+        "context_parallel_size": sizes.context,
+        "sequence_parallel": sizes.sequence_parallel,
+        "pipeline_model_parallel_layout": options.pipeline_model_parallel_layout,
+        "account_for_embedding_in_pipeline_split": options.account_for_embedding_in_pipeline_split,
+        "account_for_loss_in_pipeline_split": options.account_for_loss_in_pipeline_split,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
+        # Losses come divided by global denominators: Megatron is to scale neither losses nor gradients.
+        "calculate_per_token_loss": True,
+        # Every weight is read from a file.
+        "perform_initialization": False,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        # Stages exchange the shapes of micro-batches, except in the interleaved schedule, whose ranks exchange
+        # in both directions at once: there all micro-batches are padded to one shape.
+        "variable_seq_lengths": sizes.pipeline > 1 and not interleaved,
+        "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths asks for it, also without experts
+        "batch_p2p_comm": not interleaved,
+        "overlap_p2p_comm": interleaved,
+        # The interleaved schedule frees outputs that are still being sent: right with CUDA streams, wrong with gloo.
+        "deallocate_pipeline_outputs": sizes.pipeline > 1 and (torch.cuda.is_available() or not interleaved),
+        # The fused kernels are Triton's or Apex's.
+        "bias_activation_fusion": options.bias_activation_fusion and torch.cuda.is_available(),
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+    }
+
+
+def _recomputation(args: ModelArguments, options: MegatronStrategyConfig) -> dict[str, Any]:
+    """Each layer is computed again in the backward pass unless the role chooses otherwise."""
+    if options.recompute_granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": options.recompute_modules}
+    if options.recompute_granularity == "full" or not args.disable_gradient_checkpointing:
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": options.recompute_method or "uniform",
+            "recompute_num_layers": options.recompute_num_layers or 1,
+        }
+    return {}
+
+
+def _check_heads(hf: PretrainedConfig, sizes: ParallelSizes) -> None:
+    for key, count in (("num_key_value_heads", hf.num_key_value_heads), ("intermediate_size", hf.intermediate_size)):
+        if count % sizes.tensor:
+            raise ValueError(
+                f"strategy_config.tensor_model_parallel_size: {sizes.tensor} does not divide the model's {key} "
+                f"{count}; use a size that does"
+            )
+    if hf.num_attention_heads % (sizes.tensor * sizes.context):
+        raise ValueError(
+            f"strategy_config.context_parallel_size: {sizes.context} x tensor_model_parallel_size {sizes.tensor} does "
+            f"not divide the model's {hf.num_attention_heads} attention heads; use a smaller one"
+        )
+    stages = sizes.pipeline * sizes.virtual
+    if hf.num_hidden_layers < stages:
+        raise ValueError(
+            f"strategy_config.pipeline_model_parallel_size: {stages} stages for {hf.num_hidden_layers} layers; use at "
+            f"most {hf.num_hidden_layers}"
+        )
+
+
+FAMILIES = ("qwen2", "qwen3", "llama")
+"""Values of ``model_type`` whose layers are translated (Qwen2.5 is ``qwen2``)."""
+
+
+def skeleton(args: ModelArguments, head: ModelHead) -> PreTrainedModel:
+    """The Hugging Face model without weights: names, shapes, configuration, and the code that writes an export.
+
+    Raises:
+        ValueError: no path, or a model that is not translated.
+        OSError: no such folder, or a folder without a model.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    if not args.model_name_or_path:
+        raise ValueError("model_args.model_name_or_path: empty; give a model folder, or set `pretrain` for all roles")
+    config = load_config(args)
+    _check_family(config, args.model_name_or_path)
+    with torch.device("meta"):
+        if head is ModelHead.VALUE:
+            config.num_labels = 1
+            return AutoModelForTokenClassification.from_config(config, dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _check_family(config: PretrainedConfig, path: str) -> None:
+    reasons = {
+        f"model_type {config.model_type}": config.model_type not in FAMILIES,
+        "sliding-window layers": set(getattr(config, "layer_types", None) or ()) - {"full_attention"},
+        "biases in all linear layers": config.model_type != "qwen2" and getattr(config, "attention_bias", False),
+        "biases in MLP layers": getattr(config, "mlp_bias", False),
+        f"the activation {getattr(config, 'hidden_act', '')}": getattr(config, "hidden_act", "silu") != "silu",
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    if found:
+        raise ValueError(
+            f"model_args.model_name_or_path: {path} has {' and '.join(found)}, which the Megatron backend does not "
+            "compute; use a Qwen2, Qwen2.5, Qwen3 or Llama model, or strategy_name: fsdp2_train"
+        )
+
+
+def rotary_frequencies(model: PreTrainedModel) -> torch.Tensor:
+    """float32 (head_dim / 2,): the inverse frequencies, with the model's own scaling (Llama 3, linear ...).
+
+    Raises:
+        ValueError: a kind of scaling that also depends on the length of the sequence, or rescales attention.
+    """
+    on_meta: Any = model.base_model.rotary_emb
+    rotary = type(on_meta)(model.config)
+    if "dynamic" in rotary.rope_type or rotary.rope_type == "longrope" or rotary.attention_scaling != 1.0:
+        raise ValueError(
+            f"model_args.model_config_kwargs: rotary embeddings of type {rotary.rope_type} are not supported by the "
+            "Megatron backend; use default, linear or llama3"
+        )
+    frequencies: torch.Tensor = rotary.inv_freq.float()
+    return frequencies
+
+
+def write_export(model: PreTrainedModel, weights: dict[str, torch.Tensor], source: str, path: Path) -> None:
+    """Write ``weights`` (tied ones once) with ``model``'s configuration and the source's generation configuration."""
+    from transformers import GenerationConfig
+
+    names = dict(model.named_parameters())
+    assert weights.keys() == names.keys(), names.keys() ^ weights.keys()
+    model.load_state_dict(weights, assign=True, strict=not has_tied_embeddings(model))
+    model.tie_weights()
+    if (Path(source) / GENERATION_CONFIG).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(source)
+    model.config.dtype = next(iter(weights.values())).dtype
+    path.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(path)
+
+
+GENERATION_CONFIG = "generation_config.json"

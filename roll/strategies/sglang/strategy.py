@@ -15,21 +15,23 @@ from sglang.srt.managers import io_struct
 from transformers import AutoTokenizer
 
 from roll.config.roles import WorkerConfig
-from roll.config.sglang import SglangStrategyConfig
-from roll.config.strategy import typed_strategy_config
+from roll.config.strategies.registry import typed_strategy_config
+from roll.config.strategies.sglang import SglangStrategyConfig
 from roll.models.build import load_config
 from roll.platforms import current_platform
-from roll.strategies.end_tokens import model_end_token_ids
-from roll.strategies.engine_versions import check_version
-from roll.strategies.generation import GenerationOutput, GenerationRequest, GenerationStrategy, PartialSample
-from roll.strategies.random_streams import stream_key
-from roll.strategies.request_checks import check_request
-from roll.strategies.sequence_length import longest_sequence
-from roll.strategies.sglang.engine import TokenEngine
-from roll.strategies.sglang.engine_args import bound_threads, engine_arguments
-from roll.strategies.sglang.requests import Sample, sampling_settings
-from roll.strategies.sglang.updates import WeightUpdates, check
-from roll.strategies.stop_strings import StopStringMatcher
+from roll.strategies.engines.base import GenerationStrategy, check_version, model_end_token_ids
+from roll.strategies.engines.requests import (
+    GenerationOutput,
+    GenerationRequest,
+    PartialSample,
+    StopStringMatcher,
+    check_request,
+    longest_sequence,
+)
+from roll.strategies.engines.sampling import stream_key
+from roll.strategies.sglang.arguments import Sample, bound_threads, engine_arguments, sampling_settings
+from roll.strategies.sglang.scheduler import TokenEngine
+from roll.strategies.sglang.weights import WeightUpdates, check
 
 logger = logging.getLogger(__name__)
 

@@ -18,22 +18,21 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from roll.config.roles import WorkerConfig
-from roll.config.strategy import typed_strategy_config
-from roll.config.vllm import VllmStrategyConfig
+from roll.config.strategies.registry import typed_strategy_config
+from roll.config.strategies.vllm import VllmStrategyConfig
 from roll.models.build import load_config
 from roll.platforms import current_platform
-from roll.strategies.end_tokens import model_end_token_ids
-from roll.strategies.engine_versions import check_version
-from roll.strategies.generation import GenerationOutput, GenerationRequest, GenerationStrategy, PartialSample
-from roll.strategies.rank_watch import RankWatch
-from roll.strategies.request_checks import check_request
-from roll.strategies.sequence_length import longest_sequence
-from roll.strategies.vllm.adapters import POLICY
-from roll.strategies.vllm.engine_args import engine_arguments
-from roll.strategies.vllm.ranks import check_answers, joined_checksums
-from roll.strategies.vllm.requests import behind, generation_output, sampling_params, show_begun_text
-from roll.strategies.vllm.shared_bucket import SharedBucket
+from roll.strategies.engines.base import GenerationStrategy, RankWatch, check_version, model_end_token_ids
+from roll.strategies.engines.requests import (
+    GenerationOutput,
+    GenerationRequest,
+    PartialSample,
+    check_request,
+    longest_sequence,
+)
+from roll.strategies.vllm.arguments import behind, engine_arguments, generation_output, sampling_params, show_begun_text
 from roll.strategies.vllm.verification import quieten
+from roll.strategies.vllm.worker import POLICY, SharedBucket, check_answers, joined_checksums
 from roll.weight_sync.messages import Checksum
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ import torch
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 
-from roll.strategies.vllm.parts import held_part, meant_part
-from roll.weight_sync.checksum import tensor_checksum
+from roll.weight_sync.encoding import tensor_checksum
 
 logger = logging.getLogger(__name__)
 
@@ -217,3 +216,39 @@ def computes_with(layer: Any, probe: Probe) -> bool:
     # Rows that are not finite say nothing: weights may be so, and rows that nothing was sent for are as memory was.
     agrees = ((computed - probe.product).abs() <= allowed) | ~probe.product.isfinite()
     return bool(agrees.all())
+
+
+def held_part(layer: Any, parameter: torch.Tensor, shard: Any, num_rows: int) -> torch.Tensor:
+    """The part of a layer's parameter that one tensor of the checkpoint went to, as far as this rank has any of it.
+
+    Args:
+        shard: which of a fused parameter's tensors: ``q``, ``k``, ``v`` or an index; None: the parameter is not fused.
+        num_rows: of the tensor.
+    """
+    if hasattr(layer, "shard_indices"):  # a vocabulary matrix, padded to more rows
+        own = layer.shard_indices
+        return parameter.data[: own.org_vocab_end_index - own.org_vocab_start_index]
+    if shard is None:
+        return parameter.data[:num_rows]
+    if isinstance(shard, str):
+        begin, size = layer._get_shard_offset_mapping(shard), layer._get_shard_size_mapping(shard)
+    else:
+        sizes = layer.output_partition_sizes
+        begin, size = sum(sizes[:shard]), sizes[shard]
+    return parameter.data[begin : begin + size]
+
+
+def meant_part(layer: Any, whole: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that belongs into ``held``; the whole where sizes do not tell, which is then no match."""
+    if hasattr(layer, "shard_indices"):
+        own = layer.shard_indices
+        return whole[own.org_vocab_start_index : own.org_vocab_end_index]
+    rank, size = getattr(layer, "tp_rank", 0), getattr(layer, "tp_size", 1)
+    if held.ndim != whole.ndim:
+        return whole
+    for dim, (all_of_it, own) in enumerate(zip(whole.shape, held.shape, strict=True)):
+        # Ranks share heads of keys and values that are fewer than they.
+        sharing = own * size // all_of_it if all_of_it else 0
+        if own != all_of_it and sharing and rank // sharing * own + own <= all_of_it:
+            whole = whole.narrow(dim, rank // sharing * own, own)
+    return whole

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from roll.platforms.cpu import CpuPlatform
-from roll.strategies.deepspeed.runtime import import_deepspeed
+from roll.platforms import CpuPlatform
+from roll.strategies.deepspeed.strategy import import_deepspeed
 
 ROOT = Path(__file__).parents[3]
 WITHOUT_COMPILER = """

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config
 
-from roll.strategies.generation import GenerationOutput, GenerationRequest, SamplingParams
-from roll.strategies.hf_infer.decoder import Decoder
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams
+from roll.strategies.hf_infer.decoder import Decoder, FusedDecoder
 from roll.strategies.hf_infer.engine import GenerationEngine
-from roll.strategies.hf_infer.fused import FusedDecoder
 from roll.strategies.hf_infer.generic import GenericDecoder
 
 EOS = 1

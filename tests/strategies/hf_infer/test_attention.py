@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roll.strategies.hf_infer.attention import decode_attention, linear
+from roll.strategies.hf_infer.decoder import decode_attention, linear
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])

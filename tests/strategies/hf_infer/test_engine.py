@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from roll.strategies.generation import GenerationRequest, SamplingParams
+from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from tests.strategies.hf_infer.helpers import (
     EOS,
     MAX_MODEL_LEN,

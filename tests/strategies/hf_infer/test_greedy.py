@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from roll.strategies.generation import GenerationRequest
-from roll.strategies.hf_infer.decoder import PromptStates, create_decoder
-from roll.strategies.hf_infer.fused import FusedDecoder
-from roll.strategies.hf_infer.generic import GenericDecoder
+from roll.strategies.engines.requests import GenerationRequest
+from roll.strategies.hf_infer.decoder import FusedDecoder, PromptStates
+from roll.strategies.hf_infer.generic import GenericDecoder, create_decoder
 from tests.strategies.hf_infer.helpers import (
     CONFIGS,
     MAX_MODEL_LEN,

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from roll.strategies.generation import GenerationOutput, GenerationRequest, PartialSample, SamplingParams, interrupted
+from roll.strategies.engines.requests import (
+    GenerationOutput,
+    GenerationRequest,
+    PartialSample,
+    SamplingParams,
+    interrupted,
+)
 from tests.strategies.hf_infer.helpers import (
     MAX_MODEL_LEN,
     build_engine,

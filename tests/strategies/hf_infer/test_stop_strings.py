@@ -7,8 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.strategies.generation import GenerationRequest, SamplingParams
-from roll.strategies.stop_strings import StopStringMatcher
+from roll.strategies.engines.requests import GenerationRequest, SamplingParams, StopStringMatcher
 from tests.strategies.hf_infer.helpers import build_engine, build_model, make_tokenizer, random_prompts, run
 
 TOKENIZER = make_tokenizer()

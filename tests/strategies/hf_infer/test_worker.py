@@ -12,9 +12,8 @@ import torch
 from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
 from roll.distributed import WorkerContext
 from roll.rollout.messages import EngineCommand, FinishedGroup
-from roll.strategies.generation import GenerationRequest, SamplingParams
-from roll.strategies.hf_infer.rows import RunningRows
-from roll.strategies.hf_infer.sampler import Sampler
+from roll.strategies.engines.requests import GenerationRequest, SamplingParams
+from roll.strategies.hf_infer.rows import RunningRows, Sampler
 from roll.workers.generation import GenerationWorker
 from tests.strategies.hf_infer.helpers import random_prompts
 

@@ -19,7 +19,7 @@ SPLITS = {1: (12,), 2: (7, 5), 4: (5, 4, 3, 0)}
 
 
 def infos(world: int, config: dict[str, Any]) -> list[RankInfo]:
-    from roll.config.strategy import MegatronStrategyConfig
+    from roll.config.strategies.registry import MegatronStrategyConfig
     from roll.strategies.megatron.parallel import ParallelSizes, rank_info
 
     sizes = ParallelSizes.from_config(MegatronStrategyConfig(**config))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from roll.config.roles import SequencePackingArguments
-from roll.strategies.loss_scale import INITIAL_SCALE
+from roll.strategies.training.optimizer import INITIAL_SCALE
 from tests.strategies.megatron.layouts import by_replica
 from tests.strategies.megatron.models import plain_value_results
 from tests.strategies.samples import make_batch, plain_model, plain_outputs, policy_loss

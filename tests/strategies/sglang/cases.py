@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from roll.strategies.generation import GenerationRequest, GenerationStrategy, SamplingParams, interrupted
+from roll.strategies.engines.base import GenerationStrategy
+from roll.strategies.engines.requests import GenerationRequest, SamplingParams, interrupted
 from tests.strategies import engine_cases, stream_cases
 from tests.strategies.adapter_cases import Policy, World, adapters_alone, in_flight, spoilt_on_the_way
 from tests.strategies.engine_cases import KEY, SETTINGS, distribution_gaps, message, until_begun, update
@@ -117,7 +118,7 @@ def mixed_up_scheduler(*arguments: Any) -> None:
     """A scheduler process whose model puts keys where values belong."""
     from sglang.srt.layers.linear import QKVParallelLinear
 
-    from roll.strategies.sglang.engine import run_scheduler
+    from roll.strategies.sglang.scheduler import run_scheduler
 
     engine_cases.mix_up(QKVParallelLinear, "weight_loader")
     run_scheduler(*arguments)
@@ -125,7 +126,7 @@ def mixed_up_scheduler(*arguments: Any) -> None:
 
 def mixed_up_by_the_loader(folder: Path) -> list[str]:
     """Names found wrong when SGLang's model puts keys where values belong."""
-    from roll.strategies.sglang.engine import TokenEngine
+    from roll.strategies.sglang.scheduler import TokenEngine
 
     usual = TokenEngine.run_scheduler_process_func
     TokenEngine.run_scheduler_process_func = staticmethod(mixed_up_scheduler)

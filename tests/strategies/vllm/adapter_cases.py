@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from roll.config.vllm import adapter_engine_args
+from roll.config.strategies.vllm import adapter_engine_args
 from tests.strategies.adapter_cases import RANK, Policy, World, adapters_alone, in_flight, spoilt_on_the_way
 from tests.strategies.engine_cases import steps
 from tests.strategies.vllm import cases

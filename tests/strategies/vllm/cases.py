@@ -11,15 +11,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, Qwen2Config
 
-from roll.strategies.generation import (
-    GenerationOutput,
-    GenerationRequest,
-    GenerationStrategy,
-    SamplingParams,
-    interrupted,
-)
-from roll.strategies.quarantine import Quarantine
-from roll.weight_sync.checksum import tensor_checksum
+from roll.strategies.engines.base import GenerationStrategy, Quarantine
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams, interrupted
+from roll.weight_sync.encoding import tensor_checksum
 from tests.strategies import engine_cases, stream_cases
 from tests.strategies.engine_cases import MAX_MODEL_LEN, distribution_gaps, steps, update
 from tests.strategies.engine_models import COMMON, jolt, load

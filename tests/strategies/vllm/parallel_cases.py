@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from roll.weight_sync.checksum import tensor_checksum
+from roll.weight_sync.encoding import tensor_checksum
 from roll.weight_sync.messages import WeightSyncError, verify_checksums
 from tests.strategies import engine_cases, engine_models
 from tests.strategies.engine_cases import KEY
@@ -89,7 +89,7 @@ def refusal(started: Any) -> str:
 
 def parts_of_ranks() -> dict[str, Any]:
     """The rows and columns that ranks hold, by the sizes of layers like vLLM's."""
-    from roll.strategies.vllm.parts import held_part, meant_part
+    from roll.strategies.vllm.verification import held_part, meant_part
 
     whole = torch.arange(24.0).reshape(6, 4)
     of_two = [SimpleNamespace(tp_rank=rank, tp_size=2) for rank in range(2)]
@@ -110,8 +110,7 @@ def parts_of_ranks() -> dict[str, Any]:
 
 def answers_of_ranks() -> dict[str, Any]:
     """What ranks say, together."""
-    from roll.strategies.vllm.ranks import RankFailure, check_answers, joined_checksums
-    from roll.strategies.vllm.shared_bucket import SharedBucket
+    from roll.strategies.vllm.worker import RankFailure, SharedBucket, check_answers, joined_checksums
 
     messages = []
     for failures in (

@@ -1,0 +1,108 @@
+"""What a check works with, and the checks of data files, schedules and checkpoints that pipelines call.
+
+A check is silent about keys that were wrong by themselves already, so that one mistake gives one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from roll.config.data import name_problem
+from roll.config.names import DECAY_TYPES, LR_SCHEDULER_OPTIONS, TEMPLATE_ENDINGS
+from roll.config.pipelines import PipelineDefinition, Written
+from roll.config.reading.errors import Problems
+from roll.config.roles import DataArguments, WorkerConfig
+from roll.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What a check works with."""
+
+    problems: Problems
+    written: Written
+    check_files: bool
+    pipeline: PipelineDefinition
+    """Whose configuration is checked."""
+    is_own: Callable[[str], bool] = field(default=lambda key: True)
+    """A key stands in the file itself or on the command line, not in a file of its ``defaults``, which holds what
+    several files share."""
+
+    def add(self, key: str, value: Any, rule: str, example: Any = None) -> None:
+        """Report a mistake, unless the key has one already."""
+        if not self.broken(key):
+            self.problems.add(key, value, rule, example)
+
+    def missing(self, key: str, rule: str, example: Any = None) -> None:
+        if not self.broken(key):
+            self.problems.missing(key, rule, example)
+
+    def note(self, key: str, text: str) -> None:
+        self.problems.note(key, text)
+
+    def broken(self, *keys: str) -> bool:
+        """True when one of the keys, or a section above or a key below it, has a mistake already."""
+        return any(
+            error.key == key or error.key.startswith(f"{key}.") or key.startswith(f"{error.key}.")
+            for error in self.problems.errors
+            for key in keys
+        )
+
+
+def check_data_files(key: str, arguments: DataArguments, checks: Checks) -> None:
+    """At least one data file, each of a known kind and there."""
+    names = arguments.file_name
+    if not names:
+        checks.missing(f"{key}.file_name", "is needed: the data file or files", "[data/train.jsonl]")
+        return
+    for name in [names] if isinstance(names, str) else names:
+        rule = name_problem(name, checks.check_files)
+        if rule is not None:
+            example = f"{Path(name).stem or 'train'}.jsonl" if rule.startswith("must be") else None
+            checks.add(f"{key}.file_name", name, rule, example)
+    if arguments.filter_overlong_prompts and arguments.truncation != "error":
+        checks.note(f"{key}.truncation", "has no effect with filter_overlong_prompts: true")
+    check_template_file(f"{key}.template", arguments.template, checks)
+
+
+def check_template_file(key: str, template: str | None, checks: Checks) -> None:
+    """A template that is a file is there."""
+    if template is None or not template.endswith(TEMPLATE_ENDINGS) or not checks.check_files:
+        return
+    if not Path(template).expanduser().is_file():
+        checks.add(key, template, f"no such file (relative names start from {Path.cwd()})")
+
+
+def check_columns(key: str, arguments: DataArguments, checks: Checks) -> None:
+    if arguments.prompt is not None and arguments.messages is not None:
+        rule = f"excludes {key}.messages ({arguments.messages}): keep the one that the file has"
+        checks.add(f"{key}.prompt", arguments.prompt, rule)
+
+
+def check_resume(config: RunConfig, checks: Checks) -> None:
+    path = config.resume_from_checkpoint
+    if isinstance(path, str) and checks.check_files and not Path(path).expanduser().is_dir():
+        checks.add("resume_from_checkpoint", path, "no such checkpoint folder; true continues from the newest", "true")
+
+
+def check_schedule(name: str, role: WorkerConfig, total_steps: int | None, checks: Checks) -> None:
+    """Warm-up within the run, and options that the schedule has."""
+    kind, options = role.training_args.lr_scheduler_type, role.training_args.lr_scheduler_kwargs
+    known = LR_SCHEDULER_OPTIONS.get(kind, tuple(options))
+    for option, value in options.items():
+        path = f"{name}.training_args.lr_scheduler_kwargs.{option}"
+        if option not in known:
+            checks.add(path, value, f"{kind} has no such option; it has {', '.join(known) or 'none'}")
+        elif option == "decay_type" and value not in DECAY_TYPES:
+            checks.add(path, value, f"must be one of {', '.join(DECAY_TYPES)}", DECAY_TYPES[0])
+        elif option != "decay_type" and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+            checks.add(path, value, "must be a number of at least 0", 0.5)
+    warmup, key = role.training_args.warmup_steps, f"{name}.training_args.warmup_steps"
+    total = role.training_args.max_steps or total_steps
+    if total is not None and warmup >= total > 0:
+        checks.note(
+            key, f"{warmup} warm-up steps, but the run makes {total} optimizer steps: full rate is never reached"
+        )

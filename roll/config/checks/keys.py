@@ -1,0 +1,253 @@
+"""Keys whose feature this version does not have: refused at load, never ignored.
+
+One table. An entry goes when its feature comes.  Keys that merely have their neutral value are accepted."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from roll.config.reading.errors import Problems
+from roll.config.reading.fields import DOTTED_PATH
+from roll.config.reading.schema import rules_of
+from roll.config.rewards import CLASSIFIER
+from roll.config.roles import StrategyArguments, WorkerConfig
+from roll.config.run import RunConfig
+from roll.config.strategies.registry import StrategyConfig
+
+if TYPE_CHECKING:
+    from roll.config.checks.base import Checks
+
+
+Test = Callable[[Any], bool]
+
+
+def is_set(value: Any) -> bool:
+    return value not in (None, False, "", [], {}, "None")
+
+
+def above(limit: float) -> Test:
+    return lambda value: isinstance(value, int | float) and value > limit
+
+
+def one_of(*names: str) -> Test:
+    return lambda value: any(name in names for name in (value if isinstance(value, list) else [value]))
+
+
+def other_than(neutral: str) -> Test:
+    return lambda value: is_set(value) and value != neutral
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A key (``*`` stands for one name, ``**`` for any number) that is refused when ``applies`` to its value."""
+
+    pattern: str
+    feature: str
+    instead: Any = None
+    """A value that loads; None where the file is for a model that this version does not train, whatever stands here."""
+    applies: Test = is_set
+    except_under: tuple[str, ...] = ()
+    """Strategies (by the beginning of their name) that deal with the key themselves."""
+
+    @property
+    def regex(self) -> re.Pattern[str]:
+        escaped = re.escape(self.pattern).replace(r"\*\*\.", r"(?:[^.]+\.)*").replace(r"\*", "[^.]*")
+        return re.compile(escaped)
+
+
+REFUSALS = (
+    Refusal("router_args.router_name", "this router", "~", one_of("EnvAffinityRouter", "SglangRouter")),
+    Refusal("kl_penalty", "KL over the whole vocabulary", "k1", one_of("full")),
+    Refusal("kl_loss_type", "KL over the whole vocabulary", "k3", one_of("full")),
+    Refusal("transfer_backend.backend_name", "another transfer backend", "~"),
+    Refusal("profiler_timeline", "profiler timelines", False),
+    Refusal("profiler_memory", "memory snapshots", False),
+    Refusal("otlp_output_dir", "OpenTelemetry traces", "~"),
+    Refusal("is_offload_optimizer_states_in_train_step", "optimizer states off the device inside a step", False),
+    Refusal("student_train", "on-policy distillation", "~"),
+    Refusal("student_infer", "on-policy distillation", "~"),
+    Refusal("teacher", "on-policy distillation", "~"),
+    Refusal("is_pure_opd", "on-policy distillation", False),
+    Refusal("use_opd", "on-policy distillation", False),
+    Refusal("pure_opd_pipeline_type", "on-policy distillation", "~"),
+    Refusal("rewards.*.reward_manager_config", "remote reward systems; http_reward asks a service of yours", "{}"),
+    Refusal("**.model_update_frequency", "weight transfers that skip steps", 1, above(1)),
+    Refusal("**.router_replay.mode", "router replay", "disabled", other_than("disabled")),
+    Refusal("**.mtp_training_mode", "multi-token prediction", "disabled", other_than("disabled")),
+    Refusal("**.model_args.ulysses_size", "context parallelism", 1, above(1), except_under=("deepspeed_", "fsdp")),
+    Refusal("**.model_args.num_labels", "classification heads", 1, above(1)),
+    Refusal("**.model_args.moe_aux_loss_coef", "mixture-of-experts training"),
+    *(
+        Refusal(f"{role}.model_args.model_type", f"{CLASSIFIER} but for reward_model", "~", one_of(CLASSIFIER))
+        for role in ("*_train", "*_infer", "reference", "critic", "validation")
+    ),
+    Refusal("**.strategy_config.ep_size", "expert parallelism", applies=above(1)),
+    Refusal("**.strategy_config.expert_model_parallel_size", "expert parallelism", applies=above(1)),
+    Refusal("**.strategy_config.expert_tensor_parallel_size", "expert parallelism", applies=above(1)),
+    Refusal("**.strategy_config.mtp_num_layers", "multi-token prediction", "~"),
+    Refusal("**.strategy_config.fp8", "fp8 computation", "~"),
+    Refusal("**.strategy_config.optimizer_cpu_offload", "optimizer states in host memory under Megatron", False),
+    Refusal("**.strategy_config.efsdp_size", "expert parallelism", applies=above(1)),
+    Refusal("**.strategy_config.apply_expert_patch", "mixture-of-experts training"),
+    Refusal("**.strategy_config.moe_use_grouped_mm", "mixture-of-experts training"),
+    Refusal("**.strategy_config.wrap_policy.moe_experts", "mixture-of-experts training"),
+    Refusal(
+        "**.strategy_config.tp_size",
+        "tensor parallelism in training but by megatron_train (tensor_model_parallel_size)",
+        1,
+        above(1),
+        except_under=("sglang",),
+    ),
+    Refusal("**.generating_args.num_beams", "beam search", 1, above(1)),
+    Refusal("**.data_args.image_folder", "vision-language models"),
+    Refusal("**.data_args.video_folder", "vision-language models"),
+    Refusal("**.data_args.audio_folder", "audio models"),
+    Refusal("**.data_args.image_m*_pixels", "vision-language models"),
+    Refusal("**.data_args.video_*_pixels", "vision-language models"),
+    Refusal("**.data_args.custom_data_kwargs_func", "vision-language models"),
+)
+_COMPILED = tuple((refusal, refusal.regex) for refusal in REFUSALS)
+
+
+def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key path that is written, sections included, with its value."""
+    for key, value in data.items():
+        path = f"{prefix}{key}"
+        yield path, value
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{path}.")
+
+
+def refuse_unavailable(data: Mapping[str, Any], problems: Problems) -> None:
+    """Add a problem for every written key that needs a feature still to come."""
+    for path, value in leaves(data):
+        for refusal, regex in _COMPILED:
+            if regex.fullmatch(path) and refusal.applies(value) and not _excepted(refusal, data, path):
+                problems.not_available(path, value, refusal.feature, refusal.instead)
+
+
+def _excepted(refusal: Refusal, data: Mapping[str, Any], path: str) -> bool:
+    node: Any = data
+    for name in (path.partition(".")[0], "strategy_args", "strategy_name"):
+        node = node.get(name) if isinstance(node, Mapping) else None
+    strategy = node if isinstance(node, str) else StrategyArguments().strategy_name
+    return strategy.startswith(refusal.except_under)
+
+
+_ELSEWHERE = frozenset(("opd_kl_coef", "tag_included", "mtp_training_mode", "router_replay"))
+"""Keys that other tables speak of, by name."""
+_TRAINING_MODEL = (
+    "disable_gradient_checkpointing",
+    "gradient_checkpointing_use_reentrant",
+    "freeze_module_prefix",
+)
+TRAINS = "only roles that train have use for it"
+_WHY = {
+    "data_args": "only roles that read data have use for it",
+    "generating_args": "only roles that generate have use for it",
+    "training_args": TRAINS,
+    "model_args": "only roles that hold a model have use for it",
+    "strategy_args": "only roles that hold a model have use for it",
+}
+
+
+def note_unread(config: RunConfig, options: Mapping[str, StrategyConfig], checks: Checks) -> None:
+    """A note for every written key that nothing reads.
+
+    Args:
+        options: the typed options of each role's strategy, by the role's section.
+    """
+    facts = checks.pipeline.effective(config)
+    strategies = ((f"{name}.strategy_args.strategy_config", one) for name, one in options.items())
+    for path, section in (*sections_of(config, ""), *strategies):
+        for item in fields(section):
+            key = f"{path}.{item.name}" if path else item.name
+            if is_written(key, item, checks) and checks.is_own(key):
+                reason = why_unread(item, section, config, facts)
+                if reason is not None and not is_noted(key, checks):
+                    checks.note(key, f"has no effect {reason}")
+    grouped: dict[str, list[str]] = defaultdict(list)
+    for name, role in roles_of(config):
+        for key, reason in unread_of_role(name, role, config, checks):
+            grouped[reason].append(key)
+    for reason, keys in grouped.items():
+        checks.note(", ".join(keys), f"{'has' if len(keys) == 1 else 'have'} no effect: {reason}")
+
+
+def sections_of(section: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Every dataclass of a loaded configuration, with its path."""
+    yield path, section
+    for item in fields(section):
+        value, inner = getattr(section, item.name), f"{path}.{item.name}" if path else item.name
+        if is_dataclass(value):
+            yield from sections_of(value, inner)
+        elif isinstance(value, dict):
+            for name, one in value.items():
+                if is_dataclass(one):
+                    yield from sections_of(one, f"{inner}.{name}")
+
+
+def is_written(key: str, item: Field[Any], checks: Checks) -> bool:
+    prefix = key.removesuffix(item.name)
+    return any(checks.written(prefix + name) for name in (item.name, *rules_of(item).aliases))
+
+
+def is_noted(key: str, checks: Checks) -> bool:
+    return any(notice.key == key for notice in checks.problems.notices)
+
+
+def why_unread(item: Field[Any], section: Any, config: Any, facts: Mapping[str, Any]) -> str | None:
+    """``with pg_variant: cispo``, or None for a key that is read, or that says no."""
+    written = getattr(section, item.name)
+    if written is None or (written is False and item.default is not True):
+        return None
+    for other, wanted in rules_of(item).read_if:
+        value = facts[other] if other in facts else getattr(section, other, getattr(config, other, None))
+        if isinstance(value, str) and DOTTED_PATH.fullmatch(value) and "." in value:
+            return None
+        if not wanted and value in (None, False, 0, "", [], {}):
+            return f"without {other}"
+        if wanted and value not in wanted:
+            if wanted == (True,):
+                return f"without {other}: true"
+            readers = ", ".join("null" if one is None else str(one).lower() for one in wanted)
+            shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+            return f"with {other}: {shown} (read with {readers})"
+    return None
+
+
+def roles_of(config: RunConfig) -> Iterator[tuple[str, WorkerConfig]]:
+    """Every section that is built like a role's."""
+    values = {item.name: getattr(config, item.name) for item in fields(config)}
+    yield from ((name, value) for name, value in values.items() if isinstance(value, WorkerConfig))
+    for name, value in values.items():
+        for inner, section in value.items() if isinstance(value, dict) else ():
+            if isinstance(section, WorkerConfig):
+                yield f"{name}.{inner}", section
+
+
+def unread_of_role(name: str, role: WorkerConfig, config: RunConfig, checks: Checks) -> Iterator[tuple[str, str]]:
+    """Keys of a role's section that it has no use for, with the reason."""
+    reads = checks.pipeline.reads(name, role, config)
+    for item in fields(WorkerConfig):
+        key, value = f"{name}.{item.name}", getattr(role, item.name)
+        if item.name in reads or item.name in _ELSEWHERE or rules_of(item).inert is not None:
+            continue
+        is_set = checks.written(key) and checks.is_own(key) and value != default_of(item)
+        if is_set and not is_noted(key, checks):
+            yield key, _WHY.get(item.name, "only roles that compute log-probs or train have use for it")
+    if "training_args" in reads or "model_args" not in reads:
+        return
+    for short in _TRAINING_MODEL:
+        key = f"{name}.model_args.{short}"
+        is_set = checks.written(key) and checks.is_own(key)
+        if is_set and getattr(role.model_args, short) not in (None, False):
+            yield key, TRAINS
+
+
+def default_of(item: Field[Any]) -> Any:
+    return item.default_factory() if item.default_factory is not MISSING else item.default

@@ -1,0 +1,138 @@
+"""Checks that look at several keys at once. Shared by all pipelines: devices, strategies, models, files.
+
+A check is silent about keys that were wrong by themselves already, so that one mistake gives one message."""
+
+from __future__ import annotations
+
+from roll.config.checks.base import Checks
+from roll.config.checks.models import check_model
+from roll.config.lora import check_lora
+from roll.config.names import UNPUBLISHED_TRACKERS
+from roll.config.pipelines import COMPUTES_LOG_PROBS, GENERATES, TRAINS
+from roll.config.plan.micro_batching import check_micro_batching
+from roll.config.plan.planning import devices_per_worker, world_size
+from roll.config.roles import WorkerConfig
+from roll.config.run import RunConfig
+from roll.config.strategies.registry import (
+    AVAILABLE,
+    GENERATION_STRATEGIES,
+    StrategyConfig,
+    read_strategy_config,
+)
+
+
+def check_roles(config: RunConfig, checks: Checks) -> dict[str, StrategyConfig]:
+    """Devices, strategy and model of every role that holds one; the strategies' typed options."""
+    strategies = {}
+    pipeline = checks.pipeline
+    for role_name, role in pipeline.models(config).items():
+        name = pipeline.section_key(role_name)
+        check_devices(name, role, checks)
+        options = check_strategy(name, role, checks)
+        check_model(config, role_name, role, options, checks)
+        check_lora(name, role, pipeline.task_of(name, role) is TRAINS, pipeline.compares_log_probs, checks)
+        if options is not None:
+            strategies[name] = options
+            check_strategy_fit(name, role, options, checks)
+            check_rows(config, name, role, checks)
+    check_nodes(config, checks)
+    note_tracker(config, checks)
+    return strategies
+
+
+def check_devices(name: str, role: WorkerConfig, checks: Checks) -> None:
+    key, devices = f"{name}.device_mapping", role.device_mapping
+    if devices is None:
+        checks.missing(key, "is needed: the devices (CPU slots on a host without accelerators) of this role", "[0]")
+        return
+    per_worker = role.num_gpus_per_worker
+    if checks.pipeline.task_of(name, role) is not GENERATES and per_worker != 1:
+        checks.add(f"{name}.num_gpus_per_worker", per_worker, "must be 1: every device is a rank of its own here", 1)
+        return
+    size = devices_per_worker(role)
+    if len(devices) % size and size == per_worker:
+        rule = f"must divide the {len(devices)} devices of device_mapping"
+        checks.add(f"{name}.num_gpus_per_worker", per_worker, rule, 1)
+    elif len(devices) % size:
+        rule = f"must be a multiple of {size} devices: strategy_config makes engines of {size} ranks"
+        checks.add(key, devices, rule, f"list(range(0, {size * max(1, len(devices) // size)}))")
+    if role.world_size is not None and role.world_size != world_size(role):
+        rule = f"device_mapping gives {world_size(role)} workers; leave world_size out, or make them agree"
+        checks.add(f"{name}.world_size", role.world_size, rule, world_size(role))
+
+
+def check_nodes(config: RunConfig, checks: Checks) -> None:
+    """Device ids exist, and no worker spans two nodes."""
+    per_node = config.num_gpus_per_node
+    for name, role in checks.pipeline.models(config).items():
+        devices = role.device_mapping or []
+        key = f"{checks.pipeline.section_key(name)}.device_mapping"
+        if config.num_nodes is not None and devices and max(devices) >= per_node * config.num_nodes:
+            rule = (
+                f"device {max(devices)} does not exist: num_nodes {config.num_nodes} x num_gpus_per_node {per_node} "
+                f"gives ids 0 to {per_node * config.num_nodes - 1}"
+            )
+            checks.add(key, devices, rule, f"list(range(0, {per_node * config.num_nodes}))")
+        size = devices_per_worker(role)
+        for start in range(0, len(devices) - size + 1, size):
+            group = devices[start : start + size]
+            if len({device // per_node for device in group}) > 1:
+                rule = f"the worker on devices {group} would span two nodes of num_gpus_per_node {per_node}"
+                checks.add(key, devices, rule)
+                break
+
+
+def check_strategy(name: str, role: WorkerConfig, checks: Checks) -> StrategyConfig | None:
+    path, strategy = f"{name}.strategy_args", role.strategy_args.strategy_name
+    if checks.broken(path):
+        return None
+    task = checks.pipeline.task_of(name, role)
+    able = task.strategies
+    if strategy in AVAILABLE and strategy not in able:
+        if task is COMPUTES_LOG_PROBS and strategy in GENERATION_STRATEGIES:
+            checks.problems.not_available(f"{path}.strategy_name", strategy, "log-probs by an engine", able[0])
+        else:
+            checks.add(
+                f"{path}.strategy_name", strategy, f"{name} {task.name}; that needs {' or '.join(able)}", able[0]
+            )
+        return None
+    return read_strategy_config(role.strategy_args, path, checks.problems)
+
+
+def check_strategy_fit(name: str, role: WorkerConfig, options: StrategyConfig, checks: Checks) -> None:
+    """Options of a strategy against the role and its devices."""
+    trains = checks.pipeline.task_of(name, role) is TRAINS
+    options.check(name, role, world_size(role), trains, checks.problems)
+
+
+def check_rows(config: RunConfig, name: str, role: WorkerConfig, checks: Checks) -> None:
+    """How rows form micro-batches, against the longest of them."""
+    task = checks.pipeline.task_of(name, role)
+    if task is GENERATES or checks.broken("prompt_length", "response_length", "sequence_length"):
+        return
+    longest = checks.pipeline.longest_row(config)
+    arguments = role.training_args
+    rows = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+    check_micro_batching(name, role, longest, rows if task is TRAINS else None, checks.problems)
+
+
+def note_tracker(config: RunConfig, checks: Checks) -> None:
+    """A tracker that is not public, and what takes its place."""
+    names = [config.track_with] if isinstance(config.track_with, str) else config.track_with
+    for name in names:
+        if name in UNPUBLISHED_TRACKERS:
+            checks.note("track_with", f"{name} is not public: metrics go to {UNPUBLISHED_TRACKERS[name]}")
+
+
+def note_engine_length(options: dict[str, StrategyConfig], prompt: int, sequence: int, checks: Checks) -> None:
+    """An engine shorter than the longest sequence cuts responses; one without room for a prompt cannot work."""
+    engine = options.get("actor_infer")
+    longest: int | None = getattr(engine, "max_model_len", None)
+    if longest is None:
+        return
+    key = "actor_infer.strategy_args.strategy_config.max_model_len"
+    if longest <= prompt:
+        rule = f"leaves no room for a response after prompts of {prompt} tokens"
+        checks.add(key, longest, rule, sequence)
+    elif longest < sequence:
+        checks.note(key, f"{longest} is less than prompt plus response ({sequence}): responses end there")

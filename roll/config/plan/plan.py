@@ -1,0 +1,252 @@
+"""What follows from a configuration: placement, batch arithmetic, lengths, passes, folders.
+
+A plan is derived and frozen; the configuration itself is never rewritten."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil, floor, gcd, isqrt
+from pathlib import Path
+
+from roll.config.plan.micro_batching import MicroBatching
+from roll.config.reading.errors import count
+from roll.config.roles import WorkerConfig
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """One role's workers and where they run."""
+
+    name: str
+    """``actor_train``, ``rewards.math`` ...; ``judge.math``: the engines of the section ``rewards.math``."""
+    key: str
+    """Key of the section that describes it."""
+    section: WorkerConfig
+    """What its workers get: the section with everything filled in that the plan derives. Nothing changes it later."""
+    strategy_name: str | None
+    """null: the role computes no model."""
+    device_mapping: tuple[int, ...]
+    """Logical device ids in order; empty for a role without devices."""
+    num_gpus_per_worker: int
+    world_size: int
+    """Workers."""
+    dp_size: int
+    """Data-parallel ranks (for engines: engines)."""
+    colocated_with: tuple[str, ...]
+    """Roles that share at least one device with this one."""
+    model_path: str | None
+    """Folder or hub name of the model it loads."""
+    sequence_length: int
+    """Tokens of the longest row that a model computes (for engines: in training)."""
+    forward_rule: MicroBatching
+    """How the rows of a pass without gradient are cut (no meaning for roles that compute none)."""
+    worker_cls: str | None = None
+    """Dotted path of the user's own worker class, or a reward's short name or dotted path; null: the role's own."""
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Batch arithmetic of one trained role."""
+
+    samples_per_step: int
+    """Samples that one pipeline step trains on."""
+    micro_batch_size: int
+    """Samples of one forward and backward pass on one rank, where ``rule`` has no token budget."""
+    gradient_accumulation_steps: int
+    """Micro-batches of one rank in an optimizer step."""
+    dp_size: int
+    epochs: int = 1
+    """Passes over the samples of a step."""
+    num_steps: int | None = None
+    """Pipeline steps in which the role trains; null: told by the data."""
+    rule: MicroBatching | None = None
+    """How micro-batches are formed; null: by ``micro_batch_size``."""
+
+    @property
+    def mini_batch_size(self) -> int:
+        """Samples of one optimizer step."""
+        return self.micro_batch_size * self.gradient_accumulation_steps * self.dp_size
+
+    @property
+    def optimizer_steps_per_step(self) -> int:
+        return self.epochs * (self.samples_per_step // self.mini_batch_size)
+
+    @property
+    def total_optimizer_steps(self) -> int | None:
+        """Over the whole run; null: told by the data."""
+        return None if self.num_steps is None else self.num_steps * self.optimizer_steps_per_step
+
+    def sentence(self) -> str:
+        """``2 optimizer steps of 128; 2 ranks x 8 micro-batches of 8``."""
+        steps = count(self.optimizer_steps_per_step // self.epochs, "optimizer step")
+        micro_batches = count(self.gradient_accumulation_steps, "micro-batch", "micro-batches")
+        repeats = f"; {self.epochs} epochs" if self.epochs > 1 else ""
+        share = f"{micro_batches} of {self.micro_batch_size}"
+        if self.rule is not None and self.rule.max_tokens is not None:
+            rows = self.micro_batch_size * self.gradient_accumulation_steps
+            share = f"{count(rows, 'row')} in {self.rule.sentence()}"
+        elif self.rule is not None and self.rule.removes_padding:
+            share += ", without padding"
+        return f"{steps} of {self.mini_batch_size}; {count(self.dp_size, 'rank')} x {share}{repeats}"
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Where a run writes. The same folders again when it is continued."""
+
+    output_dir: Path
+    checkpoint_dir: Path
+    log_dir: Path
+    dump_dir: Path | None
+    """Sampled texts; null: none are written."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every pipeline's plan has."""
+
+    pipeline: str
+    exp_name: str
+    roles: Mapping[str, RolePlan]
+    """Roles that the run starts, by section name."""
+    training: Mapping[str, TrainingPlan]
+    """Batch arithmetic of the trained roles, by section name."""
+    num_devices_per_node: int
+    num_nodes: int
+    folders: Folders
+    max_steps: int | None
+    """Pipeline steps; null: told by the data."""
+    save_steps: int
+    """Steps between checkpoints; 0: none."""
+    eval_steps: int
+    """Steps between validations; 0: none."""
+    sequence_length: int
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all nodes together."""
+        return self.num_devices_per_node * self.num_nodes
+
+    @property
+    def output_dir(self) -> Path:
+        return self.folders.output_dir
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        return self.folders.checkpoint_dir
+
+    @property
+    def log_dir(self) -> Path:
+        return self.folders.log_dir
+
+    @property
+    def dump_dir(self) -> Path | None:
+        return self.folders.dump_dir
+
+
+def explain_indivisible(plan: TrainingPlan, prompts: int, group_size: int) -> str | None:
+    """The rule with its numbers and the nearest values that work; None when everything divides."""
+    samples, mini = plan.samples_per_step, plan.mini_batch_size
+    if samples % mini == 0:
+        return None
+    return (
+        f"{prompts} prompts x {group_size} = {samples} samples do not divide into optimizer steps of {mini} "
+        f"({plan.micro_batch_size} per micro-batch x "
+        f"{count(plan.gradient_accumulation_steps, 'micro-batch', 'micro-batches')} x {count(plan.dp_size, 'rank')})"
+    )
+
+
+def working_values(plan: TrainingPlan, prompts: int, group_size: int, section: str) -> str:
+    """Single changes that make the batch divide, each the nearest one to what is written."""
+    samples = plan.samples_per_step
+    unit = plan.micro_batch_size * plan.dp_size
+    found = []
+    accumulation = nearest(
+        plan.gradient_accumulation_steps, [steps for steps in divisors(samples // unit) if samples % unit == 0]
+    )
+    if accumulation is not None:
+        found.append(f"{section}.training_args.gradient_accumulation_steps: {accumulation}")
+    rows = plan.gradient_accumulation_steps * plan.dp_size
+    micro = nearest(plan.micro_batch_size, [size for size in divisors(samples // rows) if samples % rows == 0])
+    if micro is not None:
+        found.append(f"{section}.training_args.per_device_train_batch_size: {micro}")
+    quantum = plan.mini_batch_size // gcd(plan.mini_batch_size, group_size)
+    multiple = max(1, round(prompts / quantum)) * quantum
+    found.append(f"rollout_batch_size: {multiple}")
+    return ", or ".join(found)
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, in order; of 0 and below none."""
+    small = [candidate for candidate in range(1, isqrt(max(0, number)) + 1) if number % candidate == 0]
+    large = [number // candidate for candidate in reversed(small)]
+    return small + large[1 if small and small[-1] == large[0] else 0 :]
+
+
+def nearest(wanted: int, candidates: list[int]) -> int | None:
+    return min(candidates, key=lambda candidate: abs(candidate - wanted), default=None)
+
+
+@dataclass(frozen=True)
+class RunAhead:
+    """The bounds that ``async_generation_ratio`` r sets; B prompts are trained on in a step.
+
+    Version v of the weights is what v steps of training made of them; step v starts from it. Two rules:
+
+    - *Capacity*: at any version, groups that are under way or wait for their step, together with those that were
+      already taken at this version, are at most floor((1 + r) * B). So while step v trains, r * B groups of later steps
+      may be begun (arXiv 2505.24298, eq. 3, with r for its eta).
+    - *Age*: a group is trained on at step s only if its oldest token was sampled with version s - ceil(r) or later.
+    """
+
+    ratio: Fraction
+    prompts_per_step: int
+    num_additional: int = 0
+    """Groups beyond the capacity (``is_use_additional_prompts``). Steps then take the first groups to be finished
+    and wait for nobody; groups that become too old on the way are given up."""
+
+    @staticmethod
+    def of(ratio: float, prompts_per_step: int, num_additional: int = 0) -> RunAhead:
+        """With the decimal number as it was written: 0.1 is one tenth."""
+        return RunAhead(Fraction(str(ratio)), prompts_per_step, num_additional)
+
+    @property
+    def capacity(self) -> int:
+        """Groups that may be held or taken at one version."""
+        return floor((1 + self.ratio) * self.prompts_per_step) + self.num_additional
+
+    @property
+    def max_lag(self) -> int:
+        """Most versions between the oldest token of a group and the step that trains on it."""
+        return ceil(self.ratio)
+
+    def is_too_old(self, version: int, step: int) -> bool:
+        """Whether a group with tokens of ``version`` may not be trained on at ``step`` any more."""
+        return version < step - self.max_lag
+
+    def can_be_taken(self, step: int, ready: Mapping[int, int], unfinished: Mapping[int, int]) -> bool:
+        """Whether step ``step`` can be filled now, the oldest ready groups first, so that no held group need ever
+        become too old.
+
+        Taken oldest first, ``B`` a step, a group can still be trained on in time if, for every k, at most k * B of the
+        groups that are left must be trained on within the next k steps. Where that is not so yet, the step waits for
+        unfinished old groups. Additional prompts: whoever is ready is taken.
+
+        Args:
+            ready: number of ready groups by the version of their oldest token.
+            unfinished: number of groups under way, by the version that they were begun with.
+        """
+        size = self.prompts_per_step
+        if sum(ready.values()) < size:
+            return False
+        if self.num_additional:
+            return True
+        for steps_left in range(self.max_lag):
+            limit = step - self.max_lag + steps_left
+            urgent = sum(count for version, count in ready.items() if version <= limit)
+            waiting = sum(count for version, count in unfinished.items() if version <= limit)
+            if urgent - min(urgent, size) + waiting > steps_left * size:
+                return False
+        return True

@@ -1,0 +1,180 @@
+"""Derives the parts of a plan that pipelines share: placement, batch arithmetic, finished role sections, folders.
+
+Assumes that the checks have passed or reports nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from roll.config.pipelines import PipelineDefinition, Written
+from roll.config.plan.micro_batching import micro_batching, with_packed_lengths
+from roll.config.plan.plan import Folders, RolePlan, TrainingPlan
+from roll.config.reading.errors import Problems
+from roll.config.roles import DataArguments, WorkerConfig
+from roll.config.run import RunConfig
+from roll.config.strategies.registry import (
+    is_sized_engine,
+    read_strategy_config,
+    with_engine_size,
+)
+
+INHERITED_DATA_KEYS = (
+    "template",
+    "chat_template_kwargs",
+    "system_prompt",
+    "tag_to_system_prompt",
+    "tag",
+    "id",
+    "response",
+)
+"""What a validation's data section takes over, where it is silent: columns, and how prompts look."""
+Finish = Callable[[str, WorkerConfig], WorkerConfig]
+"""Completes the section of a role with what only its pipeline knows."""
+
+
+def world_size(role: WorkerConfig) -> int:
+    """One worker per :func:`devices_per_worker` devices; without devices, ``world_size`` workers."""
+    if role.device_mapping is not None:
+        return max(1, len(role.device_mapping) // devices_per_worker(role))
+    return role.world_size or 1
+
+
+def devices_per_worker(role: WorkerConfig) -> int:
+    """An engine's own size, else ``num_gpus_per_worker``."""
+    role = with_engine_size(role)
+    options = read_strategy_config(role.strategy_args, role.name, Problems())
+    if is_sized_engine(role) and options is not None:
+        return options.devices_per_worker
+    return role.num_gpus_per_worker
+
+
+def data_parallel_size(role: WorkerConfig) -> int:
+    """Ranks that compute different rows: all of them, unless the model or each sequence is cut over some."""
+    options = read_strategy_config(role.strategy_args, role.name, Problems())
+    return max(1, world_size(role) // (1 if options is None else options.replica_size(role)))
+
+
+def training_plan(
+    role: WorkerConfig, sequence_length: int, samples: int, epochs: int, num_steps: int | None
+) -> TrainingPlan:
+    arguments = role.training_args
+    rule = micro_batching(with_packed_lengths(role, sequence_length), trains=True)
+    return TrainingPlan(
+        samples_per_step=samples,
+        micro_batch_size=arguments.per_device_train_batch_size,
+        gradient_accumulation_steps=arguments.gradient_accumulation_steps,
+        dp_size=data_parallel_size(role),
+        epochs=epochs,
+        num_steps=num_steps,
+        rule=rule,
+    )
+
+
+def as_planned(_: str, section: WorkerConfig) -> WorkerConfig:
+    """The section as it is."""
+    return section
+
+
+def role_plans(definition: PipelineDefinition, config: Any, finish: Finish = as_planned) -> dict[str, RolePlan]:
+    """The plan of every role whose workers a run starts.
+
+    Args:
+        finish: is given a role's name and its section with model, workers and packed lengths filled in; what it returns
+            is what the workers get.
+    """
+    models, sections = definition.models(config), definition.started(config)
+    sequence = definition.longest_row(config)
+    plans = {}
+    for name, role in sections.items():
+        others = [other for other in sections if other != name and shares_devices(role, sections[other])]
+        is_model = name in models
+        plan = RolePlan(
+            name=name,
+            key=definition.section_key(name),
+            section=role,
+            strategy_name=role.strategy_args.strategy_name if is_model else None,
+            device_mapping=tuple(role.device_mapping or ()),
+            num_gpus_per_worker=devices_per_worker(role),
+            world_size=world_size(role),
+            dp_size=data_parallel_size(role),
+            colocated_with=tuple(others),
+            model_path=definition.model(config, name, role)[1] if is_model else None,
+            sequence_length=sequence,
+            forward_rule=micro_batching(with_packed_lengths(role, sequence), trains=False),
+            worker_cls=definition.worker_name(name, role),
+        )
+        section = finished_section(role, plan) if is_model else role
+        section = replace(section, name=name, worker_cls=plan.worker_cls, world_size=plan.world_size)
+        plans[name] = replace(plan, section=finish(name, section))
+    return plans
+
+
+def finished_section(section: WorkerConfig, plan: RolePlan) -> WorkerConfig:
+    """The section of a role that holds a model, with what the plan derived filled in: model path, devices of a worker,
+    an engine's ranks, the length of packed rows."""
+    model_args = replace(section.model_args, model_name_or_path=plan.model_path)
+    section = with_packed_lengths(with_engine_size(section), plan.sequence_length)
+    return replace(section, model_args=model_args, num_gpus_per_worker=plan.num_gpus_per_worker)
+
+
+def with_cache_length(role: WorkerConfig, length: int) -> WorkerConfig:
+    """The role with a KV cache for sequences of ``length`` tokens, where its own section leaves that open."""
+    options = {"max_model_len": length} | {k: v for k, v in role.strategy_args.strategy_config.items() if v is not None}
+    return replace(role, strategy_args=replace(role.strategy_args, strategy_config=options))
+
+
+def shares_devices(one: WorkerConfig, other: WorkerConfig) -> bool:
+    return bool(set(one.device_mapping or ()) & set(other.device_mapping or ()))
+
+
+def node_shape(config: RunConfig, sections: Mapping[str, WorkerConfig], written: Written) -> tuple[int, int]:
+    """Devices of a node and number of nodes. A node is no larger than the ids ask for unless the file says so."""
+    ids = [device for role in sections.values() for device in role.device_mapping or ()]
+    needed = max(ids, default=0) + 1
+    per_node = config.num_gpus_per_node
+    if not written("num_gpus_per_node"):
+        per_node = min(per_node, needed)
+    return per_node, config.num_nodes or ceil(needed / per_node)
+
+
+def folders(config: RunConfig, exp_name: str) -> Folders:
+    """As written; the shared default folders get a folder of the experiment's own."""
+    output, logs = Path(config.output_dir), Path(config.logging_dir)
+    if output == Path("output"):
+        output = output / exp_name
+    if logs == Path("output/logs"):
+        logs = logs / exp_name
+    dump = Path(config.rollout_dump_dir) if config.rollout_dump_dir else None
+    return Folders(output, output / "checkpoints", logs, dump)
+
+
+def shared_plan(
+    definition: PipelineDefinition, config: Any, exp_name: str, written: Written, finish: Finish = as_planned
+) -> dict[str, Any]:
+    """The fields of a :class:`roll.config.plan.plan.Plan` that every pipeline derives in the same way.
+
+    Left to the pipeline: ``training``, ``max_steps``, ``eval_steps``.
+    """
+    per_node, num_nodes = node_shape(config, definition.started(config), written)
+    return {
+        "pipeline": definition.name,
+        "exp_name": exp_name,
+        "roles": role_plans(definition, config, finish),
+        "num_devices_per_node": per_node,
+        "num_nodes": num_nodes,
+        "folders": folders(config, exp_name),
+        "save_steps": max(0, config.save_steps),
+        "sequence_length": definition.longest_row(config),
+    }
+
+
+def validation_data(key: str, own: DataArguments, base: DataArguments, written: Written) -> DataArguments:
+    """The data section at ``key``; what it leaves out of columns and template is as in ``base``."""
+    inherited = {name: getattr(base, name) for name in INHERITED_DATA_KEYS if not written(f"{key}.{name}")}
+    if own.prompt is None and own.messages is None:
+        inherited |= {"prompt": base.prompt, "messages": base.messages}
+    return replace(own, **inherited)

@@ -1,0 +1,143 @@
+"""Shows a plan on a terminal: who runs where, batch arithmetic, passes, steps, folders, warnings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from roll.config.loader import LoadedConfig
+from roll.config.pipelines import PipelineDefinition
+from roll.config.plan.plan import Plan, RolePlan
+from roll.config.reading.errors import count
+from roll.config.reading.masking import masked, masked_text
+from roll.config.strategies.registry import GENERATION_STRATEGIES
+
+WIDEST_DEVICE_TABLE = 8
+
+
+def render_plan(loaded: LoadedConfig[Any], console: Console) -> None:
+    """Print the plan of a loaded configuration."""
+    plan = loaded.plan
+    nodes = f"{count(plan.num_nodes, 'node')} x {count(plan.num_devices_per_node, 'device')}"
+    console.print(line(f"{plan.exp_name}  ", "bold", f"{plan.pipeline} pipeline, {nodes}  ({loaded.source})"))
+    console.print(role_table(plan))
+    for label, text in facts(loaded.pipeline, plan):
+        console.print(line(f"{label:<12}", "bold", text), soft_wrap=True)
+    for notice in loaded.warnings:
+        console.print(line(f"{'note':<12}", "yellow", str(notice)), soft_wrap=True)
+
+
+def line(label: str, style: str, text: str) -> Text:
+    """A styled label and a plain text; no markup is read in either, whatever the user's names look like."""
+    return Text.assemble((label, style), masked_text(text))
+
+
+def role_table(plan: Plan) -> Table:
+    """Roles x devices: a dot where a role has a worker on a device."""
+    devices = sorted({device for role in plan.roles.values() for device in role.device_mapping})
+    as_dots = len(devices) <= WIDEST_DEVICE_TABLE
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("role", no_wrap=True)
+    table.add_column("strategy", no_wrap=True)
+    table.add_column("workers", justify="right", no_wrap=True)
+    for heading in map(str, devices) if as_dots else ["devices"]:
+        table.add_column(heading, justify="center" if as_dots else "left")
+    table.add_column("shares devices with")
+    for role in plan.roles.values():
+        placed = ["●" if device in role.device_mapping else "·" for device in devices]
+        cells = placed if as_dots else [compact(role.device_mapping)]
+        does = role.strategy_name or role.worker_cls or ""
+        texts = (role.name, does, workers(role), *cells, ", ".join(role.colocated_with))
+        table.add_row(*map(Text, texts))
+    return table
+
+
+def workers(role: RolePlan) -> str:
+    return f"{role.world_size} x {role.num_gpus_per_worker}" if role.num_gpus_per_worker > 1 else str(role.world_size)
+
+
+def compact(devices: Sequence[int]) -> str:
+    """``0-7, 12`` for a list of ids."""
+    runs: list[list[int]] = []
+    for device in sorted(devices):
+        if runs and device == runs[-1][1] + 1:
+            runs[-1][1] = device
+        else:
+            runs.append([device, device])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
+def facts(pipeline: PipelineDefinition, plan: Plan) -> list[tuple[str, str]]:
+    """Label and sentence of everything but the role table."""
+    lines = [("model", text) for text in model_sentences(plan)]
+    lines += [*pipeline.batch_facts(plan), *pipeline.facts(plan)]
+    lines += [("forward", text) for text in forward_sentences(plan)]
+    lines.append(("steps", steps_sentence(plan, pipeline.validation_words(plan))))
+    lines.append(("output", str(plan.output_dir)))
+    lines.append(("checkpoints", f"{plan.checkpoint_dir}" if plan.save_steps else "none (save_steps 0)"))
+    lines.append(("logs", str(plan.log_dir)))
+    if plan.dump_dir is not None:
+        lines.append(("samples", str(plan.dump_dir)))
+    return lines
+
+
+def model_sentences(plan: Plan) -> list[str]:
+    """Each model with the roles that load it."""
+    users: dict[str, list[str]] = {}
+    for role in plan.roles.values():
+        if role.model_path is not None:
+            users.setdefault(role.model_path, []).append(role.name)
+    return [f"{path} ({', '.join(names)})" for path, names in users.items()]
+
+
+def forward_sentences(plan: Plan) -> list[str]:
+    """How roles cut passes without gradient, where it is not by rows with their padding."""
+    special = [
+        (role.name, role.forward_rule)
+        for role in plan.roles.values()
+        if role.strategy_name not in (None, *GENERATION_STRATEGIES)
+    ]
+    return [f"{name}: {rule.sentence()}" for name, rule in special if rule.removes_padding or rule.max_tokens]
+
+
+def steps_sentence(plan: Plan, validation: str) -> str:
+    if plan.max_steps is None:
+        parts = ["until the data has been seen num_train_epochs times"]
+    else:
+        parts = [count(plan.max_steps, "step")]
+        for name, training in plan.training.items():
+            if training.total_optimizer_steps != plan.max_steps:
+                parts.append(f"{training.total_optimizer_steps:,} optimizer steps of {name}")
+    parts.append(
+        f"validation every {plan.eval_steps}{validation} and at the end" if plan.eval_steps else "no validation"
+    )
+    parts.append(f"a checkpoint every {plan.save_steps}" if plan.save_steps else "no checkpoints")
+    return "; ".join(parts)
+
+
+def filled_in(loaded: LoadedConfig[Any]) -> str:
+    """Comment lines of YAML: every key of a role's section that the plan changed, with the value that workers get."""
+    lines = []
+    written = loaded.pipeline.started(loaded.config)
+    for name, role in loaded.plan.roles.items():
+        for key, value in differences(asdict(written[name]), asdict(role.section)):
+            shown = yaml.safe_dump(masked({key.rpartition(".")[2]: value}), default_flow_style=True, width=math.inf)
+            lines.append(f"# {name}.{key}: {shown.strip()[1:-1].partition(': ')[2]}\n")
+    return "".join(["\n# Filled in by the plan, by role:\n", *lines]) if lines else ""
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Key path and new value of what ``after`` has and ``before`` has not, or has otherwise."""
+    for key, value in after.items():
+        old = before.get(key)
+        if isinstance(value, dict) and isinstance(old, dict):
+            yield from differences(old, value, f"{path}{key}.")
+        elif value != old:
+            yield f"{path}{key}", value

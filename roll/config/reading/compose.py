@@ -1,0 +1,231 @@
+"""From YAML files and ``key=value`` words to one plain tree: hydra composes, OmegaConf resolves.
+
+Native ROLL files load as they are: ``hydra:`` blocks, ``defaults:`` lists with ``@_here_``, ``${...}``, ``~``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from roll.config.reading.errors import Problems
+from roll.config.reading.schema import closest
+from roll.config.reading.yaml_files import SourceFile, readable, yaml_problem
+
+OVERRIDE_RULE = "must be key=value (or +key=value, or ~key to take a key out)"
+COMPOSITION_ERRORS = (
+    HydraException,
+    OmegaConfBaseException,
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    AssertionError,
+    RecursionError,
+    OSError,
+)
+"""What hydra and OmegaConf raise on trees that they cannot make sense of: their own errors, and plain ones."""
+
+
+@dataclass(frozen=True)
+class Composed:
+    """The composed tree: plain dicts, lists and scalars, every interpolation resolved."""
+
+    data: dict[str, Any]
+    source: SourceFile
+    referenced: frozenset[str] = frozenset()
+    """Top-level names that some ``${...}`` refers to."""
+
+
+def compose_file(file: Path, overrides: Sequence[str], problems: Problems) -> Composed:
+    """Compose ``file`` with its ``defaults`` and the overrides; mistakes go to ``problems``."""
+    source = SourceFile(file)
+    words = [word for word in (_hydra_word(text, file.parent, source, problems) for text in overrides) if word]
+    unreadable = [one for one in source.files() if not readable(one, problems)]
+    if unreadable:
+        return Composed({}, source)
+    try:
+        with (
+            warnings.catch_warnings(),
+            initialize_config_dir(config_dir=str(file.parent.resolve()), version_base="1.3", job_name="roll"),
+        ):
+            # A file without _self_ in its defaults is meant to override them, which is what hydra then does.
+            warnings.filterwarnings("ignore", message=".*Defaults list is missing `_self_`")
+            config = compose(config_name=file.stem, overrides=words)
+        names = frozenset(name for _, raw in _interpolations(config, "") for name in re.findall(r"\$\{\s*(\w+)", raw))
+        return Composed(_resolve(config, problems), source, names)
+    except MissingConfigException as error:
+        rule = f"there is no {error.missing_cfg_file}.yaml in {file.parent} or in a folder named there"
+        problems.add("defaults", error.missing_cfg_file, rule)
+        return Composed({}, source)
+    except yaml.YAMLError as error:
+        problems.add("(YAML)", *yaml_problem(error, file))
+        return Composed({}, source)
+    except COMPOSITION_ERRORS as error:
+        problems.missing("(composition)", _first_lines(error) or str(error.__cause__ or type(error).__name__))
+        return Composed({}, source)
+
+
+def _hydra_word(text: str, folder: Path, source: SourceFile, problems: Problems) -> str | None:
+    """The override as hydra takes it: a key that the file does not have is added, odd values are quoted."""
+    key, equals, value = text.partition("=")
+    text = f"{key.strip()}={value.strip()}" if equals else text.strip()
+    override = parse_override(text)
+    if override is None or not KEY.fullmatch(override.key_or_group):
+        problems.add("(command line)", text, OVERRIDE_RULE, "actor_train.training_args.learning_rate=1e-6")
+        return None
+    if override.is_sweep_override():
+        value = text.partition("=")[2]
+        problems.add(override.key_or_group, value, "must be one value; write a list in brackets", f"[{value}]")
+        return None
+    if override.is_delete() or (folder / override.key_or_group).is_dir() or override.package is not None:
+        return override.input_line
+    source.add_override(override.key_or_group, override.value())
+    return f"++{(override.input_line or text).lstrip('+')}"
+
+
+def parse_override(text: str) -> Override | None:
+    """hydra's reading of the word; a value outside hydra's grammar is read as the text that it is."""
+    key, equals, value = text.partition("=")
+    candidates = [text]
+    if equals:
+        quoted = value.replace("\\", "\\\\").replace("'", "\\'")
+        candidates.append(f"{key}=null" if value.strip() == "~" else f"{key}='{quoted}'")
+    for candidate in candidates:
+        try:
+            return OverridesParser.create().parse_override(candidate)
+        except (OverrideParseException, HydraException):
+            continue
+    return None
+
+
+def _first_lines(error: Exception) -> str:
+    return " ".join(line.strip() for line in str(error).strip().splitlines()[:4])
+
+
+KEY = re.compile(r"[^\s.\[\]=]+(\.[^\s.\[\]=]+|\[\d+\])*")
+"""Of an override: names with dots between them."""
+
+
+def _resolve(config: DictConfig, problems: Problems) -> dict[str, Any]:
+    """Plain data; an interpolation that leads nowhere and a ``???`` left unset are mistakes and are left out."""
+    broken = []
+    written = dict(_interpolations(config, ""))
+    for path, raw in written.items():
+        try:
+            OmegaConf.select(config, path, throw_on_resolution_failure=True)
+        except (OmegaConfBaseException, RecursionError, ValueError, TypeError) as error:
+            broken.append(path)
+            rule = _circle_rule(path, written) or _interpolation_rule(config, raw, error)
+            if rule is not None:
+                problems.add(path, raw, rule)
+    for path in broken:
+        OmegaConf.update(config, path, None, force_add=True)
+    for path in OmegaConf.missing_keys(config):
+        problems.add(path, "???", "must be given, in the file or on the command line")
+        OmegaConf.update(config, path, None, force_add=True)
+        broken.append(path)
+    data = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(data, dict)
+    plain = {str(key): value for key, value in data.items() if key not in ("hydra", "defaults")}
+    for path in broken:
+        _drop(plain, path)
+    return plain
+
+
+def _drop(data: dict[str, Any], path: str) -> None:
+    """Take a key out again; an entry of a list takes the whole list with it."""
+    *sections, last = path.partition("[")[0].split(".")
+    for name in sections:
+        data = data[name]
+    data.pop(last, None)
+
+
+def _interpolations(node: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    """Every leaf that holds ``${...}``, with its path."""
+    if isinstance(node, DictConfig):
+        items: list[tuple[Any, Any]] = [(key, node._get_node(key)) for key in node]
+    elif isinstance(node, ListConfig):
+        items = [(index, node._get_node(index)) for index in range(len(node))]
+    else:
+        return
+    for key, child in items:
+        path = f"{prefix}{key}" if isinstance(node, DictConfig) else f"{prefix.rstrip('.')}[{key}]"
+        if child._is_interpolation():
+            yield path, str(child._value())
+        elif not child._is_none() and not child._is_missing():
+            yield from _interpolations(child, f"{path}.")
+
+
+def _circle_rule(path: str, written: Mapping[str, str]) -> str | None:
+    """A key that refers to itself, perhaps by way of others."""
+    seen: set[str] = set()
+    queue = [path]
+    while queue:
+        for name in re.findall(r"\$\{([\w.]+)\}", written.get(queue.pop(), "")):
+            if name == path or path.startswith(f"{name}."):
+                way = "" if name in written[path] else f", by way of {', '.join(sorted(seen))}"
+                return f"refers to itself{way}: write the value out in one place"
+            if name not in seen:
+                seen.add(name)
+                queue.append(name)
+    return None
+
+
+def _interpolation_rule(config: DictConfig, raw: str, error: Exception) -> str | None:
+    """What is wrong with ``raw``; None when it refers to a key that is itself wrong (one message is enough)."""
+    names = re.findall(r"\$\{([\w.]+)\}", raw)
+    unset = [name for name in names if OmegaConf.select(config, name, throw_on_resolution_failure=False) is None]
+    if not unset:
+        return f"cannot be resolved: {_first_lines(error)}"
+    section, _, last = unset[0].rpartition(".")
+    siblings = OmegaConf.select(config, section, throw_on_resolution_failure=False) if section else config
+    known = [str(key) for key in siblings] if isinstance(siblings, DictConfig) else []
+    if last in known:
+        return None
+    nearest = closest(last, known)
+    return f"refers to {unset[0]}, which is not set" + (f"; the nearest key is {nearest}" if nearest else "")
+
+
+@dataclass(frozen=True)
+class LauncherArgs:
+    """Which configuration a launcher was asked for."""
+
+    config_path: str
+    config_name: str
+    overrides: tuple[str, ...]
+    is_default: bool
+    """Neither flag was given."""
+
+
+def parse_launcher_args(argv: Sequence[str] | None, default_path: str, default_name: str) -> LauncherArgs:
+    """Read a launcher's command line; exits with a usage message on a flag it does not know."""
+    parser = argparse.ArgumentParser(
+        description="Run a pipeline from a YAML configuration.",
+        epilog="Overrides: key=value (any key of the schema), +new.key=value, '~key'. See docs/configuration.md.",
+    )
+    parser.add_argument("--config_path", "--config-path", help=f"folder of the configuration (default {default_path})")
+    parser.add_argument("--config_name", "--config-name", help=f"its name, with or without .yaml ({default_name})")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
+    known, rest = parser.parse_known_intermixed_args(argv)
+    unknown = [word for word in rest if word.startswith("-")]
+    if unknown:
+        parser.error(f"unknown flag {unknown[0]}; overrides are written key=value")
+    return LauncherArgs(
+        config_path=known.config_path or default_path,
+        config_name=known.config_name or default_name,
+        overrides=tuple(known.overrides),
+        is_default=known.config_path is None and known.config_name is None,
+    )

@@ -1,0 +1,104 @@
+"""Mistakes in a configuration: collected, located in their file, and shown all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from roll.config.reading.masking import MASK, is_secret, masked, masked_text
+
+MAX_VALUE_LENGTH = 120
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake: where it stands, what was written, the rule, and a value that would work."""
+
+    key: str
+    value: Any
+    rule: str
+    example: Any = None
+    source: str = ""
+    has_value: bool = True
+
+    def __str__(self) -> str:
+        where = f"{self.source}: " if self.source else ""
+        is_hidden = is_secret(self.key.rsplit(".", 1)[-1]) and isinstance(self.value, str) and self.value
+        written = f" = {MASK if is_hidden else shorten(self.value)}" if self.has_value else ""
+        works = f"; for example {show_example(self.key, self.example)}" if self.example is not None else ""
+        # Apart: a quoted value and what follows it would read as a name and its value, {'token': ...}.
+        return f"{masked_text(f'{where}{self.key}{written}')}: {masked_text(f'{self.rule}{works}')}"
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something accepted that the user should know of."""
+
+    key: str
+    text: str
+
+    def __str__(self) -> str:
+        return masked_text(f"{self.key}: {self.text}")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run. ``problems`` holds every mistake that was found, not only the first."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        count = "1 mistake" if len(self.problems) == 1 else f"{len(self.problems)} mistakes"
+        super().__init__("\n".join([f"{count} in the configuration:", *(f"  - {item}" for item in self.problems)]))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
+        return type(self), (self.problems,)
+
+
+@dataclass
+class Problems:
+    """Collector that the reader and the checks write into."""
+
+    errors: list[Problem] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
+
+    def add(self, key: str, value: Any, rule: str, example: Any = None) -> None:
+        self.errors.append(Problem(key, value, rule, example))
+
+    def missing(self, key: str, rule: str, example: Any = None) -> None:
+        """A key that is not there but must be."""
+        self.errors.append(Problem(key, None, rule, example, has_value=False))
+
+    def not_available(self, key: str, value: Any, feature: str, example: Any = None) -> None:
+        """A key whose feature this version does not have."""
+        self.errors.append(Problem(key, value, f"not available yet: {key} ({feature})", example))
+
+    def note(self, key: str, text: str) -> None:
+        notice = Notice(key, text)
+        if notice not in self.notices:
+            self.notices.append(notice)
+
+    def located(self, source_of: Callable[[str], str]) -> list[Problem]:
+        """The errors with the file (and line) in which each key stands."""
+        return [replace(item, source=source_of(item.key)) for item in self.errors]
+
+    def mentions(self, key: str) -> bool:
+        """True when an error about this key or something under it was found already."""
+        return any(item.key == key or item.key.startswith(f"{key}.") for item in self.errors)
+
+
+def shorten(value: Any) -> str:
+    """The value as it would be written in YAML, cut to a readable length."""
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(masked(value))
+    return text if len(text) <= MAX_VALUE_LENGTH else f"{text[: MAX_VALUE_LENGTH - 3]}..."
+
+
+def show_example(key: str, example: Any) -> str:
+    if key.startswith("(") or (isinstance(example, str) and ":" in example):
+        return str(example)
+    text = "null" if example is None else str(example).lower() if isinstance(example, bool) else str(example)
+    return f"{key.rsplit('.', 1)[-1]}: {text}"
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """``1 row``, ``2,048 rows``."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

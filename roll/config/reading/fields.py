@@ -1,0 +1,228 @@
+"""How a configuration field states its own rules: bounds, allowed names, aliases, a parser for special spellings.
+
+The rules stand in the field's metadata, so that the reader that checks a YAML file, the generated reference page and
+the error messages all speak from the same place."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+RULES = "roll.rules"
+
+
+@dataclass(frozen=True)
+class FieldRules:
+    """What a value must satisfy beyond its type."""
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    choices: tuple[str, ...] | None = None
+    dotted_path: bool = False
+    """With ``choices``: a dotted path ``package.module.name`` is allowed too (a user's own function or class)."""
+    endings: tuple[str, ...] = ()
+    """With ``choices``: the name of a file with one of these endings is allowed too."""
+    planned: tuple[str, ...] = ()
+    """Names that are known and not available yet."""
+    aliases: tuple[str, ...] = ()
+    parse: Callable[[Any], Any] | None = None
+    """Turns the written value into one of the field's type; raises ValueError with the rule that was broken."""
+    example: Any = None
+    """A value that would work, for error messages."""
+    inert: str | None = None
+    """For a key that is accepted and changes nothing: what decides instead, told to the user in one line."""
+    read_if: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    """Keys of the section (or at the top), each with the values under one of which this key is read; no values: where
+    the other key is set. Empty: it is always read."""
+
+    def bounds(self) -> str:
+        """The numeric bounds in words, empty if there are none."""
+        parts = (("at least", self.ge), ("greater than", self.gt), ("at most", self.le), ("less than", self.lt))
+        return " and ".join(f"{word} {bound:g}" for word, bound in parts if bound is not None)
+
+    def violates(self, value: float) -> bool:
+        return (
+            (self.ge is not None and value < self.ge)
+            or (self.gt is not None and value <= self.gt)
+            or (self.le is not None and value > self.le)
+            or (self.lt is not None and value >= self.lt)
+        )
+
+
+NO_RULES = FieldRules()
+
+
+def rules(
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    choices: Sequence[str] | None = None,
+    dotted_path: bool = False,
+    endings: Sequence[str] = (),
+    planned: Sequence[str] = (),
+    aliases: Sequence[str] = (),
+    parse: Callable[[Any], Any] | None = None,
+    example: Any = None,
+    inert: str | None = None,
+    read_if: Mapping[str, Sequence[Any]] | None = None,
+) -> dict[str, FieldRules]:
+    """Metadata for :func:`dataclasses.field` that holds these :class:`FieldRules`."""
+    allowed = tuple(choices) if choices is not None else None
+    names = (tuple(endings), tuple(planned), tuple(aliases))
+    readers = tuple((key, tuple(values)) for key, values in (read_if or {}).items())
+    return {RULES: FieldRules(ge, gt, le, lt, allowed, dotted_path, *names, parse, example, inert, readers)}
+
+
+def setting(default: Any, **options: Any) -> Any:
+    """A field with a default and the :func:`rules` given by name."""
+    return field(default=default, metadata=rules(**options))
+
+
+DOTTED_PATH = re.compile(r"[A-Za-z_]\w*([.:][A-Za-z_]\w*)+")
+
+
+def parse_dotted_path(value: Any) -> str | None:
+    """``package.module.function`` or null."""
+    if value is not None and not DOTTED_PATH.fullmatch(str(value)):
+        raise ValueError("must be the dotted path of your own function, such as my_package.weights.weigh")
+    return value
+
+
+LOWEST_TEMPERATURE = 1e-4
+"""Logits divided by less leave the range of float32."""
+
+
+def parse_temperature(value: Any) -> Any:
+    """0, or a temperature that logits can be divided by."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return value  # the type is checked elsewhere
+    if 0 < number < LOWEST_TEMPERATURE:
+        raise ValueError(f"must be 0 (greedy) or at least {LOWEST_TEMPERATURE:g}")
+    return value
+
+
+DTYPE_NAMES = {
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+    "fp32": "fp32",
+    "float32": "fp32",
+    "float": "fp32",
+}
+
+
+def parse_dtype(value: Any) -> str:
+    """``bf16``, ``fp16`` or ``fp32`` from any of the usual spellings (``bfloat16``, ``torch.float32`` ...)."""
+    name = str(value).removeprefix("torch.")
+    if name not in DTYPE_NAMES:
+        raise ValueError(f"must be one of {', '.join(DTYPE_NAMES)}")
+    return DTYPE_NAMES[name]
+
+
+MAX_DEVICES = 65_536
+RULE = "must be a list of device ids such as [0, 1], or a string such as 'list(range(0, 8))' or '[0, 1] + [4, 5]'"
+
+
+def parse_device_mapping(value: Any) -> list[int]:
+    """Device ids in order.
+
+    Raises:
+        ValueError: another form, ids that are not whole numbers from 0 up, an empty list, or an id given twice.
+    """
+    if isinstance(value, str):
+        ids = _parse_expression(value)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        ids = [value]
+    elif isinstance(value, list | tuple):
+        ids = list(value)
+    else:
+        raise ValueError(RULE)
+    for item in ids:
+        if isinstance(item, bool) or not isinstance(item, int):
+            raise ValueError(f"{RULE}; {item!r} is not a whole number")
+        if item < 0:
+            raise ValueError(f"device ids start at 0; {item} is negative")
+    if not ids:
+        raise ValueError("must name at least one device; leave the key out (or write ~) for a role without devices")
+    _check_number(len(ids))
+    doubles = [item for item, times in Counter(ids).items() if times > 1]
+    if doubles:
+        raise ValueError(f"names device {min(doubles)} more than once")
+    return ids
+
+
+def _parse_expression(text: str) -> list[Any]:
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError(RULE) from None
+    return _read(tree.body)
+
+
+def _read(node: ast.expr) -> list[Any]:
+    """The ids of a sum of terms. A sum nests to the left, so that a loop is enough."""
+    terms = []
+    while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        terms.append(node.right)
+        node = node.left
+    ids: list[Any] = []
+    for term in (node, *reversed(terms)):
+        ids += _read_term(term)
+        _check_number(len(ids))
+    return ids
+
+
+def _read_term(node: ast.expr) -> list[int]:
+    match node:
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_integer(item) for item in items]
+        case ast.Call(func=ast.Name(id="list"), args=[ast.List() | ast.Tuple() as inner], keywords=[]):
+            return _read_term(inner)
+        case ast.Call(func=ast.Name(id="list"), args=[ast.Call() as inner], keywords=[]):
+            return _read_range(inner)
+        case ast.Call(func=ast.Name(id="range")):
+            return _read_range(node)
+        case _:
+            raise ValueError(RULE)
+
+
+def _read_range(node: ast.Call) -> list[int]:
+    match node:
+        case ast.Call(func=ast.Name(id="range"), args=arguments, keywords=[]) if 1 <= len(arguments) <= 3:
+            bounds = [_integer(argument) for argument in arguments]
+        case _:
+            raise ValueError(RULE)
+    if len(bounds) == 3 and bounds[2] == 0:
+        raise ValueError("the step of range() must not be 0")
+    ids = range(*bounds)
+    _check_number(max(0, -(-(ids.stop - ids.start) // ids.step)))
+    return list(ids)
+
+
+def _check_number(number: int) -> None:
+    if number > MAX_DEVICES:
+        raise ValueError(f"names {number} devices; at most {MAX_DEVICES} are allowed")
+
+
+def _integer(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=bool()):
+            raise ValueError(RULE)
+        case ast.Constant(value=int() as number):
+            return number
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant() as operand):
+            return -_integer(operand)
+        case _:
+            raise ValueError(RULE)

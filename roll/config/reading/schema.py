@@ -1,0 +1,326 @@
+"""Reads plain data (what a YAML file holds) as a typed dataclass, finding every mistake on the way.
+
+dacite builds the objects, strictly; it stops at its first error, so this reader goes first: it collects all mistakes,
+brings values to the field's type where that is safe (``1e-6`` and ``1e8`` without a dot are numbers, an int field takes
+``1e8``) and leaves out nothing.  The rules of a field stand in its metadata (:mod:`roll.config.reading.fields`)."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import dacite
+
+from roll.config.reading.errors import Problems
+from roll.config.reading.fields import DOTTED_PATH, NO_RULES, RULES, FieldRules
+
+T = TypeVar("T")
+SHORTEST_PREFIX = 3
+LARGEST = 2**53
+"""Whole numbers up to this one are floats, too; no key has a use for a larger one."""
+MOST_KEYS_LISTED = 12
+
+
+class Mismatch(Exception):
+    """A value that cannot be read as the wanted type; carries the rule and a value that would work."""
+
+    def __init__(self, rule: str, example: Any = None, planned: str | None = None) -> None:
+        super().__init__(rule)
+        self.rule = rule
+        self.example = example
+        self.planned = planned
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """The nearest of ``known`` to a misspelt word, or None when nothing is near."""
+    candidates = list(known)
+    lowered = {item.lower(): item for item in candidates}
+    matches = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
+    if not matches and len(word) >= SHORTEST_PREFIX:
+        matches = [item for item in lowered if item.startswith(word.lower()) or word.lower().startswith(item)]
+    return lowered[matches[0]] if matches else None
+
+
+@cache
+def type_hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def rules_of(item: Field[Any]) -> FieldRules:
+    rules = item.metadata.get(RULES, NO_RULES)
+    assert isinstance(rules, FieldRules)
+    return rules
+
+
+@cache
+def aliases_of(cls: type) -> dict[str, str]:
+    """Other spellings of a section's keys, each with the field it stands for."""
+    return {alias: item.name for item in fields(cls) for alias in rules_of(item).aliases}
+
+
+@cache
+def known_keys(cls: type) -> tuple[str, ...]:
+    return (*(item.name for item in fields(cls)), *aliases_of(cls))
+
+
+def nested_section(hint: Any) -> type | None:
+    """The dataclass behind a field's type (also behind ``X | None``), if it is a section."""
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return next((option for option in options if isinstance(option, type) and is_dataclass(option)), None)
+
+
+def mapped_section(hint: Any) -> type | None:
+    """The dataclass behind the values of a ``dict[str, X]`` field, if they are sections."""
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    for option in options:
+        if get_origin(option) is dict:
+            return nested_section(get_args(option)[1])
+    return None
+
+
+@cache
+def schema_paths(cls: type) -> dict[str, str]:
+    """Every key of a configuration class, by its own name, with one full path where it belongs."""
+    found: dict[str, str] = {}
+    queue: list[tuple[type, str]] = [(cls, "")]
+    while queue:
+        section, prefix = queue.pop(0)
+        for item in fields(section):
+            found.setdefault(item.name, f"{prefix}{item.name}")
+            hint = type_hints(section)[item.name]
+            inner, mapped = nested_section(hint), mapped_section(hint)
+            if inner is not None:
+                queue.append((inner, f"{prefix}{item.name}."))
+            elif mapped is not None:
+                queue.append((mapped, f"{prefix}{item.name}.<name>."))
+    return found
+
+
+class SchemaReader:
+    """Checks and normalises one tree of plain data against a dataclass; mistakes go to ``problems``."""
+
+    def __init__(self, problems: Problems, root: type | None = None) -> None:
+        self.problems = problems
+        self.root = root
+
+    def read(self, cls: type, data: Any, path: str) -> dict[str, Any]:
+        """The section's values under their field names, each of its field's type; wrong ones are left out."""
+        if data is None:
+            return {}
+        if not isinstance(data, Mapping):
+            self.problems.add(path or "(top level)", data, "must be a section of keys, not a single value")
+            return {}
+        hints, items, aliases = type_hints(cls), {item.name: item for item in fields(cls)}, aliases_of(cls)
+        values: dict[str, Any] = {}
+        for key, value in data.items():
+            name = aliases.get(str(key), str(key))
+            full = f"{path}.{key}" if path else str(key)
+            if name not in items:
+                self._unknown(cls, full, str(key), value)
+                continue
+            if name != key and name in data and data[name] != value:
+                self.problems.add(full, value, f"is another spelling of {name}, which is set too: keep one of them")
+                continue
+            self._read_field(values, items[name], hints[name], value, full)
+        return values
+
+    def _read_field(self, values: dict[str, Any], item: Field[Any], hint: Any, value: Any, path: str) -> None:
+        rules = rules_of(item)
+        inner, mapped = nested_section(hint), mapped_section(hint)
+        if inner is not None:
+            if value is not None or NoneType not in get_args(hint):
+                values[item.name] = self.read(inner, value, path)
+            return
+        if mapped is not None:
+            values[item.name] = self._read_sections(mapped, value, path)
+            return
+        try:
+            values[item.name] = convert_field(value, hint, rules)
+        except Mismatch as error:
+            if error.planned is not None:
+                self.problems.not_available(path, value, error.planned, error.example)
+            else:
+                self.problems.add(path, value, error.rule, error.example)
+            return
+        if rules.inert is not None and values[item.name] not in (None, False, {}, item.default):
+            self.problems.note(path, f"has no effect; {rules.inert}" if rules.inert else "has no effect")
+
+    def _read_sections(self, cls: type, value: Any, path: str) -> dict[str, Any]:
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            self.problems.add(path, value, "must map names to sections")
+            return {}
+        return {str(name): self.read(cls, section, f"{path}.{name}") for name, section in value.items()}
+
+    def _unknown(self, cls: type, path: str, key: str, value: Any) -> None:
+        home = schema_paths(self.root).get(key) if self.root is not None else None
+        nearest = closest(key, known_keys(cls))
+        if home is not None and home != path:
+            rule = f"unknown key here; it belongs at {home}"
+        elif nearest is not None:
+            rule = f"unknown key; the nearest known one is {nearest}"
+        elif len(known_keys(cls)) <= MOST_KEYS_LISTED:
+            rule = f"unknown key; known here: {', '.join(known_keys(cls))}"
+        else:
+            rule = "unknown key, and no known one is near; docs/configuration-reference.md lists them all"
+        self.problems.add(path, value, rule)
+
+
+def convert_field(value: Any, hint: Any, rules: FieldRules) -> Any:
+    """The value as the field's type, its rules checked.
+
+    Raises:
+        Mismatch: the rule that was broken.
+    """
+    if rules.parse is not None and value is not None:
+        try:
+            value = rules.parse(value)
+        except ValueError as error:
+            raise Mismatch(str(error), rules.example) from None
+    if value == "None" and rules.choices is not None and NoneType in get_args(hint):
+        value = None
+    try:
+        result = convert(value, hint)
+    except Mismatch as error:
+        raise Mismatch(error.rule, rules.example if rules.example is not None else error.example) from None
+    for entry in result if isinstance(result, list) else [result]:
+        _check_rules(entry, rules)
+    return result
+
+
+def _check_rules(value: Any, rules: FieldRules) -> None:
+    if isinstance(value, int | float) and not isinstance(value, bool) and rules.violates(value):
+        raise Mismatch(f"must be {rules.bounds()}", rules.example if rules.example is not None else _inside(rules))
+    if rules.choices is not None and isinstance(value, str) and value not in rules.choices:
+        if value in rules.planned:
+            raise Mismatch("not available yet", rules.example or rules.choices[0], planned=value)
+        if rules.dotted_path and DOTTED_PATH.fullmatch(value):
+            return
+        if rules.endings and value.endswith(rules.endings):
+            return
+        also = ", or the dotted path of your own function" if rules.dotted_path else ""
+        also += f", or a file ({', '.join(rules.endings)})" if rules.endings else ""
+        nearest = closest(value, rules.choices) or rules.example or rules.choices[0]
+        raise Mismatch(f"must be one of {', '.join(rules.choices)}{also}", nearest)
+
+
+def _inside(rules: FieldRules) -> float | int:
+    """Some value within the bounds."""
+    if rules.ge is not None:
+        low = rules.ge
+    elif rules.gt is not None:
+        low = rules.gt + 1 if rules.le is None and rules.lt is None else (rules.gt + (rules.le or rules.lt or 0)) / 2
+    else:
+        low = rules.le if rules.le is not None else 0
+    return int(low) if float(low).is_integer() else low
+
+
+def convert(value: Any, hint: Any) -> Any:
+    """The value as ``hint`` (None, bool, int, float, str, Literal, list, dict, unions of those, Any)."""
+    origin = get_origin(hint)
+    if hint is Any:
+        return value
+    if origin in (Union, UnionType):
+        return _convert_union(value, get_args(hint))
+    if origin is Literal:
+        return _convert_literal(value, get_args(hint))
+    if origin is list:
+        if not isinstance(value, list | tuple):
+            raise Mismatch("must be a list", f"[{value}]" if isinstance(value, str | int | float) else "[]")
+        return [convert(entry, get_args(hint)[0]) for entry in value]
+    if origin is dict:
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            raise Mismatch("must be a section of keys, not a single value", "{}")
+        return {str(key): convert(entry, get_args(hint)[1]) for key, entry in value.items()}
+    return _SCALARS[hint](value)
+
+
+def _convert_union(value: Any, options: tuple[Any, ...]) -> Any:
+    plain = [option for option in options if option is not NoneType]
+    if NoneType in options and (value is None or (value == "None" and str not in plain)):
+        return None
+    if bool in plain and isinstance(value, str) and value.strip().lower() in ("true", "false"):
+        return _convert_bool(value)
+    exact = [option for option in plain if option is type(value)]
+    failures = []
+    for option in exact + [option for option in plain if option not in exact]:
+        try:
+            return convert(value, option)
+        except Mismatch as error:
+            failures.append(error)
+    if len(failures) == 1:
+        raise failures[0]
+    raise Mismatch(", or ".join(dict.fromkeys(failure.rule for failure in failures)), failures[0].example)
+
+
+def _convert_literal(value: Any, allowed: tuple[Any, ...]) -> Any:
+    for option in allowed:
+        if value == option and type(value) is type(option):
+            return option
+    names = [str(option) for option in allowed]
+    raise Mismatch(f"must be one of {', '.join(names)}", closest(str(value), names) or names[0])
+
+
+def _convert_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+        return value.strip().lower() == "true"
+    raise Mismatch("must be true or false", "true")
+
+
+def _convert_number(value: Any) -> int | float:
+    if isinstance(value, str):
+        try:
+            value = int(value) if re.fullmatch(r"\s*[+-]?\d+\s*", value) else float(value)
+        except ValueError:
+            raise Mismatch("must be a number", 1) from None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise Mismatch("must be a number", 1)
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise Mismatch(f"must be a number of at most {LARGEST}", 1)
+    if not math.isfinite(value):
+        raise Mismatch("must be a finite number", 1)
+    return value
+
+
+def _convert_int(value: Any) -> int:
+    try:
+        number = _convert_number(value)
+    except Mismatch as error:
+        raise Mismatch(error.rule.replace("number", "whole number"), error.example) from None
+    if isinstance(number, float) and not number.is_integer():
+        raise Mismatch("must be a whole number", max(1, round(number)))
+    if abs(number) > LARGEST:
+        raise Mismatch(f"must be a number of at most {LARGEST}", 1)
+    return int(number)
+
+
+def _convert_str(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    raise Mismatch("must be text (quote it if that is what is meant)", f"'{value}'" if value is not None else "'text'")
+
+
+_SCALARS = {
+    bool: _convert_bool,
+    int: _convert_int,
+    float: lambda value: float(_convert_number(value)),
+    str: _convert_str,
+}
+
+
+def build(cls: type[T], values: Mapping[str, Any]) -> T:
+    """The dataclass of values that :class:`SchemaReader` has read."""
+    return dacite.from_dict(cls, values, dacite.Config(strict=True))

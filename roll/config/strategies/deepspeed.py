@@ -1,0 +1,284 @@
+"""DeepSpeed's options, resolved: which ZeRO stage and offload a role gets, and its numbers as DeepSpeed wants them.
+
+Torch-free, and without DeepSpeed: ``roll check`` says what will happen on a machine that has neither."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from roll.config.reading.errors import Problems
+from roll.config.reading.fields import rules, setting
+from roll.config.reading.schema import MOST_KEYS_LISTED, closest
+from roll.config.strategies.base import Backend, Package, StrategyConfig
+from roll.config.strategies.deepspeed_keys import KEYS, REMOVED, VERSION
+
+if TYPE_CHECKING:
+    from roll.config.roles import WorkerConfig
+
+
+@dataclass(frozen=True)
+class DeepSpeedStrategyConfig(StrategyConfig):
+    """``deepspeed_train`` and ``deepspeed_infer``: shorthands for the usual choices, and DeepSpeed's own JSON keys."""
+
+    zero_stage: int | None = setting(None, ge=0, le=3, example=2)
+    """0: every rank holds everything; 1: optimizer states sharded; 2: gradients too; 3: parameters too. null:
+    ``zero_optimization.stage``, else 3. Forward-only roles shard under 3 only."""
+    offload: Literal["none", "cpu", "nvme", "auto"] | None = None
+    """Keep optimizer states in host memory or on a disk (ZeRO-2 and 3). ``auto``: cpu where there is an accelerator."""
+    offload_param: bool | None = None
+    """With ZeRO-3 and ``offload``: parameters too. null: the variable ``VERL_ENABLE_PARAM_OFFLOAD``, else false."""
+    nvme_path: str | None = setting(None, read_if={"offload": ("nvme",)})
+    """Folder on the disk, with ``offload: nvme``."""
+    fp32_grad_accumulation: bool | None = None
+    """Sum gradients of micro-batches in float32 under bf16 (ZeRO-1 to 3). null: the variable
+    ``VERL_DS_ZERO2_FP32_ACCUM_PATCH``, else true."""
+    step_each_micro_batch: bool | None = None
+    """Call the engine's step after every micro-batch instead of the last one only; same numbers. null: the variable
+    ``VERL_DS_ZERO2_STEP_EACH_MICRO``, else false."""
+    zero_optimization: dict[str, Any] = field(default_factory=dict)
+    """DeepSpeed's section, passed through; numbers such as ``1e8`` reach DeepSpeed as the ints that it needs."""
+    activation_checkpointing: dict[str, Any] = field(default_factory=dict)
+    """DeepSpeed's section, with nothing switched on: PyTorch checkpoints the layers of transformers models, and
+    ``model_args.disable_gradient_checkpointing`` says whether to."""
+    aio: dict[str, Any] = field(default_factory=dict)
+    """DeepSpeed's section for disk offload, passed through."""
+    bf16: dict[str, Any] = field(default_factory=dict)
+    """DeepSpeed's section, passed through except ``enabled``: ``model_args.dtype`` decides."""
+    data_types: dict[str, Any] = field(default_factory=dict)
+    """DeepSpeed's section, passed through; ``grad_accum_dtype`` goes before ``fp32_grad_accumulation``."""
+    comms_logger: dict[str, Any] = field(default_factory=dict)
+    """DeepSpeed's section, passed through."""
+    flops_profiler: dict[str, Any] = field(default_factory=dict)
+    """DeepSpeed's section, passed through."""
+    communication_data_type: str | None = None
+    """Type in which gradients are summed over ranks; null: DeepSpeed's choice."""
+    wall_clock_breakdown: bool = False
+    """Log the times of forward, backward and step."""
+    steps_per_print: int | None = setting(None, ge=1)
+    """Optimizer steps between two progress lines of DeepSpeed; null: none."""
+    deepspeed_config: dict[str, Any] = field(default_factory=dict)
+    """Any further key of DeepSpeed's JSON, passed through; names are checked against DeepSpeed's own."""
+    optimizer: dict[str, Any] = field(default_factory=dict, metadata=rules(inert="training_args decides"))
+    """Accepted for older files."""
+    scheduler: dict[str, Any] = field(default_factory=dict, metadata=rules(inert="training_args decides"))
+    """Accepted for older files."""
+    fp16: dict[str, Any] = field(default_factory=dict, metadata=rules(inert="model_args.dtype decides"))
+    """Accepted for older files."""
+    gradient_clipping: float | str | None = setting(None, inert="max_grad_norm decides")
+    """Accepted for older files."""
+    train_batch_size: int | str | None = setting(None, inert="training_args decides")
+    """Accepted for older files."""
+    train_micro_batch_size_per_gpu: int | str | None = setting(None, inert="training_args decides")
+    """Accepted for older files."""
+    gradient_accumulation_steps: int | str | None = setting(None, inert="training_args decides")
+    """Accepted for older files."""
+    prescale_gradients: bool = setting(False, inert="gradients are plain sums")
+    """Accepted for older files."""
+    zero_allow_untested_optimizer: bool = setting(True, inert="the optimizer is AdamW")
+    """Accepted for older files."""
+
+    def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
+        """Report mistakes, and what was asked for in vain."""
+        path, environ = f"{name}.strategy_args.strategy_config", {**os.environ, **role.system_envs}
+        _check_keys(path, self, problems)
+        _check_zero_section(path, self, problems)
+        try:
+            plan = plan_zero(self, environ, trains=trains, has_accelerator=True)
+            switch(self, "fp32_grad_accumulation", environ)
+            switch(self, "step_each_micro_batch", environ)
+        except ValueError as error:
+            problems.missing(path, str(error))
+            return
+        for key, text in plan.notices:
+            problems.note(f"{path}.{key}", text)
+        dtype = role.model_args.dtype
+        if self.offload == "nvme":
+            if plan.stage != 3:
+                problems.add(f"{path}.offload", "nvme", f"needs ZeRO-3, and this is ZeRO-{plan.stage}", "cpu")
+            elif self.nvme_path is None:
+                problems.missing(
+                    f"{path}.nvme_path", "is needed with offload: nvme: a folder on the disk", "/local_nvme"
+                )
+        if self.fp32_grad_accumulation and plan.stage == 0 and dtype == "bf16" and trains:
+            problems.note(f"{path}.fp32_grad_accumulation", "has no effect under ZeRO-0: gradients are summed in bf16")
+        if self.bf16.get("enabled") in (True, False) and self.bf16["enabled"] != (dtype == "bf16"):
+            problems.note(f"{path}.bf16.enabled", f"has no effect; model_args.dtype decides ({dtype})")
+        if role.model_args.ulysses_size > 1:
+            key = f"{name}.model_args.ulysses_size"
+            problems.note(key, "is taken as 1: context parallelism is not available under DeepSpeed")
+
+
+DEFAULT_STAGE = 3
+"""Everything sharded, as under FSDP2: a change of strategy does not change what fits."""
+
+ENVIRONMENT = {
+    "offload_param": "VERL_ENABLE_PARAM_OFFLOAD",
+    "fp32_grad_accumulation": "VERL_DS_ZERO2_FP32_ACCUM_PATCH",
+    "step_each_micro_batch": "VERL_DS_ZERO2_STEP_EACH_MICRO",
+}
+"""Switches that published scripts set in the environment; the key counts where it is written."""
+
+SECTIONS = (
+    "zero_optimization",
+    "activation_checkpointing",
+    "aio",
+    "bf16",
+    "data_types",
+    "comms_logger",
+    "flops_profiler",
+)
+"""Sections of DeepSpeed's JSON that are keys here."""
+
+_SWITCH_DEFAULTS = {"offload_param": False, "fp32_grad_accumulation": True, "step_each_micro_batch": False}
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+
+
+@dataclass(frozen=True)
+class ZeroPlan:
+    """Stage and offload of one role under ZeRO."""
+
+    stage: int
+    offload_optimizer: str = "none"
+    """``none``, ``cpu`` or ``nvme``; what the shorthand keys ask for (``zero_optimization`` may say more)."""
+    offload_param: str = "none"
+    notices: tuple[tuple[str, str], ...] = ()
+    """Key and text of what was asked for and is not done."""
+
+
+def switch(config: DeepSpeedStrategyConfig, name: str, environ: Mapping[str, str]) -> bool:
+    """The value of a key of :data:`ENVIRONMENT`: as written, else of its environment variable, else the default.
+
+    Raises:
+        ValueError: a variable that is neither 0 nor 1.
+    """
+    written = getattr(config, name)
+    if written is not None:
+        return bool(written)
+    text = environ.get(ENVIRONMENT[name], "").strip().lower()
+    if not text:
+        return _SWITCH_DEFAULTS[name]
+    if text not in ("0", "1", "false", "true"):
+        raise ValueError(f"{ENVIRONMENT[name]}={text!r} in the environment: must be 0 or 1, like 1")
+    return text in ("1", "true")
+
+
+def requested_stage(config: DeepSpeedStrategyConfig) -> int:
+    """``zero_stage``, else ``zero_optimization.stage``, else :data:`DEFAULT_STAGE`."""
+    if config.zero_stage is not None:
+        return config.zero_stage
+    written = numbers(config.zero_optimization).get("stage", DEFAULT_STAGE)
+    return written if isinstance(written, int) else DEFAULT_STAGE
+
+
+def plan_zero(
+    config: DeepSpeedStrategyConfig, environ: Mapping[str, str], *, trains: bool, has_accelerator: bool
+) -> ZeroPlan:
+    """Stage and offload of a role, with what was asked for in vain.
+
+    | stage | ``offload: cpu`` in training                            | in forward-only roles          |
+    |-------|---------------------------------------------------------|--------------------------------|
+    | 0, 1  | none                                                    | none (stage 1 and 2 are 0)     |
+    | 2     | optimizer                                               | none                           |
+    | 3     | optimizer; parameters too with ``offload_param: true``  | parameters                     |
+    """
+    stage, notices = requested_stage(config), []
+    if not trains and stage in (1, 2):
+        notices.append(("zero_stage", f"ZeRO-{stage} shards what only training has: a forward-only role runs as 0"))
+        stage = 0
+    target = config.offload or "none"
+    if target == "auto":
+        target = "cpu" if has_accelerator and stage >= 2 else "none"
+    if target != "none" and stage < 2:
+        notices.append(("offload", f"ZeRO-{stage} offloads nothing: {target} is taken as none (ZeRO-2 and 3 offload)"))
+        target = "none"
+    wants_param = switch(config, "offload_param", environ)
+    if wants_param and config.offload_param and (stage < 3 or target == "none") and trains:
+        notices.append(("offload_param", "has no effect: parameters are offloaded under ZeRO-3 with offload: cpu"))
+    if not trains:
+        return ZeroPlan(stage, offload_param=target, notices=tuple(notices))
+    if stage == 3 and target != "none" and not wants_param:
+        notices.append(("offload", "moves optimizer states; offload_param: true moves parameters too"))
+    return ZeroPlan(stage, target, target if stage == 3 and wants_param else "none", tuple(notices))
+
+
+def numbers(value: Any) -> Any:
+    """The tree with every number as DeepSpeed wants it: ``1e8`` (text or float) becomes the int 100000000.
+
+    Entries with the value ``auto`` are left out: DeepSpeed's own default takes their place.
+    """
+    if isinstance(value, Mapping):
+        return {key: numbers(entry) for key, entry in value.items() if entry != "auto"}
+    if isinstance(value, list):
+        return [numbers(entry) for entry in value]
+    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
+        value = float(value) if not value.strip().lstrip("+-").isdigit() else int(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def _check_zero_section(path: str, config: DeepSpeedStrategyConfig, problems: Problems) -> None:
+    section, key = numbers(config.zero_optimization), f"{path}.zero_optimization"
+    stage = section.get("stage")
+    if stage is not None and stage not in (0, 1, 2, 3):
+        problems.add(f"{key}.stage", stage, "must be one of 0, 1, 2, 3", 2)
+    elif stage is not None and config.zero_stage not in (None, stage):
+        problems.add(f"{path}.zero_stage", config.zero_stage, f"disagrees with {key}.stage ({stage}); keep one", stage)
+    if config.offload not in (None, "none"):
+        for name in ("offload_optimizer", "offload_param"):
+            if name in section:
+                rule = f"stands for {key}.{name}, which is there too; keep one of them"
+                problems.add(f"{path}.offload", config.offload, rule)
+
+
+def _check_keys(path: str, config: DeepSpeedStrategyConfig, problems: Problems) -> None:
+    """Every key that is passed through is one of DeepSpeed's, and one that does something."""
+    for name in SECTIONS:
+        _check_section(f"{path}.{name}", name, getattr(config, name), problems)
+    for name, value in config.activation_checkpointing.items():
+        if name in KEYS["activation_checkpointing"] and value not in (None, False):
+            rule = (
+                "does nothing for models of transformers, whose layers PyTorch checkpoints "
+                "(model_args.disable_gradient_checkpointing: false); leave it out"
+            )
+            problems.add(f"{path}.activation_checkpointing.{name}", value, rule, "~")
+    own = {item.name for item in fields(config)}
+    for name, value in config.deepspeed_config.items():
+        key = f"{path}.deepspeed_config.{name}"
+        if name in own:
+            problems.add(key, value, f"belongs one level up, at {path}.{name}")
+        elif name in REMOVED:
+            problems.add(key, value, f"{REMOVED[name]} (DeepSpeed {VERSION}); leave it out")
+        elif name not in KEYS[""]:
+            problems.add(key, value, _unknown("DeepSpeed", str(name), KEYS[""]))
+        else:
+            _check_section(key, name, value, problems)
+
+
+def _check_section(path: str, section: str, data: Any, problems: Problems) -> None:
+    known = KEYS.get(section)
+    for name, value in data.items() if known is not None and isinstance(data, Mapping) else ():
+        if name not in (known or ()):
+            problems.add(f"{path}.{name}", value, _unknown(f"DeepSpeed's {section}", str(name), known or ()))
+        else:
+            _check_section(f"{path}.{name}", f"{section}.{name}", value, problems)
+
+
+def _unknown(owner: str, name: str, known: Sequence[str]) -> str:
+    nearest = closest(name, known)
+    listed = f"; its keys are {', '.join(known)}" if len(known) <= MOST_KEYS_LISTED else ""
+    return f"is no key of {owner}" + (f"; the nearest is {nearest}" if nearest else listed)
+
+
+DEEPSPEED = Backend(
+    "deepspeed",
+    DeepSpeedStrategyConfig,
+    computes="roll.strategies.deepspeed.strategy.DeepSpeedStrategy",
+    trains=True,
+    checkpoints="deepspeed",
+    package=Package("deepspeed", "pip install 'roll-rl[deepspeed]'"),
+)

@@ -1,0 +1,173 @@
+"""Options of the strategies that shard a model by FSDP: ``fsdp2_*`` (``fully_shard``) and ``fsdp_*`` (FSDP1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from roll.config.model_files import layer_classes
+from roll.config.reading.fields import parse_dtype, rules, setting
+from roll.config.strategies.base import Backend, ShapeProblem, StrategyConfig, largest_divisor, model_size
+
+if TYPE_CHECKING:
+    from roll.config.reading.errors import Problems
+    from roll.config.roles import WorkerConfig
+
+
+Dtype = Literal["bf16", "fp16", "fp32"]
+
+
+@dataclass(frozen=True)
+class WrapPolicy:
+    """``strategy_config.wrap_policy``: which modules become FSDP units of their own."""
+
+    transformer_layer_cls_to_wrap: list[str] | None = None
+    """Class names of the layers to wrap; null: the model's own ``_no_split_modules``."""
+    wrap_embeddings: bool = False
+    """Wrap the input embeddings apart."""
+    wrap_lm_output: bool = False
+    """Wrap the output head apart."""
+    moe_experts: list[str] | None = None
+    """Class names of expert blocks, wrapped apart so that a layer's experts are never all gathered at once."""
+
+
+@dataclass(frozen=True)
+class ShardedStrategyConfig(StrategyConfig):
+    """Options of both FSDP1 and FSDP2."""
+
+    fsdp_size: int = 1
+    """Ranks over which parameters are sharded. 1 or less, or at least the role's world size: all ranks; between: a
+    mesh of (world / fsdp_size) replicas of fsdp_size shards (HSDP)."""
+    param_dtype: Dtype | None = field(default=None, metadata=rules(parse=parse_dtype, example="bf16"))
+    """Compute type of gathered parameters; null: ``model_args.dtype``. Master weights are float32 all the same."""
+    master_dtype: Literal["fp32", "bf16"] = field(default="fp32", metadata=rules(parse=parse_dtype, example="fp32"))
+    """Type of the weights that the optimizer updates, and of its moments. ``bf16`` (with bf16 computation) halves
+    their memory, and loses every update of less than 1/256 of a weight: at the learning rates of reinforcement
+    learning, most of them."""
+    reduce_dtype: Dtype = field(default="fp32", metadata=rules(parse=parse_dtype, example="fp32"))
+    """Type in which gradients are summed over ranks; fp16 with fp16 computation only."""
+    offload_policy: bool = setting(False, aliases=("cpu_offload",))
+    """Keep parameters (and in training gradients and optimizer states) in host memory, and bring parameters in layer
+    by layer. Under FSDP1 for forward-only roles."""
+    wrap_policy: WrapPolicy = field(default_factory=WrapPolicy)
+    """Which modules become FSDP units of their own."""
+    reduce_scatter_during_grad_accumulation: bool = True
+    """Sum gradients over ranks at every micro-batch (less memory) instead of at the last one (less traffic)."""
+    async_save_ckpt: bool = True
+    """Copy a checkpoint to host memory and write it from there while training goes on."""
+    save_only_model: bool = False
+    """Leave optimizer states out of checkpoints (such a checkpoint cannot be continued exactly)."""
+
+    def compute_type(self, role: WorkerConfig) -> str:
+        """``bf16``, ``fp16`` or ``fp32``: the type in which a role's model is computed."""
+        return self.param_dtype or role.model_args.dtype
+
+    def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
+        """Report sizes that do not divide the ranks, and types that do not go together."""
+        path, size = f"{name}.strategy_args.strategy_config", self.fsdp_size
+        if 1 < size < world_size and world_size % size:
+            divisors = [number for number in range(2, world_size + 1) if world_size % number == 0]
+            best = min(divisors, key=lambda number: abs(number - size))
+            problems.add(
+                f"{path}.fsdp_size", size, f"must divide the role's {world_size} ranks (or be 1: all of them)", best
+            )
+        if trains and self.reduce_dtype == "fp16" and self.compute_type(role) != "fp16":
+            rule = f"goes with fp16 computation, which scales the loss; this role computes in {self.compute_type(role)}"
+            problems.add(f"{path}.reduce_dtype", "fp16", rule, "fp32")
+        if self.master_dtype == "bf16" and self.compute_type(role) != "bf16":
+            rule = f"goes with bf16 computation; this role computes in {self.compute_type(role)}"
+            problems.add(f"{path}.master_dtype", "bf16", rule, "fp32")
+        size = role.model_args.ulysses_size
+        if world_size % size:
+            best = max(number for number in range(1, size) if world_size % number == 0)
+            rule = f"must divide the role's {world_size} ranks, which share sequences in groups of so many"
+            problems.add(f"{name}.model_args.ulysses_size", size, rule, best)
+
+    def replica_size(self, role: WorkerConfig) -> int:
+        return role.model_args.ulysses_size
+
+    def shape_problems(self, name: str, role: WorkerConfig, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
+        size, heads = role.model_args.ulysses_size, model_size(model, "num_attention_heads")
+        if size > 1 and heads and heads % size:
+            rule = f"must divide the model's {heads} attention heads"
+            yield f"{name}.model_args.ulysses_size", size, rule, largest_divisor(size, heads)
+        path = f"{name}.strategy_args.strategy_config"
+        classes = frozenset[str]() if model.get("auto_map") else layer_classes(str(model.get("model_type", "")))
+        policy = self.wrap_policy
+        for key in ("transformer_layer_cls_to_wrap", "moe_experts"):
+            for written in getattr(policy, key) or () if classes else ():
+                if written not in classes:
+                    layers = sorted(one for one in classes if one.endswith(("Layer", "Block")))
+                    rule = f"is no class of model_type {model['model_type']}; its layers are {', '.join(layers)}"
+                    yield f"{path}.wrap_policy.{key}", written, rule, f"[{layers[0]}]" if layers else None
+
+
+@dataclass(frozen=True)
+class Fsdp2StrategyConfig(ShardedStrategyConfig):
+    """``fsdp2_train`` and ``fsdp2_infer``: PyTorch's ``fully_shard``."""
+
+    reshard_after_forward: bool | int = True
+    """Free gathered parameters after the forward pass (less memory, one more gather); a number: reshard to groups of
+    that many ranks."""
+    apply_tiled_mlp: bool = False
+    """Compute MLP layers a tile of tokens at a time, and again in the backward pass: less memory (Qwen2, Qwen3,
+    Llama)."""
+    tiled_num_shards: int = setting(4, ge=1, read_if={"apply_tiled_mlp": (True,)})
+    """Tiles with ``apply_tiled_mlp``: so many times less memory for what is as wide as ``intermediate_size``."""
+    tp_size: int = setting(1, ge=1)
+    """Tensor-parallel ranks."""
+    apply_expert_patch: bool = False
+    """Run every expert on every rank, if only on a dummy token, so that ranks never wait for one another."""
+    model_type: str | None = None
+    """Model family for the patches above; null: from the model's config."""
+    ep_size: int = setting(1, ge=1)
+    """Expert-parallel ranks."""
+    efsdp_size: int | None = setting(None, ge=1)
+    """Ranks over which expert parameters are sharded."""
+    moe_use_grouped_mm: bool = False
+    """Compute experts by one grouped matrix product."""
+
+
+@dataclass(frozen=True)
+class Fsdp1StrategyConfig(ShardedStrategyConfig):
+    """``fsdp_train`` and ``fsdp_infer``: PyTorch's first FSDP, ``FullyShardedDataParallel``."""
+
+    reshard_after_forward: bool = True
+    """Free gathered parameters after the forward pass (``FULL_SHARD``; less memory, one more gather) or keep them until
+    the backward pass (``SHARD_GRAD_OP``). With replicas: ``HYBRID_SHARD`` and its variant that keeps them."""
+    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "none"] = "BACKWARD_PRE"
+    """When the next layer's parameters are gathered in the backward pass: before the current layer's gradients are
+    computed (fastest), after, or only when they are needed (least memory)."""
+    use_orig_params: bool = setting(True, inert="parameters keep their names and weight decay")
+    """Accepted for older files."""
+
+    def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
+        """Report what FSDP1 cannot do as well."""
+        super().check(name, role, world_size, trains, problems)
+        path = f"{name}.strategy_args.strategy_config"
+        if not self.use_orig_params:
+            problems.note(f"{path}.use_orig_params", "is taken as true: parameters keep their names and weight decay")
+        if not trains:
+            return
+        if self.offload_policy:
+            key = "cpu_offload" if "cpu_offload" in role.strategy_args.strategy_config else "offload_policy"
+            problems.add(f"{path}.{key}", True, FSDP1_OFFLOAD, False)
+        if not self.reduce_scatter_during_grad_accumulation and self.compute_type(role) != "fp32":
+            key = f"{path}.reduce_scatter_during_grad_accumulation"
+            problems.note(key, f"FSDP1 then sums the gradients of micro-batches in {self.compute_type(role)}")
+
+
+FSDP1_OFFLOAD = (
+    "cannot be true for a role that trains: FSDP1 does not support gradient accumulation outside no_sync together with "
+    "CPU offload (PyTorch's documentation of FullyShardedDataParallel, limitations); fsdp2_train does, and so does "
+    "fsdp_infer, which only computes"
+)
+
+
+FSDP2 = Backend(
+    "fsdp2", Fsdp2StrategyConfig, computes="roll.strategies.fsdp.fsdp2.Fsdp2Strategy", trains=True, checkpoints="fsdp"
+)
+FSDP1 = Backend(
+    "fsdp", Fsdp1StrategyConfig, computes="roll.strategies.fsdp.fsdp1.FsdpStrategy", trains=True, checkpoints="fsdp"
+)

@@ -1,0 +1,118 @@
+"""The registry of backends and engines, and the typed options of each strategy (``strategy_args.strategy_config``).
+
+A :class:`Backend` is described in a file of its own next to this one; :data:`BACKENDS` is the only list of them.
+``StrategyArguments.strategy_config`` holds what the user wrote; :func:`typed_strategy_config` gives the checked
+dataclass of the chosen strategy.  A key that belongs to another strategy is left out (the loader says so in one line),
+so that one changed ``strategy_name`` is a whole switch of backend; a key that no strategy knows is an error."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from roll.config.reading.errors import ConfigError, Problems
+from roll.config.reading.schema import SchemaReader, build, closest, known_keys
+from roll.config.roles import StrategyArguments, WorkerConfig
+from roll.config.strategies.base import StrategyConfig as StrategyConfig
+from roll.config.strategies.deepspeed import DEEPSPEED
+from roll.config.strategies.deepspeed import DeepSpeedStrategyConfig as DeepSpeedStrategyConfig
+from roll.config.strategies.fsdp import FSDP1, FSDP2
+from roll.config.strategies.fsdp import Fsdp1StrategyConfig as Fsdp1StrategyConfig
+from roll.config.strategies.fsdp import Fsdp2StrategyConfig as Fsdp2StrategyConfig
+from roll.config.strategies.fsdp import ShardedStrategyConfig as ShardedStrategyConfig
+from roll.config.strategies.fsdp import WrapPolicy as WrapPolicy
+from roll.config.strategies.hf_infer import HF_INFER
+from roll.config.strategies.hf_infer import HfInferStrategyConfig as HfInferStrategyConfig
+from roll.config.strategies.megatron import MEGATRON
+from roll.config.strategies.megatron import MegatronStrategyConfig as MegatronStrategyConfig
+from roll.config.strategies.sglang import SGLANG
+from roll.config.strategies.vllm import VLLM
+
+BACKENDS = (FSDP2, FSDP1, DEEPSPEED, MEGATRON, HF_INFER, VLLM, SGLANG)
+"""The only list of backends and engines."""
+
+BACKEND_OF = {name: backend for backend in BACKENDS for name in backend.strategies}
+"""Backends by ``strategy_name``."""
+
+AVAILABLE: dict[str, type[StrategyConfig]] = {name: backend.options for name, backend in BACKEND_OF.items()}
+"""The dataclass of every strategy's options."""
+
+TRAIN_STRATEGIES = tuple(backend.strategies[0] for backend in BACKENDS if backend.trains)
+INFER_STRATEGIES = tuple(name for backend in BACKENDS if backend.computes for name in reversed(backend.strategies))
+"""Strategies that compute log-probs, forward-only ones first."""
+GENERATION_STRATEGIES = tuple(backend.name for backend in BACKENDS if backend.generates)
+
+
+def trains(strategy_name: str) -> bool:
+    """True for a strategy that takes optimizer steps."""
+    return strategy_name in TRAIN_STRATEGIES
+
+
+def checkpoint_readers(strategy_name: str) -> tuple[str, ...]:
+    """The strategies that read training checkpoints of ``strategy_name``."""
+    backend = BACKEND_OF.get(strategy_name)
+    if backend is None or not backend.trains:
+        return (strategy_name,)
+    return tuple(other.strategies[0] for other in BACKENDS if other.checkpoints == backend.checkpoints)
+
+
+def strategy_keys(strategy_name: str) -> frozenset[str]:
+    """The option names of a strategy; empty for an unknown one."""
+    options: type | None = AVAILABLE.get(strategy_name)
+    return frozenset() if options is None else frozenset(known_keys(options))
+
+
+def owners_of(key: str) -> list[str]:
+    """Every strategy that has an option of this name."""
+    return [name for name in AVAILABLE if key in strategy_keys(name)]
+
+
+def read_strategy_config(arguments: StrategyArguments, path: str, problems: Problems) -> StrategyConfig | None:
+    """The typed options, with every mistake added to ``problems`` under ``path``; None for a strategy without any."""
+    name = arguments.strategy_name
+    if name not in AVAILABLE:
+        rule = f"must be one of {', '.join(AVAILABLE)}"
+        problems.add(f"{path}.strategy_name", name, rule, closest(name, tuple(AVAILABLE)))
+        return None
+    own = strategy_keys(name)
+    foreign = [key for key in arguments.strategy_config if key not in own and owners_of(key)]
+    section = f"{path}.strategy_config"
+    for key in foreign:
+        problems.note(f"{section}.{key}", f"belongs to {', '.join(owners_of(key))}; no effect under {name}")
+    data = {key: value for key, value in arguments.strategy_config.items() if key not in foreign}
+    return build(AVAILABLE[name], SchemaReader(problems).read(AVAILABLE[name], data, section))
+
+
+def typed_strategy_config(arguments: StrategyArguments) -> StrategyConfig:
+    """The checked options of ``arguments.strategy_name``.
+
+    Raises:
+        ConfigError: an unknown strategy, an unknown option, a value of a wrong type.
+    """
+    problems = Problems()
+    config = read_strategy_config(arguments, "strategy_args", problems)
+    if config is None or problems.errors:
+        raise ConfigError(problems.errors)
+    return config
+
+
+def is_sized_engine(role: WorkerConfig) -> bool:
+    """True for an engine whose workers take as many devices as it has ranks."""
+    backend = BACKEND_OF.get(role.strategy_args.strategy_name)
+    return backend is not None and bool(backend.size_keys)
+
+
+def with_engine_size(role: WorkerConfig) -> WorkerConfig:
+    """The role with its engines' tensor-parallel size: as ``strategy_config`` says, else ``num_gpus_per_worker``, which
+    ROLL's files often give alone."""
+    arguments = role.strategy_args
+    backend, options = BACKEND_OF.get(arguments.strategy_name), arguments.strategy_config
+    if backend is None or not backend.size_keys or any(options.get(key) is not None for key in backend.size_keys):
+        return role
+    has_stages = "pipeline_parallel_size" in strategy_keys(arguments.strategy_name)
+    stages = options.get("pipeline_parallel_size") if has_stages else 1
+    if not isinstance(stages, int) or stages < 1:
+        stages = 1
+    if role.num_gpus_per_worker == 1 or role.num_gpus_per_worker % stages:
+        return role
+    sized = {**options, backend.size_keys[0]: role.num_gpus_per_worker // stages}
+    return replace(role, strategy_args=replace(arguments, strategy_config=sized))

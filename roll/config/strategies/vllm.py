@@ -1,0 +1,130 @@
+"""Options of the ``vllm`` strategy, and what a plan and the checks need to know of it. Needs no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from roll.config.reading.fields import rules, setting
+from roll.config.strategies.base import Backend, Package, ShapeProblem, StrategyConfig, check_engine_args, head_problems
+
+if TYPE_CHECKING:
+    from roll.config.reading.errors import Problems
+    from roll.config.roles import WorkerConfig
+
+
+OWN_ENGINE_ARGS = {
+    "model": "model_args.model_name_or_path",
+    "tokenizer": "model_args.model_name_or_path",
+    "dtype": "model_args.dtype",
+    "trust_remote_code": "model_args.trust_remote_code",
+    "seed": "the run's seed",
+    "logprobs_mode": "always processed_logprobs",
+    "worker_extension_cls": "the weight transfer",
+}
+"""Engine arguments that the strategy fills in, and what decides about them."""
+
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of adapters that an engine can make room for."""
+
+
+def adapter_engine_args(rank: int) -> dict[str, Any]:
+    """Engine arguments with which vLLM computes with one adapter of this rank or a lower one."""
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(r for r in VLLM_LORA_RANKS if r >= rank)}
+
+
+@dataclass(frozen=True)
+class VllmStrategyConfig(StrategyConfig):
+    """``vllm``: generation by vLLM, on GPUs or on a CPU."""
+
+    max_num_seqs: int = setting(256, ge=1)
+    """Samples that are generated at the same time; further ones wait."""
+    max_model_len: int | None = setting(None, ge=2)
+    """Longest prompt plus response; responses end there. null: the pipeline's longest sequence."""
+    max_num_batched_tokens: int | None = setting(None, ge=1)
+    """Tokens computed in one step, prompts in chunks; null: vLLM's choice."""
+    tensor_parallel_size: int = setting(1, ge=1)
+    """Ranks over which every matrix is sharded. An engine takes so many devices, times ``pipeline_parallel_size``. Left
+    out: what ``num_gpus_per_worker`` gives."""
+    pipeline_parallel_size: int = setting(1, ge=1)
+    """Stages into which the layers are divided."""
+    data_parallel_size: int = setting(1, ge=1)
+    """Copies inside one engine. Leave it at 1: every worker of the role is an engine of its own."""
+    gpu_memory_utilization: float | None = setting(None, gt=0, le=1, example=0.8)
+    """Share of a GPU's memory for weights and KV cache together; null: vLLM's choice. No effect on a CPU."""
+    kv_cache_memory_bytes: int | None = setting(None, ge=1, example=1 << 30)
+    """Bytes of the KV cache. null: on a GPU what ``gpu_memory_utilization`` leaves; on a CPU room for ``max_num_seqs``
+    samples of ``max_model_len`` tokens, at most 4 GiB."""
+    block_size: int | None = setting(None, ge=1)
+    """Tokens of a block of the KV cache; null: vLLM's choice. On a CPU rounded up to a multiple of 32."""
+    enable_prefix_caching: bool = True
+    """Keep the blocks of finished prompts for later ones that begin alike. Emptied at every weight update."""
+    enforce_eager: bool | None = None
+    """No graph capture and no compilation. null: true on a CPU, where compiling takes longer than it saves."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """``dummy``: random weights, for an engine that gets its weights from a trainer before it is used."""
+    in_flight_update: Literal["recompute", "keep"] = "recompute"
+    """What becomes of the KV cache of samples that are in flight when new weights arrive: computed again with them, or
+    kept as the old weights left it, which costs nothing and makes the next tokens those of a mixture of both."""
+    optimization_level: int | None = setting(None, ge=0, le=3)
+    """vLLM's own trade of start-up time for speed; null: vLLM's choice."""
+    cudagraph_capture_sizes: list[int] | None = field(default=None, metadata=rules(aliases=("cuda_graph_sizes",)))
+    """Batch sizes for which CUDA graphs are captured; null: vLLM's choice."""
+    disable_custom_all_reduce: bool = True
+    """Sum over tensor-parallel ranks by NCCL instead of vLLM's own kernel."""
+    sleep_level: int = setting(1, ge=1, le=2)
+    """While other roles use the GPU: 1 moves the weights to host memory, 2 drops them (the next weight update brings
+    them back). The KV cache is dropped either way. No effect on a CPU."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Any further argument of vLLM's ``EngineArgs``, passed through."""
+    allow_untested_version: bool = False
+    """Run with a vLLM outside the tested versions."""
+    distributed_executor_backend: str | None = setting(None, inert="ranks of an engine are processes of its worker")
+    """Accepted for older files."""
+    disable_log_stats: bool = setting(True, inert="the run's own metrics tell what an engine does")
+    """Accepted for older files."""
+    disable_mm_preprocessor_cache: bool = setting(False, inert="prompts are token ids")
+    """Accepted for older files."""
+    VLLM_USE_V1: int | str | bool | None = setting(None, inert="there is no other engine than V1")
+    """Accepted for older files."""
+
+    @property
+    def devices_per_worker(self) -> int:
+        """Ranks of an engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
+        """Report engine arguments that have a key of their own, and sizes that do not agree."""
+        path = f"{name}.strategy_args.strategy_config"
+        check_engine_args(path, self, OWN_ENGINE_ARGS, problems)
+        if self.data_parallel_size > 1:
+            feature = "copies inside an engine; every worker of the role is an engine of its own"
+            problems.not_available(f"{path}.data_parallel_size", self.data_parallel_size, feature, 1)
+        ranks = self.devices_per_worker
+        if role.num_gpus_per_worker not in (1, ranks):
+            text = (
+                f"has no effect: strategy_config makes engines of {ranks} devices (tensor_parallel_size "
+                f"{self.tensor_parallel_size} x pipeline_parallel_size {self.pipeline_parallel_size})"
+            )
+            problems.note(f"{name}.num_gpus_per_worker", text)
+        if self.pipeline_parallel_size > 1 and self.in_flight_update == "keep":
+            rule = (
+                "needs an engine without stages: some tokens of a batch are under way between them when weights arrive"
+            )
+            problems.add(f"{path}.in_flight_update", "keep", rule, "recompute")
+
+    def shape_problems(self, name: str, role: WorkerConfig, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
+        key = f"{name}.strategy_args.strategy_config.tensor_parallel_size"
+        yield from head_problems(key, self.tensor_parallel_size, model)
+
+
+VLLM = Backend(
+    "vllm",
+    VllmStrategyConfig,
+    generates="roll.strategies.vllm.VllmStrategy",
+    package=Package(
+        "vllm", "on GPUs pip install 'roll-rl[vllm]', on a CPU make install-vllm; see docs/installation.md"
+    ),
+    size_keys=("tensor_parallel_size",),
+)

@@ -1,0 +1,285 @@
+"""Tensors of a model folder read one by one, and models built on the ``meta`` device of which each rank reads its rows.
+
+``from_pretrained`` puts the whole model into the memory of every process.  Here a model is built on torch's ``meta``
+device, then sharded, and then each tensor's local rows are read from the safetensors files straight into their place.
+The result equals ``from_pretrained``, bit by bit.
+
+Only folders whose tensors are the model's parameters, name by name and shape by shape, can be read like this; for all
+others :func:`build_on_meta` gives None, and the model is loaded whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from roll.config.roles import ModelArguments
+from roll.models.build import (
+    OUTPUT_MATRIX,
+    VALUE_HEAD,
+    HeadName,
+    attention_implementation,
+    auto_class,
+    checked_config,
+    freeze_modules,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class TensorFiles:
+    """The tensors of a model folder or of a model on the Hugging Face hub."""
+
+    def __init__(self, name_or_path: str) -> None:
+        """
+        Raises:
+            OSError: no such folder, or one without safetensors files.
+        """
+        self.folder = _local_folder(name_or_path)
+        self._files = _file_of_each_tensor(self.folder)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all tensors, by name."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for path in set(self._files.values()):
+            with safe_open(path, framework="pt") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        return {name: shapes[name] for name in self._files}
+
+    def fingerprint(self) -> str:
+        """Tells one model from another without reading all of it: names, shapes, and two rows of every tensor."""
+        digest = hashlib.blake2b(digest_size=16)
+        by_file: dict[Path, list[str]] = {}
+        for name, path in self._files.items():
+            by_file.setdefault(path, []).append(name)
+        samples: dict[str, bytes] = {}
+        for path, names in by_file.items():
+            with safe_open(path, framework="pt") as file:
+                samples |= {name: _sample(file.get_slice(name)) for name in names}
+        for name in sorted(samples):
+            digest.update(name.encode())
+            digest.update(samples[name])
+        return digest.hexdigest()
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole tensor, on the CPU, in float32.
+
+        Raises:
+            ValueError: the folder lacks it.
+        """
+        return self.read_rows(name, slice(None)).float()
+
+    def read_rows(self, name: str, rows: slice) -> torch.Tensor:
+        """``tensor[rows]`` along the first dimension, on the CPU, in the type of the file; nothing else is read.
+
+        Raises:
+            ValueError: the folder lacks the tensor.
+        """
+        if name not in self._files:
+            raise ValueError(f"model_args.model_name_or_path: {self.folder} has no tensor {name}")
+        with safe_open(self._files[name], framework="pt") as file:
+            if rows == slice(None):
+                return file.get_tensor(name)
+            return file.get_slice(name)[rows]
+
+
+def _sample(tensor: Any) -> bytes:
+    """Shape, and the first and the middle row of a tensor in a file (of a vector: some of its elements)."""
+    shape = list(tensor.get_shape())
+    if not shape or not all(shape):
+        return str(shape).encode()
+    count = 1 if len(shape) > 1 else 1024
+    rows = [tensor[start : start + count] for start in (0, shape[0] // 2)]
+    return str(shape).encode() + b"".join(row.contiguous().view(torch.uint8).numpy().tobytes() for row in rows)
+
+
+def fingerprint(name_or_path: str | None) -> str | None:
+    """:meth:`TensorFiles.fingerprint` of a model; None where it has no safetensors files."""
+    try:
+        return TensorFiles(str(name_or_path)).fingerprint()
+    except OSError:
+        return None
+
+
+def _local_folder(name_or_path: str) -> Path:
+    if Path(name_or_path).is_dir():
+        return Path(name_or_path)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name_or_path, allow_patterns=["*.safetensors", "*.json"]))
+
+
+def _file_of_each_tensor(folder: Path) -> dict[str, Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    file = folder / "model.safetensors"
+    if not file.is_file():
+        raise OSError(f"{folder}: no model.safetensors; save the model with save_pretrained in safetensors format")
+    with safe_open(file, framework="pt") as opened:
+        return dict.fromkeys(opened.keys(), file)
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MetaModel:
+    """A language model whose parameters are on ``meta``, and the files that hold them."""
+
+    language_model: PreTrainedModel
+    files: TensorFiles
+    new_head: frozenset[str]
+    """Parameters of a value head that the files do not have: zero."""
+
+    @torch.no_grad()
+    def read(self, root: nn.Module, device: torch.device) -> None:
+        """Allocate the parameters and buffers of ``root`` on ``device`` and read them.
+
+        Args:
+            root: the language model, or a module around it; its parameters may be sharded (``fully_shard``) by rows.
+        """
+        computed = {name: buffer for name, buffer in root.named_buffers() if not buffer.is_meta}
+        root.to_empty(device=device)
+        if not any(isinstance(parameter, DTensor) for parameter in root.parameters()):
+            # DTensors keep their identity; others are made anew, one for each name of a tied one.
+            self.language_model.tie_weights()
+        for name, buffer in root.named_buffers():
+            if name in computed:
+                buffer.copy_(computed[name])
+        for name, tensor in _stored_tensors(self.language_model).items():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if name in self.new_head:
+                local.zero_()
+            elif local.numel():
+                local.copy_(self.files.read_rows(name, _own_rows(tensor)))
+
+
+def build_on_meta(args: ModelArguments, head: HeadName, dtype: torch.dtype = torch.float32) -> MetaModel | None:
+    """:func:`~roll.models.build.build_model`, with the weights still to be read.
+
+    Returns:
+        None where ``from_pretrained`` has more to do than copy tensors (the log says what).
+
+    Raises: as :func:`~roll.models.build.build_model`.
+    """
+    config = checked_config(args, head)
+    obstacle: str | None = None
+    if args.lora_target or args.adapter_name_or_path:
+        obstacle = "adapters are added to a model that is there"
+    if args.trust_remote_code and getattr(config, "auto_map", None):
+        obstacle = "the model has code of its own"
+    try:
+        files = TensorFiles(str(args.model_name_or_path))
+    except OSError:
+        obstacle = "there are no safetensors files"
+    if obstacle is None:
+        with torch.device("meta"):
+            model = auto_class(head).from_config(
+                config, dtype=dtype, attn_implementation=attention_implementation(args)
+            )
+        stored, found = _stored_tensors(model), files.shapes()
+        new_head = _new_head(stored, found) if head == "value" else frozenset()
+        obstacle = _obstacle(model, dtype) or _mismatch(model, found, new_head)
+    if obstacle is not None:
+        logger.info("%s is loaded whole by every rank: %s", args.model_name_or_path, obstacle)
+        return None
+    unused = found.keys() - stored.keys() - ({OUTPUT_MATRIX} if head == "value" else set())
+    if unused:
+        logger.warning("%s: the model has no use for %s", args.model_name_or_path, ", ".join(sorted(unused)))
+    _compute_buffers(model)
+    _read_generation_config(model, str(args.model_name_or_path))
+    freeze_modules(model, args.freeze_module_prefix)
+    return MetaModel(model.eval(), files, new_head)
+
+
+def _new_head(stored: Iterable[str], found: Container[str]) -> frozenset[str]:
+    """The parameters of the value head that are in no file: of a reward model's head, the bias."""
+    return frozenset(name for name in stored if name.startswith(VALUE_HEAD) and name not in found)
+
+
+def _obstacle(model: PreTrainedModel, dtype: torch.dtype) -> str | None:
+    """Why tensors cannot be copied as they are stored."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    if getattr(model.config, "quantization_config", None) is not None:
+        return "its weights are quantized"
+    if get_model_conversion_mapping(model, add_legacy=False):
+        return f"a {model.config.model_type} model is stored in another form than it computes with"
+    if model._get_dtype_plan(dtype):
+        return f"parts of it must stay in float32 under {dtype}"
+    return None
+
+
+def _mismatch(model: PreTrainedModel, found: Mapping[str, tuple[int, ...]], new_head: frozenset[str]) -> str | None:
+    """Differences between the stored tensors and those of the model."""
+    stored = _stored_tensors(model)
+    twice = (model.state_dict().keys() - stored.keys()) & found.keys()
+    if twice:
+        return f"tied tensors are stored twice ({', '.join(sorted(twice))})"
+    for name, tensor in stored.items():
+        if name in new_head:
+            continue
+        if name not in found:
+            return f"the files lack {name}"
+        if found[name] != tuple(tensor.shape):
+            return f"{name} is {found[name]} in the files and {tuple(tensor.shape)} in the model"
+    return None
+
+
+def _stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters, tied ones once, and persistent buffers."""
+    persistent = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    return dict(model.named_parameters()) | buffers
+
+
+def _compute_buffers(model: PreTrainedModel) -> None:
+    """Give values to what is in no file, such as rotary frequencies: the model class computes them."""
+    stored = model.state_dict().keys()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if (f"{prefix}.{name}" if prefix else name) not in stored:
+                setattr(module, name, torch.empty_like(buffer, device="cpu"))
+    # Nothing happens to what is still on meta.
+    model.initialize_weights()
+
+
+def _read_generation_config(model: PreTrainedModel, name_or_path: str) -> None:
+    from transformers import GenerationConfig
+
+    if model.can_generate():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(name_or_path)
+        except OSError:
+            logger.debug("%s has no generation configuration: it follows from the model's", name_or_path)
+
+
+def _own_rows(tensor: Tensor) -> slice:
+    """The rows of a tensor that this rank holds: ``torch.chunk`` over the mesh dimension that shards it."""
+    if isinstance(tensor, DTensor):
+        for mesh_dim, placement in enumerate(tensor.placements):
+            if isinstance(placement, Shard):
+                assert placement.dim == 0, placement
+                mesh, rows = tensor.device_mesh, tensor.shape[0]
+                size = -(-rows // mesh.size(mesh_dim))
+                begin = size * mesh.get_local_rank(mesh_dim)
+                return slice(begin, min(begin + size, rows))
+    return slice(None)

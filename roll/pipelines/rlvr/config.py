@@ -1,0 +1,162 @@
+"""The RLVR pipeline's configuration: reinforcement learning from verifiable rewards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from roll.config.algorithm import PPOConfig
+from roll.config.data import DataArguments
+from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
+from roll.config.older import OlderRLVRKeys
+from roll.config.reading.fields import parse_dotted_path, rules, setting
+from roll.config.rewards import RewardConfig
+from roll.config.roles import (
+    GeneratingArguments,
+    GenerationWorkerConfig,
+    ReferenceWorkerConfig,
+    StrategyArguments,
+    WorkerConfig,
+)
+from roll.config.run import RunConfig
+from roll.config.weight_sync import WeightSyncConfig
+
+
+@dataclass(frozen=True)
+class ValidationSetConfig:
+    """``validation.sets.<name>``: a set with a name of its own. What it leaves out is as ``validation`` has it."""
+
+    data_args: DataArguments = field(default_factory=DataArguments)
+    """Its files; columns and template that it leaves out are those of ``validation.data_args``."""
+    generating_args: GeneratingArguments = field(default_factory=GeneratingArguments)
+    """How its answers are sampled, and ``num_return_sequences`` of them; keys that it leaves out are those of
+    ``validation.generating_args``."""
+    greedy: bool | None = None
+    """Also answer every prompt once with greedy decoding; null: as ``validation`` says."""
+    prompt_length: int | None = setting(None, ge=1)
+    """Longest prompt of this set; goes with ``sequence_length``. null: as in the rest of the validation."""
+    sequence_length: int | None = setting(None, ge=2)
+    """Prompt plus response of this set; goes with ``prompt_length``. null: as in the rest of the validation."""
+
+
+@dataclass(frozen=True)
+class ValidationConfig(WorkerConfig):
+    """``validation``: which questions are asked every ``eval_steps``, and how the answers are sampled.
+
+    Only ``data_args`` and ``generating_args`` of the role's keys count; the engines are those of ``actor_infer``.
+    """
+
+    strategy_args: StrategyArguments = field(default_factory=lambda: StrategyArguments(strategy_name="hf_infer"))
+    """Has no effect: the engines are those of ``actor_infer``."""
+    greedy: bool = True
+    """Also answer every prompt once with greedy decoding."""
+    eval_steps: int | None = setting(None, ge=-1)
+    """Steps between validations; null: the run's ``eval_steps``."""
+    before_train: bool = True
+    """Validate before the first step."""
+    beside_training: bool | None = None
+    """The engines validate while the other roles work on the samples of the step, which waits at its end for what is
+    left; the answers are the same. All roles that answer or score need devices of their own. null: where devices allow
+    it; false: validation comes before the step's samples, and everything else waits."""
+    sets: dict[str, ValidationSetConfig] = field(default_factory=dict)
+    """Further sets by name, each with files, sampling and lengths of its own. With sets, ``data_args.file_name`` may be
+    left out."""
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """``router_args``: how requests are spread over generation engines."""
+
+    router_name: str | None = setting(
+        None, choices=("PromptAffinityRouter", "EnvAffinityRouter", "SglangRouter"), dotted_path=True
+    )
+    """null: ``PromptAffinityRouter`` (least-loaded engine first, all samples of a prompt on one)."""
+    router_config: dict[str, Any] = field(default_factory=dict)
+    """Options of a router of your own, given to its class as keywords."""
+    max_running_requests: int | None = setting(None, ge=1)
+    """Prompts that one engine works on at a time; null: the run's ``max_running_requests``."""
+
+
+@dataclass(frozen=True)
+class RLVRConfig(PPOConfig, OlderRLVRKeys, RunConfig):
+    """Everything an RLVR run is told. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
+
+    max_steps: int = setting(500, ge=1)
+    """Training steps of the run."""
+    rollout_batch_size: int = setting(128, ge=1)
+    """Prompts of one step."""
+    num_return_sequences_in_group: int = setting(1, ge=1)
+    """Samples of each prompt."""
+    val_batch_size: int = setting(128, ge=1, read_if={"validation": ()})
+    """Prompts given to the engines at a time in validation."""
+    prompt_length: int = setting(1024, ge=1)
+    """Longest prompt in tokens; longer rows are left out, or truncated (``data_args.filter_overlong_prompts``)."""
+    response_length: int | None = setting(None, ge=1)
+    """Longest response in tokens. This or ``sequence_length`` must be set."""
+    sequence_length: int | None = setting(None, ge=2)
+    """Prompt plus response in tokens."""
+    val_prompt_length: int | None = setting(None, ge=1)
+    """Longest prompt in validation; goes with ``val_sequence_length``. null: as in training."""
+    val_sequence_length: int | None = setting(None, ge=2)
+    """Prompt plus response in validation; goes with ``val_prompt_length``. null: as in training."""
+    global_template: str | None = setting(None, choices=TEMPLATES, endings=TEMPLATE_ENDINGS)
+    """Chat template of all roles; null: each role's ``data_args.template``."""
+    tag_to_template: dict[str, str] = field(default_factory=dict)
+    """Chat template by the rows' tag, before ``global_template``."""
+    actor_train: WorkerConfig = field(default_factory=WorkerConfig)
+    """The policy that learns; its ``data_args`` name the training prompts."""
+    actor_infer: GenerationWorkerConfig = field(default_factory=GenerationWorkerConfig)
+    """The engines that generate."""
+    reference: ReferenceWorkerConfig | None = None
+    """The policy that KL is measured against; runs only when a KL is used."""
+    critic: WorkerConfig | None = None
+    """The value model; needed by ``adv_estimator: gae``."""
+    reward_model: GenerationWorkerConfig | None = None
+    """The judge that every ``llm_judge`` with ``judge_model_type: cluster`` asks, or the model behind the rewards
+    ``reward_model``."""
+    rewards: dict[str, RewardConfig] = field(default_factory=dict)
+    """Reward domains by name."""
+    validation: ValidationConfig | None = None
+    """Prompts for validation; null: none."""
+    warn_after_steps: int = setting(3, ge=0)
+    """A warning says when all scores were the same, all advantages 0, or too many responses were truncated, in so many
+    steps in a row; 0: never."""
+    warn_truncated_share: float = setting(0.5, ge=0, le=1, read_if={"warn_after_steps": ()})
+    """Share of responses truncated at the length limit above which a step counts for ``warn_after_steps``."""
+    is_num_return_sequences_expand: bool = setting(False, inert="a prompt is computed once for all of its samples")
+    """Accepted for older files."""
+    max_running_requests: int = setting(128, ge=1)
+    """Prompts that one engine works on at a time."""
+    is_use_additional_prompts: bool = False
+    """Ask more prompts than a step needs, so that filtered groups are replaced without waiting."""
+    max_additional_running_prompts: int = setting(16, ge=0, read_if={"is_use_additional_prompts": (True,)})
+    """Prompts asked beyond the need with ``is_use_additional_prompts``."""
+    user_defined_rollout_loop_cls: str | None = field(
+        default=None, metadata=rules(parse=parse_dotted_path, example="~")
+    )
+    """Dotted path of your own rollout loop: a class whose coroutine says what becomes of a training prompt."""
+    router_args: RouterConfig = field(default_factory=RouterConfig)
+    """How requests are spread over generation engines."""
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    """How the trainer's weights get to the engines."""
+    async_generation_ratio: float = setting(0.0, ge=0)
+    """Steps that generation may run ahead of training, fractions meant exactly; 0: synchronous. Above 0 ``actor_infer``
+    generates while others compute if it has devices of its own; on shared ones (``partial_rollout`` only) a step stops
+    generation when it has its samples, and partial responses go on in the next."""
+    partial_rollout: bool = setting(True, read_if={"async_generation_ratio": ()})
+    """Asynchronous rollout: weights are updated while samples are in flight, which go on with the new ones. false:
+    every update waits until the samples in flight are finished."""
+    student_train: WorkerConfig | None = None
+    """On-policy distillation: the student's training role."""
+    student_infer: WorkerConfig | None = None
+    """On-policy distillation: the student's generating role."""
+    teacher: dict[str, Any] | None = None
+    """On-policy distillation: the teacher role or roles."""
+    is_pure_opd: bool = False
+    """On-policy distillation without rewards."""
+    use_opd: bool = False
+    """On-policy distillation in addition to rewards."""
+    opd_kl_coef: float = setting(1.0, ge=0)
+    """On-policy distillation: weight of the teacher's KL."""
+    pure_opd_pipeline_type: Literal["rlvr", "agentic"] | None = None
+    """On-policy distillation: the pipeline it runs on."""

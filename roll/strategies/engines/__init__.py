@@ -1,0 +1,1 @@
+"""What generation engines share: their interface, requests, sampling."""

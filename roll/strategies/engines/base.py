@@ -1,0 +1,344 @@
+"""Generation engines: their interface, and what keeps one answering."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
+from threading import Event, Thread
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+from roll.config.roles import ModelArguments, WorkerConfig
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams
+from roll.weight_sync.encoding import tensor_checksum
+from roll.weight_sync.messages import Checksum
+
+logger = logging.getLogger(__name__)
+
+
+class GenerationStrategy(ABC):
+    """An engine driven by repeated :meth:`step` calls from one thread."""
+
+    def __init__(self, role: WorkerConfig, seed: int = 42) -> None:
+        self.role = role
+        self.seed = seed
+
+    @abstractmethod
+    def initialize(self) -> None:
+        """Load the model of ``role`` and allocate the KV cache."""
+
+    @abstractmethod
+    def add_requests(self, requests: Iterable[GenerationRequest]) -> None:
+        """Queue the unfinished samples of requests, first come first served; partial samples are continued.
+
+        Raises:
+            ValueError: a prompt that leaves no room for a new token, parameters outside their range, or a partial
+                sample that has nothing left to generate.
+        """
+
+    @abstractmethod
+    def step(self) -> list[GenerationOutput]:
+        """Advance every running sample by one token (admitting queued ones first); return those that finished."""
+
+    @property
+    @abstractmethod
+    def num_unfinished(self) -> int:
+        """Samples queued or running."""
+
+    @abstractmethod
+    def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
+        """Stop the given requests (None: all); return their unfinished samples with what they have so far, the tokens
+        that they came with included."""
+
+    def take_failures(self) -> dict[str, str]:
+        """Requests that have failed by themselves since the last call, by id, and why: they are unfinished no more, and
+        the others go on as if they had never been there."""
+        return {}
+
+    def recover(self) -> list[GenerationOutput]:
+        """After :meth:`step` has raised: drop all samples and everything computed of them, so that what is added next
+        finds a clean engine; what the samples had. An engine that cannot do it raises."""
+        return self.abort()
+
+    def running(self, request_ids: Iterable[str]) -> list[GenerationOutput]:
+        """What :meth:`abort` would return of these requests, which go on; nothing from an engine that cannot tell."""
+        return []
+
+    @abstractmethod
+    def start_weight_update(self, version: int) -> None: ...
+
+    @abstractmethod
+    def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over full tensors by Hugging Face name. The tensors may be read-only shared memory: copy, never keep."""
+
+    @abstractmethod
+    def finish_weight_update(self) -> Mapping[str, Checksum]:
+        """Make the new weights current; return a checksum per tensor of what the engine now holds
+        (:func:`roll.weight_sync.encoding.tensor_checksum`), by rank where ranks of it disagree.
+
+        Samples that are running go on; their next tokens are the new weights'. What the engine has computed of their
+        earlier tokens is computed again with the new weights, or kept, as its ``in_flight_update`` says.
+        """
+
+    def held_weights(self) -> Mapping[str, torch.Tensor] | None:
+        """What the engine computes with, by Hugging Face name, where single elements of it may be changed in place in
+        the course of an update; None: every update must bring whole layers."""
+        return None
+
+    def held_checksums(self, names: Sequence[str]) -> Mapping[str, Checksum]:
+        """Checksums of tensors that earlier updates have brought, as the engine computes with them now."""
+        held = self.held_weights()
+        assert held is not None, "an engine that takes whole models only is sent all tensors"
+        return {name: tensor_checksum(held[name]) for name in names if name in held}
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether the engine computes with LoRA adapters of its own (:meth:`update_adapter`)."""
+        return False
+
+    def update_adapter(self, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> None:
+        """In the course of an update: compute ``W x + scaling * B (A x)`` from now on, in place of the last adapter.
+
+        Args:
+            tensors: A (r, in) and B (out, r) by the name of W with ``#lora_A`` or ``#lora_B`` behind.
+            scalings: by the name of W.
+        """
+        raise RuntimeError(f"{type(self).__name__} takes no adapters")
+
+    def sleep(self) -> None:
+        """Release device memory (KV cache, weights) where the platform can, while idle; undone by :meth:`wake`."""
+
+    def wake(self, weights_only: bool = False) -> None:
+        """Undo :meth:`sleep`; with ``weights_only`` as far as a weight update needs it, the rest by another call."""
+
+    def shutdown(self) -> None:
+        """Free everything; the engine is not used again."""
+
+
+def model_end_token_ids(args: ModelArguments, model_config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """:func:`end_token_ids` of the model in a folder or on the hub.
+
+    Args:
+        model_config: the model's Hugging Face config.
+    """
+    from transformers import GenerationConfig
+
+    assert args.model_name_or_path
+    try:
+        generation_config = GenerationConfig.from_pretrained(args.model_name_or_path)
+    except OSError:  # a folder without one
+        generation_config = None
+    return end_token_ids(generation_config, model_config, tokenizer)
+
+
+def end_token_ids(generation_config: Any, config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Every token that ends a sequence by the generation config (or else the model's config) or the tokenizer.
+
+    The two differ where a chat model was made from a base model; each knows one way to end.
+    """
+    ids: list[int] = []
+    for source in (generation_config, config.get_text_config()):
+        eos = getattr(source, "eos_token_id", None)
+        if eos is not None and not ids:
+            ids += eos if isinstance(eos, list | tuple) else [eos]
+    if tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    return tuple(dict.fromkeys(int(token) for token in ids))
+
+
+TESTED_VERSIONS = {
+    "SGLang": (Version("0.5.23"), Version("0.5.24")),
+    "vLLM": (Version("0.32"), Version("0.34")),
+}
+"""By package, as its makers write it: from the first up to, not including, the second."""
+
+
+def check_version(package: str, version: str, allow_untested: bool) -> None:
+    """Refuse a version that this code was not tried with.
+
+    Raises:
+        ValueError: a version outside :data:`TESTED_VERSIONS`, unless ``allow_untested``.
+    """
+    low, high = TESTED_VERSIONS[package]
+    if low <= Version(Version(version).base_version) < high:
+        return
+    text = f"{package} {version} is outside the tested versions (at least {low}, below {high})"
+    if not allow_untested:
+        raise ValueError(
+            f"{text}; install one of them, or set strategy_config.allow_untested_version: true to try this one"
+        )
+    logger.warning("%s", text)
+
+
+_PROBE_STEPS = 100
+
+
+class Quarantine:
+    """Steps an engine; when a step raises, the requests that it had are tried again in halves until those that fail by
+    themselves are found.  A group has the engine to itself, so that it is the group's fault when a step raises again.
+
+    An error that a plain request meets as well is the engine's own and is raised.
+
+    Args:
+        engine: whose steps are taken.
+        begun: the open requests as they must be given to an engine to go on, by what their samples have.
+    """
+
+    def __init__(
+        self,
+        engine: GenerationStrategy,
+        begun: Callable[[Sequence[GenerationOutput]], list[GenerationRequest]],
+    ) -> None:
+        self._engine = engine
+        self._begun = begun
+        self._suspects: deque[list[GenerationRequest]] = deque()
+        self._newcomers: list[GenerationRequest] = []
+        self._tries_suspects = False
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._engine.num_unfinished or self._suspects or self._newcomers)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether suspects are being tried: new requests wait then."""
+        return bool(self._suspects) or (self._tries_suspects and self._engine.num_unfinished > 0)
+
+    def add(self, request: GenerationRequest) -> None:
+        """Let a new request wait until no suspect is left."""
+        self._newcomers.append(request)
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request that waits."""
+        self._suspects = deque(
+            kept for group in self._suspects if (kept := [r for r in group if r.request_id != request_id])
+        )
+        self._newcomers = [request for request in self._newcomers if request.request_id != request_id]
+
+    def waiting(self, request_id: str) -> GenerationRequest | None:
+        """A request that the engine does not have at the moment."""
+        return next(
+            (r for group in (*self._suspects, self._newcomers) for r in group if r.request_id == request_id), None
+        )
+
+    def step(self, failed: dict[str, str]) -> list[GenerationOutput]:
+        """One step of the engine.
+
+        Args:
+            failed: takes the requests that have failed by themselves, by id, and why.
+        """
+        if not self._engine.num_unfinished:
+            self._tries_suspects = bool(self._suspects)
+            group = self._suspects.popleft() if self._suspects else self._newcomers
+            if group is self._newcomers:
+                self._newcomers = []
+            for request in group:
+                self._add(request, failed)
+        try:
+            return self._engine.step()
+        except Exception as error:
+            self._split(error, failed)
+            return []
+
+    def _add(self, request: GenerationRequest, failed: dict[str, str]) -> None:
+        try:
+            self._engine.add_requests([request])
+        except Exception as error:
+            failed[request.request_id] = f"{type(error).__name__}: {error}"
+
+    def _split(self, error: Exception, failed: dict[str, str]) -> None:
+        begun = self._begun(self._engine.recover())
+        logger.warning("a step of the engine has failed with %d requests: %s", len(begun), error, exc_info=error)
+        self._probe(error)
+        if len(begun) == 1:
+            failed[begun[0].request_id] = f"{type(error).__name__}: {error}"
+        elif begun:
+            middle = len(begun) // 2
+            self._suspects.extendleft([begun[middle:], begun[:middle]])
+
+    def _probe(self, error: Exception) -> None:
+        """Raise ``error`` where the engine fails at a plain request, too."""
+        name = "probe"
+        try:
+            self._engine.add_requests([GenerationRequest(name, [0], SamplingParams(1, temperature=0.0))])
+            for _ in range(_PROBE_STEPS):
+                self._engine.step()
+                if not self._engine.num_unfinished:
+                    break
+        except Exception:
+            raise error from None
+        if self._engine.num_unfinished or name in self._engine.take_failures():
+            raise error
+
+
+_NOTICE_SECONDS = 2.0
+"""From an error that a rank's death has caused to its end being seen: a neighbour may be heard before."""
+_END_SECONDS = 10.0
+"""For killed ranks to be gone."""
+
+
+class RankWatch:
+    """Ends this process when a rank of its engine has died, and the other ranks first.
+
+    A model without one of its parts computes nothing, and whoever waits for that part may wait for ever. So the death
+    of any rank becomes the death of the engine, which those who drive it know how to deal with.
+
+    Args:
+        ranks: child processes; none for an engine that has no rank outside of this process.
+        clean_up: called before the end.
+    """
+
+    def __init__(self, ranks: Sequence[BaseProcess], clean_up: Callable[[], None]) -> None:
+        self._ranks = {rank.sentinel: rank for rank in ranks}
+        self._clean_up = clean_up
+        self._is_over = Event()
+        self._thread = Thread(target=self._watch, daemon=True, name="roll-rank-watch")
+        if ranks:
+            # At an exit in good order the ranks end first.
+            Finalize(None, self.close, exitpriority=0)
+            self._thread.start()
+
+    def close(self) -> None:
+        """The ranks may end from now on."""
+        self._is_over.set()
+
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """For work that ranks take part in: if it fails because one has died, the process ends and nobody hears of the
+        failure."""
+        try:
+            yield
+        except Exception:
+            if self._ranks and wait(list(self._ranks), _NOTICE_SECONDS):
+                self._thread.join()
+            raise
+
+    def _watch(self) -> None:
+        dead = wait(list(self._ranks))
+        if self._is_over.is_set():
+            return
+        for number, (sentinel, rank) in enumerate(self._ranks.items()):
+            if sentinel in dead:
+                logger.error("rank %d of the engine (pid %d) has died, and the engine ends with it", number, rank.pid)
+        self._kill()
+        self._clean_up()
+        logging.shutdown()
+        os._exit(1)
+
+    def _kill(self) -> None:
+        """Returns when no rank is left: they hold devices, which whoever takes this engine's place needs."""
+        for rank in self._ranks.values():
+            rank.kill()
+        left, give_up = set(self._ranks), time.monotonic() + _END_SECONDS
+        while left and time.monotonic() < give_up:
+            left -= set(wait(list(left), give_up - time.monotonic()))

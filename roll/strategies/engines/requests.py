@@ -1,0 +1,274 @@
+"""Requests of a generation engine and their outputs: sampling parameters, checks of a request, stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from roll.config.reading.fields import LOWEST_TEMPERATURE
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is sampled. ``temperature`` 0 means greedy; ``top_k`` <= 0 and ``top_p`` 1 mean off."""
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    top_log_probs: int = 0
+    """So many of the likeliest tokens are reported at each position, with their log-probs."""
+    seed: int | None = None
+    """Sample i of the request draws from the stream (seed, i), whatever else is in the batch; None: engine's own."""
+
+
+VersionSpan = tuple[int, int, int]
+"""(weight version, start, end) over the tokens of a response."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSample:
+    """The beginning of a response, from wherever it was sampled: an engine goes on behind it."""
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    """Of each token, as in :class:`GenerationOutput`."""
+    weight_versions: Sequence[VersionSpan]
+    """Spans over all of ``token_ids``, in order."""
+    top_log_probs: Sequence[list[tuple[int, float]]] = ()
+    """Of each token, where they were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """``num_samples`` continuations of one prompt; the prompt is computed once for all of them.
+
+    A request may have been under way before. A sample in ``partial`` is continued behind what it has; limits, stop
+    conditions, the repetition penalty and the random stream count the whole response, so an interrupted sample becomes
+    what it would have become uninterrupted. Samples in ``finished`` are not generated again.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    num_samples: int = 1
+    partial: Mapping[int, PartialSample] = field(default_factory=dict)
+    """By sample index; samples in neither ``partial`` nor ``finished`` start from the prompt."""
+    finished: tuple[GenerationOutput, ...] = ()
+    """Samples that are done already."""
+
+    @property
+    def unfinished_samples(self) -> list[int]:
+        """Indices of the samples that are still to be generated, in order."""
+        done = {output.sample_index for output in self.finished}
+        return [index for index in range(self.num_samples) if index not in done]
+
+
+@dataclass(slots=True)
+class GenerationOutput:
+    """One finished (or aborted) sample. A stop token that ended the sample is the last of ``token_ids``."""
+
+    request_id: str
+    sample_index: int
+    token_ids: list[int]
+    log_probs: list[float]
+    """Of each token under the distribution it was sampled from (temperature, top-p, top-k applied)."""
+    finish_reason: FinishReason
+    weight_versions: list[VersionSpan] = field(default_factory=list)
+    """Spans over ``token_ids``: the weights that each token was sampled with."""
+    top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
+    """The likeliest tokens with their log-probs at each position that this engine sampled, under the same distribution
+    as ``log_probs``, the likeliest first; empty where ``SamplingParams.top_log_probs`` is 0."""
+
+
+def interrupted(
+    request: GenerationRequest, aborted: Iterable[GenerationOutput], finished: Iterable[GenerationOutput]
+) -> GenerationRequest:
+    """``request`` as it must be given to an engine, any engine, to be taken up where it was stopped.
+
+    Args:
+        aborted: its unfinished samples, whole responses so far.
+        finished: its finished samples, those that it came with included.
+    """
+    begun = {
+        output.sample_index: PartialSample(
+            output.token_ids, output.log_probs, output.weight_versions, output.top_log_probs
+        )
+        for output in aborted
+        if output.token_ids
+    }
+    return replace(request, partial=begun, finished=tuple(sorted(finished, key=lambda output: output.sample_index)))
+
+
+def visible_text(text: str, params: SamplingParams) -> str:
+    """The response as rewards and people see it: it ends before the stop string that ended it, or with it where
+    ``include_stop_str_in_output`` asks for that. The token ids keep the whole stop string either way."""
+    found = [(text.find(stop), stop) for stop in params.stop_strings if stop in text]
+    if not found:
+        return text
+    position, stop = min(found, key=lambda place: (place[0], -len(place[1])))
+    return text[: position + len(stop) * params.include_stop_str_in_output]
+
+
+def check_request(request: GenerationRequest, taken: Collection[str], max_model_len: int, vocab_size: int) -> None:
+    """Raise ValueError for a request that the engine cannot answer.
+
+    Args:
+        taken: ids of requests that are unfinished.
+        max_model_len: most tokens of prompt and response together.
+    """
+    name, prompt = f"request {request.request_id!r}", request.prompt_token_ids
+    if request.request_id in taken:
+        raise ValueError(f"{name}: a request of this id is unfinished; ids must be unique")
+    if request.num_samples < 1:
+        raise ValueError(f"{name}: num_samples is {request.num_samples}, must be at least 1")
+    if not 1 <= len(prompt) < max_model_len:
+        raise ValueError(
+            f"{name}: the prompt has {len(prompt)} tokens, must have 1 to {max_model_len - 1} "
+            f"(max_model_len {max_model_len} holds prompt and response)"
+        )
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        raise ValueError(
+            f"{name}: prompt token ids run from {min(prompt)} to {max(prompt)}, must be in [0, {vocab_size})"
+        )
+    check_sampling_params(request.params, name)
+    params = request.params
+    if any(token >= vocab_size for token in params.stop_token_ids):
+        raise ValueError(f"{name}: stop_token_ids run up to {max(params.stop_token_ids)}, must be below {vocab_size}")
+    _check_progress(request, name, max_model_len - len(prompt))
+
+
+def _check_progress(request: GenerationRequest, name: str, room: int) -> None:
+    """Refuse a request whose partial and finished samples do not fit it; ``room``: tokens behind the prompt."""
+    done = [output.sample_index for output in request.finished]
+    begun = list(request.partial)
+    if len(set(done + begun)) < len(done) + len(begun) or not set(done + begun) <= set(range(request.num_samples)):
+        raise ValueError(
+            f"{name}: samples {sorted(done)} are finished and {sorted(begun)} partial; each of the "
+            f"{request.num_samples} samples, counted from 0, may be named once"
+        )
+    if len(done) == request.num_samples:
+        raise ValueError(f"{name}: all of its samples are finished; there is nothing to generate")
+    most = min(request.params.max_new_tokens, room)
+    for index, partial in request.partial.items():
+        length = len(partial.token_ids)
+        if not 1 <= length < most:
+            raise ValueError(f"{name}: partial sample {index} has {length} tokens, must have 1 to {most - 1}")
+        covered = [position for _, start, end in partial.weight_versions for position in range(start, end)]
+        if len(partial.log_probs) != length or covered != list(range(length)):
+            raise ValueError(
+                f"{name}: partial sample {index} has {length} tokens, {len(partial.log_probs)} log-probs and weight "
+                f"versions of {len(covered)} tokens; every token needs both"
+            )
+
+
+HIGHEST_TEMPERATURE = 1e4
+"""All tokens are alike beyond it."""
+MAX_PENALTY = 100.0
+MAX_STOP_TOKENS = 1024
+MAX_SHOWN = 100
+_INT32 = 1 << 31
+
+
+def check_sampling_params(params: SamplingParams, name: str) -> None:
+    """Raise ValueError for the first setting outside its range."""
+    temperature, penalty = params.temperature, params.repetition_penalty
+    rules: tuple[tuple[str, bool, str], ...] = (
+        ("max_new_tokens", 1 <= params.max_new_tokens < _INT32, "at least 1, and below 2^31"),
+        ("min_new_tokens", 0 <= params.min_new_tokens <= params.max_new_tokens, "in [0, max_new_tokens]"),
+        (
+            "temperature",
+            temperature == 0 or LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE,
+            f"0 (greedy) or in [{LOWEST_TEMPERATURE:g}, {HIGHEST_TEMPERATURE:g}]",
+        ),
+        ("top_p", 0 < params.top_p <= 1, "in (0, 1]"),
+        ("top_k", -_INT32 <= params.top_k < _INT32, "below 2^31 (0 or less: off)"),
+        ("min_p", 0 <= params.min_p <= 1, "in [0, 1]"),
+        ("repetition_penalty", 1 / MAX_PENALTY <= penalty <= MAX_PENALTY, f"in [{1 / MAX_PENALTY:g}, {MAX_PENALTY:g}]"),
+        ("top_log_probs", 0 <= params.top_log_probs < _INT32, "at least 0"),
+        ("stop_strings", all(params.stop_strings), "non-empty strings"),
+        ("stop_token_ids", all(token >= 0 for token in params.stop_token_ids), "at least 0"),
+        ("stop_token_ids", len(params.stop_token_ids) <= MAX_STOP_TOKENS, f"at most {MAX_STOP_TOKENS} token ids"),
+        ("seed", params.seed is None or -(1 << 63) <= params.seed < 1 << 64, "an integer of 64 bits"),
+    )
+    for key, holds, rule in rules:
+        if not holds:
+            value = repr(getattr(params, key))
+            raise ValueError(f"{name}: {key} is {value[:MAX_SHOWN]}, must be {rule}")
+
+
+_REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that do not make a character yet
+_CONTEXT_TOKENS = 5  # decoders drop a leading space or merge accents with what stands before
+
+
+class StopStringMatcher:
+    """Decodes one sample token by token and says when one of its stop strings is complete.
+
+    Only text that was generated counts: a stop string that begins in the prompt does not match.
+
+    Args:
+        decode: token ids to text, special tokens included.
+        stop_strings: none of them empty.
+        prompt_token_ids: the sample's prompt (its end is decoded along, so that spacing comes out right).
+    """
+
+    def __init__(
+        self, decode: Callable[[list[int]], str], stop_strings: Sequence[str], prompt_token_ids: Sequence[int]
+    ) -> None:
+        self._decode = decode
+        self._stop_strings = tuple(stop_strings)
+        self._longest = max(len(text) for text in stop_strings)
+        self._pending = [int(token) for token in prompt_token_ids[-_CONTEXT_TOKENS:]]
+        self._num_decoded = len(self._pending)
+        self._tail = ""
+
+    def push(self, token_id: int) -> bool:
+        """Append a token; True when it completes a stop string."""
+        self._pending.append(token_id)
+        before = self._decode(self._pending[: self._num_decoded])
+        text = self._decode(self._pending)[len(before) :]
+        found = self._ends_in(text.rstrip(_REPLACEMENT))
+        if text and not text.endswith(_REPLACEMENT):
+            self._tail = (self._tail + text)[-(self._longest - 1) :] if self._longest > 1 else ""
+            self._pending = self._pending[-_CONTEXT_TOKENS:]
+            self._num_decoded = len(self._pending)
+        return found
+
+    def _ends_in(self, new_text: str) -> bool:
+        text, start = self._tail + new_text, len(self._tail)
+        return any(text.find(stop, max(0, start - len(stop) + 1)) >= 0 for stop in self._stop_strings)
+
+
+def longest_sequence(asked: int | None, config: Any, model_path: str | None) -> int:
+    """Most tokens of prompt and response together.
+
+    Args:
+        asked: ``strategy_config.max_model_len``; None: as many as the model has positions.
+        config: the model's Hugging Face config.
+        model_path: for messages.
+
+    Raises:
+        ValueError: more than the model has positions, or no number at all.
+    """
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if asked is None:
+        if longest is None:
+            raise ValueError(
+                "strategy_config.max_model_len: null, and the model names no longest sequence; give a number"
+            )
+        return int(longest)
+    if longest is not None and asked > longest:
+        raise ValueError(
+            f"strategy_config.max_model_len: {asked} is more than the {longest} positions of {model_path}; "
+            f"give at most {longest}"
+        )
+    return asked

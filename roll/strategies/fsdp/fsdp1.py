@@ -1,0 +1,211 @@
+"""``fsdp_train`` and ``fsdp_infer``: a model sharded by ``FullyShardedDataParallel``, PyTorch's older wrapper."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import nullcontext
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp._runtime_utils import _reshard
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from roll.config.roles import ModelArguments
+from roll.config.strategies.fsdp import FSDP1_OFFLOAD
+from roll.config.strategies.registry import Fsdp1StrategyConfig
+from roll.models.build import DTYPES
+from roll.models.layouts import TokenLayout
+from roll.models.log_probs import ResponseModel, output_matrices, run_head_when_called
+from roll.platforms import current_platform
+from roll.strategies.fsdp.sharded import ShardedStrategy, build_mesh, compute_dtype, wrapped_units
+from roll.strategies.training.checkpoint import Checkpointed
+from roll.strategies.training.gather import Pieces, exchange_sizes
+from roll.strategies.training.optimizer import decay_groups
+
+
+class FsdpStrategy(ShardedStrategy):
+    """Shards made by ``FullyShardedDataParallel``."""
+
+    config: Fsdp1StrategyConfig
+    mixes_types = False
+
+    def initialize(self, num_training_steps: int = 0) -> None:
+        """Collective. See :meth:`ShardedStrategy.initialize`.
+
+        Raises:
+            ValueError: training with parameters in host memory, which FSDP1 cannot do.
+        """
+        if self.trains and num_training_steps and self.config.offload_policy:
+            raise ValueError(f"{self.role.name}.strategy_args.strategy_config.offload_policy: {FSDP1_OFFLOAD}")
+        super().initialize(num_training_steps)
+
+    def _build(self, storage_dtype: torch.dtype) -> None:
+        self._load_model(storage_dtype)
+        self.root = None
+        shapes = {name: tensor.shape for name, tensor in self._named_tensors()}
+        self._names = list(shapes)
+        self.mesh = build_mesh(self.device.type, self.world_size, self.config.fsdp_size)
+        self.root = wrap_model(self.model, self.mesh, self.role.model_args, self.config)
+        self._pieces: dict[torch.Tensor, Pieces] = {}
+        if self.root is not None:
+            parameters = {clean_name(name): value for name, value in self.model.language_model.named_parameters()}
+            held = [(value, shapes[name]) for name, value in parameters.items()]
+            pieces = exchange_sizes(held, self.mesh.get_group("fsdp"), self.device)
+            self._pieces = dict(zip(parameters.values(), pieces, strict=True))
+
+    def _compute(self, layout: TokenLayout, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
+        return (self.root or self.model)(layout, outputs, temperature)
+
+    def _reshard(self) -> None:
+        if self.root is not None:
+            free_gathered(self.root)
+
+    def _decay_groups(self) -> list[dict[str, Any]]:
+        # Every parameter is a run of elements here: which of them is a matrix shows in its whole shape.
+        return decay_groups(self.model, self.role.training_args.weight_decay, self._num_dims)
+
+    def _num_dims(self, parameter: torch.Tensor) -> int:
+        return len(self._pieces[parameter].shape) if parameter in self._pieces else parameter.ndim
+
+    def _begin_micro_batch(self, last: bool) -> None:
+        self._reduces = last or self.config.reduce_scatter_during_grad_accumulation
+
+    def _differentiate(self, loss: torch.Tensor) -> None:
+        """FSDP1 takes the mean over ranks; the loss is this rank's share of a sum."""
+        if self.root is None:
+            super()._differentiate(loss)
+            return
+        with nullcontext() if self._reduces else self.root.no_sync():
+            super()._differentiate(loss * self.world_size)
+
+    def _checkpointed(self, optimizer: torch.optim.Optimizer) -> Checkpointed:
+        self._reshard()
+        if self.root is None:
+            return Checkpointed(self.model.language_model, optimizer)
+        # FSDP1 takes back whole units only, frozen parameters among them.
+        return Checkpointed(self.root, optimizer, prefix="language_model.", with_frozen=True)
+
+    def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.root is None:
+            yield from super()._named_tensors()
+            return
+        self._reshard()
+        language_model = self.model.language_model
+        named = [*language_model.named_parameters(), *language_model.named_buffers()]
+        tensors: dict[str, torch.Tensor] = {clean_name(name): tensor for name, tensor in named}
+        yield from ((name, tensors[name]) for name in self._names)
+
+    def _full_size(self, tensor: torch.Tensor) -> int:
+        return self._pieces[tensor].shape.numel() if tensor in self._pieces else tensor.numel()
+
+    def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        parts = [tensor for tensor in tensors if tensor in self._pieces]
+        whole = iter(self._gather_parts([(part, self._pieces[part]) for part in parts], self.compute_dtype))
+        return [next(whole) if tensor in self._pieces else self._on_wire(tensor) for tensor in tensors]
+
+
+# Of the runtime: torch has no public way to free what a forward pass without a backward pass leaves gathered.
+
+
+WRAPPER = "_fsdp_wrapped_module."
+"""Part that the wrapper of a module adds to the names of its parameters."""
+
+
+def wrap_model(
+    model: ResponseModel, mesh: DeviceMesh, args: ModelArguments, config: Fsdp1StrategyConfig
+) -> FullyShardedDataParallel | None:
+    """Wrap ``model`` and its units over ``mesh``; gradients become means over all ranks.
+
+    | mesh             | ``reshard_after_forward: true`` | ``false``            |
+    |------------------|---------------------------------|----------------------|
+    | ``(1,)``         | ``NO_SHARD``                    | ``NO_SHARD``         |
+    | ``(fsdp,)``      | ``FULL_SHARD``                  | ``SHARD_GRAD_OP``    |
+    | ``(ddp, fsdp)``  | ``HYBRID_SHARD``                | ``_HYBRID_SHARD_ZERO2`` |
+
+    Returns:
+        The root, or None for one rank in float32 without offload: nothing is sharded, cast or moved there.
+
+    Raises:
+        ValueError: a wrap policy that names no module of this model.
+    """
+    device = current_platform().device()
+    # On a CPU host everything is in host memory as it is.
+    offload = config.offload_policy and device.type != "cpu"
+    dtype = compute_dtype(args, config)
+    if mesh.size() == 1 and dtype is torch.float32 and not offload:
+        model.to(device)
+        return None
+    units = {id(unit) for unit in wrapped_units(model, config.wrap_policy)}
+    head = model.language_model.get_output_embeddings()
+    if config.wrap_policy.wrap_lm_output:
+        if len(output_matrices(model.language_model)) > 1:
+            raise ValueError(
+                "strategy_config.wrap_policy.wrap_lm_output: does not go with additional_target (the output matrix "
+                "trained in full alongside adapters) under FSDP1; set it to false"
+            )
+        run_head_when_called(model.language_model)
+    with warnings.catch_warnings():
+        # On one rank there is no other strategy.
+        warnings.filterwarnings("ignore", message="The `NO_SHARD` sharding strategy", category=FutureWarning)
+        root = FullyShardedDataParallel(
+            model,
+            device_mesh=mesh,
+            sharding_strategy=_sharding_strategy(mesh, config.reshard_after_forward),
+            cpu_offload=CPUOffload(offload_params=True) if offload else None,
+            auto_wrap_policy=CustomPolicy(lambda module: id(module) in units),
+            backward_prefetch=_backward_prefetch(config.backward_prefetch),
+            # Token ids and positions are all that goes in, so there is nothing to cast.
+            mixed_precision=MixedPrecision(
+                param_dtype=dtype, reduce_dtype=DTYPES[config.reduce_dtype], cast_root_forward_inputs=False
+            ),
+            device_id=device,
+            use_orig_params=True,
+        )
+    if config.wrap_policy.wrap_lm_output:
+        _gather_head_when_used(model, head)
+    return root
+
+
+def _sharding_strategy(mesh: DeviceMesh, reshard_after_forward: bool) -> ShardingStrategy:
+    if mesh.size() == 1:
+        return ShardingStrategy.NO_SHARD
+    if mesh.ndim == 2:
+        return ShardingStrategy.HYBRID_SHARD if reshard_after_forward else ShardingStrategy._HYBRID_SHARD_ZERO2
+    return ShardingStrategy.FULL_SHARD if reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP
+
+
+def _backward_prefetch(name: str) -> BackwardPrefetch | None:
+    return None if name == "none" else BackwardPrefetch[name]
+
+
+def _gather_head_when_used(model: ResponseModel, head: nn.Module) -> None:
+    """The output matrix has a wrapper of its own now: its log-probs are computed by calling that."""
+    wrapper = model.language_model.get_output_embeddings()
+    assert isinstance(wrapper, FullyShardedDataParallel) and wrapper.module is head
+    wrapper.__dict__["log_probs"] = MethodType(FullyShardedDataParallel.__call__, wrapper)
+
+
+def free_gathered(root: FullyShardedDataParallel) -> None:
+    """Give back parameters that are gathered still; a no-op before the first forward pass."""
+    if not root._is_root:
+        return
+    for unit in FullyShardedDataParallel.fsdp_modules(root):
+        handle = unit._handle
+        if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
+            _reshard(unit, handle, True)
+
+
+def clean_name(name: str) -> str:
+    """The Hugging Face name of a parameter of a wrapped model."""
+    return name.replace(WRAPPER, "")

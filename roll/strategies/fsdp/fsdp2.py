@@ -1,0 +1,136 @@
+"""``fsdp2_train`` and ``fsdp2_infer``: a model sharded by PyTorch's ``fully_shard``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from roll.config.roles import ModelArguments
+from roll.config.strategies.fsdp import Fsdp2StrategyConfig
+from roll.models.build import DTYPES, tile_mlp_layers
+from roll.models.layouts import TokenLayout
+from roll.models.loading import MetaModel, build_on_meta
+from roll.models.log_probs import ResponseModel, output_matrices
+from roll.platforms import current_platform
+from roll.strategies.fsdp.sharded import ShardedStrategy, build_mesh, compute_dtype, wrapped_units
+from roll.strategies.training.checkpoint import Checkpointed
+from roll.strategies.training.gather import Pieces
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Fsdp2Strategy(ShardedStrategy):
+    """Shards made by ``fully_shard``."""
+
+    config: Fsdp2StrategyConfig
+    _meta: MetaModel | None
+
+    def _build(self, storage_dtype: torch.dtype) -> None:
+        self._load_model(storage_dtype)
+        self.mesh = build_mesh(self.device.type, self.world_size, self.config.fsdp_size)
+        self.root = shard_model(self.model, self.mesh, self.role.model_args, self.config)
+        if self._meta is not None:
+            self._meta.read(self.model, torch.device("cpu") if self.config.offload_policy else self.device)
+            self._meta = None
+        elif self.root is None:
+            self.model.to(self.device)
+
+    def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
+        """Without weights where each rank can read its own shard of them later."""
+        self._meta = build_on_meta(self.role.model_args, self.head.value, storage_dtype)
+        model = super()._build_language_model(storage_dtype) if self._meta is None else self._meta.language_model
+        if self.config.apply_tiled_mlp:
+            tile_mlp_layers(model, self.config.tiled_num_shards)
+        return model
+
+    def _compute(self, layout: TokenLayout, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
+        return self.model(layout, outputs, temperature)
+
+    def _reshard(self) -> None:
+        """After a forward pass without a backward pass the root stays gathered, and under ``reshard_after_forward:
+        false`` every unit does; what comes next expects shards."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _begin_micro_batch(self, last: bool) -> None:
+        """Sum gradients over shards at every micro-batch or at the last one only; over replicas at the last one."""
+        if self.root is None or self.world_size == 1:
+            return
+        if not self.config.reduce_scatter_during_grad_accumulation:
+            self.root.set_requires_gradient_sync(last)
+        elif self.mesh.ndim == 2:
+            self.root.set_requires_all_reduce(last)
+
+    def _checkpointed(self, optimizer: torch.optim.Optimizer) -> Checkpointed:
+        return Checkpointed(self.model.language_model, optimizer)
+
+    def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        by_dtype: dict[torch.dtype, list[tuple[int, torch.Tensor, Pieces]]] = {}
+        whole: dict[int, torch.Tensor] = {}
+        for index, tensor in enumerate(tensors):
+            if isinstance(tensor, DTensor):
+                shard = (index, tensor.to_local(), row_pieces(tensor))
+                by_dtype.setdefault(self._wire_dtype(tensor), []).append(shard)
+            else:
+                whole[index] = self._on_wire(tensor)
+        for dtype, shards in by_dtype.items():
+            gathered = self._gather_parts([(part, pieces) for _, part, pieces in shards], dtype)
+            whole |= {index: tensor for (index, _, _), tensor in zip(shards, gathered, strict=True)}
+        return [whole[index] for index in range(len(tensors))]
+
+
+def row_pieces(tensor: DTensor) -> Pieces:
+    """Rows of a parameter on the ranks of its shard group: as ``torch.chunk`` divides them."""
+    num_ranks = tensor.device_mesh.size(tensor.device_mesh.ndim - 1)
+    rows = -(-tensor.shape[0] // num_ranks)
+    return Pieces.even(tensor.shape, rows * tensor.shape[1:].numel(), num_ranks)
+
+
+def shard_model(
+    model: ResponseModel, mesh: DeviceMesh, args: ModelArguments, config: Fsdp2StrategyConfig
+) -> FSDPModule | None:
+    """Turn ``model`` into an FSDP root over ``mesh``, in place; gradients become plain sums over all ranks.
+
+    Returns:
+        The root, or None for one rank in float32 without offload: nothing is sharded, cast or moved there, so the
+        module stays as it is and pays for no hooks.
+
+    Raises:
+        ValueError: a wrap policy that names no module of this model.
+    """
+    if mesh.size() == 1 and compute_dtype(args, config) is torch.float32 and not config.offload_policy:
+        return None
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": config.reshard_after_forward,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=compute_dtype(args, config), reduce_dtype=DTYPES[config.reduce_dtype]
+        ),
+    }
+    if config.offload_policy:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=current_platform().pin_memory)
+    for unit in wrapped_units(model, config.wrap_policy):
+        fully_shard(unit, **options)
+    if config.wrap_policy.wrap_lm_output:
+        for head in output_matrices(model.language_model):
+            register_fsdp_forward_method(head, "log_probs")
+    root = fully_shard(model, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and mesh.size() > 1:
+            # The loss is already divided by global denominators. gloo has no reduction with a factor: a plain sum.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return root

@@ -1,0 +1,228 @@
+"""The common part of FSDP2 and FSDP1: mesh, wrapped units, AdamW on shards, clipping by the global norm, checkpoints.
+
+| ``fsdp_size``      | mesh                                | dimensions       |
+|--------------------|-------------------------------------|------------------|
+| <= 1, or >= world  | (world,)                            | ``fsdp``         |
+| a divisor of world | (world / fsdp_size, fsdp_size)      | ``ddp``, ``fsdp``|
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from roll.config.roles import ModelArguments, WorkerConfig
+from roll.config.strategies.fsdp import ShardedStrategyConfig, WrapPolicy
+from roll.config.strategies.registry import typed_strategy_config
+from roll.models.build import DTYPES, enable_gradient_checkpointing, has_tied_embeddings
+from roll.models.log_probs import ResponseModel, output_matrices
+from roll.strategies.base import ModelHead, StateKind
+from roll.strategies.training.checkpoint import Checkpointed, load_sharded, save_sharded
+from roll.strategies.training.data_parallel import DataParallelStrategy
+from roll.strategies.training.gather import Pieces, gather_to_rank0
+from roll.strategies.training.optimizer import (
+    TrainingProgress,
+    adamw,
+    clip_factor,
+    decay_groups,
+    global_norm,
+    local_gradients,
+    local_tensor,
+    scale_,
+    state_tensors,
+)
+
+
+def mesh_shape(world_size: int, fsdp_size: int) -> tuple[int, ...]:
+    """
+    Raises:
+        ValueError: ``fsdp_size`` does not divide the world.
+    """
+    if fsdp_size <= 1 or fsdp_size >= world_size:
+        return (world_size,)
+    if world_size % fsdp_size:
+        divisors = [size for size in range(2, world_size + 1) if world_size % size == 0]
+        raise ValueError(
+            f"strategy_config.fsdp_size: {fsdp_size} does not divide the role's {world_size} ranks; "
+            f"use one of {', '.join(map(str, divisors))}, or 1 to shard over all of them"
+        )
+    return (world_size // fsdp_size, fsdp_size)
+
+
+def build_mesh(device_type: str, world_size: int, fsdp_size: int) -> DeviceMesh:
+    shape = mesh_shape(world_size, fsdp_size)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("ddp", "fsdp")[-len(shape) :])
+
+
+def compute_dtype(args: ModelArguments, config: ShardedStrategyConfig) -> torch.dtype:
+    return DTYPES[config.param_dtype or args.dtype]
+
+
+def wrapped_units(model: ResponseModel, policy: WrapPolicy) -> list[nn.Module]:
+    """The modules to shard as units of their own, innermost first.
+
+    Raises:
+        ValueError: a wrap policy that names no module of this model.
+    """
+    language_model = model.language_model
+    chosen = policy.transformer_layer_cls_to_wrap
+    # An empty list is a choice too: one unit for everything, the cheapest way for a very small model.
+    names = set(getattr(language_model, "_no_split_modules", None) or () if chosen is None else chosen)
+    experts = set(policy.moe_experts or ())
+    units = [module for module in model.modules() if type(module).__name__ in experts]
+    units += [module for module in model.modules() if type(module).__name__ in names]
+    _check_found(names | experts, units, model)
+    if policy.wrap_embeddings or policy.wrap_lm_output:
+        if has_tied_embeddings(language_model):
+            raise ValueError(
+                "strategy_config.wrap_policy: wrap_embeddings and wrap_lm_output need two matrices, but this model "
+                "ties its output matrix to its embeddings; set both to false"
+            )
+        if policy.wrap_embeddings:
+            units.append(language_model.get_input_embeddings())
+        if policy.wrap_lm_output:
+            units += output_matrices(language_model)
+    return units
+
+
+def _check_found(names: set[str], units: list[nn.Module], model: nn.Module) -> None:
+    missing = names - {type(unit).__name__ for unit in units}
+    if missing and not units:
+        known = sorted({type(module).__name__ for module in model.modules()})
+        raise ValueError(
+            f"strategy_config.wrap_policy: the model has no module of class {', '.join(sorted(missing))}; "
+            f"its classes are {', '.join(known)}"
+        )
+
+
+class ShardedStrategy(DataParallelStrategy):
+    """A model sharded over ranks: parameters in the compute dtype, or in ``master_dtype`` where it trains, with AdamW
+    moments likewise and forward and backward in the compute dtype."""
+
+    config: ShardedStrategyConfig
+    mesh: DeviceMesh
+    optimizer: torch.optim.AdamW | None = None
+
+    def __init__(
+        self,
+        role: WorkerConfig,
+        head: ModelHead = ModelHead.CAUSAL_LM,
+        seed: int = 42,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(role, head, seed, max_grad_norm)
+        config = typed_strategy_config(role.strategy_args)
+        assert isinstance(config, ShardedStrategyConfig), config
+        self.config = config
+        self.compute_dtype = compute_dtype(role.model_args, config)
+        # A second view of the same ranks: parameters are sharded over all of them, as ever.
+        self.context_size = role.model_args.ulysses_size
+        self._background: ProcessGroup | None = None
+        self._writing: Future[Any] | None = None
+
+    def initialize(self, num_training_steps: int = 0) -> None:
+        """Collective. Build and shard the model, and make its optimizer; see :meth:`ModelStrategy.initialize`."""
+        self._refuse_steps(num_training_steps)
+        self._build(DTYPES[self.config.master_dtype] if self.trains else self.compute_dtype)
+        if not self.trains:
+            self.model.requires_grad_(False)
+        if num_training_steps:
+            args = self.role.training_args
+            enable_gradient_checkpointing(self.model.language_model, self.role.model_args)
+            self.progress = TrainingProgress(args, num_training_steps, self.compute_dtype)
+            self.optimizer = adamw(self._decay_groups(), args)
+            self.trainable = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        self.model.train(num_training_steps > 0)
+
+    @abstractmethod
+    def _build(self, storage_dtype: torch.dtype) -> None:
+        """Collective. Load the model and shard it."""
+
+    @abstractmethod
+    def _checkpointed(self, optimizer: torch.optim.Optimizer) -> Checkpointed:
+        """Contents of a checkpoint."""
+
+    def _decay_groups(self) -> list[dict[str, Any]]:
+        return decay_groups(self.model, self.role.training_args.weight_decay)
+
+    def _shard_group(self) -> ProcessGroup | None:
+        """The ranks that hold the other shards of this rank's parameters; None when there are none."""
+        return self.mesh.get_group("fsdp") if self.mesh["fsdp"].size() > 1 else None
+
+    def _gather_parts(self, parts: list[tuple[torch.Tensor, Pieces]], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Collective. This rank's elements of tensors, whole on rank 0."""
+        if not parts or (self.mesh.ndim == 2 and self.mesh.get_local_rank("ddp")):
+            return [torch.empty(0, dtype=dtype, device=self.device) for _ in parts]
+        held, pieces = [part for part, _ in parts], [piece for _, piece in parts]
+        return gather_to_rank0(held, pieces, self.mesh.get_group("fsdp"), dtype, self.device)
+
+    def _on_wire(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(self.device, self._wire_dtype(tensor))
+
+    def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
+        """Shards; none where ``offload_policy`` keeps them in host memory."""
+        if kind is StateKind.OPTIMIZER_STATES and self.optimizer is not None:
+            return self._on_device(state_tensors(self.optimizer))
+        if kind is not StateKind.MODEL_PARAMS:
+            return []
+        self._reshard()
+        return self._on_device([*self.model.parameters(), *self.model.buffers()])
+
+    def _on_device(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        local = [local_tensor(tensor.detach()) for tensor in tensors]
+        return [tensor for tensor in local if tensor.device.type == self.device.type]
+
+    def _differentiate(self, loss: torch.Tensor) -> None:
+        scale = self.progress.scale
+        (loss if scale == 1.0 else loss * scale).backward()
+
+    def _clip_and_step(self, learning_rate: float) -> float:
+        assert self.optimizer is not None
+        gradients = local_gradients(self.trainable)
+        scale = self.progress.scale
+        norm = float(global_norm(gradients, self._shard_group(), self.device)) / scale
+        if math.isfinite(norm):
+            scale_(gradients, clip_factor(norm, self.max_grad_norm) / scale)
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def save(self, path: Path) -> None:
+        assert self.optimizer is not None
+        self.saved()
+        if self.config.async_save_ckpt and self._background is None:
+            self._background = dist.new_group(backend="gloo")
+        self._writing = save_sharded(
+            path,
+            self._checkpointed(self.optimizer),
+            self.contents,
+            self.progress.state(),
+            model_only=self.config.save_only_model,
+            background=self._background,
+        )
+
+    def saved(self, wait: bool = True) -> bool:
+        if self._writing is None:
+            return True
+        if not wait and not self._writing.done():
+            return False
+        writing, self._writing = self._writing, None
+        writing.result()
+        return True
+
+    def load(self, path: Path) -> None:
+        assert self.optimizer is not None
+        self.saved()
+        self.progress.restore(load_sharded(path, self._checkpointed(self.optimizer), self.contents))

@@ -1,0 +1,225 @@
+"""From this project's terms to SGLang's and back: server arguments, sampling settings, samples."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from roll.config.roles import WorkerConfig
+from roll.config.strategies.sglang import SglangStrategyConfig
+from roll.models.build import DTYPES
+from roll.platforms import Platform
+from roll.strategies.engines.requests import (
+    FinishReason,
+    GenerationOutput,
+    GenerationRequest,
+    PartialSample,
+    SamplingParams,
+    StopStringMatcher,
+    VersionSpan,
+)
+from roll.strategies.sglang.scheduler import BACKEND
+from roll.strategies.sglang.weights import LOADER, REPORTER
+
+_MOST_CPU_CACHE_BYTES = 4 << 30
+_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
+_SPARE_TOKENS = 2
+"""SGLang ends a sample so many tokens before its longest sequence."""
+
+
+def engine_arguments(
+    role: WorkerConfig,
+    options: SglangStrategyConfig,
+    model_config: Any,
+    max_model_len: int,
+    seed: int,
+    platform: Platform,
+) -> dict[str, Any]:
+    """Keyword arguments of SGLang's ``ServerArgs``; what stays out is left to SGLang.
+
+    Args:
+        model_config: the model's Hugging Face config.
+    """
+    on_cpu = platform.device_type == "cpu"
+    arguments: dict[str, Any] = {
+        "model_path": role.model_args.model_name_or_path,
+        "trust_remote_code": role.model_args.trust_remote_code,
+        "dtype": str(DTYPES[role.model_args.dtype]).removeprefix("torch."),
+        "random_seed": seed,
+        "device": platform.device_type,
+        "tp_size": options.tp_size,
+        "context_length": max_model_len + _SPARE_TOKENS,
+        "max_running_requests": options.max_num_seqs,
+        "load_format": options.load_format,
+        "disable_radix_cache": not options.enable_prefix_caching,
+        "disable_cuda_graph": on_cpu if options.disable_cuda_graph is None else options.disable_cuda_graph,
+        "skip_tokenizer_init": True,
+        "sampling_backend": BACKEND,
+        "grammar_backend": "none",
+        "custom_weight_loader": [LOADER, REPORTER],
+        # The sampler looks at the tokens of each step on the host.
+        "disable_overlap_schedule": True,
+        "stream_interval": 1,
+        "log_level": "warning",
+    }
+    if role.model_args.model_config_kwargs:
+        arguments["json_model_override_args"] = json.dumps(role.model_args.model_config_kwargs)
+    wanted: dict[str, Any] = {
+        "attention_backend": options.attention_backend or ("torch_native" if on_cpu else None),
+        "max_total_tokens": options.max_total_tokens,
+        "chunked_prefill_size": options.chunked_prefill_size,
+        "mem_fraction_static": options.mem_fraction_static,
+    }
+    if on_cpu:
+        wanted["max_total_tokens"] = options.max_total_tokens or _cpu_tokens(options, model_config, max_model_len)
+    elif options.enable_memory_saver:
+        wanted |= {"enable_memory_saver": True, "enable_weights_cpu_backup": options.sleep_level == 1}
+    arguments |= {key: value for key, value in wanted.items() if value is not None}
+    return arguments | options.engine_args
+
+
+def _cpu_tokens(options: SglangStrategyConfig, model_config: Any, max_model_len: int) -> int:
+    """A cache that is as large as it can be used; SGLang's own choice is a share of the host's memory."""
+    text = model_config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    token_bytes = 2 * text.num_hidden_layers * kv_heads * head_dim * 4  # float32 at most
+    longest = max_model_len + _SPARE_TOKENS
+    return max(min(options.max_num_seqs * longest, _MOST_CPU_CACHE_BYTES // token_bytes), longest)
+
+
+@contextmanager
+def bound_threads(num_ranks: int) -> Iterator[None]:
+    """Give each rank that is started within cores of its own, on a CPU; SGLang would give each a NUMA node, and refuse
+    more ranks than nodes. What the environment says comes first."""
+    if _BINDING in os.environ:
+        yield
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    shares = [cores[rank::num_ranks] or cores for rank in range(num_ranks)]
+    os.environ[_BINDING] = "|".join(",".join(map(str, share)) for share in shares)
+    try:
+        yield
+    finally:
+        del os.environ[_BINDING]
+
+
+def sampling_settings(
+    params: SamplingParams, end_token_ids: tuple[int, ...], most: int, num_prompt: int, num_begun: int, stream_key: int
+) -> dict[str, Any]:
+    """SGLang's ``sampling_params`` of one sample. It decides on the end; ``custom_params`` are for the sampler.
+
+    Args:
+        end_token_ids: end every sample, beside the request's own stop tokens.
+        most: tokens of the whole response.
+        num_prompt: tokens of the prompt.
+        num_begun: tokens of the response that the sample comes with; SGLang counts them to its prompt.
+        stream_key: of the sample's random numbers.
+    """
+    greedy = params.temperature == 0
+    stops = list(dict.fromkeys((*end_token_ids, *params.stop_token_ids)))
+    return {
+        "max_new_tokens": most - num_begun,
+        "stop_token_ids": stops,
+        "custom_params": {
+            "temperature": params.temperature,
+            "top_k": 0 if greedy or params.top_k <= 0 else params.top_k,
+            "top_p": 1.0 if greedy else params.top_p,
+            "min_p": 0.0 if greedy else params.min_p,
+            "repetition_penalty": params.repetition_penalty,
+            "min_new_tokens": params.min_new_tokens,
+            "end_token_ids": stops,
+            "num_prompt": num_prompt,
+            "stream_key": f"{stream_key:x}",  # 64 bits without a sign
+        },
+    }
+
+
+@dataclass(eq=False)
+class Sample:
+    """One sample in progress, and what has come of it."""
+
+    request: GenerationRequest
+    index: int
+    begun: PartialSample | None
+    """What it came with."""
+    version: int
+    """Of the weights that the next token is drawn with."""
+    matcher: StopStringMatcher | None
+    token_ids: list[int] = field(default_factory=list)
+    """Behind those that it came with."""
+    log_probs: list[float] = field(default_factory=list)
+    top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
+    earlier_versions: list[VersionSpan] = field(default_factory=list)
+    """Spans over ``token_ids`` that are closed."""
+    finish_reason: FinishReason | None = None
+
+    def take(self, chunk: Mapping[str, Any]) -> None:
+        """Take over the tokens that SGLang has reported by now, and its reason where they are all.
+
+        Raises:
+            RuntimeError: SGLang gave the sample up.
+        """
+        meta = chunk["meta_info"]
+        reported, begin = meta.get("output_token_logprobs") or (), len(self.token_ids)
+        for position in range(begin, len(reported)):
+            log_prob, token_id, _ = reported[position]
+            self.token_ids.append(int(token_id))
+            self.log_probs.append(float(log_prob))
+            if self.request.params.top_log_probs:
+                likeliest = meta["output_top_logprobs"][position]
+                self.top_log_probs.append([(int(token), float(value)) for value, token, _ in likeliest])
+            if self.matcher is not None and self.matcher.push(int(token_id)):
+                self.finish_reason = "stop"
+                return
+        reason = meta["finish_reason"]
+        if reason is None:
+            return
+        if reason["type"] not in ("stop", "length"):
+            name = f"sample {self.index} of request {self.request.request_id!r}"
+            raise RuntimeError(f"sglang: {name} was given up: {reason.get('message', reason)}")
+        self.finish_reason = reason["type"]
+
+    def new_version(self, version: int) -> None:
+        """The next tokens are those of other weights."""
+        start = self.earlier_versions[-1][2] if self.earlier_versions else 0
+        if len(self.token_ids) > start:
+            self.earlier_versions.append((self.version, start, len(self.token_ids)))
+        self.version = version
+
+    def step_back(self) -> None:
+        """Undo the end of a sample that nobody has heard of: its last token will be drawn again, and be the same."""
+        self.finish_reason = None
+        del self.token_ids[-1:], self.log_probs[-1:], self.top_log_probs[-1:]
+        count = len(self.token_ids)
+        spans = [(version, start, min(end, count)) for version, start, end in self.earlier_versions]
+        self.earlier_versions = [span for span in spans if span[1] < count]
+
+    def output(self) -> GenerationOutput:
+        """The whole response, ``abort`` where it has not ended."""
+        token_ids, log_probs, top = self.token_ids, self.log_probs, self.top_log_probs
+        spans, shift = [], 0
+        if self.begun is not None:
+            token_ids = [*self.begun.token_ids, *token_ids]
+            log_probs = [*self.begun.log_probs, *log_probs]
+            top = [*self.begun.top_log_probs, *top]
+            spans, shift = list(self.begun.weight_versions), len(self.begun.token_ids)
+        last = self.earlier_versions[-1][2] if self.earlier_versions else 0
+        for version, start, end in [*self.earlier_versions, (self.version, last, len(self.token_ids))]:
+            if spans and version == spans[-1][0]:
+                spans[-1] = (version, spans[-1][1], end + shift)
+            elif end > start:
+                spans.append((version, start + shift, end + shift))
+        return GenerationOutput(
+            self.request.request_id,
+            self.index,
+            list(token_ids),
+            list(log_probs),
+            self.finish_reason or "abort",
+            spans or [(self.version, 0, 0)],
+            list(top),
+        )

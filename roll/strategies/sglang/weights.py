@@ -1,0 +1,249 @@
+"""Weight updates of SGLang: the protocol of its tokenizer manager, and the comparison inside its schedulers.
+
+SGLang fuses matrices (query, key and value; gate and up) and shards them over the tensor-parallel ranks. Every rank
+gets whole tensors, so each compares its own part; the engine is right where all ranks are.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.layers.linear import (
+    ColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    get_group_rank_size,
+)
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from sglang.srt.managers import io_struct
+from sglang.srt.utils import MultiprocessingSerializer
+
+from roll.weight_sync.encoding import WeightBucket, tensor_checksum
+
+LOADER = f"{__name__}.load"
+REPORTER = f"{__name__}.report"
+"""``load_format`` of an update's messages: the functions below, which SGLang calls with its model."""
+
+FUSED: dict[str, tuple[str, str | int]] = {
+    "q_proj": ("qkv_proj", "q"),
+    "k_proj": ("qkv_proj", "k"),
+    "v_proj": ("qkv_proj", "v"),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+"""Where a tensor of a checkpoint goes in a fused layer."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an update should leave in the model for one tensor."""
+
+    whole: int
+    """Checksum of the tensor as it was sent."""
+    part: int
+    """Checksum of what this rank should hold of it, in the model's dtype."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank holds its part of a tensor: ``length`` from ``offset`` on of ``parameter``'s dimension ``dim``,
+    which are those from ``start`` on of the tensor."""
+
+    parameter: torch.Tensor
+    dim: int
+    offset: int
+    start: int
+    length: int
+
+    def held(self) -> torch.Tensor:
+        return self.parameter.data.narrow(self.dim, self.offset, self.length)
+
+    def wanted(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.narrow(self.dim, self.start, self.length).to(self.parameter.dtype)
+
+
+_expected: dict[str, Expected] = {}
+"""Of every tensor that an update has brought, the last one counts."""
+_errors: list[str] = []
+
+
+@torch.no_grad()
+def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Load a bucket of full tensors by Hugging Face name. An error ends the update, not SGLang: it is reported."""
+    try:
+        for name, tensor in named_tensors:
+            whole = tensor_checksum(tensor)
+            place = place_of(model, name, tensor)
+            part = whole
+            if place is not None and not _is_all_of(place, tensor):
+                part = tensor_checksum(place.wanted(tensor))
+            _expected[name] = Expected(whole, part, tuple(tensor.shape))
+        model.load_weights(iter(named_tensors))
+    except Exception as error:  # SGLang's process would end with it
+        _errors.append(f"{type(error).__name__}: {error}")
+
+
+def report(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Write what the model holds of all tensors that updates have brought to a file; its folder is the name of the one
+    tensor.
+
+    The checksum of a tensor is that of the tensor sent where the model's part of it is exactly the tensor's part.
+    """
+    folder = Path(named_tensors[0][0])
+    held: dict[str, int] = {}
+    try:
+        for name, expected in _expected.items():
+            place = place_of(model, name, torch.empty(expected.shape, device="meta"))
+            if place is not None:
+                checksum = tensor_checksum(place.held())
+                held[name] = expected.whole if checksum == expected.part else checksum
+    except Exception as error:  # as above
+        _errors.append(f"{type(error).__name__}: {error}")
+    from sglang.srt.runtime_context import get_parallel
+
+    content = json.dumps({"held": held, "errors": _errors})
+    (folder / f"rank{get_parallel().tp_rank}.json").write_text(content, encoding="utf-8")
+    _errors.clear()
+
+
+def place_of(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> Place | None:
+    """Where this rank's model holds (its part of) ``tensor``; None: nowhere that is known."""
+    module_name, _, parameter_name = name.rpartition(".")
+    parent, _, leaf = module_name.rpartition(".")
+    modules, shard = dict(model.named_modules()), None
+    if module_name not in modules and leaf in FUSED:
+        fused, shard = FUSED[leaf]
+        module_name = f"{parent}.{fused}"
+    layer: Any = modules.get(module_name)
+    parameter = getattr(layer, parameter_name, None)
+    if parameter is None or parameter.ndim != tensor.ndim:
+        return None
+    rows = tensor.shape[0]
+    if isinstance(layer, VocabParallelEmbedding):
+        shard_rows = layer.shard_indices
+        start, end = shard_rows.org_vocab_start_index, shard_rows.org_vocab_end_index
+        return Place(parameter, 0, 0, start, end - start)
+    if not isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+        return Place(parameter, 0, 0, 0, rows) if parameter.shape == tensor.shape else None
+    rank, size = get_group_rank_size(layer.tp_group)
+    if isinstance(layer, QKVParallelLinear):
+        return _place_in_qkv(layer, parameter, str(shard), rank, rows)
+    if isinstance(layer, RowParallelLinear):
+        if tensor.ndim == 1:  # a bias, which every rank has whole
+            return Place(parameter, 0, 0, 0, rows)
+        return _share(parameter, 1, 0, rank, layer.input_size_per_partition, tensor.shape[1])
+    if isinstance(shard, int):
+        sizes = [width // size for width in layer.output_sizes]
+        return _share(parameter, 0, sum(sizes[:shard]), rank, sizes[shard], rows)
+    return _share(parameter, 0, 0, rank, layer.output_size_per_partition, rows)
+
+
+def _place_in_qkv(layer: Any, parameter: torch.Tensor, shard: str, rank: int, rows: int) -> Place:
+    """Heads are cut over the ranks; where there are fewer key heads than ranks, several ranks hold the same ones."""
+    query, key = layer.num_heads * layer.head_size, layer.num_kv_heads * layer.head_size
+    if shard == "q":
+        return _share(parameter, 0, 0, rank, query, rows)
+    offset = query if shard == "k" else query + key
+    return _share(parameter, 0, offset, rank // layer.num_kv_head_replicas, key, rows)
+
+
+def _share(parameter: torch.Tensor, dim: int, offset: int, index: int, size: int, total: int) -> Place:
+    """Share ``index`` of a dimension of ``total`` elements. On a CPU the last ones may be short: SGLang fills layers up
+    with zeros to shares that its kernels like."""
+    start = min(index * size, total)
+    return Place(parameter, dim, offset, start, min(size, total - start))
+
+
+def _is_all_of(place: Place, tensor: torch.Tensor) -> bool:
+    return place.length == tensor.shape[place.dim] and place.parameter.dtype == tensor.dtype
+
+
+def check(method: str, answer: tuple[bool, str]) -> None:
+    """SGLang answers whether it did something, and raises nothing.
+
+    Raises:
+        RuntimeError: it did not.
+    """
+    success, message = answer
+    if not success:
+        raise RuntimeError(f"sglang: {method} failed: {message}")
+
+
+class WeightUpdates:
+    """Updates of one engine. Samples that are running wait from :meth:`open` to :meth:`close`.
+
+    Args:
+        manager: SGLang's tokenizer manager.
+        num_ranks: tensor-parallel ranks of the engine.
+        keep_cache: running samples keep their keys and values; else they are computed again afterwards.
+    """
+
+    def __init__(self, manager: Any, num_ranks: int, keep_cache: bool) -> None:
+        self._manager = manager
+        self._num_ranks = num_ranks
+        self._keep_cache = keep_cache
+
+    async def open(self) -> None:
+        mode = "in_place" if self._keep_cache else "retract"
+        await self._manager.pause_generation(io_struct.PauseGenerationReqInput(mode=mode))
+        check(
+            "begin_weight_update",
+            await self._manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None),
+        )
+
+    async def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Full tensors by Hugging Face name; at least one."""
+        device = next(iter(tensors.values())).device
+        # A copy in one piece: this may be read-only shared memory, and each piece costs a file handle.
+        bucket = WeightBucket.pack(tensors.items(), device)
+        await self._send(LOADER, list(bucket.tensors().items()))
+
+    async def close(self, version: int) -> dict[str, int]:
+        """Go on with the new weights; the checksum of every tensor of this and earlier updates of which each rank holds
+        exactly its part.
+
+        Raises:
+            RuntimeError: SGLang refuses it, or its model could not load a tensor.
+        """
+        flush = not self._keep_cache
+        with tempfile.TemporaryDirectory(prefix="roll-sglang-") as folder:
+            question = [(folder, torch.zeros(1))]
+            await self._send(REPORTER, question, flush_cache=flush, weight_version=str(version))
+            reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).iterdir())]
+        check("end_weight_update", await self._manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None))
+        await self._manager.continue_generation(io_struct.ContinueGenerationReqInput())
+        errors = [error for report in reports for error in report["errors"]]
+        if errors or len(reports) != self._num_ranks:
+            raise RuntimeError(f"sglang: the model did not load the weights: {'; '.join(errors) or 'a rank is silent'}")
+        return agreed([report["held"] for report in reports])
+
+    async def _send(
+        self,
+        load_format: str,
+        tensors: list[tuple[str, torch.Tensor]],
+        flush_cache: bool = False,
+        weight_version: str | None = None,
+    ) -> None:
+        # Each rank takes its own handles: they are gone once they have been read.
+        payloads = [MultiprocessingSerializer.serialize(tensors) for _ in range(self._num_ranks)]
+        message = io_struct.UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=payloads,
+            load_format=load_format,
+            flush_cache=flush_cache,
+            weight_version=weight_version,
+        )
+        check("update_weights_from_tensor", await self._manager.update_weights_from_tensor(message, None))
+
+
+def agreed(held_by_rank: list[dict[str, int]]) -> dict[str, int]:
+    """One checksum a tensor, 0 where the ranks do not agree; none where a rank holds nothing of it."""
+    first, *others = held_by_rank
+    known = [name for name in first if all(name in held for held in others)]
+    return {name: first[name] if all(held[name] == first[name] for held in others) else 0 for name in known}

@@ -1,0 +1,1 @@
+"""Training and forward passes: the modules that the backends share."""

@@ -1,0 +1,322 @@
+"""Data-parallel strategies (FSDP, DeepSpeed, plain models): a rank's rows in micro-batches, computed and reduced.
+
+A backend says how a module is sharded, differentiated and updated; everything here is the same under each of them, so
+that they give the same numbers.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from roll.checkpoint.contents import ModelContents
+from roll.config.lora import uses_lora
+from roll.config.plan.micro_batching import MicroBatching, micro_batching
+from roll.models.attention import check_context_size, sum_of_parts, use_layout_attention
+from roll.models.build import build_model, has_tied_embeddings
+from roll.models.layouts import TokenLayout, padded
+from roll.models.log_probs import ResponseModel
+from roll.models.lora import Adapters, MergedWeight, add_adapters
+from roll.protocol.metrics import Metrics
+from roll.strategies.base import (
+    ALL_WEIGHTS,
+    LossFunction,
+    ModelStrategy,
+    Output,
+    RankInfo,
+    TensorBatch,
+    WeightSelection,
+)
+from roll.strategies.training.checkpoint import describe_model
+from roll.strategies.training.gather import ADAPTER_FOLDER, EXPORT_BUCKET_BYTES, in_buckets
+from roll.strategies.training.micro_batches import (
+    Rows,
+    is_empty,
+    lay_out,
+    layout_metrics,
+    merged_floats,
+    micro_batch,
+    plan_micro_batches,
+    row_index,
+)
+from roll.strategies.training.optimizer import TrainingProgress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class DataParallelStrategy(ModelStrategy):
+    """Every rank computes its own rows with the whole model, of which it may hold a shard only."""
+
+    model: ResponseModel
+    adapters: Adapters | None = None
+    progress: TrainingProgress
+    mixes_types = True
+    """A layer may hold parameters of two types: a frozen base and what is trained."""
+    context_size = 1
+    """Consecutive ranks that share each sequence, and so are given the same rows."""
+
+    @abstractmethod
+    def _compute(self, layout: TokenLayout, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
+        """Collective. The response model's forward pass."""
+
+    @abstractmethod
+    def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Collective. The tensors whole, on the device, in :meth:`_wire_dtype` (other ranks may return empty ones)."""
+
+    def _reshard(self) -> None:
+        """Give gathered parameters back, where the backend keeps some after a forward pass."""
+
+    def _full_size(self, tensor: torch.Tensor) -> int:
+        """The number of elements of a tensor of which this rank may hold a shard."""
+        return tensor.numel()
+
+    def _begin_micro_batch(self, last: bool) -> None:
+        """Called before each micro-batch of a training step; ``last``: the optimizer step follows it."""
+
+    def _differentiate(self, loss: torch.Tensor) -> None:
+        """Collective. Add the gradient of ``loss`` to what the step has so far."""
+        loss.backward()
+
+    def _clip_and_step(self, learning_rate: float) -> float:
+        """Collective. Clip, step unless the gradient is not finite, and clear it; its norm, unscaled, before that."""
+        raise self._takes_no_steps()
+
+    def _load_model(self, storage_dtype: torch.dtype) -> None:
+        """The response model on the host, not yet sharded; seeds this rank's random numbers."""
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(self.seed + self.rank)
+        language_model = self._build_language_model(storage_dtype)
+        layout_keys = ("use_prefix_sharing", "use_sequence_packing", "use_remove_padding")
+        needed_by = [key for key in layout_keys if getattr(self.role, key)]
+        if self.context_size > 1:
+            check_context_size(language_model, self.context_size)
+            use_layout_attention(language_model, "model_args.ulysses_size", neutral="1")
+        elif needed_by:
+            use_layout_attention(language_model, needed_by[0])
+        self._shapes = {name: list(parameter.shape) for name, parameter in language_model.named_parameters()}
+        self._trained_names = {name for name, parameter in language_model.named_parameters() if parameter.requires_grad}
+        self.model = ResponseModel(language_model, self._context_group())
+
+    def _context_group(self) -> ProcessGroup | None:
+        """Collective. The ranks that share this rank's rows; None where it has its own."""
+        if self.context_size == 1:
+            return None
+        if self.world_size % self.context_size:
+            raise ValueError(
+                f"{self.role.name}.model_args.ulysses_size: {self.context_size} does not divide the role's "
+                f"{self.world_size} ranks; 1 would do"
+            )
+        group, _ = dist.new_subgroups(self.context_size)
+        return group
+
+    def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
+        """With adapters where the role has them. Their base is frozen: float32 copies of weights that never change
+        would only be rounded to the compute dtype in every pass, so it is held in that."""
+        args = self.role.model_args
+        if not uses_lora(args):
+            return build_model(args, self.head.value, storage_dtype)
+        base_dtype = self.compute_dtype if self.mixes_types else storage_dtype
+        language_model = build_model(args, self.head.value, base_dtype)
+        self.adapters = add_adapters(language_model, args, self.seed, storage_dtype)
+        return language_model
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        with self.adapters.disabled() if self.adapters else nullcontext():
+            yield
+
+    @property
+    def rank_info(self) -> RankInfo:
+        rank, world_size, shared = dist.get_rank(), dist.get_world_size(), self.context_size
+        return RankInfo(
+            rank=rank,
+            world_size=world_size,
+            dp_rank=rank // shared,
+            dp_size=world_size // shared,
+            cp_rank=rank % shared,
+            cp_size=shared,
+        )
+
+    @torch.no_grad()
+    def forward(self, batch: TensorBatch, outputs: Collection[Output], temperature: float = 1.0) -> TensorBatch:
+        self._check_outputs(outputs)
+        was_training = self.model.training
+        self.model.eval()
+        shape = batch["input_ids"].shape
+        device = batch["input_ids"].device
+        results = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name in map(str, outputs)}
+        rule = micro_batching(self.role, trains=False)
+        for rows in self._rows_of_passes(batch, rule):
+            part = micro_batch(batch, rows)
+            shape_of_part = part["input_ids"].shape
+            computed = self._outputs(self._layout(part, rule), results.keys(), temperature, shape_of_part)
+            if rows:
+                for name, values in computed.items():
+                    results[name][row_index(rows), : shape_of_part[1]] = values.to(device)
+        self._reshard()
+        self.model.train(was_training)
+        return results
+
+    def named_full_weights(
+        self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
+    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Collective. Full tensors in the compute dtype (float32 master weights stay here); tied weights come once."""
+        for bucket in in_buckets(self._selected_weights(selection), bucket_bytes, self._num_bytes):
+            whole = iter(self._gather([part for weight in bucket for part in weight.parts]))
+            parts = [[next(whole) for _ in weight.parts] for weight in bucket]
+            is_sender = self.rank == 0
+            yield [(w.name, w.merge(p)) for w, p in zip(bucket, parts, strict=True)] if is_sender else []
+
+    def adapter_scalings(self) -> dict[str, float]:
+        return {} if self.adapters is None else self.adapters.scalings
+
+    def _selected_weights(self, selection: WeightSelection) -> Iterator[MergedWeight]:
+        for weight in self._merged_weights():
+            for part in weight.separate() if selection.adapters_apart else [weight]:
+                if part.is_trained or not selection.trained_only:
+                    yield part
+
+    def _merged_weights(self) -> Iterator[MergedWeight]:
+        if self.adapters is None:
+            return (MergedWeight(name, (tensor,)) for name, tensor in self._named_tensors())
+        return self.adapters.merged(self._named_tensors())
+
+    def _num_bytes(self, weight: MergedWeight) -> int:
+        return sum(self._full_size(part) * self._wire_dtype(part).itemsize for part in weight.parts)
+
+    def save_hf(self, path: Path) -> None:
+        """Collective. Weights are written in the compute dtype; adapters merged, and by themselves in ``adapter/``."""
+        weights: dict[str, torch.Tensor] = {}
+        for bucket in self.named_full_weights(EXPORT_BUCKET_BYTES):
+            weights |= {name: tensor.cpu() for name, tensor in bucket}
+        if self.rank == 0:
+            path.mkdir(parents=True, exist_ok=True)
+            self._write_hf(path, weights)
+        if self.adapters is not None:
+            names, tensors = zip(*self.adapters.own(self._named_tensors()), strict=True)
+            whole = [tensor.cpu() for tensor in self._gather(list(tensors))]
+            if self.rank == 0:
+                base = str(self.role.model_args.model_name_or_path)
+                self.adapters.save(path / ADAPTER_FOLDER, dict(zip(names, whole, strict=True)), base)
+        dist.barrier()
+
+    def _write_hf(self, path: Path, weights: dict[str, torch.Tensor]) -> None:
+        language_model = self.model.language_model
+        if has_tied_embeddings(language_model):
+            names = {id(parameter): name for name, parameter in language_model.named_parameters()}
+            embeddings = names[id(language_model.get_input_embeddings().weight)]
+            for name, parameter in language_model.named_parameters(remove_duplicate=False):
+                if names[id(parameter)] == embeddings:
+                    weights[name] = weights[embeddings]
+        language_model.save_pretrained(path, state_dict=weights)
+        # The model wrote the type of the weights it holds (float32 master weights), not of those it was given.
+        language_model.config.dtype = self.compute_dtype
+        language_model.config.save_pretrained(path)
+
+    def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters, tied ones once, then persistent buffers, under their Hugging Face names."""
+        self._reshard()
+        language_model = self.model.language_model
+        yield from language_model.named_parameters()
+        persistent = language_model.state_dict().keys()
+        yield from ((name, buffer) for name, buffer in language_model.named_buffers() if name in persistent)
+
+    def _wire_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        return self.compute_dtype if tensor.is_floating_point() else tensor.dtype
+
+    def _rows_of_passes(self, batch: TensorBatch, rule: MicroBatching) -> list[Rows]:
+        """Collective. The rows of each micro-batch; as many micro-batches on every rank."""
+        return plan_micro_batches(batch, rule, self._max_over_ranks, self.role.use_prefix_sharing)
+
+    def _outputs(
+        self, layout: TokenLayout, outputs: Collection[str], temperature: float, shape: torch.Size
+    ) -> TensorBatch:
+        """Collective. Each output as (B, L), on the device, whole on each rank that shares its sequences."""
+        group = self.model.context_group
+        if group is not None:
+            layout = layout.chunk(group.rank(), group.size())
+        layout = layout.to(self.device)
+        computed = self._compute(layout, outputs, temperature)
+        aligned = {name: layout.scatter(values, shape) for name, values in computed.items()}
+        if group is None or not aligned:
+            return aligned
+        summed = sum_of_parts(torch.stack(list(aligned.values())), group)
+        return dict(zip(aligned, summed.unbind(), strict=True))
+
+    def _layout(self, part: TensorBatch, rule: MicroBatching) -> TokenLayout:
+        """With as many columns for each of the ranks that share them."""
+        layout = lay_out(part, rule, self.role.use_prefix_sharing)
+        sequences, length = layout.input_ids.shape
+        return padded(layout, sequences, length + -length % self.context_size)
+
+    def _max_over_ranks(self, count: int) -> int:
+        """The number of passes that every rank must make, so that none waits for another's collective."""
+        if self.world_size == 1:
+            return count
+        largest = torch.tensor(count, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest)
+
+    @cached_property
+    def contents(self) -> ModelContents:
+        """Description of the model in a checkpoint."""
+        return describe_model(self.role, self._shapes, self._trained_names, self.adapter_scalings())
+
+    def train_step(
+        self,
+        batch: TensorBatch,
+        loss_fn: LossFunction,
+        outputs: Collection[Output],
+        temperature: float = 1.0,
+    ) -> Metrics:
+        self._check_outputs(outputs)
+        rule = micro_batching(self.role, trains=True)
+        plan = self._rows_of_passes(batch, rule)
+        metrics: list[Metrics] = []
+        for index, rows in enumerate(plan):
+            self._begin_micro_batch(last=index == len(plan) - 1)
+            metrics += self._backward(micro_batch(batch, rows), rule, loss_fn, outputs, temperature)
+        norm = self._clip_and_step(self.progress.learning_rate)
+        metrics.append(self.progress.finish_step(norm, self.rank_info.dp_size))
+        return merged_floats(metrics)
+
+    def _backward(
+        self,
+        part: TensorBatch,
+        rule: MicroBatching,
+        loss_fn: LossFunction,
+        outputs: Collection[Output],
+        temperature: float,
+    ) -> list[Metrics]:
+        """Forward and backward of one micro-batch. One with nothing to predict still takes part in all collectives."""
+        layout = self._layout(part, rule)
+        aligned = self._outputs(layout, [str(name) for name in outputs], temperature, part["input_ids"].shape)
+        if is_empty(part):
+            self._differentiate(_zero_loss(aligned))
+            return []
+        columns = {name: column.to(self.device, non_blocking=True) for name, column in part.items()}
+        loss, metrics = loss_fn(aligned, columns)
+        self._differentiate(loss if loss.requires_grad else _zero_loss(aligned))
+        return [metrics, layout_metrics(layout)]
+
+    def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
+        total = value.to(self.device, copy=True)
+        if self.rank % self.context_size:
+            total.zero_()  # counted by the first of the ranks that share these rows
+        if self.world_size > 1:
+            dist.all_reduce(total)
+        return total.to(value.device)
+
+
+def _zero_loss(outputs: TensorBatch) -> torch.Tensor:
+    """0, with a gradient of zeros to every parameter."""
+    return sum((values.sum() for values in outputs.values()), start=torch.zeros(())) * 0.0

@@ -1,0 +1,317 @@
+"""AdamW, learning-rate schedules, dynamic loss scaling, and clipping by the global gradient norm.
+
+Schedules have Hugging Face's names: pure functions of the step, with nothing to save.  After the warm-up they equal
+those of ``transformers.get_scheduler``.  The warm-up is ``(step + 1) / warmup_steps``: no optimizer step is wasted on a
+learning rate of 0.
+
+The norm and the clipping work on local shards: one collective, no DTensor dispatch per parameter.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, all_reduce
+from torch.distributed.tensor import DTensor
+
+from roll.config.names import LR_SCHEDULER_OPTIONS
+from roll.config.roles import TrainingArguments
+from roll.protocol.metrics import Mean, Metrics, Sum
+
+logger = logging.getLogger(__name__)
+
+INVERSE_SQRT_TIMESCALE = 10_000
+"""Steps of ``inverse_sqrt`` without a warm-up."""
+POLYNOMIAL_LR_END = 1e-7
+
+
+@dataclass(frozen=True)
+class LearningRateSchedule:
+    """A linear warm-up to ``peak`` over ``warmup_steps`` steps, then the decay of ``kind`` down to
+    ``peak * min_ratio`` at ``total_steps``, and that value from there on.
+
+    Attributes:
+        options: ``training_args.lr_scheduler_kwargs``.
+
+    Raises:
+        ValueError: an unknown kind, an option that it does not have, a ``min_ratio`` outside [0, 1].
+    """
+
+    kind: str
+    peak: float
+    warmup_steps: int
+    total_steps: int
+    min_ratio: float = 0.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known = LR_SCHEDULER_OPTIONS.get(self.kind)
+        if known is None:
+            names = ", ".join(LR_SCHEDULER_OPTIONS)
+            raise ValueError(f"training_args.lr_scheduler_type: {self.kind!r}; must be one of {names}, e.g. cosine")
+        for name in self.options:
+            if name not in known:
+                listed = ", ".join(known) or "none"
+                raise ValueError(f"training_args.lr_scheduler_kwargs.{name}: no option of {self.kind}; it has {listed}")
+        if not 0.0 <= self.min_ratio <= 1.0:
+            raise ValueError(f"training_args.min_lr_ratio: {self.min_ratio}; must lie between 0 and 1, e.g. 0.1")
+
+    @classmethod
+    def from_arguments(cls, args: TrainingArguments, total_steps: int) -> LearningRateSchedule:
+        """``warmup_steps`` where it is set, else ``warmup_ratio`` of ``total_steps`` (rounded up)."""
+        warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total_steps)
+        options = dict(args.lr_scheduler_kwargs)
+        return cls(args.lr_scheduler_type, args.learning_rate, warmup, total_steps, args.min_lr_ratio, options)
+
+    def __call__(self, step: int) -> float:
+        """The learning rate of optimizer step ``step``, counted from 0. The first step's is never 0."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        return self.peak * _DECAYS[self.kind](self, step - self.warmup_steps)
+
+    def progress(self, step: int) -> float:
+        """The decay's share that is over after ``step`` steps behind the warm-up, at most 1."""
+        return min(1.0, step / max(1, self.total_steps - self.warmup_steps))
+
+    def above(self, minimum: float, decay: float) -> float:
+        """``decay`` in [0, 1] squeezed into [minimum, 1]."""
+        return minimum + (1.0 - minimum) * decay
+
+    def minimum(self) -> float:
+        """The least share of ``peak``: ``min_lr``, ``min_lr_rate`` or ``min_lr_ratio``, whichever is written."""
+        if "min_lr" in self.options:
+            return float(self.options["min_lr"]) / self.peak if self.peak else 0.0
+        return float(self.options.get("min_lr_rate", self.options.get("min_lr_ratio", self.min_ratio)))
+
+
+def _constant(schedule: LearningRateSchedule, step: int) -> float:
+    return 1.0
+
+
+def _linear(schedule: LearningRateSchedule, step: int) -> float:
+    return schedule.above(schedule.min_ratio, 1.0 - schedule.progress(step))
+
+
+def _cosine(schedule: LearningRateSchedule, step: int) -> float:
+    waves = float(schedule.options.get("num_cycles", 0.5))
+    wave = 0.5 * (1.0 + math.cos(math.pi * 2.0 * waves * schedule.progress(step)))
+    return schedule.above(schedule.minimum(), wave)
+
+
+def _cosine_with_restarts(schedule: LearningRateSchedule, step: int) -> float:
+    progress = schedule.progress(step)
+    cycles = float(schedule.options.get("num_cycles", 1))
+    wave = 0.5 * (1.0 + math.cos(math.pi * (cycles * progress % 1.0))) if progress < 1.0 else 0.0
+    return schedule.above(schedule.min_ratio, wave)
+
+
+def _polynomial(schedule: LearningRateSchedule, step: int) -> float:
+    end = float(schedule.options.get("lr_end", schedule.min_ratio * schedule.peak or POLYNOMIAL_LR_END))
+    remaining = 1.0 - schedule.progress(step)
+    share = end / schedule.peak if schedule.peak else 0.0
+    return schedule.above(share, remaining ** float(schedule.options.get("power", 1.0)))
+
+
+def _inverse_sqrt(schedule: LearningRateSchedule, step: int) -> float:
+    timescale = float(schedule.options.get("timescale") or schedule.warmup_steps or INVERSE_SQRT_TIMESCALE)
+    return max(schedule.min_ratio, math.sqrt(timescale / (step + timescale)))
+
+
+def _warmup_stable_decay(schedule: LearningRateSchedule, step: int) -> float:
+    """``num_decay_steps`` (a tenth of all steps unless written) at the end fall from the peak to the minimum."""
+    decay_steps = int(schedule.options.get("num_decay_steps", max(1, schedule.total_steps // 10)))
+    stable = schedule.options.get("num_stable_steps", schedule.total_steps - schedule.warmup_steps - decay_steps)
+    progress = min(1.0, max(0.0, (step - int(stable)) / max(1, decay_steps)))
+    waves = float(schedule.options.get("num_cycles", 0.5))
+    shapes = {
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * 2.0 * waves * progress)) if progress < 1.0 else 0.0,
+        "1-sqrt": 1.0 - math.sqrt(progress),
+    }
+    return schedule.above(schedule.minimum(), shapes[schedule.options.get("decay_type", "cosine")])
+
+
+_DECAYS: Mapping[str, Callable[[LearningRateSchedule, int], float]] = {
+    "linear": _linear,
+    "cosine": _cosine,
+    "constant": _constant,
+    "constant_with_warmup": _constant,
+    "cosine_with_restarts": _cosine_with_restarts,
+    "cosine_with_min_lr": _cosine,
+    "polynomial": _polynomial,
+    "inverse_sqrt": _inverse_sqrt,
+    "warmup_stable_decay": _warmup_stable_decay,
+}
+
+
+INITIAL_SCALE = 2.0**16
+
+
+@dataclass
+class DynamicLossScale:
+    """The largest power of two by which a loss can be multiplied without its gradients leaving fp16's range.
+
+    Gradients below 6e-8 are 0 in fp16.  So the loss is multiplied by ``value``, and the gradients divided by it in
+    float32.  A gradient that is not finite halves the scale and its update is left out; ``growth_interval`` good
+    updates in a row double it (Micikevicius et al., 2018, Mixed Precision Training, arXiv:1710.03740, section 3.2).
+
+    Every rank sees the same gradient norm, so all keep the same scale without communication.
+    """
+
+    value: float = INITIAL_SCALE
+    growth_interval: int = 2000
+    good_updates: int = 0
+
+    def adapt(self, finite: bool) -> None:
+        """After an update: ``finite`` if it was made."""
+        if not finite:
+            # Below 1 nothing is gained: the loss itself is too large.
+            self.value, self.good_updates = max(1.0, self.value / 2), 0
+            return
+        self.good_updates += 1
+        if self.good_updates == self.growth_interval:
+            self.value, self.good_updates = self.value * 2, 0
+
+    def state(self) -> dict[str, Any]:
+        """JSON values."""
+        return {"value": self.value, "good_updates": self.good_updates}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.value, self.good_updates = float(state["value"]), int(state["good_updates"])
+
+
+def decay_groups(
+    model: torch.nn.Module, weight_decay: float, num_dims: Callable[[torch.Tensor], int] = torch.Tensor.dim
+) -> list[dict[str, Any]]:
+    """The trainable parameters as optimizer groups: matrices decay, vectors (biases, norm weights) never do.
+
+    Args:
+        num_dims: the number of dimensions of a whole parameter, of which the model may hold a flat part.
+
+    Raises:
+        ValueError: nothing is trainable.
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ValueError("model_args.freeze_module_prefix: every parameter of the model is frozen; freeze fewer")
+    matrices = [parameter for parameter in trainable if num_dims(parameter) >= 2]
+    vectors = [parameter for parameter in trainable if num_dims(parameter) < 2]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def adamw(groups: list[dict[str, Any]], args: TrainingArguments) -> torch.optim.AdamW:
+    """AdamW (Loshchilov & Hutter, 2019, arXiv:1711.05101), float32 moments.
+
+    The fused kernel does a step in one pass over memory, on CPU as on CUDA.
+    """
+    return torch.optim.AdamW(
+        groups,
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        fused=True,
+    )
+
+
+def build_adamw(model: torch.nn.Module, args: TrainingArguments) -> torch.optim.AdamW:
+    """:func:`adamw` over the trainable parameters of ``model``.
+
+    Raises:
+        ValueError: nothing is trainable.
+    """
+    return adamw(decay_groups(model, args.weight_decay), args)
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The moments and step counts that the optimizer holds."""
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor (the same memory)."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_gradients(parameters: list[torch.nn.Parameter]) -> list[Tensor]:
+    return [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def global_norm(gradients: list[Tensor], shard_group: ProcessGroup | None, device: torch.device) -> Tensor:
+    """float32 scalar: the 2-norm of the whole gradient, of which ``gradients`` are this rank's shards.
+
+    Args:
+        shard_group: the ranks that hold the other shards; None when there are none.
+        device: where the collective runs (gradients may be in host memory).
+    """
+    if gradients:
+        norms = torch._foreach_norm(gradients)
+        squared = torch.stack([norm.float() for norm in norms]).square().sum().to(device)
+    else:
+        squared = torch.zeros((), device=device)
+    if shard_group is not None:
+        all_reduce(squared, group=shard_group)
+    return squared.sqrt()
+
+
+def clip_factor(norm: float, max_norm: float | None) -> float:
+    """Factor of a gradient of global norm ``norm`` that makes the norm at most ``max_norm``."""
+    return max_norm / (norm + 1e-6) if max_norm is not None and norm > max_norm else 1.0
+
+
+def scale_(gradients: list[Tensor], factor: float) -> None:
+    """Multiply the gradients in place."""
+    if factor != 1.0 and gradients:
+        torch._foreach_mul_(gradients, factor)
+
+
+class TrainingProgress:
+    """Optimizer steps of a run: their number, the learning rate of each and, in fp16, the loss scale."""
+
+    def __init__(self, args: TrainingArguments, num_training_steps: int, compute_dtype: torch.dtype) -> None:
+        self.schedule = LearningRateSchedule.from_arguments(args, num_training_steps)
+        self.loss_scale = DynamicLossScale() if compute_dtype is torch.float16 else None
+        self.step = 0
+
+    @property
+    def learning_rate(self) -> float:
+        return self.schedule(self.step)
+
+    @property
+    def scale(self) -> float:
+        """Factor of the loss, and so of the gradients; 1 but in fp16."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    def finish_step(self, norm: float, dp_size: int) -> Metrics:
+        """Count a step whose gradient, unscaled, had this norm. A gradient that is not finite was dropped: the step
+        counts, the weights stay."""
+        metrics: Metrics = {"grad_norm": Mean(norm), "lr": Mean(self.learning_rate)}
+        finite = math.isfinite(norm)
+        if not finite:
+            logger.warning("optimizer step %d: gradient norm is %s; the update is skipped", self.step, norm)
+            metrics["skipped_updates"] = Sum(1.0 / dp_size)
+        if self.loss_scale is not None:
+            metrics["loss_scale"] = Mean(self.loss_scale.value)
+            self.loss_scale.adapt(finite)
+        self.step += 1
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        """JSON values."""
+        scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}
+        return {"step": self.step, **scale}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state`."""
+        self.step = int(state["step"])
+        if self.loss_scale is not None and "loss_scale" in state:
+            self.loss_scale.restore(state["loss_scale"])

@@ -1,0 +1,246 @@
+"""From this project's terms to vLLM's and back: engine arguments, sampling parameters, results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import vllm
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind
+
+from roll.config.roles import WorkerConfig
+from roll.config.strategies.vllm import VllmStrategyConfig
+from roll.models.build import DTYPES
+from roll.platforms import Platform
+from roll.strategies.engines.requests import FinishReason, GenerationOutput, PartialSample, SamplingParams
+from roll.strategies.engines.sampling import stream_key
+
+WORKER_EXTENSION = "roll.strategies.vllm.worker.WeightReceiver"
+
+_MOST_CPU_CACHE_BYTES = 4 << 30
+_CPU_BATCHED_TOKENS = 8192
+_CPU_BLOCK = 32  # the CPU attention kernels want blocks of a multiple of this
+
+
+def engine_arguments(
+    role: WorkerConfig,
+    options: VllmStrategyConfig,
+    model_config: Any,
+    max_model_len: int,
+    seed: int,
+    platform: Platform,
+) -> dict[str, Any]:
+    """Keyword arguments of vLLM's ``EngineArgs``; what stays out is left to vLLM.
+
+    Args:
+        model_config: the model's Hugging Face config.
+
+    Raises:
+        ValueError: a model that vLLM cannot compute on a CPU.
+    """
+    on_cpu = platform.device_type == "cpu"
+    arguments: dict[str, Any] = {
+        "model": role.model_args.model_name_or_path,
+        "trust_remote_code": role.model_args.trust_remote_code,
+        "dtype": str(DTYPES[role.model_args.dtype]).removeprefix("torch."),
+        "seed": seed,
+        "max_model_len": max_model_len,
+        "max_num_seqs": options.max_num_seqs,
+        "load_format": options.load_format,
+        "enable_prefix_caching": options.enable_prefix_caching,
+        "enforce_eager": on_cpu if options.enforce_eager is None else options.enforce_eager,
+        "disable_custom_all_reduce": options.disable_custom_all_reduce,
+        "disable_log_stats": True,
+        # What the token was sampled from, temperature and filters included; vLLM's default is the bare model's.
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": WORKER_EXTENSION,
+        **_ranks(options),
+        # The model's own sampling defaults would mix with the request's.
+        "generation_config": "vllm",
+        "hf_overrides": dict(role.model_args.model_config_kwargs),
+    }
+    wanted: dict[str, Any] = {
+        "max_num_batched_tokens": options.max_num_batched_tokens,
+        "optimization_level": options.optimization_level,
+        "kv_cache_memory_bytes": options.kv_cache_memory_bytes,
+        "block_size": options.block_size,
+    }
+    if on_cpu:
+        wanted |= _on_cpu(options, model_config, max_model_len, DTYPES[role.model_args.dtype])
+    else:
+        wanted |= {
+            "gpu_memory_utilization": options.gpu_memory_utilization,
+            "cudagraph_capture_sizes": options.cudagraph_capture_sizes,
+            "enable_sleep_mode": True,
+        }
+    arguments |= {key: value for key, value in wanted.items() if value is not None}
+    return arguments | options.engine_args
+
+
+def _ranks(options: VllmStrategyConfig) -> dict[str, Any]:
+    """One rank computes in the engine's own process; several are processes of their own."""
+    if options.devices_per_worker == 1:
+        return {"distributed_executor_backend": "uni"}
+    return {
+        "distributed_executor_backend": "mp",
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "pipeline_parallel_size": options.pipeline_parallel_size,
+        # Else the ranks would be at work on the next tokens when weights arrive, and these were of the old ones.
+        "async_scheduling": False,
+    }
+
+
+def _on_cpu(options: VllmStrategyConfig, model_config: Any, max_model_len: int, dtype: torch.dtype) -> dict[str, Any]:
+    """A cache that is as large as it can be used; vLLM's own choice is nearly all memory of the host."""
+    block = _up_to_multiple(options.block_size, _CPU_BLOCK) if options.block_size is not None else 128
+    text = model_config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    _check_head_size(head_dim, text)
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    # Of one rank: the cache is cut like the model.
+    layers, heads = (
+        _cut(text.num_hidden_layers, options.pipeline_parallel_size),
+        _cut(kv_heads, options.tensor_parallel_size),
+    )
+    token_bytes = 2 * layers * heads * head_dim * dtype.itemsize
+    sequence_bytes = _up_to_multiple(max_model_len, block) * token_bytes
+    # One block more: vLLM keeps one for itself.
+    wanted = options.max_num_seqs * sequence_bytes + block * token_bytes
+    cache = max(min(wanted, _MOST_CPU_CACHE_BYTES), sequence_bytes + block * token_bytes)
+    return {
+        "block_size": block,
+        "kv_cache_memory_bytes": options.kv_cache_memory_bytes or cache,
+        # vLLM takes back the random number of a prompt that is half computed, which torch's CPU generators cannot do:
+        # prompts are computed whole.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(options.max_num_batched_tokens or _CPU_BATCHED_TOKENS, max_model_len),
+    }
+
+
+def _check_head_size(head_dim: int, text_config: Any) -> None:
+    """Told at start; vLLM itself only says so at the first token."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if head_dim not in sizes and not hasattr(text_config, "kv_lora_rank"):
+        raise ValueError(
+            f"vLLM on a CPU has no attention for heads of size {head_dim}, only {', '.join(map(str, sizes))}: take "
+            "another model, or strategy_name: hf_infer"
+        )
+
+
+def _up_to_multiple(number: int, of: int) -> int:
+    return _cut(number, of) * of
+
+
+def _cut(number: int, parts: int) -> int:
+    """The largest part."""
+    return -(-number // parts)
+
+
+_SEED_MASK = (1 << 63) - 1
+_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+def sampling_params(
+    params: SamplingParams, end_token_ids: tuple[int, ...], room: int, sample_index: int, num_begun: int
+) -> vllm.SamplingParams:
+    """vLLM's settings for one sample.
+
+    Every sample is a request of its own there: vLLM's own groups would seed sample i with ``seed + i``, so that
+    neighbouring seeds share streams.
+
+    Args:
+        end_token_ids: end every sample, beside the request's own stop tokens.
+        room: tokens that fit after the prompt.
+        num_begun: tokens of the response that the sample comes with; vLLM counts them to its prompt.
+    """
+    greedy = params.temperature == 0
+    max_tokens = min(params.max_new_tokens, room) - num_begun
+    seed = None
+    if params.seed is not None:
+        seed = stream_key(params.seed, sample_index)
+        # vLLM draws from the beginning of a stream, and what stands there has been used up.
+        seed = (stream_key(seed, num_begun) if num_begun else seed) & _SEED_MASK
+    stops = list(dict.fromkeys((*end_token_ids, *params.stop_token_ids)))
+    return vllm.SamplingParams(
+        temperature=params.temperature,
+        top_p=1.0 if greedy else params.top_p,
+        top_k=0 if greedy or params.top_k <= 0 else params.top_k,
+        min_p=0.0 if greedy else params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        seed=seed,
+        stop=list(params.stop_strings),
+        stop_token_ids=stops,
+        ignore_eos=True,  # the end tokens are among the stop tokens
+        max_tokens=max_tokens,
+        min_tokens=min(max(params.min_new_tokens - num_begun, 0), max_tokens),
+        logprobs=params.top_log_probs,  # 0: of the sampled token alone
+        flat_logprobs=True,
+        detokenize=bool(params.stop_strings),
+        skip_special_tokens=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def generation_output(
+    request_id: str, sample_index: int, sample: CompletionOutput, weight_version: int
+) -> GenerationOutput:
+    """A finished or aborted sample; ``weight_version`` stands where vLLM reports none (no token was sampled)."""
+    token_ids = list(sample.token_ids)
+    log_probs = _log_probs(sample.logprobs, len(token_ids))
+    spans = [(int(span.version), span.start, span.end) for span in sample.weight_versions or ()]
+    return GenerationOutput(
+        request_id,
+        sample_index,
+        token_ids,
+        log_probs,
+        _REASONS[sample.finish_reason],
+        spans or [(weight_version, 0, len(token_ids))],
+        _likeliest(sample.logprobs, len(token_ids)),
+    )
+
+
+def behind(begun: PartialSample, output: GenerationOutput) -> GenerationOutput:
+    """The whole response of a sample that was continued: what it came with, then the tokens of ``output``."""
+    spans, shift = list(begun.weight_versions), len(begun.token_ids)
+    for version, start, end in output.weight_versions:
+        if version == spans[-1][0]:
+            spans[-1] = (version, spans[-1][1], end + shift)
+        elif end > start:
+            spans.append((version, start + shift, end + shift))
+    return replace(
+        output,
+        token_ids=[*begun.token_ids, *output.token_ids],
+        log_probs=[*begun.log_probs, *output.log_probs],
+        top_log_probs=[*begun.top_log_probs, *output.top_log_probs],
+        weight_versions=spans,
+    )
+
+
+def show_begun_text(detokenizer: Any, token_ids: Sequence[int]) -> None:
+    """Let a stop string be found that begins in the tokens a sample came with. vLLM looks for it in the text that was
+    generated, to which these tokens, being in its prompt, do not belong."""
+    text = detokenizer.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+    detokenizer.output_text = text.rstrip("\ufffd")  # a character that is not whole comes with its last token
+
+
+def _log_probs(flat: Any, num_tokens: int) -> list[float]:
+    """Log-prob of each sampled token, which is the first entry of its position."""
+    if not num_tokens:
+        return []
+    assert len(flat.start_indices) == num_tokens, "one position of log-probs per token"
+    return [flat.logprobs[start] for start in flat.start_indices]
+
+
+def _likeliest(flat: Any, num_tokens: int) -> list[list[tuple[int, float]]]:
+    """The further entries of each position; empty where only the sampled token was asked for."""
+    if not num_tokens or all(end - start <= 1 for start, end in zip(flat.start_indices, flat.end_indices, strict=True)):
+        return []
+    return [
+        list(zip(flat.token_ids[start + 1 : end], flat.logprobs[start + 1 : end], strict=True))
+        for start, end in zip(flat.start_indices, flat.end_indices, strict=True)
+    ]

@@ -1,0 +1,324 @@
+"""Ranks of a vLLM engine: weights and adapters inside vLLM's worker, and how the engine's process reaches them.
+
+vLLM fuses matrices (query, key and value; gate and up) and, on a CPU, packs them for oneDNN, after which the values
+cannot be read back. So an update goes through its layer-by-layer reload: a layer whose tensors are all there is
+loaded into plain parameters, compared there with what was sent, and only then packed; a packed layer is asked for one
+product to see that the packing took place.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from threading import Thread
+from typing import Any, TypeVar
+
+import torch
+from vllm.distributed.parallel_state import get_pp_group, get_world_group
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from roll.models.lora import DOWN_PART, UP_PART
+from roll.strategies.vllm.verification import ReloadVerifier, meant_part, quieten
+from roll.weight_sync.encoding import TensorEntry, WeightBucket, lay_out, tensor_checksum
+from roll.weight_sync.messages import Checksum
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """A rank's answer in place of an exception: vLLM would forget the type, and which rank it was."""
+
+    rank: int
+    is_value_error: bool
+    text: str
+
+
+def answering(method: Callable[..., _Result]) -> Callable[..., _Result | RankFailure]:
+    """A method for ``collective_rpc`` that always answers."""
+
+    @wraps(method)
+    def answer(*args: Any, **kwargs: Any) -> _Result | RankFailure:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:  # raised again in the engine's process
+            return RankFailure(get_world_group().rank, isinstance(error, ValueError), str(error))
+
+    return answer
+
+
+def check_answers(answers: Sequence[Any]) -> None:
+    """Raise what the ranks that failed have to say.
+
+    Raises:
+        ValueError: a rank refused a value. RuntimeError: a rank failed otherwise.
+    """
+    failures = [answer for answer in answers if isinstance(answer, RankFailure)]
+    if not failures:
+        return
+    texts = [failure.text if len(answers) == 1 else f"rank {failure.rank}: {failure.text}" for failure in failures]
+    kind = ValueError if all(failure.is_value_error for failure in failures) else RuntimeError
+    raise kind("; ".join(texts))
+
+
+def joined_checksums(by_rank: Sequence[Mapping[str, int]]) -> dict[str, Checksum]:
+    """One checksum of each tensor where all ranks that have a part of it agree, else theirs, by rank."""
+    found: defaultdict[str, dict[int, int]] = defaultdict(dict)
+    for rank, checksums in enumerate(by_rank):
+        for name, checksum in checksums.items():
+            found[name][rank] = checksum
+    return {name: held if len(set(held.values())) > 1 else next(iter(held.values())) for name, held in found.items()}
+
+
+_MEMORY = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class SharedTensors:
+    """Says where tensors lie; what the ranks are handed."""
+
+    path: str
+    num_bytes: int
+    entries: tuple[TensorEntry, ...]
+
+    def open(self) -> dict[str, torch.Tensor]:
+        """The tensors, in host memory that others write to once they may."""
+        return WeightBucket(self.entries, _mapped(self.path, self.num_bytes)).tensors()
+
+
+class SharedBucket:
+    """A mapped file that holds one bucket after the other; it grows with them."""
+
+    def __init__(self) -> None:
+        self._path: str | None = None
+        self._num_bytes = 0
+
+    def write(self, tensors: Mapping[str, torch.Tensor]) -> SharedTensors:
+        """Copy tensors (any device) there. What was there before is gone."""
+        entries, num_bytes = lay_out(list(tensors.items()))
+        if self._path is None or num_bytes > self._num_bytes:
+            self.close()
+            self._path, self._num_bytes = _new_file(max(1, num_bytes)), num_bytes
+        shared = SharedTensors(self._path, max(1, num_bytes), entries)
+        for name, target in shared.open().items():
+            target.copy_(tensors[name])
+        return shared
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._path is not None:
+            Path(self._path).unlink(missing_ok=True)
+            self._path = None
+
+
+def _new_file(num_bytes: int) -> str:
+    """A file of that size, in memory if there is room for it.
+
+    Raises:
+        OSError: there is none on the disk either.
+    """
+    folders = [_MEMORY, tempfile.gettempdir()] if Path(_MEMORY).is_dir() else [tempfile.gettempdir()]
+    for folder in folders:
+        descriptor, path = tempfile.mkstemp(prefix="roll-weights-", dir=folder)
+        try:
+            # To write beyond what the file system has left would end the process.
+            os.posix_fallocate(descriptor, 0, num_bytes)
+        except OSError:
+            Path(path).unlink()
+            if folder == folders[-1]:
+                raise
+        else:
+            return path
+        finally:
+            os.close(descriptor)
+    raise AssertionError("the last folder returns or raises")
+
+
+def _mapped(path: str, num_bytes: int) -> torch.Tensor:
+    return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+
+
+POLICY = LoRARequest("policy", 1, lora_path="sent by the trainer")
+"""Every request asks for it. There is one adapter, and its values change in place."""
+
+
+class PolicyAdapter:
+    """Args:
+    worker_manager: vLLM's own, of one rank (``WorkerLoRAManager``).
+    """
+
+    def __init__(self, worker_manager: Any) -> None:
+        self._worker_manager = worker_manager
+        self._manager = worker_manager._adapter_manager
+        self._dtype: torch.dtype = worker_manager.lora_config.lora_dtype
+
+    def clear(self) -> None:
+        """An adapter that changes nothing."""
+        self._manager.remove_adapter(POLICY.lora_int_id)
+        self._worker_manager.add_dummy_lora(POLICY, rank=1)
+        self._manager.activate_adapter(POLICY.lora_int_id)
+
+    def replace(self, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> dict[str, int]:
+        """Put an adapter in the place of the last one.
+
+        Args:
+            tensors: A (r, in) and B (out, r), whole, by the weight's name with ``#lora_A`` or ``#lora_B`` behind.
+            scalings: the factor of ``B A`` by weight.
+
+        Returns:
+            The checksum of each tensor, as sent, where this rank computes with exactly its part of it. A stage of
+            several leaves out what belongs to the others.
+        """
+        layers = {}
+        for weight, scaling in scalings.items():
+            # Copies: vLLM multiplies B by the scaling in place.
+            down, up = (tensors[weight + part].to(self._dtype, copy=True) for part in (DOWN_PART, UP_PART))
+            module = _module_of(weight)
+            layers[module] = LoRALayerWeights(module, len(down), 0, down, up, scaling=scaling)
+        rank = max(weights.rank for weights in layers.values())
+        self._manager.remove_adapter(POLICY.lora_int_id)
+        self._manager.add_adapter(LoRAModel(POLICY.lora_int_id, rank, layers))
+        self._manager.activate_adapter(POLICY.lora_int_id)
+        return self._checksums(tensors, scalings)
+
+    def _checksums(self, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> dict[str, int]:
+        slot = self._manager.lora_index_to_id.index(POLICY.lora_int_id)
+        places = dict(self._places())
+        found = {}
+        for weight in scalings:
+            layer, index = places.get(_module_of(weight), (None, 0))
+            if layer is None:
+                continue
+            down, up = tensors[weight + DOWN_PART], tensors[weight + UP_PART]
+            held_down = layer.lora_a_stacked[index][slot, 0, : len(down)]
+            held_up = layer.lora_b_stacked[index][slot, 0, :, : len(down)]
+            scaled = up.to(self._dtype, copy=True).mul_(scalings[weight])
+            for part, sent, meant, held in (
+                (DOWN_PART, down, down.to(self._dtype), held_down),
+                (UP_PART, up, scaled, held_up),
+            ):
+                own = meant_part(layer.base_layer, meant, held)
+                checksum = tensor_checksum(held)
+                is_right = checksum == tensor_checksum(own.to(held.device))
+                found[weight + part] = tensor_checksum(sent.to(held.device)) if is_right else checksum
+        return found
+
+    def _places(self) -> Iterator[tuple[str, tuple[BaseLayerWithLoRA, int]]]:
+        """The checkpoint's modules: the layer that computes each, and which of the layer's adapters is its own."""
+        for name, layer in self._manager.modules.items():
+            for index, module in enumerate(self._manager.packed_modules.get(name, [name])):
+                yield module, (layer, index)
+
+
+def _module_of(weight: str) -> str:
+    return weight.removesuffix(".weight")
+
+
+_WATCH_SECONDS = 2.0
+
+Tensors = Mapping[str, torch.Tensor] | SharedTensors
+
+
+class WeightReceiver:
+    """Methods for ``collective_rpc``, in every rank. Attributes stand in vLLM's own class, hence the prefix."""
+
+    model_runner: Any
+    _roll_verifier: ReloadVerifier | None = None
+    _roll_adapter: PolicyAdapter | None = None
+
+    @answering
+    def roll_begin(self, engine_pid: int) -> None:
+        """In a rank that is a process of its own: end with the engine's process, whatever this one is doing."""
+        quieten()
+        Thread(target=_end_with, args=(engine_pid,), daemon=True, name="roll-engine-watch").start()
+        self._roll_make_stage_buffers()
+
+    def _roll_make_stage_buffers(self) -> None:
+        """What a later stage receives is copied to buffers, which vLLM makes when it tries the model out: on a CPU it
+        does so only before it compiles."""
+        runner = self.model_runner
+        is_later_stage = not get_pp_group().is_first_rank
+        if is_later_stage and runner.device.type == "cpu" and runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+
+    @answering
+    def roll_add_adapter(self) -> None:
+        """Before the first request of an engine with LoRA: the policy's adapter, which changes nothing yet."""
+        self._roll_adapter = PolicyAdapter(self.model_runner.lora_manager)
+        self._roll_adapter.clear()
+
+    @answering
+    def roll_start_reload(self) -> None:
+        model = self.model_runner.model
+        initialize_layerwise_reload(model)
+        if self._roll_verifier is None:
+            self._roll_verifier = ReloadVerifier(model)
+        self._roll_verifier.start()
+
+    @answering
+    @torch.no_grad()
+    def roll_load(self, tensors: Tensors) -> None:
+        """Load full tensors by Hugging Face name. A rank of several takes its part of them.
+
+        Raises:
+            ValueError: a name that the model does not have.
+        """
+        verifier = self._roll_verifier
+        assert verifier is not None, "no reload has been started"
+        device = self.model_runner.device
+
+        def arriving() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in _opened(tensors).items():
+                # A copy: its layer may wait for a tensor of the next bucket, and this may be shared memory.
+                received = tensor.to(device, copy=True)
+                verifier.expect(name, received)
+                yield name, received
+
+        self.model_runner.model.load_weights(arriving())
+
+    @answering
+    @torch.no_grad()
+    def roll_finish_reload(self) -> dict[str, int]:
+        """Checksum, as sent, of every tensor that the model now holds."""
+        assert self._roll_verifier is not None, "no reload has been started"
+        finalize_layerwise_reload(self.model_runner.model, self.model_runner.model_config)
+        return self._roll_verifier.finish(remember=self._roll_adapter is not None)
+
+    @answering
+    @torch.no_grad()
+    def roll_replace_adapter(self, tensors: Tensors, scalings: Mapping[str, float]) -> dict[str, int]:
+        """Checksum, as sent, of every A and B that the model now computes with."""
+        assert self._roll_adapter is not None, "the engine has no adapters"
+        return self._roll_adapter.replace(_opened(tensors), scalings)
+
+    @answering
+    @torch.no_grad()
+    def roll_held_checksums(self, names: Sequence[str]) -> dict[str, int]:
+        """Of tensors that an earlier update brought."""
+        assert self._roll_verifier is not None, "no weights have been loaded"
+        return self._roll_verifier.held(names)
+
+
+def _end_with(parent: int) -> None:
+    """vLLM's own watch asks the loop of this process to end, which it may never get to: a rank whose neighbour has gone
+    waits for it inside a sum over the ranks."""
+    while os.getppid() == parent:
+        time.sleep(_WATCH_SECONDS)
+    time.sleep(_WATCH_SECONDS)
+    os._exit(1)
+
+
+def _opened(tensors: Tensors) -> Mapping[str, torch.Tensor]:
+    return tensors.open() if isinstance(tensors, SharedTensors) else tensors

@@ -1,0 +1,188 @@
+"""The tracker interface, and the trackers that need no service: ``metrics.jsonl`` and standard output."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+logger = logging.getLogger(__name__)
+
+
+SampleTable = Sequence[Mapping[str, Any]]
+"""Rows with the same keys: prompt, response, reward and whatever else is worth reading."""
+
+_REDUCER_TAG = re.compile(r"@(sum|mean|max|min|p\d+|std)$")
+
+
+class Tracker(ABC):
+    """Takes the metrics of each step. Steps never go back; the same step may come more than once with other names."""
+
+    @abstractmethod
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record ``metrics`` (plain numbers) of ``step``."""
+
+    @abstractmethod
+    def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
+        """Record texts of ``step`` under ``name`` (``train``, ``validation``)."""
+
+    def files(self) -> dict[str, Path]:
+        """Where on disk to look, by what it is; empty if nowhere."""
+        return {}
+
+    def close(self) -> None:
+        """Write out what is still in memory; nothing is logged afterwards."""
+
+
+class CompositeTracker(Tracker):
+    """Several trackers as one. Reducer tags of names (``actor/loss@max``) end here: trackers see ``actor/loss``."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self.trackers = tuple(trackers)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        plain = strip_reducer_tags(metrics)
+        for tracker in self.trackers:
+            tracker.log(plain, step)
+
+    def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
+        for tracker in self.trackers:
+            tracker.log_samples(name, rows, step)
+
+    def files(self) -> dict[str, Path]:
+        return {kind: path for tracker in self.trackers for kind, path in tracker.files().items()}
+
+    def close(self) -> None:
+        """Close all, also when one of them fails; the first failure is raised after the last."""
+        failure: Exception | None = None
+        for tracker in self.trackers:
+            try:
+                tracker.close()
+            except Exception as error:
+                logger.exception("%s could not be closed", type(tracker).__name__)
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+
+def strip_reducer_tags(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Drop ``@sum``, ``@mean``, ``@max``, ``@min``, ``@p50``, ``@p99``, ``@std`` at the end of names.
+
+    Where two names would become one (``length@max`` and ``length@min``), they become ``length/max`` and ``length/min``.
+    """
+    bare = Counter(_REDUCER_TAG.sub("", name) for name in metrics)
+    return {
+        (_REDUCER_TAG.sub("", name) if bare[_REDUCER_TAG.sub("", name)] == 1 else name.replace("@", "/")): value
+        for name, value in metrics.items()
+    }
+
+
+METRICS_NAME = "metrics.jsonl"
+
+
+class JsonlTracker(Tracker):
+    """Appends a line a call: ``{"step": 3, "time": <seconds since 1970>, <name>: <number>, ...}``.
+
+    JSON has no nan or infinity: null stands for a number that is not finite.
+
+    Args:
+        folder: where the files are.
+        resume_step: the last step that counts: rows after it, and a torn last line, are dropped. None: a new run, an
+            earlier run's files are renamed to ``<name>.previous``.
+    """
+
+    def __init__(self, folder: Path, resume_step: int | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        for path in (folder / METRICS_NAME, *folder.glob("samples-*.jsonl")):
+            if path.exists():
+                _cut_after(path, resume_step)
+        self._files: dict[str, TextIO] = {}
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._append(METRICS_NAME, {"step": step, "time": time.time(), **metrics})
+
+    def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
+        for row in rows:
+            self._append(f"samples-{name}.jsonl", {"step": step, **row})
+
+    def files(self) -> dict[str, Path]:
+        return {"metrics": self._folder / METRICS_NAME}
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        if name not in self._files:
+            # Line buffering: whoever watches the file sees whole lines, and a killed run loses none.
+            self._files[name] = open(self._folder / name, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (open for the whole run)
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+        }
+        self._files[name].write(json.dumps(finite, ensure_ascii=False, default=str) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a ``metrics.jsonl`` in order, rows of the same step merged; null is read as nan.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    for row in _rows(path):
+        numbers = {key: math.nan if value is None else value for key, value in row.items()}
+        rows.setdefault(row["step"], {}).update(numbers)
+    return list(rows.values())
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Whole lines only: a run that was killed may leave half of its last one."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                logger.warning("%s: line %d is torn and left out", path, number)
+                continue
+            yield row
+
+
+def _cut_after(path: Path, resume_step: int | None) -> None:
+    if resume_step is None:
+        path.replace(path.with_name(path.name + ".previous"))
+        return
+    kept = path.with_name(path.name + ".kept")
+    with open(kept, "w", encoding="utf-8") as file:
+        for row in _rows(path):
+            if row["step"] <= resume_step:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    kept.replace(path)
+
+
+class StdoutTracker(Tracker):
+    """Writes ``step 3  actor/pg_loss=0.0123 ...``, names in order, numbers to four digits."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        numbers = " ".join(f"{name}={value:.4g}" for name, value in sorted(metrics.items()))
+        sys.stdout.write(f"step {step}  {numbers}\n")
+        sys.stdout.flush()
+
+    def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
+        """One sample, on one line: the rest is in the run's own files."""
+        if rows:
+            sample = " ".join(f"{key}={value!r}" for key, value in rows[0].items())
+            sys.stdout.write(f"step {step}  {name} sample  {sample}\n")
+            sys.stdout.flush()
