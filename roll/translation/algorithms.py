@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from roll.config.reading.schema import closest
+from roll.config.reading.errors import closest
 from roll.translation.draft import Draft
 from roll.translation.sampling import put_bypass, put_correction
 

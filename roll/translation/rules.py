@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from roll.config.reading.schema import Mismatch, closest, convert
+from roll.config.reading.errors import closest
+from roll.config.reading.schema import Mismatch, convert
 from roll.translation.draft import Draft
 
 ACTOR, ENGINE, REFERENCE, CRITIC = "actor_train", "actor_infer", "reference", "critic"

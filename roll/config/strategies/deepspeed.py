@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from roll.config.reading.errors import Problems
-from roll.config.reading.schema import MOST_KEYS_LISTED, closest
+from roll.config.reading.errors import Problems, closest
+from roll.config.reading.schema import MOST_KEYS_LISTED
 from roll.config.strategies.deepspeed_keys import KEYS, REMOVED, VERSION
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from roll.config.reading.errors import ConfigError, Problems
+from roll.config.reading.errors import ConfigError, Problems, closest
 from roll.config.reading.fields import rules, setting
-from roll.config.reading.schema import SchemaReader, build, closest, known_keys
+from roll.config.reading.schema import SchemaReader, build, known_keys
 from roll.config.roles import StrategyArguments
 from roll.config.strategies.base import StrategyConfig as StrategyConfig
 from roll.config.strategies.fsdp import Fsdp1StrategyConfig as Fsdp1StrategyConfig
