@@ -82,7 +82,7 @@ def actor_loss_options(settings: Mapping[str, Any]) -> ActorLossOptions:
         if name not in known:
             raise ValueError(f"pg_variant_args.{name} is no option of {variant}; known: {', '.join(known) or 'none'}")
     settings = {**settings, **arguments, "pg_variant": variant}
-    pg = options_from(options_class_of(variant), settings)
+    pg: Any = options_from(options_class_of(variant), settings)
     correction = correction_options(settings.get("train_infer_correction"))
     return options_from(ActorLossOptions, {**settings, "pg": pg, "correction": correction})
 
