@@ -58,6 +58,7 @@ BASE = [
     "tenacity>=9.1",
     "starlette>=1.0",
     "uvicorn>=0.40",
+    "typing_extensions>=4.12",
 ]
 
 EXTRAS = {

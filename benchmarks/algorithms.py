@@ -24,7 +24,7 @@ from roll.algorithms.losses import actor_loss, actor_loss_options
 from roll.algorithms.returns import generalized_advantages
 from roll.models.partitions import balance_partitions, pack_sequences
 from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.rlvr.scoring import Scoring
+from roll.pipelines.rlvr.phases import AdvantageComputer
 from roll.protocol import DataProto
 
 Row = tuple[str, float, float | None]
@@ -87,7 +87,7 @@ def advantage_rows(repeats: int) -> list[Row]:
     rows = length = 1024
     batch = scored_step(rows, length)
     config = RLVRConfig(adv_estimator="grpo", num_return_sequences_in_group=8)
-    scoring = Scoring(config, (config.norm_mean_type, config.norm_std_type), length)
+    scoring = AdvantageComputer(config, (config.norm_mean_type, config.norm_std_type), length)
     mask, group_ids, scores = (batch.batch[name] for name in ("response_mask", "group_ids", "scores"))
     lengths, holes, full = mask.sum(-1), tool_mask(rows, length), torch.ones_like(mask)
     rewards, values = torch.randn(2, rows, length).unbind(0)

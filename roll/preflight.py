@@ -22,8 +22,8 @@ from roll.checkpoint.contents import (
     readers_of,
     trained_under,
 )
+from roll.checkpoint.folders import CheckpointDamagedError
 from roll.checkpoint.manager import glance
-from roll.checkpoint.manifest import CheckpointDamagedError
 from roll.config.checks.models import family_problem, shape_problems
 from roll.config.loader import LoadedConfig
 from roll.config.lora import uses_lora
@@ -317,6 +317,6 @@ def own_filters(loaded: LoadedConfig[Any]) -> Iterator[tuple[str, Any, Callable[
 
 
 def _build_data_filter(path: str) -> object:
-    from roll.datasets.selection import build_filter
+    from roll.datasets.columns import build_filter
 
     return build_filter(path)

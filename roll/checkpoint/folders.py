@@ -1,22 +1,151 @@
-"""Folders that appear whole or not at all: written under a hidden name, locked meanwhile, then renamed.
+"""Folders that appear whole or not at all, with a manifest of all files: size and hash, so that a torn copy is noticed.
 
-A writer first takes the lock ``.NAME.RANDOM.lock``, then makes ``.NAME.RANDOM.partial``. One that dies leaves a hidden
-folder whose lock nobody holds; :func:`sweep` finds and removes it. The lock is the kernel's (``flock``), so a killed
-process cannot keep it, and a folder that another living run is writing is left alone.
+A writer first takes the lock ``.NAME.RANDOM.lock``, then writes into ``.NAME.RANDOM.partial``, which is renamed at the
+end. One that dies leaves a hidden folder whose lock nobody holds; :func:`sweep` finds and removes it. The lock is the
+kernel's (``flock``), so a killed process cannot keep it, and a folder that another living run is writing is left alone.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import json
 import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
-from roll.checkpoint.manifest import flush_path
+MANIFEST_NAME = "manifest.json"
+_FORMAT = 1
+_CHUNK_BYTES = 8 << 20
+# hashlib releases the interpreter lock, so threads hash several files at once; more than a few only fight for the disk.
+_HASH_THREADS = min(8, os.cpu_count() or 1)
+
+
+class CheckpointDamagedError(ValueError):
+    """A checkpoint folder that is not what its manifest says."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of a manifest: ``size`` in bytes, ``blake2b`` (16 bytes, hexadecimal) of its contents."""
+
+    size: int
+    blake2b: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a finished folder holds; ``files`` maps POSIX paths relative to the folder to their entries."""
+
+    step: int
+    created: str
+    files: dict[str, FileEntry]
+
+
+def write_manifest(folder: Path, step: int) -> Manifest:
+    """Write the manifest of ``folder`` and flush every file in it to disk.
+
+    Raises:
+        ValueError: the folder holds no file.
+    """
+    paths = list(_files(folder))
+    if not paths:
+        raise ValueError(f"nothing was written to the checkpoint folder {folder}")
+    with ThreadPoolExecutor(_HASH_THREADS) as pool:
+        hashes = list(pool.map(_hash_file, paths))
+    files = {
+        path.relative_to(folder).as_posix(): FileEntry(path.stat().st_size, digest)
+        for path, digest in zip(paths, hashes, strict=True)
+    }
+    manifest = Manifest(step, datetime.now(UTC).isoformat(timespec="seconds"), files)
+    content = json.dumps({"format": _FORMAT, **asdict(manifest)}, indent=1, sort_keys=True)
+    (folder / MANIFEST_NAME).write_text(content + "\n", encoding="utf-8")
+    flush_folder(folder)
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of ``folder``.
+
+    Raises:
+        CheckpointDamagedError: it is missing or unreadable, or was written by a later version of this package.
+    """
+    path = folder / MANIFEST_NAME
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != _FORMAT:
+            raise CheckpointDamagedError(f"{path}: format {content['format']} is not the one known here ({_FORMAT})")
+        files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
+        outside = next((name for name in files if Path(name).is_absolute() or ".." in Path(name).parts), None)
+        if outside is not None:
+            raise CheckpointDamagedError(f"{path}: {outside!r} is no file of this folder")
+        return Manifest(int(content["step"]), content["created"], files)
+    except FileNotFoundError:
+        raise CheckpointDamagedError(f"{folder}: no {MANIFEST_NAME}, so it was never finished") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
+        raise CheckpointDamagedError(f"{path}: not a readable manifest ({error!r})") from error
+
+
+def verify_folder(folder: Path, contents: bool = True) -> Manifest:
+    """Compare ``folder`` with its manifest: names and sizes, and the hashes too if ``contents``.
+
+    Files that the manifest does not name are allowed (a note that the user left there, say).
+
+    Raises:
+        CheckpointDamagedError: names the first file that is missing, cut or changed.
+    """
+    manifest = read_manifest(folder)
+    for name, entry in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointDamagedError(f"{folder}: {name} is missing")
+        size = path.stat().st_size
+        if size != entry.size:
+            raise CheckpointDamagedError(f"{folder}: {name} has {size} bytes instead of {entry.size}")
+    if contents:
+        with ThreadPoolExecutor(_HASH_THREADS) as pool:
+            hashes = pool.map(_hash_file, [folder / name for name in manifest.files])
+            for (name, entry), digest in zip(manifest.files.items(), hashes, strict=True):
+                if digest != entry.blake2b:
+                    raise CheckpointDamagedError(f"{folder}: the contents of {name} have changed since it was written")
+    return manifest
+
+
+def flush_folder(folder: Path) -> None:
+    """Make everything in ``folder`` survive a power cut, what other processes of this host have written included."""
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            flush_path(Path(directory, name))
+        flush_path(Path(directory))
+
+
+def flush_path(path: Path) -> None:
+    """Flush a file's contents, or a directory's entries (new names, renames)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / MANIFEST_NAME)
+
+
+def _hash_file(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with open(path, "rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
-from roll.checkpoint.folders import atomic_folder, remove_folder, sweep
-from roll.checkpoint.manifest import MANIFEST_NAME, CheckpointDamagedError, flush_folder, verify_folder, write_manifest
+from roll.checkpoint.folders import (
+    MANIFEST_NAME,
+    CheckpointDamagedError,
+    atomic_folder,
+    flush_folder,
+    remove_folder,
+    sweep,
+    verify_folder,
+    write_manifest,
+)
 
 logger = logging.getLogger(__name__)
 

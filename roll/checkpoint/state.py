@@ -1,12 +1,14 @@
-"""A nested state on disk without pickle: JSON for plain values, safetensors for arrays and tensors.
+"""A nested state on disk without pickle, and the state of random number generators.
 
-``state.json`` holds the structure; an array stands there as ``{"__array__": "17"}`` and its data under that name in
-``arrays.safetensors`` (NumPy) or ``tensors.safetensors`` (torch). Reading one runs no code from the file.
+JSON for plain values, safetensors for arrays and tensors: ``state.json`` holds the structure; an array stands there as
+``{"__array__": "17"}`` and its data under that name in ``arrays.safetensors`` (NumPy) or ``tensors.safetensors``
+(torch). Reading one runs no code from the file.
 """
 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,35 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file as load_tensors
 from safetensors.torch import save_file as save_tensors
+
+
+def capture_rng_state() -> dict[str, Any]:
+    """The state of Python's, NumPy's and torch's global generators (of every CUDA device too, where CUDA is in use).
+
+    The result goes through :func:`roll.checkpoint.state.save_state` unchanged.
+    """
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=True),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def restore_rng_state(state: dict[str, Any]) -> None:
+    """Put back what :func:`capture_rng_state` returned.
+
+    The states of CUDA devices that this process does not have are left out: they steer nothing here.
+    """
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        for device, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(device_state, device)
+
 
 STATE_NAME = "state.json"
 _ARRAYS_NAME = "arrays.safetensors"

@@ -12,16 +12,15 @@ if TYPE_CHECKING:
     from roll.distributed.calls import PendingCall, wait_any
     from roll.distributed.cluster import Cluster
     from roll.distributed.failures import DeadlineExceeded, RayLost, RemoteError, WorkerDied, WorkerFailed
-    from roll.distributed.registration import Dispatch, register
     from roll.distributed.resources import Placement, ResourceManager
     from roll.distributed.runtime import RayRuntime, ray_runtime
     from roll.distributed.signals import Interrupted
-    from roll.distributed.worker import Worker, WorkerContext
+    from roll.distributed.worker import Dispatch, Worker, WorkerContext, register
 
 _MODULE_OF = {
     "Cluster": "cluster",
     "DeadlineExceeded": "failures",
-    "Dispatch": "registration",
+    "Dispatch": "worker",
     "Interrupted": "signals",
     "PendingCall": "calls",
     "Placement": "resources",
@@ -34,7 +33,7 @@ _MODULE_OF = {
     "WorkerDied": "failures",
     "WorkerFailed": "failures",
     "ray_runtime": "runtime",
-    "register": "registration",
+    "register": "worker",
     "wait_any": "calls",
 }
 

@@ -13,9 +13,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll.distributed import actor
-from roll.distributed.actor import WorkerAddress
-from roll.distributed.processes import command_of, kill_tree
-from roll.distributed.worker_logs import STACK_SIGNAL, tail
+from roll.distributed.actor import STACK_SIGNAL, WorkerAddress, tail
+from roll.distributed.guard import command_of, kill_tree
 
 _REMOTE_SECONDS = 10.0
 _STACK_SECONDS = 2.0

@@ -1,20 +1,26 @@
-"""One Ray node (head or joining) started in this process, with only the daemons that a run needs.
+"""One Ray node (head or joining) started in this process: its folder, its daemons, and the watch over them.
 
 ``ray.init()`` also starts an autoscaler, a dashboard server and a log forwarder, which cost about 1.5 CPU-seconds at
 start on top of what is needed and bind to the host's outward address. Ray offers no public switch for that, so this
-module (and no other) uses Ray's own node class, the one behind ``ray start``.
+module (and no other) uses Ray's own node class, the one behind ``ray start``. The daemons are watched because without
+them calls hang or fail in ways that do not name the cause.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import shutil
+import signal
 import socket
-from collections.abc import Mapping
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import ray._private.ray_constants
@@ -23,12 +29,134 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-from roll.distributed.resources import NODE_RANK_LABEL, SLOT_RESOURCE
+from roll.distributed.actor import tail
+from roll.distributed.failures import RayLost
 from roll.platforms import Platform
+
+if TYPE_CHECKING:
+    from ray._private.node import Node
 
 logger = logging.getLogger(__name__)
 
+
+PREFIX = "roll-ray-"
+RAY_FOLDER = "s"
+"""Inside ours, since Ray opens the folder that it is given to everyone (mode 0777)."""
+_LOCK_FILE = "driver.lock"
+_LONGEST_BASE = 20
+"""Ray's socket names under its folder take up to 67 of the 107 bytes that a Unix socket's path may have."""
+
+
+@contextlib.contextmanager
+def session_dir() -> Iterator[Path]:
+    """A fresh folder for Ray, removed at the end; folders that killed runs left behind are removed first.
+
+    The folder lies in one that only this user may enter. The driver holds a lock on a file there, so a folder whose
+    lock is free belongs to nobody.
+    """
+    base = tempfile.gettempdir()
+    base = base if len(base) <= _LONGEST_BASE else "/tmp"
+    remove_abandoned(Path(base))
+    closed = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))  # mode 0700
+    try:
+        with (closed / _LOCK_FILE).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            folder = closed / RAY_FOLDER
+            folder.mkdir(0o700)
+            yield folder
+    finally:
+        shutil.rmtree(closed, ignore_errors=True)
+
+
+def remove_abandoned(base: Path) -> None:
+    """Remove this user's session folders under ``base`` whose driver is gone."""
+    for lock_file in base.glob(f"{PREFIX}*/{_LOCK_FILE}"):
+        with contextlib.suppress(OSError):  # in use, another user's, or removed meanwhile
+            if lock_file.stat().st_uid != os.getuid():
+                continue
+            with lock_file.open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock_file.parent, ignore_errors=True)
+
+
+_POLL_SECONDS = 0.25
+_LOG_LINES = 8
+DAEMONS = {"gcs_server": "the cluster's control service", "raylet": "the node's daemon"}
+
+
+class RayWatch:
+    """Looks after the daemons that ``node`` has started.
+
+    Args:
+        on_loss: called once, in the watching thread.
+    """
+
+    def __init__(self, node: Node, folder: Path, on_loss: Callable[[RayLost], None]) -> None:
+        self._node = node
+        self._folder = folder
+        self._on_loss = on_loss
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._lost: RayLost | None = None
+        threading.Thread(target=self._watch, name="ray watch", daemon=True).start()
+
+    def look(self) -> RayLost | None:
+        """What has happened to them; None: they run."""
+        with self._lock:
+            if self._lost is None and not self._stopped.is_set():
+                dead = [(name, process) for name, process in self._node.dead_processes() if name in DAEMONS]
+                if dead:
+                    self._lost = self._describe(*dead[0])
+            return self._lost
+
+    def stop(self) -> None:
+        """They are about to be ended."""
+        with self._lock:
+            self._stopped.set()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_POLL_SECONDS):
+            lost = self.look()
+            if lost is not None:
+                self._on_loss(lost)
+                return
+
+    def _describe(self, name: str, process: object) -> RayLost:
+        status = int(getattr(process, "returncode", 0) or 0)
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        files = [*self._folder.glob(f"session_2*/logs/{name}.out"), *self._folder.glob(f"session_2*/logs/{name}.err")]
+        lines = [line for file in files for line in tail(file, _LOG_LINES)]
+        what = f"Ray's {name} ({DAEMONS[name]}, pid {getattr(process, 'pid', '?')}) {how}"
+        return RayLost(name, what, lines[-_LOG_LINES:])
+
+
+def daemon_pids(node: Node) -> dict[str, int]:
+    """The daemons that ``node`` has started, by name."""
+    return {name: infos[0].process.pid for name, infos in node.all_processes.items() if name in DAEMONS and infos}
+
+
+_current: RayWatch | None = None
+
+
+def set_current(watch: RayWatch | None) -> None:
+    """Whom :func:`ray_lost` asks: a process has one connection to Ray at a time."""
+    global _current
+    _current = watch
+
+
+def ray_lost() -> RayLost | None:
+    """What has happened to the daemons of the Ray that this process has started; None: nothing. Where they are gone,
+    Ray must not be called any more: it would look for them for a minute."""
+    return None if _current is None else _current.look()
+
+
 LOOPBACK = "127.0.0.1"
+
+SLOT_RESOURCE = "roll_slot"
+"""The Ray resource of logical CPU slots on nodes without accelerators."""
+
+NODE_RANK_LABEL = "roll-node-rank"
+"""Ray node label: the place of a node in the order of device ids."""
 
 _MEBIBYTE = 1 << 20
 _SMALL_SHM = 256 * _MEBIBYTE

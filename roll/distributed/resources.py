@@ -9,13 +9,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from roll.config.roles import WorkerConfig
-from roll.distributed.ray_watch import ray_lost
-
-SLOT_RESOURCE = "roll_slot"
-"""The Ray resource of logical CPU slots on nodes without accelerators."""
-
-NODE_RANK_LABEL = "roll-node-rank"
-"""Ray node label: the place of a node in the order of device ids."""
+from roll.distributed.ray_node import NODE_RANK_LABEL, SLOT_RESOURCE, ray_lost
 
 _ACCELERATORS = ("GPU", "NPU")
 

@@ -1,23 +1,99 @@
-"""The base class of everything that runs in a cluster's processes."""
+"""The base class of everything that runs in a cluster's processes, and how its methods are called through a cluster."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from roll.config.roles import WorkerConfig
-from roll.distributed.registration import Dispatch, register
 from roll.platforms import current_platform
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
     from roll.protocol.rank import RankInfo
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_ATTRIBUTE = "_roll_registration"
+
+
+class Dispatch(StrEnum):
+    """How arguments reach the ranks of a cluster, and how their results come back."""
+
+    ONE_TO_ALL = "one_to_all"
+    """Every rank gets the same arguments; a list with one result a rank."""
+    ALL_TO_ALL = "all_to_all"
+    """Every argument is a list with one entry a rank; a list with one result a rank."""
+    RANK_ZERO = "rank_zero"
+    """Only rank 0 is called; its result."""
+    DP_MP_COMPUTE = "dp_mp_compute"
+    """Every DataProto is cut into one chunk a data-parallel replica, and all ranks of a replica get its chunk; other
+    arguments go to all. The results of each replica's data-source rank, joined in order (see :mod:`.dispatch`)."""
+    DP_MP_DISPATCH_FIRST = "dp_mp_dispatch_first"
+    """Like DP_MP_COMPUTE, but only the first rank of a replica gets the chunk; the others get a DataProto without
+    columns (``meta_info`` only), for methods that pass the data on themselves."""
+
+
+@dataclass(frozen=True)
+class Registration:
+    """The arguments of :func:`register` for a method."""
+
+    dispatch: Dispatch
+    columns: tuple[str, ...] | None = None
+    deadline: float | None = None
+    name: str | None = None
+
+
+def register(
+    dispatch: Dispatch,
+    columns: tuple[str, ...] | None = None,
+    deadline: float | None = None,
+    name: str | None = None,
+) -> Callable[[F], F]:
+    """Make a worker method callable on its cluster.
+
+    Args:
+        dispatch: How arguments are spread and results joined.
+        columns: The columns of DataProto arguments that the method reads; nothing else is shipped. A column that the
+            batch does not have is left to the method to miss. None ships all.
+        deadline: Seconds that a call may take; None: the cluster's ``rpc_timeout``.
+        name: What messages call the method; None: its own name.
+
+    Raises:
+        ValueError: ``columns`` given to a mode that ships arguments as they are, or a deadline that is not positive.
+    """
+    if columns is not None and dispatch not in (Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST):
+        raise ValueError(f"columns go with a data-parallel dispatch, not with {dispatch.name}: leave them out")
+    if deadline is not None and deadline <= 0:
+        raise ValueError(f"deadline must be positive seconds, got {deadline}")
+
+    def mark(method: F) -> F:
+        setattr(method, _ATTRIBUTE, Registration(dispatch, columns, deadline, name))
+        return method
+
+    return mark
+
+
+def registrations(cls: type) -> dict[str, Registration]:
+    """The registered methods of a worker class by name; an override without ``@register`` keeps its base's mark."""
+    found = {}
+    for attribute, _ in inspect.getmembers(cls, callable):
+        for owner in cls.__mro__:
+            registration = getattr(owner.__dict__.get(attribute), _ATTRIBUTE, None)
+            if registration is not None:
+                found[attribute] = registration
+                break
+    return found
+
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +102,7 @@ _FAREWELL_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What a worker is told about itself."""
+    """A worker's place in its cluster, and its configuration."""
 
     cluster_name: str
     role: WorkerConfig
@@ -40,8 +116,8 @@ class WorkerContext:
     listen_fd: int | None = None
     """On rank 0: the listening socket behind ``master_port``, taken when the actor started so that nobody else can."""
     seed: int = 42
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """What the pipeline hands to the workers of this cluster beyond their role."""
+    settings: Any = None
+    """What the pipeline hands to the workers of this cluster besides their role (:attr:`Worker.settings_class`)."""
 
     @property
     def worker_name(self) -> str:
@@ -51,8 +127,21 @@ class WorkerContext:
 class Worker:
     """One process of a cluster. Subclasses add registered methods; heavy imports belong into those."""
 
+    settings_class: ClassVar[type | None] = None
+    """A frozen dataclass; a class that has one declares the type of ``settings`` as well."""
+    settings: Any
+    """Those of the context, or the defaults of :attr:`settings_class`."""
+
     def __init__(self, context: WorkerContext) -> None:
+        kind = self.settings_class
+        if context.settings is not None and not (kind is not None and isinstance(context.settings, kind)):
+            takes = "none" if kind is None else kind.__name__
+            raise TypeError(
+                f"{context.cluster_name}: {type(self).__name__} was started with settings of the type "
+                f"{type(context.settings).__name__}; it takes {takes}"
+            )
         self.context = context
+        self.settings = kind() if context.settings is None and kind is not None else context.settings
         self._store: Store | None = None
 
     @property

@@ -15,12 +15,11 @@ from roll.checkpoint import Checkpoint, CheckpointManager
 from roll.checkpoint.state import load_state, save_state
 from roll.config.loader import LoadedConfig
 from roll.config.reading.masking import masked
-from roll.distributed import Cluster, Interrupted, RemoteError, ResourceManager, ray_runtime
+from roll.distributed import Cluster, Interrupted, RemoteError, ResourceManager, Worker, ray_runtime
 from roll.distributed.guard import Guard
 from roll.distributed.signals import ending
+from roll.pipelines.files import PendingCheckpoint, write_samples
 from roll.pipelines.interruption import Interruption, command_to_go_on
-from roll.pipelines.samples import write_samples
-from roll.pipelines.saving import PendingCheckpoint
 from roll.protocol.metrics import Metrics, merge_metrics, to_floats
 from roll.tracking import (
     ENDING_LOGGER,
@@ -318,7 +317,7 @@ class RunFrame:
         if not self._measures_memory:
             return {}
         calls = [
-            (cluster.name, cluster.peak_memory(blocking=False, deadline=MEMORY_SECONDS)) for cluster in self._clusters
+            (cluster.name, cluster.call_all(Worker.peak_memory).within(MEMORY_SECONDS)) for cluster in self._clusters
         ]
         peaks = {}
         for name, call in calls:

@@ -21,7 +21,7 @@ from roll.datasets import DataError, LoadCounts, PromptDataset, PromptRow, SftDa
 from roll.datasets.columns import Columns
 from roll.datasets.reading import SourceRow
 from roll.datasets.sft import DOMAIN
-from roll.pipelines.tokenizers import load_tokenizer
+from roll.pipelines.files import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,10 +1,41 @@
-"""What trainer and engines say to each other in an update, beside the tensors."""
+"""Messages of an update between driver, trainer and engines, apart from the tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from roll.config.weight_sync import TransportName, UpdateMode
+
+MIB = 2**20
+_PIPELINED_BYTES = 64 * MIB
+"""Buckets from this size on are taken over in 20 ms or more, beside which a message to an engine costs little."""
+
+
+@dataclass(frozen=True)
+class SyncOptions:
+    """What every update of a run has in common."""
+
+    buffer_bytes: int
+    """Most bytes of a buffer for weights on their way; an update uses up to two at a time."""
+    deadline: float
+    """Seconds for one whole exchange."""
+    patience: float
+    """Seconds that an engine may take over one message before it counts as lost."""
+    transport: TransportName = "object_store"
+    directory: str | None = None
+    """Of ``safetensors``."""
+    mode: UpdateMode = "full"
+    adapters_apart: bool = False
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Most bytes of one bucket. A transport that holds two beside the one that is being gathered gets smaller ones:
+        also because nothing overlaps while the first is gathered and the last is taken over."""
+        if self.transport in ("broadcast", "cuda_ipc"):
+            return self.buffer_bytes
+        return max(1, min(self.buffer_bytes // 2, _PIPELINED_BYTES))
 
 
 class WeightSyncError(RuntimeError):
@@ -37,7 +68,7 @@ class UpdateStart:
 
     version: int
     link: Any = None
-    """What the engine needs to be reached by the transport (:class:`roll.weight_sync.transports.base.Link`)."""
+    """What the engine needs to be reached by the transport (:class:`roll.weight_sync.transports.Link`)."""
     base_version: int | None = None
     """The version whose tensors this update changes some of; None: all tensors are sent."""
     scalings: dict[str, float] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from roll.rollout.messages import EngineCommand, EngineReport, FinishedGroup
 from roll.strategies.engines.base import GenerationStrategy, Quarantine
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, interrupted, visible_text
 from roll.strategies.factory import create_generation_strategy
-from roll.weight_sync.checksum import ChecksumKind
+from roll.weight_sync.encoding import ChecksumKind
 from roll.weight_sync.messages import BucketHeader, Checksum, UpdateStart
 from roll.weight_sync.receiver import WeightReceiver
 

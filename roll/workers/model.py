@@ -1,22 +1,39 @@
-"""Workers that run a model on a batch: the reference policy, and the base of actor and critic."""
+"""Workers that run a model on a batch: the reference policy, the base of those that learn, and the reward model."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from roll.distributed import Dispatch, Worker, register
+from roll.models.build import load_config
 from roll.protocol import DataProto
 from roll.protocol.rank import RankInfo
-from roll.strategies.base import ModelHead, ModelStrategy, Output, StateKind
+from roll.rewards.base import RewardResult, failure
+from roll.rollout.model_scores import ModelInput
+from roll.strategies.base import ModelHead, ModelStrategy, Output, StateKind, TensorBatch
 from roll.strategies.factory import create_strategy
 
 MODEL_COLUMNS = ("input_ids", "attention_mask", "response_mask")
 
 
+@dataclass(frozen=True)
+class ModelSettings:
+    """Keys of the pipeline that concern a model."""
+
+    max_grad_norm: float | None = None
+    """None: that of the role."""
+
+
 class ModelWorker(Worker):
     """A forward-only model on one rank (the reference policy)."""
 
+    settings_class = ModelSettings
+    settings: ModelSettings
     head = ModelHead.CAUSAL_LM
     strategy: ModelStrategy
 
@@ -31,7 +48,7 @@ class ModelWorker(Worker):
             self.context.role,
             head=self.head,
             seed=self.context.seed,
-            max_grad_norm=self.context.extra.get("max_grad_norm"),
+            max_grad_norm=self.settings.max_grad_norm,
         )
         self.strategy.initialize(num_training_steps)
 
@@ -40,15 +57,21 @@ class ModelWorker(Worker):
         return self.strategy.rank_info if hasattr(self, "strategy") else super().rank_info
 
     @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
-    def compute_log_probs(self, batch: DataProto) -> DataProto:
-        """Log-prob of every response token, float32 (B, L); also what ``meta_info["outputs"]`` names.
+    def compute_log_probs(
+        self,
+        batch: DataProto,
+        *,
+        temperature: float = 1.0,
+        outputs: Sequence[str] = (),
+        without_adapters: bool = False,
+    ) -> DataProto:
+        """``log_probs`` float32 (B, L) of every response token, and the columns that ``outputs`` names.
 
-        With ``meta_info["without_adapters"]`` they are those of the base of a LoRA model.
+        Args:
+            without_adapters: of the base of a LoRA model.
         """
-        wanted = [Output.LOG_PROBS, *map(Output, batch.meta_info.get("outputs", ()))]
-        temperature = float(batch.meta_info.get("temperature", 1.0))
-        base_only = bool(batch.meta_info.get("without_adapters"))
-        with self.strategy.without_adapters() if base_only else nullcontext():
+        wanted = [Output.LOG_PROBS, *map(Output, outputs)]
+        with self.strategy.without_adapters() if without_adapters else nullcontext():
             return DataProto.from_dict(self.strategy.forward(batch.batch, wanted, temperature))
 
     @register(Dispatch.ONE_TO_ALL)
@@ -63,3 +86,92 @@ class ModelWorker(Worker):
     def save_hf(self, path: str) -> None:
         """Collective. Write the model in Hugging Face format to ``path``."""
         self.strategy.save_hf(Path(path))
+
+
+class RewardModelWorker(ModelWorker):
+    """``reward_model`` on one rank: forward passes only."""
+
+    head = ModelHead.VALUE
+
+    @register(Dispatch.ONE_TO_ALL)
+    def initialize(self, num_training_steps: int = 0) -> None:
+        """Collective. Load model and tokenizer.
+
+        Raises:
+            ValueError: a model without a score.
+        """
+        from transformers import AutoTokenizer
+
+        args = self.context.role.model_args
+        config = load_config(args)
+        check_has_score(config.architectures, config.num_labels, str(args.model_name_or_path))
+        self._longest = getattr(config, "max_position_embeddings", None)
+        self._tokenizer = AutoTokenizer.from_pretrained(
+            args.model_name_or_path, trust_remote_code=args.trust_remote_code
+        )
+        super().initialize(num_training_steps)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def score(self, inputs: Sequence[ModelInput]) -> tuple[int, list[RewardResult]]:
+        """Collective. The data-parallel rank and the results of its samples: every ``dp_size``-th from that one on."""
+        info = self.rank_info
+        own = inputs[info.dp_rank :: info.dp_size]
+        sequences = [self._read(one) for one in own]
+        usable = [sequence for sequence in sequences if not isinstance(sequence, RewardResult)]
+        # A rank with nothing to score takes part in the others' collectives with a row that nobody asks for.
+        scores = iter(last_token_scores(self.strategy, usable or [[0]]))
+        results = [one if isinstance(one, RewardResult) else RewardResult(next(scores)) for one in sequences]
+        return info.dp_rank, results
+
+    def _read(self, given: ModelInput) -> list[int] | RewardResult:
+        """Token ids, or why there are none."""
+        if given.error is not None:
+            return failure(given.error)
+        token_ids = given.token_ids
+        if token_ids is None:
+            conversation = [*(given.messages or ()), {"role": "assistant", "content": given.response}]
+            text = self._tokenizer.apply_chat_template(conversation, tokenize=False)
+            token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if self._longest is not None and len(token_ids) >= self._longest:
+            return failure(f"{len(token_ids)} tokens are more than the reward model's {self._longest} positions")
+        return list(token_ids)
+
+
+def check_has_score(architectures: Sequence[str] | None, num_labels: int | None, path: str) -> None:
+    """
+    Raises:
+        ValueError: no sequence-classification head, or one with several labels.
+    """
+    kinds = architectures or ()
+    if not any(kind.endswith("ForSequenceClassification") for kind in kinds) or num_labels != 1:
+        kind = ", ".join(kinds) or "of no kind"
+        raise ValueError(
+            f"reward_model.model_args.model_name_or_path: {path} is {kind} with {num_labels} labels; a reward model "
+            "is a ...ForSequenceClassification with one label"
+        )
+
+
+def last_token_scores(strategy: ModelStrategy, sequences: Sequence[list[int]]) -> list[float]:
+    """Collective. The score at the last token of each sequence.
+
+    A value belongs to the state in which a token is sampled, so to the tokens before it: one token is added behind each
+    sequence, whose value is the score of the whole.
+    """
+    batch = scoring_batch(sequences)
+    values = strategy.forward(batch, [Output.VALUES])[Output.VALUES]
+    scores: list[float] = values[batch["response_mask"]].tolist()
+    return scores
+
+
+def scoring_batch(sequences: Sequence[list[int]]) -> TensorBatch:
+    """Right-padded rows of each sequence and one token more, which is the response."""
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    positions = torch.arange(int(lengths.max()) + 1)
+    input_ids = torch.zeros(len(sequences), len(positions), dtype=torch.long)
+    for row, sequence in zip(input_ids, sequences, strict=True):
+        row[: len(sequence)] = torch.tensor(sequence)
+    return {
+        "input_ids": input_ids,
+        "attention_mask": positions <= lengths[:, None],
+        "response_mask": positions == lengths[:, None],
+    }

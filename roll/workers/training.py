@@ -1,18 +1,32 @@
-"""Workers whose model learns: what actor, critic and SFT share."""
+"""Workers whose model learns: actor, critic and SFT with their losses. The actor sends its weights to the engines."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from roll.algorithms.aggregation import LossDenominators, denominators_from, denominators_of, group_tokens_of
+from roll.algorithms.aggregation import (
+    LossDenominators,
+    denominators_from,
+    denominators_of,
+    group_tokens_of,
+    needs_groups,
+)
+from roll.algorithms.loss_types import LossInputs
+from roll.algorithms.losses import ActorLossOptions, actor_loss, value_loss
 from roll.distributed import Dispatch, register
-from roll.protocol.metrics import Metrics
-from roll.strategies.base import LossFunction, Output, TensorBatch, TrainStrategy
-from roll.workers.model import ModelWorker
+from roll.platforms import current_platform
+from roll.protocol import DataProto
+from roll.protocol.metrics import Mean, Metrics, merge_metrics
+from roll.strategies.base import LossFunction, ModelHead, Output, TensorBatch, TrainStrategy, WeightSelection
+from roll.weight_sync.messages import LostEngines, SyncOptions, SyncReport, WeightSyncError
+from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
+from roll.workers.model import MODEL_COLUMNS, ModelSettings, ModelWorker
 
 STEP_METRICS = ("grad_norm", "lr", "loss_scale", "tokens_per_micro_batch", "padding_ratio")
 
@@ -65,9 +79,232 @@ class TrainingWorker(ModelWorker):
         self.strategy.load(Path(path))
 
 
-def mini_batches(batch: TensorBatch, count: int) -> list[TensorBatch]:
-    """Cut this rank's rows into ``count`` consecutive mini-batches of equal size."""
+def equal_parts(batch: TensorBatch, count: int) -> list[TensorBatch]:
+    """Divide this rank's rows into ``count`` consecutive mini-batches of equal size."""
     total = len(batch["input_ids"])
     assert total % count == 0, f"{total} rows do not divide into {count} mini-batches"
     rows = total // count
     return [{k: v[begin : begin + rows] for k, v in batch.items()} for begin in range(0, total, rows)]
+
+
+LOSS_COLUMNS = (
+    "loss_mask",
+    "advantages",
+    "old_log_probs",
+    "ref_log_probs",
+    "rollout_log_probs",
+    "sample_weights",
+    "policy_mask",
+    "group_ids",
+)
+
+
+@dataclass(frozen=True)
+class ActorSettings(ModelSettings):
+    """The loss of ``actor_train``."""
+
+    loss: ActorLossOptions = field(default_factory=ActorLossOptions)
+    old_is_rollout: bool = False
+    """Its old log-probs are the engine's."""
+
+
+class ActorWorker(TrainingWorker):
+    """``actor_train`` on one rank."""
+
+    settings_class = ActorSettings
+    settings: ActorSettings
+    _sender: WeightSender | None = None
+
+    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS + LOSS_COLUMNS)
+    def update(
+        self,
+        batch: DataProto,
+        *,
+        mini_batches: int,
+        epochs: int,
+        num_groups: int,
+        norm_length: float,
+        temperature: float,
+        entropy_loss_coef: float | None = None,
+    ) -> Metrics:
+        """Collective. ``epochs`` passes over the rows, with an optimizer step on each of ``mini_batches`` equal parts.
+
+        Args:
+            num_groups: prompts of the whole batch, whose rows ``group_ids`` count.
+            norm_length: denominator of the aggregation modes that divide by a fixed length.
+            entropy_loss_coef: weight of the entropy bonus in this update; None: that of the settings.
+        """
+        options = self.settings.loss
+        if entropy_loss_coef is not None:
+            options = replace(options, entropy_loss_coef=entropy_loss_coef)
+        shares = equal_parts(batch.batch, mini_batches)
+        groups = None
+        modes = (options.loss_agg_mode, options.kl_loss_agg_mode, options.entropy_loss_agg_mode)
+        if any(mode is not None and needs_groups(mode) for mode in modes):
+            groups = [share["group_ids"] for share in shares], num_groups
+        denominators = self.denominators([share["loss_mask"] for share in shares], norm_length, groups)
+        outputs = [Output.LOG_PROBS] + ([Output.ENTROPY] if options.needs_entropy or options.log_entropy else [])
+        metrics = []
+        for _ in range(epochs):
+            for share, denominator in zip(shares, denominators, strict=True):
+                loss = partial(
+                    policy_update_loss,
+                    options=options,
+                    denominators=denominator,
+                    old_is_rollout=self.settings.old_is_rollout,
+                )
+                metrics.append(self.optimizer_step(share, loss, outputs, temperature, prefix="actor/"))
+        return merge_metrics(metrics)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def send_weights(
+        self, engines: dict[int, Any], version: int, base_version: int | None, options: SyncOptions
+    ) -> SyncReport | LostEngines | None:
+        """Collective. Rank 0 sends the policy to ``engines`` and verifies it; the others help to gather.
+
+        Args:
+            base_version: what all of the engines hold; None: they are sent everything.
+        """
+        selection = WeightSelection(base_version is not None, options.adapters_apart)
+        buckets = self.strategy.named_full_weights(options.bucket_bytes, selection)
+        if self.rank_info.rank == 0:
+            scalings = self.strategy.adapter_scalings() if options.adapters_apart else {}
+            update = Update(version, options.deadline, base_version, scalings, options.patience)
+            try:
+                return self._weight_sender(options).send(buckets, RayEngines(engines), update)
+            except WeightSyncError as error:
+                # The other ranks take part in the rest of the gathering, so this one must: the update may be repeated.
+                for _ in buckets:
+                    pass
+                if error.lost:
+                    return LostEngines(error.lost, str(error))
+                raise
+        for _ in buckets:
+            pass
+        return None
+
+    def _weight_sender(self, options: SyncOptions) -> WeightSender:
+        """Made at the first update; it stays, with its connections and what it remembers."""
+        if self._sender is None:
+            backend, host = current_platform().collective_backend, self.context.master_addr
+            transport = build_transport(options.transport, options.directory, backend, host)
+            self._sender = WeightSender(transport, options.bucket_bytes, delta=options.mode == "delta")
+        return self._sender
+
+
+def policy_update_loss(
+    outputs: TensorBatch,
+    batch: TensorBatch,
+    options: ActorLossOptions,
+    denominators: LossDenominators,
+    old_is_rollout: bool = False,
+) -> tuple[torch.Tensor, Metrics]:
+    """The actor's loss as a strategy's :class:`~roll.strategies.base.LossFunction`."""
+    inputs = LossInputs(
+        log_probs=outputs[Output.LOG_PROBS],
+        entropy=outputs.get(Output.ENTROPY),
+        mask=batch["loss_mask"],
+        **{name: batch.get(name) for name in LOSS_COLUMNS if name not in ("loss_mask", "advantages")},
+        advantages=batch["advantages"],
+        old_is_rollout=old_is_rollout,
+    )
+    result = actor_loss(inputs, options, denominators)
+    return result.loss, result.metrics
+
+
+@dataclass(frozen=True)
+class CriticSettings(ModelSettings):
+    """The loss of ``critic``."""
+
+    value_clip: float | None = None
+    """Bound of the change of a value in one update."""
+    value_loss_type: str = "mse"
+    loss_agg_mode: str = "token-mean"
+    """The key ``value_loss_agg_mode``."""
+
+
+class CriticWorker(TrainingWorker):
+    """``critic`` on one rank."""
+
+    settings_class = CriticSettings
+    settings: CriticSettings
+    head = ModelHead.VALUE
+
+    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
+    def compute_values(self, batch: DataProto) -> DataProto:
+        """``values`` float32 (B, L): the value of the state in which each response token was sampled."""
+        return DataProto.from_dict(self.strategy.forward(batch.batch, [Output.VALUES]))
+
+    @register(Dispatch.DP_MP_COMPUTE, columns=(*MODEL_COLUMNS, "loss_mask", "values", "returns", "group_ids"))
+    def update(
+        self, batch: DataProto, *, mini_batches: int, epochs: int, num_groups: int, norm_length: float
+    ) -> Metrics:
+        """Collective. Optimizer steps as of :meth:`ActorWorker.update`."""
+        settings = self.settings
+        shares = equal_parts(batch.batch, mini_batches)
+        groups = None
+        if needs_groups(settings.loss_agg_mode):
+            groups = [share["group_ids"] for share in shares], num_groups
+        denominators = self.denominators([share["loss_mask"] for share in shares], norm_length, groups)
+        metrics = []
+        for _ in range(epochs):
+            for share, denominator in zip(shares, denominators, strict=True):
+                loss = partial(
+                    value_update_loss,
+                    value_clip=settings.value_clip,
+                    value_loss_type=settings.value_loss_type,
+                    loss_agg_mode=settings.loss_agg_mode,
+                    denominators=denominator,
+                )
+                metrics.append(self.optimizer_step(share, loss, [Output.VALUES], 1.0, prefix="critic/"))
+        return merge_metrics(metrics)
+
+
+def value_update_loss(
+    outputs: TensorBatch,
+    batch: TensorBatch,
+    value_clip: float | None,
+    value_loss_type: str,
+    loss_agg_mode: str,
+    denominators: LossDenominators,
+) -> tuple[torch.Tensor, Metrics]:
+    """The critic's loss as a strategy's :class:`~roll.strategies.base.LossFunction`."""
+    result = value_loss(
+        values=outputs[Output.VALUES],
+        old_values=batch["values"],
+        returns=batch["returns"],
+        mask=batch["loss_mask"],
+        value_clip=value_clip,
+        value_loss_type=value_loss_type,
+        loss_agg_mode=loss_agg_mode,
+        denominators=denominators,
+        group_ids=batch.get("group_ids"),
+    )
+    return result.loss, result.metrics
+
+
+class SftWorker(TrainingWorker):
+    """``sft_train`` on one rank."""
+
+    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
+    def update(self, batch: DataProto) -> Metrics:
+        """Collective. One optimizer step on the mean negative log-likelihood of the response tokens of all ranks."""
+        (denominators,) = self.denominators([batch.batch["response_mask"]])
+        loss = partial(negative_log_likelihood, denominators=denominators)
+        return self.optimizer_step(batch.batch, loss, [Output.LOG_PROBS], 1.0, prefix="sft_train/")
+
+    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
+    def evaluate(self, batch: DataProto) -> Metrics:
+        """Collective. Mean negative log-likelihood of the response tokens."""
+        log_probs = self.strategy.forward(batch.batch, [Output.LOG_PROBS])[Output.LOG_PROBS]
+        tokens = float(batch.batch["response_mask"].sum())
+        return {"val/loss": Mean(-float(log_probs.sum()), tokens)}
+
+
+def negative_log_likelihood(
+    outputs: TensorBatch, batch: TensorBatch, denominators: LossDenominators
+) -> tuple[torch.Tensor, Metrics]:
+    """Token-mean negative log-likelihood as a strategy's :class:`~roll.strategies.base.LossFunction`."""
+    mask = batch["response_mask"]
+    total = -(outputs[Output.LOG_PROBS] * mask).sum()
+    return total / max(denominators.tokens, 1.0), {"sft_train/loss": Mean(float(total.detach()), float(mask.sum()))}

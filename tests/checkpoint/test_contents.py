@@ -17,7 +17,7 @@ from roll.checkpoint.contents import (
     read_contents,
     read_trainer_state,
 )
-from roll.checkpoint.manifest import write_manifest
+from roll.checkpoint.folders import write_manifest
 from roll.config.reading.errors import ConfigError
 from roll.preflight import check_resumption
 from tests.config.good import GOOD_SFT, changed, load

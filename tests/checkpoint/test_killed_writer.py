@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from roll.checkpoint import CheckpointManager
-from roll.checkpoint.manifest import verify_folder
+from roll.checkpoint.folders import verify_folder
 
 # Writes checkpoints 1, 2, ... for ever, each of several files that hold their step, and announces each one that is
 # whole. Every third is written twice, so that replacing is interrupted, too.

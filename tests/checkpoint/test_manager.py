@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from roll.checkpoint import Checkpoint, CheckpointDamagedError, CheckpointManager
-from roll.checkpoint.manifest import verify_folder
+from roll.checkpoint.folders import verify_folder
 
 
 def write(manager: CheckpointManager, step: int, payload: bytes = b"weights") -> Path:

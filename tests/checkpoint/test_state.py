@@ -13,8 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.checkpoint.rng import capture_rng_state, restore_rng_state
-from roll.checkpoint.state import load_state, save_state
+from roll.checkpoint.state import capture_rng_state, load_state, restore_rng_state, save_state
 
 scalars = st.one_of(
     st.none(), st.booleans(), st.integers(-(2**200), 2**200), st.floats(allow_nan=False), st.text(max_size=20)

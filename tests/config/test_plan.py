@@ -15,7 +15,7 @@ from roll.config.plan.plan import TrainingPlan, divisors, explain_indivisible, w
 from roll.config.plan.render import compact
 from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.pipelines.rlvr.planning import actor_keys
-from roll.pipelines.sft.plan import SFTPlan
+from roll.pipelines.sft.config import SFTPlan
 from tests.config.good import GOOD_SFT, changed, load, mistakes
 
 CRITIC = {

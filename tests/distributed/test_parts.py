@@ -8,14 +8,12 @@ import sys
 import pytest
 
 from roll.distributed import actor
-from roll.distributed.actor import _show_devices
+from roll.distributed.actor import _show_devices, tail
 from roll.distributed.diagnosis import _working_thread
 from roll.distributed.failures import DeadlineExceeded, RankReport, WorkerDied, WorkerFailed
 from roll.distributed.ray_node import object_store
-from roll.distributed.registration import Dispatch, Registration, register, registrations
 from roll.distributed.resources import SLOT_RESOURCE, _device_resource
-from roll.distributed.worker import Worker
-from roll.distributed.worker_logs import tail
+from roll.distributed.worker import Dispatch, Registration, Worker, register, registrations
 
 
 class Base(Worker):

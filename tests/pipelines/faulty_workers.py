@@ -14,11 +14,11 @@ from roll.distributed import Dispatch, register
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics
 from roll.rollout.messages import EngineCommand, EngineReport
-from roll.weight_sync.checksum import ChecksumKind
+from roll.weight_sync.encoding import ChecksumKind
 from roll.weight_sync.messages import BucketHeader, UpdateStart
-from roll.workers.actor import LOSS_COLUMNS, ActorWorker
 from roll.workers.generation import GenerationWorker
 from roll.workers.model import MODEL_COLUMNS
+from roll.workers.training import LOSS_COLUMNS, ActorWorker
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class HangingActor(ActorWorker):
     """Never comes back from its first update."""
 
     @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS + LOSS_COLUMNS)
-    def update(self, batch: DataProto) -> Metrics:
+    def update(self, batch: DataProto, **arguments: Any) -> Metrics:
         logger.info("hangs for ever")
         wait_for_ever()
         return {}

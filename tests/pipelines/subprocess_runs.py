@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from roll.distributed.processes import MARK_ENV, command_of, run_processes
+from roll.distributed.guard import MARK_ENV, command_of, run_processes
 from roll.tracking import METRICS_NAME
 
 ROOT = Path(__file__).parents[2]

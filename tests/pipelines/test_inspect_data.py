@@ -15,8 +15,8 @@ from rich.text import Text
 from roll import cli
 from roll.config.roles import DataArguments
 from roll.datasets import DataError, PromptRow
+from roll.pipelines.files import load_tokenizer
 from roll.pipelines.inspect_data import STYLES, Painter, inspect_data
-from roll.pipelines.tokenizers import load_tokenizer
 from tests.pipelines.tiny_runs import TinyWorld, grpo_changes, load_changed, rlvr_settings, sft_settings
 
 

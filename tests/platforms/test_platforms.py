@@ -11,10 +11,15 @@ import sys
 import pytest
 import torch
 
-from roll.platforms import PLATFORM_ENV, current_platform
-from roll.platforms.accelerator import CudaPlatform, NpuPlatform, RocmPlatform
-from roll.platforms.cpu import CpuPlatform
-from roll.platforms.detect import PLATFORMS
+from roll.platforms import (
+    PLATFORM_ENV,
+    PLATFORMS,
+    CpuPlatform,
+    CudaPlatform,
+    NpuPlatform,
+    RocmPlatform,
+    current_platform,
+)
 
 MEBIBYTE = 1 << 20
 
@@ -48,7 +53,7 @@ def test_detection_without_devices_imports_no_torch(tmp_path):
     """A machine without device files must not pay for torch; looked at in a process of its own."""
     code = (
         "import sys, glob\n"
-        "import roll.platforms.detect as detect\n"
+        "import roll.platforms as detect\n"
         "detect._any_file = lambda patterns: False\n"
         "assert detect.current_platform().name == 'cpu'\n"
         "assert 'torch' not in sys.modules and 'ray' not in sys.modules\n"

@@ -12,8 +12,8 @@ import torch
 from roll.protocol import DataProto
 from roll.protocol.columns import PackedColumn
 from roll.protocol.joining import first_difference
-from roll.weight_sync.checksum import tensor_checksum
-from roll.weight_sync.transports.object_store import TensorBundle
+from roll.weight_sync.encoding import tensor_checksum
+from roll.weight_sync.transports import TensorBundle
 
 
 @pytest.fixture(scope="module", autouse=True)

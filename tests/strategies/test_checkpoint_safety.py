@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from roll.checkpoint import CheckpointManager
-from roll.checkpoint.manifest import write_manifest
+from roll.checkpoint.folders import write_manifest
 from roll.checkpoint.state import load_state, save_state
 from roll.config.roles import WorkerConfig
 from roll.strategies.factory import create_strategy

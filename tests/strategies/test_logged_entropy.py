@@ -17,7 +17,7 @@ from roll.config.roles import WorkerConfig
 from roll.protocol.metrics import to_floats
 from roll.strategies.base import ModelHead, Output
 from roll.strategies.factory import create_strategy
-from roll.workers.actor import policy_update_loss
+from roll.workers.training import policy_update_loss
 from tests.strategies.samples import TensorBatch, make_batch, make_role, plain_model, plain_outputs
 
 RunRanks = Callable[..., list[Any]]

@@ -58,7 +58,7 @@ def test_peak_memory_belongs_to_all_open_phases() -> None:
 
 
 def test_real_peak_of_this_process() -> None:
-    from roll.platforms.cpu import CpuPlatform
+    from roll.platforms import CpuPlatform
 
     platform = CpuPlatform()
 

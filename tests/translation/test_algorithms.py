@@ -21,15 +21,14 @@ from roll.config.loader import LoadedConfig, load_composed
 from roll.config.reading.compose import Composed
 from roll.config.reading.errors import ConfigError, Problems
 from roll.config.reading.yaml_files import SourceFile
+from roll.pipelines.rlvr.phases import AdvantageComputer
 from roll.pipelines.rlvr.planning import actor_keys
-from roll.pipelines.rlvr.scoring import Scoring
 from roll.protocol import DataProto
 from roll.rollout.batch import build_batch
 from roll.strategies.base import Output
 from roll.translation.engine import Translation
 from roll.translation.writing import tree
-from roll.workers.actor import policy_update_loss
-from roll.workers.critic import value_update_loss
+from roll.workers.training import policy_update_loss, value_update_loss
 from tests.rollout.helpers import make_group
 from tests.translation.conftest import Translate
 from tests.translation.source_formulas import (
@@ -105,7 +104,7 @@ class OurSide:
         self.config, self.plan, self._responses = loaded.config, loaded.plan, responses
         self.batch = self._build()
         self.mask: Tensor = self.batch.batch["response_mask"]
-        self.scoring = Scoring(self.config, self.plan.norm_types, self.plan.max_new_tokens)
+        self.scoring = AdvantageComputer(self.config, self.plan.norm_types, self.plan.max_new_tokens)
         self._add_columns()
 
     def _build(self) -> DataProto:

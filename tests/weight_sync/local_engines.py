@@ -11,15 +11,12 @@ from typing import Any
 
 import torch
 
-from roll.weight_sync.checksum import tensor_checksum
-from roll.weight_sync.engines import Engines, Question
+from roll.weight_sync.device_transports import BroadcastSender
+from roll.weight_sync.encoding import tensor_checksum
 from roll.weight_sync.messages import WeightSyncError
 from roll.weight_sync.receiver import WeightReceiver
-from roll.weight_sync.transports.base import Sender
-from roll.weight_sync.transports.broadcast import BroadcastSender
-from roll.weight_sync.transports.files import FileSender
-from roll.weight_sync.transports.object_store import ObjectStoreSender, TensorBundle
-from roll.weight_sync.transports.shared_memory import SharedMemorySender
+from roll.weight_sync.sender import Engines, Question
+from roll.weight_sync.transports import FileSender, ObjectStoreSender, Sender, SharedMemorySender, TensorBundle
 
 METHODS = {"start_weight_update": "start", "update_weights": "update", "finish_weight_update": "finish"}
 TRANSPORTS = ("shared_memory", "object_store", "broadcast", "safetensors")

@@ -6,8 +6,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.weight_sync import checksum
-from roll.weight_sync.checksum import ChecksumKind, tensor_checksum
+from roll.weight_sync import encoding
+from roll.weight_sync.encoding import ChecksumKind, tensor_checksum
 
 KINDS = pytest.mark.parametrize("kind", ["xxh3", "words"])
 MASK = (1 << 64) - 1
@@ -34,13 +34,13 @@ def formula(tensor: torch.Tensor) -> int:
     """The module docstring, one word at a time in Python integers."""
     data = bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
     data += bytes(-len(data) % 8)
-    seed = checksum._seed(tensor)
+    seed = encoding._seed(tensor)
     total = 0
     for i in range(len(data) // 8):
         word = int.from_bytes(data[8 * i : 8 * i + 8], "little", signed=True)
-        h = signed((word + (word >> 32) + i * checksum._GOLDEN + seed) * checksum._MULTIPLIER)
+        h = signed((word + (word >> 32) + i * encoding._GOLDEN + seed) * encoding._MULTIPLIER)
         total += h * (h >> 32)
-    return checksum._mix((seed + total) & MASK)
+    return encoding._mix((seed + total) & MASK)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -55,7 +55,7 @@ def test_equals_formula(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 def test_equals_xxh3_of_the_bytes(dtype: torch.dtype) -> None:
     tensor = make(dtype, 65, 33)
     data = bytes(tensor.reshape(-1).view(torch.uint8).tolist())
-    assert tensor_checksum(tensor) == xxhash.xxh3_64(data, seed=checksum._seed(tensor)).intdigest()
+    assert tensor_checksum(tensor) == xxhash.xxh3_64(data, seed=encoding._seed(tensor)).intdigest()
 
 
 @KINDS
@@ -66,7 +66,7 @@ def test_independent_of_chunk_size_and_layout(kind: ChecksumKind, monkeypatch: p
     assert tensor_checksum(torch.cat([tensor, tensor], dim=1)[:, 77:], kind) == expected
     assert tensor_checksum(tensor.clone().requires_grad_(), kind) == expected
     for words in (1, 13, 1 << 20):
-        monkeypatch.setattr(checksum, "_CPU_CHUNK_WORDS", words)
+        monkeypatch.setattr(encoding, "_CPU_CHUNK_WORDS", words)
         assert tensor_checksum(tensor, kind) == expected
 
 

@@ -8,8 +8,8 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from roll.weight_sync.checksum import tensor_checksum
-from roll.weight_sync.transports.cuda_ipc import CudaIpcLink, CudaIpcSender
+from roll.weight_sync.device_transports import CudaIpcLink, CudaIpcSender
+from roll.weight_sync.encoding import tensor_checksum
 
 
 def make_weights(seed: int) -> dict[str, torch.Tensor]:

@@ -9,8 +9,14 @@ import pytest
 import torch
 
 from roll.models.lora import DOWN_PART, UP_PART, merged_weight
-from roll.weight_sync.buckets import iter_buckets
-from roll.weight_sync.delta import INDICES_PART, VALUES_PART, DeltaEncoder, apply_delta, changed_elements
+from roll.weight_sync.encoding import (
+    INDICES_PART,
+    VALUES_PART,
+    DeltaEncoder,
+    apply_delta,
+    changed_elements,
+    iter_buckets,
+)
 from roll.weight_sync.messages import SyncReport, WeightSyncError
 from roll.weight_sync.sender import Update, WeightSender
 from tests.weight_sync.local_engines import TRANSPORTS, LocalEngines, PlainEngine, local_sender
@@ -186,7 +192,7 @@ def test_a_merged_weight_that_an_engine_does_not_hold_is_found(tmp_path: Path) -
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool])
 def test_changed_elements_are_those_whose_bits_differ(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roll.weight_sync.delta._CHUNK", 64)
+    monkeypatch.setattr("roll.weight_sync.encoding._CHUNK", 64)
     before = torch.randint(0, 2, (1000,), generator=torch.Generator().manual_seed(0)).to(dtype)
     after = before.clone()
     for index in (0, 63, 64, 500, 999):

@@ -12,9 +12,9 @@ from roll.config.reading.errors import count
 from roll.config.rewards import RewardConfig
 from roll.config.roles import DataArguments
 from roll.datasets import DataError, DomainSampler, LoadCounts, PromptDataset
+from roll.pipelines.files import load_tokenizer
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

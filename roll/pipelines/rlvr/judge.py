@@ -7,9 +7,9 @@ import secrets
 import ray
 
 from roll.distributed import Cluster
+from roll.pipelines.files import load_tokenizer
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.tokenizers import load_tokenizer
 from roll.serving.server import FrontOptions, HttpFront
 
 

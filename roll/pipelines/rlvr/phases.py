@@ -1,18 +1,52 @@
-"""The phases of a training step between rollout and update: each adds columns to the batch and returns metrics."""
+"""The phases of a training step between rollout and update: each adds columns to the batch and returns metrics.
+
+:class:`RecordedRollouts` takes the place of the rollout itself (``rollout_mock``).
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
+from roll.algorithms.advantages import (
+    AdvantageInputs,
+    AdvantageOptions,
+    AdvantageOutputs,
+    estimate_advantages,
+    resolve_norm_types,
+)
+from roll.algorithms.kl import EntropyController, KLOptions, kl_estimate, make_kl_controller
+from roll.algorithms.losses import options_from
+from roll.algorithms.masked import masked_mean, row_mean
+from roll.algorithms.metrics import BatchColumns, BatchWatch, compute_data_metrics
+from roll.algorithms.samples import (
+    RewardOptions,
+    RewardPostprocessor,
+    overlong_penalty,
+    sample_mask,
+    sample_weights,
+    token_level_rewards,
+    top_entropy_mask,
+)
 from roll.config.plan.plan import TrainingPlan
-from roll.distributed import Cluster
+from roll.datasets.types import DataError
+from roll.distributed import Cluster, PendingCall
+from roll.pipelines.rlvr.config import RLVRConfig
+from roll.pipelines.rlvr.plan import RLVRPlan
+from roll.pipelines.rlvr.planning import recorded_rollouts, rollout_file
 from roll.pipelines.row_order import length_metrics, order_for
 from roll.protocol import DataProto
-from roll.protocol.metrics import Metrics, merge_metrics
-from roll.workers.model import MODEL_COLUMNS
+from roll.protocol.metrics import Mean, Metrics, merge_metrics
+from roll.rollout.filters import build_filter, response_mask
+from roll.workers.model import MODEL_COLUMNS, ModelWorker
+from roll.workers.training import ActorWorker, CriticWorker
 
 
 def add_reference_log_probs(
@@ -23,8 +57,13 @@ def add_reference_log_probs(
     Args:
         without_adapters: ``reference`` is the LoRA actor, whose base is the reference policy.
     """
-    batch.meta_info |= {"temperature": temperature, "outputs": (), "without_adapters": without_adapters}
-    batch.batch["ref_log_probs"] = computed(batch, reference, reference.compute_log_probs)["log_probs"]
+
+    def compute(rows: DataProto) -> PendingCall[DataProto]:
+        return reference.call(
+            ModelWorker.compute_log_probs, rows, temperature=temperature, without_adapters=without_adapters
+        )
+
+    batch.batch["ref_log_probs"] = computed(batch, reference, compute)["log_probs"]
 
 
 def add_old_log_probs(batch: DataProto, actor: Cluster, temperature: float, more: tuple[str, ...] = ()) -> None:
@@ -33,8 +72,11 @@ def add_old_log_probs(batch: DataProto, actor: Cluster, temperature: float, more
     Args:
         more: ``entropy`` and ``sum_of_squares``, which become ``old_entropy`` and ``old_sum_of_squares``.
     """
-    batch.meta_info |= {"temperature": temperature, "outputs": more, "without_adapters": False}
-    outputs = computed(batch, actor, actor.compute_log_probs)
+
+    def compute(rows: DataProto) -> PendingCall[DataProto]:
+        return actor.call(ModelWorker.compute_log_probs, rows, temperature=temperature, outputs=more)
+
+    outputs = computed(batch, actor, compute)
     batch.batch["old_log_probs"] = outputs["log_probs"]
     for name in more:
         batch.batch[f"old_{name}"] = outputs[name]
@@ -42,27 +84,81 @@ def add_old_log_probs(batch: DataProto, actor: Cluster, temperature: float, more
 
 def add_values(batch: DataProto, critic: Cluster) -> None:
     """``values`` float32 (B, L)."""
-    batch.batch["values"] = computed(batch, critic, critic.compute_values)["values"]
+    batch.batch["values"] = computed(batch, critic, lambda rows: critic.call(CriticWorker.compute_values, rows))[
+        "values"
+    ]
 
 
-def computed(batch: DataProto, cluster: Cluster, call: Callable[[DataProto], DataProto]) -> Mapping[str, torch.Tensor]:
+def computed(
+    batch: DataProto, cluster: Cluster, compute: Callable[[DataProto], PendingCall[DataProto]]
+) -> Mapping[str, torch.Tensor]:
     """Columns (B, L) that the ranks compute, each on an equal share of the work; rows in the batch's own order."""
     if cluster.dp_size == 1:
-        return call(batch).batch
+        return compute(batch).result().batch
     order = order_for(batch, cluster.role.use_prefix_sharing, cluster.dp_size)
-    return call(batch.select(MODEL_COLUMNS, [])[order])[np.argsort(order)].batch
+    return compute(batch.select(MODEL_COLUMNS, [])[order]).result()[np.argsort(order)].batch
+
+
+def update_actor(
+    batch: DataProto,
+    actor: Cluster,
+    plan: RLVRPlan,
+    temperature: float,
+    entropy_coef: float,
+    shuffle_seed: tuple[int, ...] | None = None,
+) -> Metrics:
+    """All optimizer steps of the policy on one batch; see :func:`update_model`."""
+
+    def start(rows: DataProto, *, mini_batches: int, epochs: int, num_groups: int) -> PendingCall[Metrics]:
+        return actor.call(
+            ActorWorker.update,
+            rows,
+            mini_batches=mini_batches,
+            epochs=epochs,
+            num_groups=num_groups,
+            norm_length=float(plan.norm_length),
+            temperature=temperature,
+            entropy_loss_coef=entropy_coef,
+        )
+
+    return update_model(batch, actor, plan.training["actor_train"], start, shuffle_seed)
+
+
+def update_critic(
+    batch: DataProto, critic: Cluster, plan: RLVRPlan, shuffle_seed: tuple[int, ...] | None = None
+) -> Metrics:
+    """All optimizer steps of the value model on one batch; see :func:`update_model`."""
+
+    def start(rows: DataProto, *, mini_batches: int, epochs: int, num_groups: int) -> PendingCall[Metrics]:
+        return critic.call(
+            CriticWorker.update,
+            rows,
+            mini_batches=mini_batches,
+            epochs=epochs,
+            num_groups=num_groups,
+            norm_length=float(plan.norm_length),
+        )
+
+    return update_model(batch, critic, plan.training["critic"], start, shuffle_seed)
+
+
+class StartUpdate(Protocol):
+    """Starts ``epochs`` passes of a model over the mini-batches of rows, which ``num_groups`` prompts share."""
+
+    def __call__(self, rows: DataProto, *, mini_batches: int, epochs: int, num_groups: int) -> PendingCall[Metrics]: ...
 
 
 def update_model(
     batch: DataProto,
     cluster: Cluster,
     training: TrainingPlan,
+    start: StartUpdate,
     shuffle_seed: tuple[int, ...] | None = None,
-    **meta_info: float,
 ) -> Metrics:
     """All optimizer steps of one model on one batch: ``epochs`` passes over its mini-batches.
 
     Args:
+        start: calls ``update`` of the cluster's workers.
         shuffle_seed: mini-batches are drawn anew for every pass, from this seed; None: consecutive rows, each pass the
             same.
     """
@@ -71,17 +167,13 @@ def update_model(
     passes = [batch] if shuffle_seed is None else []
     for epoch in range(training.epochs if shuffle_seed is not None else 0):
         passes.append(batch[shuffled_rows(batch, (*(shuffle_seed or ()), epoch), by_prompt)])
-    meta_info |= {
-        "mini_batches": num_mini_batches,
-        "epochs": training.epochs // len(passes),
-        "num_groups": int(batch.batch["group_ids"].max()) + 1,
-    }
+    epochs, num_groups = training.epochs // len(passes), int(batch.batch["group_ids"].max()) + 1
     metrics: list[Metrics] = []
     for rows in passes:
         order = order_for(rows, by_prompt, training.dp_size, num_mini_batches)
         shares = rows[order] if training.dp_size > 1 else rows
-        shares.meta_info |= meta_info
-        metrics.append(cluster.update(shares))
+        call = start(shares, mini_batches=num_mini_batches, epochs=epochs, num_groups=num_groups)
+        metrics.append(call.result())
     return merge_metrics(metrics) | length_metrics(rows, order, cluster.name, training.dp_size)
 
 
@@ -93,3 +185,225 @@ def shuffled_rows(batch: DataProto, seed: tuple[int, ...], by_prompt: bool) -> n
     _, prompt = np.unique(batch.batch["group_ids"].numpy(), return_inverse=True)
     place: np.ndarray = generator.permutation(int(prompt.max()) + 1)
     return np.argsort(place[prompt], kind="stable")
+
+
+logger = logging.getLogger(__name__)
+
+
+class AdvantageComputer:
+    """Everything between scores and update that remembers something from step to step.
+
+    Args:
+        norm_types: ``norm_mean_type`` and ``norm_std_type``, each perhaps ``auto``.
+        max_new_tokens: the length limit of a response, which the over-long punishment ends at.
+    """
+
+    def __init__(self, config: RLVRConfig, norm_types: tuple[str | None, str | None], max_new_tokens: int) -> None:
+        self._config = config
+        self._max_new_tokens = max_new_tokens
+        mean_type, std_type = resolve_norm_types(config.adv_estimator, *norm_types)
+        self._normalise = RewardPostprocessor(RewardOptions(mean_type, std_type, config.reward_clip))
+        self._kl_controller = make_kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
+        self._entropy_controller = None
+        if config.target_entropy is not None:
+            bounds = config.entropy_coef_delta, config.entropy_coef_max
+            self._entropy_controller = EntropyController(config.entropy_loss_coef, config.target_entropy, *bounds)
+        self.entropy_coef = config.entropy_loss_coef
+        """Weight of the entropy bonus in the update of the batch that was scored last."""
+        self._advantages = options_from(AdvantageOptions, vars(config))
+        self._watch = BatchWatch(config.warn_after_steps, config.warn_truncated_share)
+        self._response_filters = {
+            name: build_filter(section.response_filter_config.type, section.response_filter_config.filter_args)
+            for name, section in config.rewards.items()
+            if section.response_filter_config.type != "no_filter"
+        }
+
+    def __call__(self, batch: DataProto) -> Metrics:
+        """Add ``loss_mask``, ``response_level_rewards``, ``token_level_rewards``, ``advantages`` and ``returns`` to
+        ``batch`` (``sample_weights`` where samples weigh differently, ``policy_mask`` where tokens are chosen by their
+        entropy); return the metrics of the step's samples.
+
+        Samples without a score take part in nothing, neither in a baseline nor in a mean: their columns are zero."""
+        scored = ~batch.batch["scores"].isnan()
+        unscored = {"critic/unscored_ratio": Mean(float((~scored).sum()), len(batch))}
+        if bool(scored.all()):
+            return self._score(batch) | unscored
+        part = batch[scored.numpy()]
+        metrics = self._score(part)
+        for name in part.batch.keys() - batch.batch.keys():
+            column = part.batch[name]
+            batch.batch[name] = column.new_zeros(len(batch), *column.shape[1:])
+            batch.batch[name][scored] = column
+        return metrics | unscored
+
+    def _score(self, batch: DataProto) -> Metrics:
+        lengths = batch.batch["response_mask"].sum(-1)
+        used, masked = self._add_loss_mask(batch, lengths)
+        inputs, outputs, rewarded = self.add_advantages(batch, lengths)
+        batch.batch["token_level_rewards"] = inputs.token_level_rewards
+        for message in self._watch.observe_advantages(outputs.advantages, used, self._config.adv_estimator):
+            logger.warning("%s", message)
+        metrics = [masked, rewarded, outputs.metrics, _data_metrics(batch, outputs)]
+        if self._entropy_controller is not None:
+            entropy = float(masked_mean(batch.batch["old_entropy"], batch.batch["loss_mask"]))
+            self.entropy_coef = self._entropy_controller.step(entropy)
+            metrics.append({"actor/old_entropy": Mean(entropy), "actor/entropy_coef": Mean(self.entropy_coef)})
+        return merge_metrics(metrics)
+
+    def _add_loss_mask(self, batch: DataProto, lengths: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+        """bool (B,): the responses that the loss uses."""
+        tensors = batch.batch
+        scores, group_ids = tensors["scores"], tensors["group_ids"]
+        truncated = _truncated(batch)
+        for message in self._watch.observe(scores, truncated):
+            logger.warning("%s", message)
+        filtered = None
+        if self._response_filters:
+            domains = batch.non_tensor_batch["domain"]
+            filtered = torch.from_numpy(response_mask(scores.numpy(), domains, self._response_filters))
+        keep, metrics = sample_mask(self._config, scores, lengths, truncated, group_ids, filtered)
+        mask = tensors["response_mask"]
+        tensors["loss_mask"] = mask if bool(keep.all()) else mask & keep[:, None]
+        weights = sample_weights(self._config, scores, lengths, group_ids)
+        if weights is not None:
+            tensors["sample_weights"] = weights
+        if self._config.top_entropy_quantile < 1.0:
+            metrics |= self._add_policy_mask(batch)
+        return keep, metrics
+
+    def _add_policy_mask(self, batch: DataProto) -> Metrics:
+        tensors = batch.batch
+        entropy, quantile = tensors["old_entropy"], self._config.top_entropy_quantile
+        chosen = top_entropy_mask(entropy, tensors["loss_mask"], quantile)
+        tensors["policy_mask"] = chosen
+        return {"actor/top_entropy_mean": Mean(float(entropy[chosen].sum()), int(chosen.sum()))}
+
+    def add_advantages(
+        self, batch: DataProto, lengths: torch.Tensor
+    ) -> tuple[AdvantageInputs, AdvantageOutputs, Metrics]:
+        """Add ``response_level_rewards``, ``advantages`` and ``returns``; ``lengths`` int64 (B,), response tokens."""
+        rewards, metrics = self._add_rewards(batch, lengths)
+        tensors = batch.batch
+        inputs = AdvantageInputs(
+            rewards=rewards,
+            mask=tensors["response_mask"],
+            group_ids=tensors["group_ids"],
+            scores=tensors["scores"],
+            values=tensors.get("values"),
+            baseline_rewards=self._baseline_rewards(batch),
+            reward_components=tensors.get("reward_components"),
+            old_log_probs=tensors.get("old_log_probs"),
+            old_sum_of_squares=tensors.get("old_sum_of_squares"),
+        )
+        outputs = estimate_advantages(inputs, self._advantages)
+        tensors["advantages"], tensors["returns"] = outputs.advantages, outputs.returns
+        return inputs, outputs, metrics
+
+    def _add_rewards(self, batch: DataProto, lengths: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+        """The rewards that advantages are made from: (B,), or (B, L) with a divergence in them."""
+        tensors = batch.batch
+        rewards = torch.empty_like(tensors["scores"])
+        shaped = self._shaped(tensors["scores"], lengths)
+        metrics: list[Metrics] = []
+        if self._config.overlong_buffer_length is not None:
+            metrics.append({"critic/overlong_penalty": Mean(float((tensors["scores"] - shaped).mean()))})
+        domains = batch.non_tensor_batch["domain"]
+        for domain in sorted(set(domains)):
+            rows = torch.from_numpy(domains == domain)
+            rewards[rows], measured = self._normalise(shaped[rows], tensors["group_ids"][rows], domain)
+            metrics.append(measured)
+        tensors["response_level_rewards"] = rewards
+        if self._config.add_token_level_kl:
+            kl_coef = self._kl_controller.value
+            kl = kl_estimate(
+                tensors["old_log_probs"], tensors["ref_log_probs"], KLOptions(estimator=self._config.kl_penalty)
+            )
+            mean_kl = float(masked_mean(kl, tensors["response_mask"]))
+            # The controller follows the mean over responses, whatever their lengths, as published ones do.
+            self._kl_controller.update(float(row_mean(kl, tensors["response_mask"]).mean()), num_samples=len(batch))
+            metrics.append({"critic/kl": Mean(mean_kl), "critic/kl_coef": Mean(kl_coef)})
+            rewards = token_level_rewards(rewards, tensors["response_mask"], kl, kl_coef)
+        return rewards, merge_metrics(metrics)
+
+    def _shaped(self, scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Raw scores (B,) less the over-long punishment of responses with ``lengths`` tokens."""
+        buffer = self._config.overlong_buffer_length
+        if buffer is None:
+            return scores
+        return scores + overlong_penalty(lengths, self._max_new_tokens, buffer, self._config.overlong_penalty_factor)
+
+    def _baseline_rewards(self, batch: DataProto) -> torch.Tensor | None:
+        """float (B,): the greedy response's reward, made as a sample's is."""
+        if "baseline_scores" not in batch.batch:
+            return None
+        shaped = self._shaped(batch.batch["baseline_scores"], batch.batch["baseline_lengths"])
+        bound = self._config.reward_clip
+        return shaped if bound is None else shaped.clamp(-bound, bound)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        state = {"rewards": self._normalise.state_dict(), "kl": self._kl_controller.state_dict()}
+        if self._entropy_controller is not None:
+            state["entropy"] = self._entropy_controller.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._normalise.load_state_dict(state["rewards"])
+        self._kl_controller.load_state_dict(state["kl"])
+        if self._entropy_controller is not None and "entropy" in state:
+            self._entropy_controller.load_state_dict(state["entropy"])
+
+
+def _truncated(batch: DataProto) -> torch.Tensor:
+    """bool (B,): responses that were cut off at the length limit."""
+    return torch.from_numpy(batch.non_tensor_batch["finish_reason"] == "length")
+
+
+def _data_metrics(batch: DataProto, outputs: AdvantageOutputs) -> Metrics:
+    tensors = batch.batch
+    columns = {column.name: tensors.get(column.name) for column in fields(BatchColumns)}
+    columns["truncated"] = _truncated(batch)
+    columns["raw_advantages"] = outputs.raw_advantages
+    return compute_data_metrics(BatchColumns(**columns))
+
+
+class RecordedRollouts:
+    """The batches of a run's steps in a folder, one safetensors file a step.
+
+    Args:
+        output_dir: of the run; holds the folder where the configuration names none.
+        num_samples: rows of a step's batch.
+    """
+
+    def __init__(self, config: RLVRConfig, output_dir: Path, num_samples: int) -> None:
+        section = config.rollout_mock
+        self._folder = recorded_rollouts(config, output_dir)
+        self._num_samples = num_samples
+        self.writes = section.enable and section.mode == "dump"
+        self.replays = section.enable and section.mode == "mock"
+
+    def write(self, step: int, batch: DataProto) -> None:
+        """Keep the batch as the rewards have left it."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        batch.save(rollout_file(self._folder, step))
+
+    def read(self, step: int) -> tuple[DataProto, Metrics]:
+        """The batch that was written for this step, and its size.
+
+        Raises:
+            DataError: no such file, one that holds no batch, or one of another size.
+        """
+        file = rollout_file(self._folder, step)
+        if not file.is_file():
+            raise DataError(f"{file}: no rollout was written for step {step} (rollout_mock.mode: mock reads it)")
+        try:
+            batch = DataProto.load(file)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise DataError(f"{file}: holds no rollout: {error}") from error
+        if len(batch) != self._num_samples:
+            raise DataError(
+                f"{file}: {len(batch)} samples, but rollout_batch_size x num_return_sequences_in_group is "
+                f"{self._num_samples}"
+            )
+        tokens = float(batch.batch["attention_mask"].sum())
+        return batch, {"system/samples": Mean(len(batch)), "system/tokens": Mean(tokens)}

@@ -31,7 +31,7 @@ from roll.config.strategies.vllm import adapter_engine_args
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import RLVRPlan, beside_training, validation_sets
 from roll.rewards.base import RewardOptionError
-from roll.rewards.sections import concurrent_calls
+from roll.rewards.composition import concurrent_calls
 
 
 def needs_reference(config: RLVRConfig) -> bool:

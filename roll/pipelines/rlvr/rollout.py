@@ -10,12 +10,12 @@ import numpy as np
 
 from roll.config.rewards import model_inputs
 from roll.distributed import PendingCall
+from roll.pipelines.files import pad_token_id
 from roll.pipelines.rlvr.clusters import Clusters
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.data import RunData
 from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.pipelines.rlvr.validation import Validation, ValidationPlan, draw_from
-from roll.pipelines.tokenizers import pad_token_id
 from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics, Min
 from roll.rewards import failure_rates

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 from roll.config.checks.base import Checks
 from roll.config.pipelines import TRAINS, Headline, Panel, PipelineDefinition, ReadableSet, Role, Written
 from roll.config.run import RunConfig
-from roll.pipelines.sft.checks import check_sft
-from roll.pipelines.sft.config import SFTConfig
-from roll.pipelines.sft.plan import SFTPlan, plan_sft
+from roll.pipelines.sft.config import SFTConfig, SFTPlan, check_sft, plan_sft
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig

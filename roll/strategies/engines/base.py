@@ -20,7 +20,7 @@ from packaging.version import Version
 
 from roll.config.roles import ModelArguments, WorkerConfig
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams
-from roll.weight_sync.checksum import tensor_checksum
+from roll.weight_sync.encoding import tensor_checksum
 from roll.weight_sync.messages import Checksum
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class GenerationStrategy(ABC):
     @abstractmethod
     def finish_weight_update(self) -> Mapping[str, Checksum]:
         """Make the new weights current; return a checksum per tensor of what the engine now holds
-        (:func:`roll.weight_sync.checksum.tensor_checksum`), by rank where ranks of it disagree.
+        (:func:`roll.weight_sync.encoding.tensor_checksum`), by rank where ranks of it disagree.
 
         Samples that are running go on; their next tokens are the new weights'. What the engine has computed of their
         earlier tokens is computed again with the new weights, or kept, as its ``in_flight_update`` says.

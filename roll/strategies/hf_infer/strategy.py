@@ -24,7 +24,7 @@ from roll.strategies.hf_infer.engine import GenerationEngine
 from roll.strategies.hf_infer.generic import create_decoder
 from roll.strategies.sequence_length import longest_sequence
 from roll.strategies.training.data_parallel import DataParallelStrategy
-from roll.weight_sync.checksum import tensor_checksum
+from roll.weight_sync.encoding import tensor_checksum
 
 logger = logging.getLogger(__name__)
 

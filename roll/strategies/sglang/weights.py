@@ -24,8 +24,7 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.managers import io_struct
 from sglang.srt.utils import MultiprocessingSerializer
 
-from roll.weight_sync.buckets import WeightBucket
-from roll.weight_sync.checksum import tensor_checksum
+from roll.weight_sync.encoding import WeightBucket, tensor_checksum
 
 LOADER = f"{__name__}.load"
 REPORTER = f"{__name__}.report"

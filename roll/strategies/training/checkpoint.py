@@ -55,8 +55,7 @@ from roll.checkpoint.contents import (
     read_contents,
     read_trainer_state,
 )
-from roll.checkpoint.rng import capture_rng_state, restore_rng_state
-from roll.checkpoint.state import load_state, save_state
+from roll.checkpoint.state import capture_rng_state, load_state, restore_rng_state, save_state
 
 logger = logging.getLogger(__name__)
 

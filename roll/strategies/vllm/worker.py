@@ -29,8 +29,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from roll.models.lora import DOWN_PART, UP_PART
 from roll.strategies.vllm.verification import ReloadVerifier, meant_part, quieten
-from roll.weight_sync.buckets import TensorEntry, WeightBucket, lay_out
-from roll.weight_sync.checksum import tensor_checksum
+from roll.weight_sync.encoding import TensorEntry, WeightBucket, lay_out, tensor_checksum
 from roll.weight_sync.messages import Checksum
 
 _Result = TypeVar("_Result")

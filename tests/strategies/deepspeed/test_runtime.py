@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.platforms.cpu import CpuPlatform
+from roll.platforms import CpuPlatform
 from roll.strategies.deepspeed.strategy import import_deepspeed
 
 ROOT = Path(__file__).parents[3]

@@ -14,7 +14,7 @@ from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from roll.strategies.factory import create_generation_strategy
 from roll.strategies.hf_infer import HfInferStrategy
-from roll.weight_sync.checksum import tensor_checksum
+from roll.weight_sync.encoding import tensor_checksum
 from tests.strategies.hf_infer.helpers import generate_greedy, greedy, random_prompts, reference_log_probs, run
 
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, Qwen2Config
 
 from roll.strategies.engines.base import GenerationStrategy, Quarantine
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams, interrupted
-from roll.weight_sync.checksum import tensor_checksum
+from roll.weight_sync.encoding import tensor_checksum
 from tests.strategies import engine_cases, stream_cases
 from tests.strategies.engine_cases import MAX_MODEL_LEN, distribution_gaps, steps, update
 from tests.strategies.engine_models import COMMON, jolt, load

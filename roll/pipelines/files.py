@@ -1,0 +1,142 @@
+"""Files of a run: the tokenizer that it reads; the checkpoints, the exported model and the samples that it writes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roll.checkpoint.folders import atomic_folder
+from roll.rollout.groups import SampleGroup
+from roll.tracking import SampleTable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from roll.distributed import Cluster, PendingCall
+
+
+logger = logging.getLogger(__name__)
+
+
+def export_model(cluster: Cluster, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write weights, config and tokenizer into ``folder``, which is there whole or not at all."""
+    from roll.workers.model import ModelWorker
+
+    with atomic_folder(folder) as path:
+        cluster.call_all(ModelWorker.save_hf, str(path)).result()
+        tokenizer.save_pretrained(path)
+    logger.info("model written to %s", folder)
+
+
+class PendingCheckpoint:
+    """A checkpoint folder under its hidden name, and the clusters that write into it.
+
+    Args:
+        writing: gives the folder when it is entered, publishes it when it is left.
+        writers: clusters of training workers.
+        steps_done: by the weights that it holds.
+    """
+
+    def __init__(self, writing: AbstractContextManager[Path], writers: Sequence[Cluster], steps_done: int = 0) -> None:
+        self._stack = ExitStack()
+        self._writers = writers
+        self.steps_done = steps_done
+        self._asked: list[PendingCall[list[bool]]] = []
+        self.path = self._stack.enter_context(writing)
+
+    def is_written(self) -> bool:
+        """Whether all ranks were done when they were last asked; never waits, asks again where some were not.
+
+        Raises:
+            WorkerFailed, WorkerDied: a rank could not write its part.
+        """
+        if not self._asked:
+            self._asked = self._ask(wait=False)
+        if not all(call.done() for call in self._asked):
+            return False
+        answers = [done for call in self._asked for done in call.result()]
+        self._asked = []
+        return all(answers)
+
+    def publish(self) -> None:
+        """Wait until all ranks are done, then let the checkpoint appear.
+
+        Raises:
+            WorkerFailed, WorkerDied: a rank could not write its part; nothing appears.
+            OSError: the folder could not be completed.
+        """
+        try:
+            for call in self._ask(wait=True):
+                call.result()
+        except BaseException:
+            self.discard()
+            raise
+        self._stack.close()
+
+    def discard(self) -> None:
+        """Remove the folder. To be called where an exception is handled, when nobody writes any more."""
+        error = sys.exc_info()
+        assert error[0] is not None
+        self._stack.__exit__(*error)
+
+    def _ask(self, wait: bool) -> list[PendingCall[list[bool]]]:
+        from roll.workers.training import TrainingWorker
+
+        return [cluster.call_all(TrainingWorker.checkpoint_saved, wait) for cluster in self._writers]
+
+
+def sample_table(groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:
+    """One row a sample: ids, texts, ground truth, score and what went wrong, if anything."""
+    return [
+        {
+            "prompt_id": group.prompt.prompt_id,
+            "sample": index,
+            "domain": group.prompt.domain,
+            "tag": group.prompt.tag,
+            "prompt": group.prompt.prompt_text,
+            "response": text,
+            "ground_truth": group.prompt.ground_truth,
+            "score": reward.score,
+            "error": reward.error,
+            "finish_reason": reason,
+            "response_tokens": int(length),
+        }
+        for group in groups
+        for index, (text, reward, reason, length) in enumerate(
+            zip(
+                group.finished.texts,
+                group.rewards,
+                group.finished.finish_reasons,
+                group.finished.sampled_lengths,
+                strict=True,
+            )
+        )
+    ]
+
+
+def write_samples(file: Path, rows: SampleTable) -> None:
+    """One JSON object a line."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w", encoding="utf-8") as out:
+        for row in rows:
+            out.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+
+
+def load_tokenizer(model_path: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """From a model's folder or hub name."""
+    from transformers import AutoTokenizer
+
+    assert model_path is not None, "a role with a model has a model path"
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    return tokenizer
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The tokenizer's padding token, or its end token where it has none (padding is always masked)."""
+    pad = tokenizer.pad_token_id
+    return int(tokenizer.eos_token_id if pad is None else pad)

@@ -1,0 +1,286 @@
+"""The form in which weights travel: buckets of tensors, changed elements only, checksums.
+
+**Buckets**: many named tensors in one flat buffer.
+
+**delta**: of a tensor that the engine holds already, only the elements that are not what they were. Master weights are
+float32, what is sent is rounded to the compute dtype. A step of 1e-6 moves a bfloat16 weight of 0.02 to its neighbour
+(1.2e-4 away) once in a hundred steps, so most elements are bit for bit what they were. Indices are int32, so an element
+costs 4 bytes besides its own; a tensor that would grow by that is sent whole. Nothing is rounded or left out: both
+sides check the whole tensor.
+
+**Checksums** of a tensor's bytes, which both ends compute where the tensor lies. Two kinds. In host memory XXH3
+(64 bits, seeded with a hash of dtype and shape), which reads memory about as fast as it can be copied. XXH3 is a chain
+of blocks, though, so on an accelerator ``words`` is computed instead, which is a sum: the tensor is read as signed
+64-bit words ``w_i``, each is made a pseudo-random number that depends on its value and its position, and the numbers
+are added (all arithmetic modulo 2**64, shifts keep the sign):
+
+    h_i = (w_i + (w_i >> 32) + k_i) * M,   k_i = i * G + S
+    checksum = mix(S + sum_i h_i * (h_i >> 32))
+
+S is the hash of dtype and shape; G and M are the odd multipliers of SplitMix64. Integer addition is exact and
+commutative, so the value does not depend on device, thread count or chunk size. The first fold brings sign and exponent
+bits down to where the multiplication spreads them; the product makes the sum non-linear, so that changes do not cancel
+(a plain weighted sum does not see two words with opposite sign bits change places). Both kinds guard against mistakes,
+not against an adversary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+import xxhash
+
+from roll.protocol.columns import flat_view
+
+ALIGNMENT = 64
+"""Every tensor starts at a multiple of this many bytes: a cache line, and enough for any dtype and vector load."""
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor lies in its bucket; ``offset`` in bytes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class WeightBucket:
+    """Named tensors in one buffer.
+
+    Attributes:
+        entries: the table of contents, in the order of packing.
+        buffer: uint8 (N,), contiguous.
+    """
+
+    entries: tuple[TensorEntry, ...]
+    buffer: torch.Tensor
+
+    @classmethod
+    def pack(cls, named_tensors: NamedTensors, device: torch.device | str = "cpu") -> WeightBucket:
+        """Copy tensors (any device, dtype and layout) into a new buffer on ``device``.
+
+        Raises:
+            ValueError: a name that occurs twice.
+        """
+        tensors = [(name, tensor.detach()) for name, tensor in named_tensors]
+        entries, size = lay_out(tensors)
+        # The gaps between tensors are zeroed, so that equal weights make equal buffers.
+        buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+        bucket = cls(entries, buffer)
+        for (_, source), target in zip(tensors, bucket.tensors().values(), strict=True):
+            target.copy_(source)
+        return bucket
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Name -> tensor, views of the buffer. Copy what you keep: they pin the buffer."""
+        views: dict[str, torch.Tensor] = {}
+        for entry in self.entries:
+            data = self.buffer[entry.offset : entry.offset + entry.num_bytes]
+            views[entry.name] = data.view(entry.dtype).view(entry.shape)
+        return views
+
+
+def iter_buckets(named_tensors: NamedTensors, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Runs of consecutive tensors whose aligned sizes add up to at most ``bucket_bytes``; a larger tensor stands alone.
+
+    Tensors are taken from ``named_tensors`` one at a time, so gathered ones need not all exist at once.
+
+    Raises:
+        ValueError: ``bucket_bytes`` below 1.
+    """
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}; a usual value is {512 * 2**20}")
+    return _greedy(named_tensors, bucket_bytes)
+
+
+def _greedy(named_tensors: NamedTensors, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    run: list[tuple[str, torch.Tensor]] = []
+    used = 0
+    for name, tensor in named_tensors:
+        size = _padded(tensor.nbytes)
+        if run and used + size > bucket_bytes:
+            yield run
+            run, used = [], 0
+        run.append((name, tensor))
+        used += size
+    if run:
+        yield run
+
+
+def lay_out(tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[tuple[TensorEntry, ...], int]:
+    """Where each tensor goes in one buffer, and the bytes of the buffer.
+
+    Raises:
+        ValueError: a name that occurs twice.
+    """
+    entries: dict[str, TensorEntry] = {}
+    offset = 0
+    for name, tensor in tensors:
+        if name in entries:
+            raise ValueError(f"two tensors named {name!r} in one weight bucket: names must be unique")
+        entries[name] = TensorEntry(name, tensor.dtype, tuple(tensor.shape), offset)
+        offset += _padded(tensor.nbytes)
+    return tuple(entries.values()), offset
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+INDICES_PART, VALUES_PART = "#indices", "#values"
+"""Behind the name of a tensor: which elements of it (int32, of the flattened tensor), and their new values."""
+
+_CHUNK = 1 << 18
+"""Elements that are compared at a time: what this needs stays in the cache."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LARGEST_INDEX = 2**31 - 1
+
+
+class DeltaEncoder:
+    """Remembers what was sent, in host memory: a copy of all tensors that go through it."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, torch.Tensor] = {}
+
+    def forget(self) -> None:
+        """The engines hold nothing that can be built on: the next tensors are sent whole."""
+        self._held.clear()
+
+    def encode(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The parts that turn what was sent last under this name into ``tensor``: none where that is the same, and
+        itself where it is smaller than they."""
+        flat = flat_view(tensor.detach().cpu())
+        held = self._held.get(name)
+        if held is None or held.dtype != flat.dtype or held.numel() != flat.numel() or flat.numel() > _LARGEST_INDEX:
+            self._held[name] = flat.clone()
+            return {name: tensor}
+        indices = changed_elements(held, flat)
+        if not indices.numel():
+            return {}
+        if indices.numel() * (indices.itemsize + flat.itemsize) >= flat.nbytes:
+            held.copy_(flat)
+            return {name: tensor}
+        values = flat[indices]
+        held[indices] = values
+        return {name + INDICES_PART: indices, name + VALUES_PART: values}
+
+
+def changed_elements(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """int32 indices of the elements whose bits differ; both flat and of one dtype."""
+    integer = _INTEGERS[before.itemsize]
+    first, second = before.view(integer), after.view(integer)
+    found = []
+    for start in range(0, first.numel(), _CHUNK):
+        changed = (first[start : start + _CHUNK] != second[start : start + _CHUNK]).nonzero()[:, 0]
+        found.append(changed.to(torch.int32).add_(start))
+    return torch.cat(found) if found else torch.empty(0, dtype=torch.int32)
+
+
+def apply_delta(held: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:
+    """Change ``held``, a contiguous tensor, in place.
+
+    Raises:
+        ValueError: an index outside the tensor.
+    """
+    if indices.numel() and int(indices.max()) >= held.numel():
+        raise ValueError(f"index {int(indices.max())} in a tensor of {held.numel()} elements")
+    held.view(-1)[indices.to(held.device)] = values.to(held.device)
+
+
+_WORD_BYTES = 8
+_CPU_CHUNK_WORDS = 1 << 16  # three 512 KiB buffers: about the second-level cache of one core
+_DEVICE_CHUNK_WORDS = 1 << 22  # three 32 MiB buffers: enough to fill an accelerator, little beside a model
+_GOLDEN = 0x9E3779B97F4A7C15
+_MULTIPLIER = 0xBF58476D1CE4E5B9
+_MASK = (1 << 64) - 1
+
+
+ChecksumKind = Literal["xxh3", "words"]
+
+
+def checksum_kind(device: torch.device) -> ChecksumKind:
+    """The kind that is computed where ``device``'s tensors lie."""
+    return "xxh3" if device.type == "cpu" else "words"
+
+
+def tensor_checksum(tensor: torch.Tensor, kind: ChecksumKind | None = None) -> int:
+    """Checksum of dtype, shape and every byte (with its position) of ``tensor``; 0 <= result < 2**64.
+
+    Equal tensors give equal checksums of a kind on every device and however they are laid out in memory; ``-0.0`` and
+    ``0.0`` differ, as do NaNs with different bits.  A tensor that is not contiguous is copied.
+
+    Args:
+        kind: None: that of the tensor's device. ``xxh3`` of a tensor elsewhere than in host memory copies it there.
+    """
+    if (kind or checksum_kind(tensor.device)) == "words":
+        return _word_checksum(tensor)
+    data = flat_view(tensor.detach().cpu()).view(torch.uint8).numpy()
+    return xxhash.xxh3_64_intdigest(data.data, seed=_seed(tensor))
+
+
+def _word_checksum(tensor: torch.Tensor) -> int:
+    """Extra memory: three chunk buffers (1.5 MiB on CPU, 96 MiB elsewhere)."""
+    seed = _seed(tensor)
+    data = flat_view(tensor).view(torch.uint8)
+    num_words = data.numel() // _WORD_BYTES
+    total = _sum_words(data[: num_words * _WORD_BYTES], seed, first_word=0)
+    tail = data[num_words * _WORD_BYTES :]
+    if tail.numel():
+        last_word = torch.zeros(_WORD_BYTES, dtype=torch.uint8, device=data.device)
+        last_word[: tail.numel()] = tail
+        total += _sum_words(last_word, seed, first_word=num_words)
+    return _mix((seed + total) & _MASK)
+
+
+def _sum_words(data: torch.Tensor, seed: int, first_word: int) -> int:
+    """``sum_i h_i * (h_i >> 32)`` over ``data`` (uint8, a multiple of 8 bytes); ``first_word`` is the first i."""
+    num_words = data.numel() // _WORD_BYTES
+    chunk_words = min(num_words, _CPU_CHUNK_WORDS if data.device.type == "cpu" else _DEVICE_CHUNK_WORDS)
+    if not chunk_words:
+        return 0
+    # A view as int64 needs an aligned start; a slice of a narrower dtype may not have one.
+    aligned = data.data_ptr() % _WORD_BYTES == 0 and data.storage_offset() % _WORD_BYTES == 0
+    positions = torch.arange(chunk_words, dtype=torch.int64, device=data.device).mul_(_signed(_GOLDEN))
+    hashed, upper = torch.empty_like(positions), torch.empty_like(positions)
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for start in range(0, num_words, chunk_words):
+        count = min(chunk_words, num_words - start)
+        chunk = data[start * _WORD_BYTES : (start + count) * _WORD_BYTES]
+        words = (chunk if aligned else chunk.clone()).view(torch.int64)
+        h, high = hashed[:count], upper[:count]
+        torch.bitwise_right_shift(words, 32, out=high)
+        torch.add(positions[:count], _signed(((first_word + start) * _GOLDEN + seed) & _MASK), out=h)
+        h.add_(words).add_(high).mul_(_signed(_MULTIPLIER))
+        torch.bitwise_right_shift(h, 32, out=high)
+        total += h.mul_(high).sum()
+    return int(total.item())
+
+
+def _seed(tensor: torch.Tensor) -> int:
+    description = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    return int.from_bytes(hashlib.blake2b(description, digest_size=8).digest(), "little")
+
+
+def _mix(value: int) -> int:
+    value = ((value ^ (value >> 30)) * _MULTIPLIER) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same 64 bits: torch has no wrapping uint64 arithmetic on every device."""
+    return value - (1 << 64) if value >> 63 else value

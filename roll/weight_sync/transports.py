@@ -1,0 +1,334 @@
+"""Transports: how the bytes of a bucket get from the sending rank to the engines; through host memory and storage.
+
+An update is ``start(version) -> update(bucket)* -> finish(version)``. Control messages (versions, checksums, errors)
+are calls of the engines whatever the transport; a transport only says what an engine is handed with a call so that it
+comes by the tensors.
+
+- ``object_store``: a bucket is written into Ray's object store once, and read there by every engine of the host. Ray
+  carries it to other hosts by itself. The tensors are written where they will be read: pickled with protocol 5 each of
+  them travels out of band, so the sender copies once, into shared memory, and an engine not at all.
+- ``safetensors``: a bucket is a file on storage that trainer and engines share. It is written under another name and
+  renamed when it is whole, so an engine never reads half of one. It is deleted when every engine has read it; the
+  folder of an update when the update is over, and those of updates that were cut short when the next one starts.
+- ``shared_memory``: a bucket in memory that the processes of a host share, for engines on the sender's host. The sender
+  keeps two anonymous memory files, fills them in turn, and fills one while the engines copy out of the other. They stay
+  for the next update: memory that a process has not touched before costs more than copying into it. An engine maps a
+  file by way of ``/proc``, once; the kernel frees it when nobody has it any more, however the processes ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import ray
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from roll.protocol.columns import copy_into, flat_view, tensor_over
+from roll.weight_sync.encoding import TensorEntry, WeightBucket, lay_out
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Link(Protocol):
+    """An engine's end of a transport, as sent to it at the start of each update; picklable."""
+
+    def connect(self) -> Receiver:
+        """Called by the engine once for each value of :attr:`key`."""
+
+    @property
+    def key(self) -> Hashable:
+        """Equal keys: the receiver of the last update goes on being used."""
+
+
+class Receiver(ABC):
+    """Lives in an engine's process."""
+
+    @abstractmethod
+    def receive(self, parcel: Any) -> dict[str, torch.Tensor]:
+        """The tensors of a bucket. They may lie in memory that is shared, read-only or used again for the next one:
+        valid until the call in which they came returns."""
+
+    def settle(self) -> None:
+        """The engine has copied the tensors of the last bucket; called before it says so."""
+
+    def close(self) -> None:
+        """The engine uses it no more."""
+
+
+class Sender(ABC):
+    """Lives in the sending rank's process, for as long as that."""
+
+    slots: ClassVar[int] = 1
+    """Buckets that may be packed and not yet released: with two, one is packed while the engines take the other."""
+
+    @abstractmethod
+    def start(self, engines: Sequence[Any], version: int, seconds: float) -> Sequence[Link]:
+        """An update begins; one link for each of ``engines``, of which only the identity counts.
+
+        Args:
+            seconds: how long the whole exchange may take.
+        """
+
+    def connect(self, seconds: float) -> None:
+        """Called when the engines are being told their links: where both ends must meet, they do here."""
+
+    @abstractmethod
+    def pack(self, tensors: Tensors) -> Any:
+        """What the engines are handed for this bucket. The tensors must stay as they are until :meth:`release`."""
+
+    def deliver(self, seconds: float) -> None:
+        """Called when the engines are being handed what :meth:`pack` gave last: send it, where it does not go along."""
+
+    def release(self) -> None:
+        """The engines have taken the tensors of the first :meth:`pack` that was not released."""
+
+    def finish(self) -> None:
+        """The update is over and went well."""
+
+    def abandon(self) -> None:
+        """The update failed: give up connections whose other end may be anywhere."""
+
+
+@dataclass(frozen=True, eq=False)
+class TensorBundle:
+    """Named tensors that pickle without copies. After unpickling from shared memory they must not be written to."""
+
+    tensors: dict[str, torch.Tensor]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        table = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in self.tensors.items()]
+        # A numpy array is pickled as one out-of-band buffer; a tensor would go through torch.save.
+        arrays = [flat_view(tensor.cpu()).view(torch.uint8).numpy() for tensor in self.tensors.values()]
+        return _rebuild, (table, arrays)
+
+
+def _rebuild(table: list[tuple[str, str, tuple[int, ...]]], arrays: list[np.ndarray]) -> TensorBundle:
+    tensors = {}
+    for (name, dtype, shape), array in zip(table, arrays, strict=True):
+        flat = flat_view(tensor_over(array)).view(getattr(torch, dtype.removeprefix("torch.")))
+        tensors[name] = flat.view(shape)
+    return TensorBundle(tensors)
+
+
+@dataclass(frozen=True)
+class ObjectStoreLink:
+    """There is nothing to connect: Ray replaces the reference in a call by the bundle."""
+
+    key: str = "object_store"
+
+    def connect(self) -> Receiver:
+        return _ObjectStoreReceiver()
+
+
+class _ObjectStoreReceiver(Receiver):
+    def receive(self, parcel: TensorBundle) -> dict[str, torch.Tensor]:
+        return parcel.tensors
+
+
+class ObjectStoreSender(Sender):
+    """Args:
+    put: puts a bundle where the engines can get at it, and returns what they are handed.
+    """
+
+    slots = 2
+
+    def __init__(self, put: Callable[[TensorBundle], Any] = ray.put) -> None:
+        self._put = put
+        self._shared: deque[Any] = deque()
+
+    def start(self, engines: Sequence[Any], version: int, seconds: float) -> Sequence[ObjectStoreLink]:
+        return [ObjectStoreLink()] * len(engines)
+
+    def pack(self, tensors: Tensors) -> Any:
+        self._shared.append(self._put(TensorBundle(dict(tensors))))
+        return self._shared[-1]
+
+    def release(self) -> None:
+        # The last reference here: the store frees the bucket.
+        self._shared.popleft()
+
+    def abandon(self) -> None:
+        self._shared.clear()
+
+
+_PREFIX = "update-"
+
+
+@dataclass(frozen=True)
+class FileLink:
+    key: str = "safetensors"
+
+    def connect(self) -> Receiver:
+        return _FileReceiver()
+
+
+class _FileReceiver(Receiver):
+    def receive(self, parcel: str) -> dict[str, torch.Tensor]:
+        # The tensors are views of the mapped file, which stays mapped after the file is gone.
+        with safe_open(parcel, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
+
+
+class FileSender(Sender):
+    """Args:
+    directory: on shared storage, of this run alone.
+    """
+
+    slots = 2
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._update = directory
+        self._index = 0
+        self._files: deque[Path] = deque()
+
+    def start(self, engines: Sequence[object], version: int, seconds: float) -> Sequence[FileLink]:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for stale in self._directory.glob(f"{_PREFIX}*"):
+            shutil.rmtree(stale)
+        self._update = self._directory / f"{_PREFIX}{version}"
+        self._update.mkdir()
+        self._index = 0
+        return [FileLink()] * len(engines)
+
+    def pack(self, tensors: Tensors) -> str:
+        file = self._update / f"bucket-{self._index:05}.safetensors"
+        self._index += 1
+        partial = file.with_suffix(".partial")
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
+        partial.rename(file)
+        self._files.append(file)
+        return str(file)
+
+    def release(self) -> None:
+        self._files.popleft().unlink()
+
+    def finish(self) -> None:
+        self._update.rmdir()
+
+    def abandon(self) -> None:
+        self._files.clear()
+        shutil.rmtree(self._update, ignore_errors=True)
+
+
+_GRAIN = 1 << 21
+"""Sizes are multiples of this many bytes: a huge page."""
+
+
+@dataclass(frozen=True)
+class SharedParcel:
+    """A bucket that lies in a memory file."""
+
+    path: str
+    serial: int
+    """Equal path and serial: the same file, however often numbers are used again."""
+    slot: int
+    size: int
+    """Bytes of the file."""
+    entries: tuple[TensorEntry, ...]
+    used: int
+    """Bytes of the bucket."""
+
+
+@dataclass(frozen=True)
+class SharedMemoryLink:
+    """There is nothing to connect: a parcel says where it lies."""
+
+    key: str = "shared_memory"
+
+    def connect(self) -> Receiver:
+        return _SharedMemoryReceiver()
+
+
+class _SharedMemoryReceiver(Receiver):
+    def __init__(self) -> None:
+        self._mapped: dict[int, tuple[tuple[str, int], np.ndarray]] = {}
+        """By slot: which file, and its bytes."""
+
+    def receive(self, parcel: SharedParcel) -> dict[str, torch.Tensor]:
+        key = (parcel.path, parcel.serial)
+        if parcel.slot not in self._mapped or self._mapped[parcel.slot][0] != key:
+            # What was mapped before goes with its last view.
+            self._mapped[parcel.slot] = key, _mapped(parcel.path, parcel.size)
+        memory = self._mapped[parcel.slot][1][: parcel.used]
+        return WeightBucket(parcel.entries, tensor_over(memory)).tensors()
+
+    def close(self) -> None:
+        self._mapped.clear()
+
+
+class SharedMemorySender(Sender):
+    slots = 2
+
+    def __init__(self) -> None:
+        self._files: list[_MemoryFile | None] = [None] * self.slots
+        self._next = 0
+
+    def start(self, engines: Sequence[object], version: int, seconds: float) -> Sequence[SharedMemoryLink]:
+        self._next = 0
+        return [SharedMemoryLink()] * len(engines)
+
+    def pack(self, tensors: Tensors) -> SharedParcel:
+        named = [(name, tensor.detach()) for name, tensor in tensors.items()]
+        entries, used = lay_out(named)
+        slot, self._next = self._next, (self._next + 1) % self.slots
+        file = self._files[slot]
+        if file is None or file.size < used:
+            # Freed first: where the engines still hold it, so do they when they are handed the next one.
+            self._files[slot] = file = None
+            self._files[slot] = file = _MemoryFile(used)
+        bucket = WeightBucket(entries, torch.from_numpy(file.memory))
+        for target, (_, source) in zip(bucket.tensors().values(), named, strict=True):
+            copy_into(target, source)
+        return SharedParcel(file.path, file.serial, slot, file.size, entries, used)
+
+    def abandon(self) -> None:
+        # An engine may still be reading: the next update must not write there.
+        self._files = [None] * self.slots
+
+
+_serial = itertools.count()
+
+
+class _MemoryFile:
+    """Memory of this process that others on the host can map."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.size = max(1, -(-num_bytes // _GRAIN)) * _GRAIN
+        self.serial = next(_serial)
+        self._descriptor = os.memfd_create(f"roll-weights-{self.serial}")
+        try:
+            # Taken now, with an error if there is not as much: a write that finds no memory would end the process.
+            os.posix_fallocate(self._descriptor, 0, self.size)
+            self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+            self.memory = _mapped(self.path, self.size, writable=True)
+        except OSError:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            raise
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+
+def _mapped(path: str, size: int, writable: bool = False) -> np.ndarray:
+    """uint8 (size,): the bytes of a memory file."""
+    descriptor = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+    try:
+        memory = mmap.mmap(descriptor, size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+    finally:
+        os.close(descriptor)
+    return np.frombuffer(memory, dtype=np.uint8)
