@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from roll.config.reading.errors import ConfigError, Problems
-from roll.config.reading.schema import SchemaReader, build, closest, known_keys
+from roll.config.reading.errors import ConfigError, Problems, closest
+from roll.config.reading.schema import SchemaReader, build, known_keys
 from roll.config.roles import StrategyArguments, WorkerConfig
 from roll.config.strategies.base import StrategyConfig as StrategyConfig
 from roll.config.strategies.deepspeed import DEEPSPEED
