@@ -1,4 +1,4 @@
-"""What a run does about a signal that asks it to end: it saves where it stands, within a bounded time."""
+"""Reaction of a run to a signal that asks it to end: it saves its state, within a bounded time."""
 
 from __future__ import annotations
 

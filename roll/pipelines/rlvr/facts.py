@@ -40,7 +40,7 @@ def rlvr_facts(plan: RLVRPlan) -> list[tuple[str, str]]:
 
 
 def run_ahead_sentence(plan: RLVRPlan) -> str:
-    """How far generation may run ahead, how old samples may be, and which policy the loss takes for theirs."""
+    """Say how far generation may run ahead, how old samples may be, and which policy the loss takes for theirs."""
     ahead = RunAhead.of(plan.async_generation_ratio, plan.prompts_per_step, plan.num_additional_prompts)
     steps = "1 step" if plan.async_generation_ratio == 1 else f"{plan.async_generation_ratio:g} steps"
     age = count(ahead.max_lag, "version")

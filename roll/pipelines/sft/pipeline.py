@@ -106,7 +106,7 @@ class SFTPipeline:
         return min(ends)
 
     def pause(self, steps_done: int) -> None:
-        """What is due after ``steps_done`` steps: an evaluation, a checkpoint."""
+        """Evaluate and save where that is due after ``steps_done`` steps."""
         if self.held_out and self.plan.eval_steps and steps_done % self.plan.eval_steps == 0:
             self.evaluate(steps_done)
         if self.frame.is_save_due(steps_done - 1):
@@ -118,7 +118,7 @@ class SFTPipeline:
             self.sft_train.call_all(SftWorker.save_checkpoint, str(path / "sft_train")).result()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the driver must remember: plain JSON values."""
+        """State of the driver: plain JSON values."""
         return {"demonstrations": self.demonstrations.state_dict()}
 
     def state_between_steps(self) -> dict[str, Any] | None:
