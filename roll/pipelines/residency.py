@@ -124,7 +124,7 @@ class Residency:
             tenant = self._tenants[name]
             missing = (kinds & tenant.states) - tenant.resident
             if missing:
-                self._timed(f"time/{name}/onload/total", tenant.load, kinds & tenant.states)
+                self._timed(f"time/{name}/onload/total", tenant.onload, kinds & tenant.states)
 
     def _is_alone(self, tenant: _Tenant, needed: Mapping[str, frozenset[StateKind]]) -> bool:
         """True for a role that the phase needs and that shares its devices with no other one of the phase: what else it
