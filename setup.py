@@ -107,7 +107,7 @@ setup(
     license_files=["LICENSE"],
     cmdclass={"build_py": BuildWithRecipes},
     packages=find_packages(include=["roll", "roll.*"]),
-    package_data={"roll": ["py.typed", "**/*.yaml", "**/*.json", "**/*.jinja"]},
+    package_data={"roll": ["py.typed", "**/*.yaml", "**/*.json", "**/*.jinja", "**/*.table"]},
     python_requires=">=3.11",
     install_requires=BASE,
     extras_require=EXTRAS,

@@ -23,7 +23,7 @@ from roll.distributed import Dispatch, register
 from roll.platforms import current_platform
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
-from roll.strategies.base import LossFunction, ModelHead, Output, TensorBatch, TrainStrategy, WeightSelection
+from roll.strategies.base import LossFunction, ModelHead, Output, TensorBatch, WeightSelection
 from roll.weight_sync.messages import LostEngines, SyncOptions, SyncReport, WeightSyncError
 from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
 from roll.workers.model import MODEL_COLUMNS, ModelSettings, ModelWorker
@@ -33,8 +33,6 @@ STEP_METRICS = ("grad_norm", "lr", "loss_scale", "tokens_per_micro_batch", "padd
 
 class TrainingWorker(ModelWorker):
     """A model that learns on one rank."""
-
-    strategy: TrainStrategy
 
     def denominators(
         self,
