@@ -42,7 +42,7 @@ class Interruption:
         """Steps done by the newest checkpoint; None: there is none."""
 
     def saves(self, state: Callable[[], State | None], save: Callable[[int, State], None]) -> None:
-        """See :meth:`roll.pipelines.frame.RunFrame.save_when_interrupted`."""
+        """See :meth:`roll.pipelines.run_context.RunContext.save_when_interrupted`."""
         self._state, self._save = state, save
 
     def reach(self, steps_done: int) -> None:

@@ -1,4 +1,4 @@
-"""The frame that every pipeline runs in: Ray, logs, trackers, phases, checkpoints, summary."""
+"""The context that every pipeline runs in: Ray, logs, trackers, phases, checkpoints, summary."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MEMORY_SECONDS = 30.0
 """For a worker to say how much memory it has used."""
 
 
-class RunFrame:
+class RunContext:
     """Everything that a run needs besides its algorithm.
 
     The metrics of a step are collected by :meth:`record` and written by :meth:`end_step`; phases are timed by
