@@ -20,10 +20,9 @@ from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency, m
 from roll.pipelines.rlvr.asynchronous import AsyncRolloutPhase
 from roll.pipelines.rlvr.clusters import start_clusters
 from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.rlvr.data import load_data
+from roll.pipelines.rlvr.data import RecordedRollouts, load_data
 from roll.pipelines.rlvr.phases import (
     AdvantageComputer,
-    RecordedRollouts,
     add_old_log_probs,
     add_reference_log_probs,
     add_values,
