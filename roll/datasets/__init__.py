@@ -1,11 +1,9 @@
 """Data sets: reading, templates, tokenising, filtering, domain mixing, stateful sampling."""
 
-from roll.datasets.counts import LoadCounts
-from roll.datasets.ordering import EpochOrder
 from roll.datasets.prompts import PromptDataset
-from roll.datasets.sampling import DomainSampler, ShuffledEpochs
+from roll.datasets.sampling import DomainSampler, EpochOrder, ShuffledEpochs
 from roll.datasets.sft import SftDataset
-from roll.datasets.types import DataError, PromptRow, SftRow
+from roll.datasets.types import DataError, LoadCounts, PromptRow, SftRow
 
 __all__ = [
     "DataError",

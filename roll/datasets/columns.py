@@ -1,8 +1,11 @@
-"""The meaning of a row's columns: id, tag, messages or prompt, ground truth; checked, with errors that say where."""
+"""Columns of a row: id, tag, conversation, ground truth; the domain it belongs to and the filter it passes."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,3 +148,143 @@ def check_messages(source: SourceRow, column: str, value: Any) -> None:
             raise DataError(
                 f"{source.place}: {column}[{position}].role is {role!r}; expected one of {', '.join(ROLES)}"
             )
+
+
+class DomainRouter:
+    """Sends a row to a domain: by its ``domain`` column, else by its tag, else (one domain only) to that domain.
+
+    There is no default domain beyond that: a row that nothing claims is an error that lists what is known, because a
+    row scored by the wrong rule teaches the wrong thing without anyone noticing.
+    """
+
+    def __init__(self, domains: Mapping[str, Sequence[str] | None]) -> None:
+        """
+        Args:
+            domains: each domain's ``tag_included``. Null or empty: claims no tag by name.
+
+        Raises:
+            DataError: no domain at all, or a tag claimed by two.
+        """
+        if not domains:
+            raise DataError("rewards: no domain configured; for example rewards: {math_rule: {tag_included: [gsm8k]}}")
+        self._domains = list(domains)
+        self._by_tag: dict[str, str] = {}
+        for domain, tags in domains.items():
+            for tag in tags or ():
+                if tag in self._by_tag:
+                    first = self._by_tag[tag]
+                    raise DataError(f"rewards.{domain}.tag_included: tag {tag!r} already belongs to rewards.{first}")
+                self._by_tag[tag] = domain
+        self._only_domain = self._domains[0] if len(domains) == 1 and not self._by_tag else None
+
+    def route(self, source: SourceRow, tag: str) -> str:
+        """The domain of a row.
+
+        Raises:
+            DataError: an unknown domain, or an unknown tag in a row without domain.
+        """
+        domain = source.row.get("domain")
+        if domain:
+            if domain not in self._domains:
+                known = ", ".join(self._domains)
+                raise DataError(f"{source.place}: unknown domain {domain!r}; the configured rewards are {known}")
+            return str(domain)
+        if tag in self._by_tag:
+            return self._by_tag[tag]
+        if self._only_domain is not None:
+            return self._only_domain
+        known = ", ".join(sorted(self._by_tag)) or "none"
+        shown = f"unknown tag {tag!r}" if tag else "no tag and no domain"
+        raise DataError(
+            f"{source.place}: {shown}; known tags are {known}; add it to tag_included of the reward that scores it"
+        )
+
+
+Keep = Callable[[SourceRow], bool]
+
+
+def build_filter(setting: str | Mapping[str, Any] | None) -> Keep | None:
+    """
+    Raises:
+        DataError: a function that is not there.
+    """
+    if setting is None or setting == {}:
+        return None
+    return own_filter(setting) if isinstance(setting, str) else column_filter(setting)
+
+
+def column_filter(conditions: Mapping[str, Any]) -> Keep:
+    """All conditions hold: a value is equal, one of a list, or within ``{min, max}`` (both included).
+
+    The result raises DataError for a row without the column, or whose value is no number where a range is asked.
+    """
+
+    def keep(source: SourceRow) -> bool:
+        return all(holds(source, column, condition) for column, condition in conditions.items())
+
+    return keep
+
+
+def holds(source: SourceRow, column: str, condition: Any) -> bool:
+    if column not in source.row:
+        found = sorted(source.row)
+        raise DataError(f"{source.place}: dataset_filter asks for the column {column!r}, found only {found}")
+    value = source.row[column]
+    if isinstance(condition, Mapping):
+        number = as_number(source, column, "dataset_filter")
+        low, high = condition.get("min", -float("inf")), condition.get("max", float("inf"))
+        return bool(low <= number <= high)
+    return value in condition if isinstance(condition, list) else bool(value == condition)
+
+
+def as_number(source: SourceRow, column: str, wanted_by: str) -> float:
+    """The row's value in ``column`` as a number (CSV files hold texts).
+
+    Raises:
+        DataError: no such column, or no number in it.
+    """
+    value = source.row.get(column)
+    try:
+        if value is None or isinstance(value, bool):
+            raise ValueError
+        return float(value)
+    except (TypeError, ValueError):
+        raise DataError(f"{source.place}: {wanted_by} wants a number in column {column!r}, found {value!r}") from None
+
+
+def own_filter(path: str) -> Keep:
+    """The user's function ``(row) -> bool`` by its dotted path."""
+    function = import_function(path)
+
+    def keep(source: SourceRow) -> bool:
+        try:
+            return bool(function(source.row))
+        except Exception as error:
+            raise DataError(f"{source.place}: dataset_filter {path} failed: {type(error).__name__}: {error}") from error
+
+    return keep
+
+
+def import_function(path: str) -> Callable[..., Any]:
+    module, _, name = path.replace(":", ".").rpartition(".")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise DataError(f"dataset_filter {path!r} cannot be imported: {error}") from error
+    if not callable(function):
+        raise DataError(f"dataset_filter {path!r} is {type(function).__name__}, not a function")
+    return function
+
+
+def filter_source(setting: str | Mapping[str, Any] | None) -> Any:
+    """What the filter's result depends on, for a cache key: the conditions, or the module that holds the function.
+
+    Raises:
+        OSError: the function's source is not there, so nobody can tell whether it changed.
+    """
+    if not isinstance(setting, str):
+        return None if setting is None else dict(setting)
+    module = inspect.getmodule(import_function(setting))
+    if module is None:
+        raise OSError(f"no source of {setting}")
+    return [setting, inspect.getsource(module)]

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from roll.config.data import DataArguments
-from roll.datasets.bad_rows import BadRows
+from roll.datasets.columns import Columns, as_number
 from roll.datasets.reading import SourceRow
-from roll.datasets.types import DataError
+from roll.datasets.templates import Renderer
+from roll.datasets.types import BadRows, DataError
 
 if TYPE_CHECKING:
-    from roll.datasets.preparation import RowMaker
-    from roll.datasets.store import EncodedRows
+    from roll.datasets.store import EncodedRows, StoredRow
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,36 @@ class Tally:
             self.shortest = other.shortest if self.shortest is None else min(other.shortest, self.shortest)
 
 
+class RowMaker(ABC):
+    """Makes prepared rows of one kind (prompts, demonstrations) out of rows as read."""
+
+    what: str
+    """What a row is, in the plural."""
+    limit_key: str
+    """The key that limits its tokens."""
+    columns: Columns
+    files: Mapping[Path, int]
+
+    def __init__(self, data_args: DataArguments, renderer: Renderer, limit: int) -> None:
+        self.data_args = data_args
+        self.renderer = renderer
+        self.limit = limit
+        self.tally = Tally()
+        """Of the chunk that is being made."""
+
+    @abstractmethod
+    def make(self, sources: Sequence[SourceRow], bad_rows: BadRows) -> list[StoredRow]:
+        """The rows that are kept; what is left out is counted or reported."""
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """What the rows depend on besides data section, tokenizer, templates and limit."""
+
+    def difficulty(self, source: SourceRow) -> float | None:
+        curriculum = self.data_args.curriculum
+        return None if curriculum is None else as_number(source, curriculum.column, "data_args.curriculum")
+
+
 @dataclass(frozen=True)
 class Made:
     """What became of a chunk."""
@@ -65,7 +96,7 @@ class Made:
 
 
 def make_all(maker: RowMaker, chunks: Iterable[list[SourceRow]], processes: int) -> Iterator[Made]:
-    """What becomes of every chunk, in order, by ``processes`` processes beside this one; 1: by this one.
+    """What becomes of every chunk, in order, by ``processes`` processes next to this one; 1: by this one.
 
     Few chunks are in memory at a time.
 

@@ -1,36 +1,45 @@
-"""From files to a store of prepared rows, chunk by chunk; or straight from the cache."""
+"""From files to a store of prepared rows, or straight from the cache on disk."""
 
 from __future__ import annotations
 
+import datetime
+import hashlib
+import json
 import logging
-from abc import ABC, abstractmethod
+import os
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.config.data import DataArguments
-from roll.datasets.bad_rows import BadRows
-from roll.datasets.cache import cache_key, cache_root, is_wanted, new_entry, tokenizer_fingerprint
-from roll.datasets.columns import Columns
-from roll.datasets.counts import LoadCounts
-from roll.datasets.making import Tally, make_all, num_processes
+from roll.datasets.columns import Columns, Keep, build_filter, filter_source
+from roll.datasets.making import RowMaker, Tally, make_all, num_processes
 from roll.datasets.reading import SourceRow, data_files, stream_rows
-from roll.datasets.rendering import Renderer
-from roll.datasets.selection import Keep, as_number, build_filter, filter_source
-from roll.datasets.types import DataError
+from roll.datasets.types import BadRows, DataError, LoadCounts
 
 if TYPE_CHECKING:
-    from roll.datasets.store import RowStore, StoredRow
+    from transformers import PreTrainedTokenizerBase
+
+    from roll.datasets.store import RowStore
 
 logger = logging.getLogger(__name__)
+
 
 CHUNK = 1024
 """Rows that are rendered and tokenised together; what is in memory at a time."""
 ROWS_FORMAT = 2
 """Of prepared rows and of what is counted of them: a cache entry of another number is not used."""
+FORMAT = 1
+"""Of what is kept: goes up when the same settings would give other rows or files."""
+SMALLEST = 4 * 2**20
+"""Bytes of data files from which rows are kept without being asked to."""
+BLOCK = 2**20
 DATA_KEYS_WITHOUT_EFFECT_ON_ROWS = (
     "on_bad_row",
     "use_cache",
@@ -39,66 +48,6 @@ DATA_KEYS_WITHOUT_EFFECT_ON_ROWS = (
     "domain_interleave_probs",
     "preprocessing_num_workers",
 )
-
-
-class RowMaker(ABC):
-    """Makes prepared rows of one kind (prompts, demonstrations) out of rows as read."""
-
-    what: str
-    """What a row is, in the plural."""
-    limit_key: str
-    """The key that limits its tokens."""
-    columns: Columns
-    files: Mapping[Path, int]
-
-    def __init__(self, data_args: DataArguments, renderer: Renderer, limit: int) -> None:
-        self.data_args = data_args
-        self.renderer = renderer
-        self.limit = limit
-        self.tally = Tally()
-        """Of the chunk that is being made."""
-
-    @abstractmethod
-    def make(self, sources: Sequence[SourceRow], bad_rows: BadRows) -> list[StoredRow]:
-        """The rows that are kept; what is left out is counted or reported."""
-
-    @abstractmethod
-    def settings(self) -> dict[str, Any]:
-        """What the rows depend on besides data section, tokenizer, templates and limit."""
-
-    def difficulty(self, source: SourceRow) -> float | None:
-        curriculum = self.data_args.curriculum
-        return None if curriculum is None else as_number(source, curriculum.column, "data_args.curriculum")
-
-    def cache_settings(self) -> dict[str, Any] | None:
-        """All that the rows depend on besides the files; None: nobody can tell."""
-        fingerprint = tokenizer_fingerprint(self.renderer.tokenizer)
-        if fingerprint is None:
-            return None
-        try:
-            chosen = filter_source(self.data_args.dataset_filter)
-        except OSError:
-            return None
-        section = {k: v for k, v in asdict(self.data_args).items() if k not in DATA_KEYS_WITHOUT_EFFECT_ON_ROWS}
-        section |= {"file_name": None, "dataset_filter": chosen}
-        templates = {name: render_source(name) for name in sorted(self.renderer.templates.renders)}
-        choice = [self.renderer.templates.common, dict(self.renderer.templates.by_tag or {})]
-        kind = [type(self).__name__, self.limit, self.settings()]
-        return {
-            "format": ROWS_FORMAT,
-            "kind": kind,
-            "data": section,
-            "tokenizer": fingerprint,
-            "choice": choice,
-            "templates": templates,
-        }
-
-
-def render_source(name: str) -> str:
-    """A template's content, where it is a file."""
-    from roll.datasets.templates import TEMPLATES, template_text
-
-    return "" if name in TEMPLATES else template_text(name)
 
 
 def prepare(maker: RowMaker) -> tuple[RowStore, list[Path]]:
@@ -110,7 +59,7 @@ def prepare(maker: RowMaker) -> tuple[RowStore, list[Path]]:
     data_args = maker.data_args
     assert data_args.file_name is not None, "checked by the caller, which knows an example"
     paths = data_files(data_args.file_name, data_args.dataset_dir)
-    settings = maker.cache_settings() if is_wanted(data_args, paths) else None
+    settings = cache_settings(maker) if is_wanted(data_args, paths) else None
     if settings is None:
         return build_store(maker, paths, None), paths
     folder = cache_root(data_args) / cache_key(paths, settings)
@@ -142,8 +91,7 @@ def open_entry(folder: Path, data_args: DataArguments) -> RowStore | None:
 
 def build_store(maker: RowMaker, paths: Sequence[Path], folder: Path | None) -> RowStore:
     """Read, prepare and write all rows."""
-    from roll.datasets.ids import unique_ids
-    from roll.datasets.store import RowStoreWriter
+    from roll.datasets.store import RowStoreWriter, unique_ids
 
     maker.files = {path: number for number, path in enumerate(paths)}
     policy = maker.data_args.on_bad_row
@@ -216,3 +164,95 @@ class Selection:
 def chunks(sources: Iterator[SourceRow]) -> Iterator[list[SourceRow]]:
     while chunk := list(islice(sources, CHUNK)):
         yield chunk
+
+
+def cache_root(data_args: DataArguments) -> Path:
+    """``data_args.cache_dir``, else the folder of this user."""
+    if data_args.cache_dir is not None:
+        return Path(data_args.cache_dir).expanduser() / "datasets"
+    home = os.environ.get("ROLL_CACHE_DIR") or Path("~/.cache/roll").expanduser()
+    return Path(home) / "datasets"
+
+
+def is_wanted(data_args: DataArguments, paths: Sequence[Path]) -> bool:
+    """``use_cache``; where it is open, large files are worth it."""
+    if data_args.use_cache is not None:
+        return data_args.use_cache
+    return sum(path.stat().st_size for path in paths) >= SMALLEST
+
+
+def cache_settings(maker: RowMaker) -> dict[str, Any] | None:
+    """All that the rows depend on besides the files; None: nobody can tell."""
+    fingerprint = tokenizer_fingerprint(maker.renderer.tokenizer)
+    if fingerprint is None:
+        return None
+    try:
+        chosen = filter_source(maker.data_args.dataset_filter)
+    except OSError:
+        return None
+    section = {k: v for k, v in asdict(maker.data_args).items() if k not in DATA_KEYS_WITHOUT_EFFECT_ON_ROWS}
+    section |= {"file_name": None, "dataset_filter": chosen}
+    templates = {name: render_source(name) for name in sorted(maker.renderer.templates.renders)}
+    choice = [maker.renderer.templates.common, dict(maker.renderer.templates.by_tag or {})]
+    kind = [type(maker).__name__, maker.limit, maker.settings()]
+    return {
+        "format": ROWS_FORMAT,
+        "kind": kind,
+        "data": section,
+        "tokenizer": fingerprint,
+        "choice": choice,
+        "templates": templates,
+    }
+
+
+def render_source(name: str) -> str:
+    """A template's content, where it is a file."""
+    from roll.datasets.templates import TEMPLATES, template_text
+
+    return "" if name in TEMPLATES else template_text(name)
+
+
+def cache_key(paths: Sequence[Path], settings: Mapping[str, Any]) -> str:
+    """Changes with the content of a file, the order of the files and every setting."""
+    files = [[path.name, content_hash(path)] for path in paths]
+    text = json.dumps([FORMAT, files, settings], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def content_hash(path: Path) -> str:
+    hasher = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            hasher.update(block)
+    return hasher.hexdigest()
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> list[Any] | None:
+    """What token ids and rendered texts depend on; None for a tokenizer that does not say (slow ones)."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    template = tokenizer.chat_template
+    # A template that writes today's date gives other prompts tomorrow.
+    day = str(datetime.date.today()) if "strftime_now" in str(template) else ""
+    inner = hashlib.sha256(backend.to_str().encode()).hexdigest()
+    return [type(tokenizer).__name__, inner, template, str(tokenizer.special_tokens_map), day]
+
+
+@contextmanager
+def new_entry(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes ``folder`` at the end of the block and vanishes if the block fails.
+
+    Of several processes that write the same entry the first to finish wins; the others' is the same.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    try:
+        yield draft
+        try:
+            draft.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

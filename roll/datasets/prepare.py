@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from roll.datasets.bad_rows import BadRows
-from roll.datasets.converters import chats, code, gsm8k, math, preferences
-from roll.datasets.converters.common import Convert, PrepareOptions
+from roll.datasets.converters import Convert, PrepareOptions
+from roll.datasets.converters.code import CODE_INSTRUCTION, CODE_TAG, convert_code
+from roll.datasets.converters.conversations import CHAT_TAG, PAIR_TAG, convert_chat, convert_pair
+from roll.datasets.converters.math import GSM8K_INSTRUCTION, MATH_INSTRUCTION, MATH_TAG, convert_gsm8k, convert_math
 from roll.datasets.reading import Row, SourceRow, data_files, read_rows, stream_rows
-from roll.datasets.types import DataError
+from roll.datasets.types import BadRows, DataError
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +33,10 @@ class Kind:
 
 
 KINDS = {
-    "math": Kind(math.convert, math.TAG, "problems with answers: MATH, DAPO-Math, NuminaMath, AIME", math.INSTRUCTION),
-    "code": Kind(code.convert, code.TAG, "problems with tests: MBPP, HumanEval, TACO, LiveCodeBench", code.INSTRUCTION),
-    "preferences": Kind(preferences.convert, preferences.TAG, "a prompt with a chosen and a rejected response"),
-    "chats": Kind(chats.convert, chats.TAG, "demonstrations: chats, instructions with outputs (Alpaca, ShareGPT)"),
+    "math": Kind(convert_math, MATH_TAG, "problems with answers: MATH, DAPO-Math, NuminaMath, AIME", MATH_INSTRUCTION),
+    "code": Kind(convert_code, CODE_TAG, "problems with tests: MBPP, HumanEval, TACO, LiveCodeBench", CODE_INSTRUCTION),
+    "preferences": Kind(convert_pair, PAIR_TAG, "a prompt with a chosen and a rejected response"),
+    "chats": Kind(convert_chat, CHAT_TAG, "demonstrations: chats, instructions with outputs (Alpaca, ShareGPT)"),
 }
 
 
@@ -63,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--input", type=Path, required=True, help="folder with train.jsonl and test.jsonl (or .parquet)"
     )
     command.add_argument("--output", type=Path, required=True, help="folder for train.jsonl and validation.jsonl")
-    add_wording(command, gsm8k.INSTRUCTION)
+    add_wording(command, GSM8K_INSTRUCTION)
     for name, kind in KINDS.items():
         command = commands.add_parser(name, help=kind.help)
         command.add_argument(
@@ -85,7 +86,7 @@ def add_wording(command: argparse.ArgumentParser, instruction: str) -> None:
 
 
 def prepare_gsm8k(
-    source: Path, output: Path, instruction: str = gsm8k.INSTRUCTION, system: str | None = None
+    source: Path, output: Path, instruction: str = GSM8K_INSTRUCTION, system: str | None = None
 ) -> dict[str, int]:
     """Write ``train.jsonl`` and ``validation.jsonl`` (from the published test split); return their row counts.
 
@@ -94,7 +95,7 @@ def prepare_gsm8k(
     """
 
     def convert(row: SourceRow, row_id: str) -> Row:
-        return gsm8k.convert(row, row_id, instruction, system)
+        return convert_gsm8k(row, row_id, instruction, system)
 
     return {
         target: convert_split(find_split(source, split), output / f"{target}.jsonl", f"gsm8k-{split}", convert)

@@ -8,15 +8,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from roll.config.data import DataArguments
-from roll.datasets.bad_rows import BadRows
-from roll.datasets.columns import read_ground_truth
-from roll.datasets.counts import LoadCounts
-from roll.datasets.preparation import RowMaker, prepare
+from roll.datasets.columns import DomainRouter, read_ground_truth
+from roll.datasets.making import RowMaker
+from roll.datasets.preparation import prepare
 from roll.datasets.reading import SourceRow
-from roll.datasets.rendering import Conversation, Rendered, Renderer, TemplateChoice
-from roll.datasets.routing import DomainRouter
-from roll.datasets.truncation import truncate
-from roll.datasets.types import DataError, PromptRow
+from roll.datasets.templates import Conversation, Rendered, Renderer, TemplateChoice, truncate
+from roll.datasets.types import BadRows, DataError, LoadCounts, PromptRow
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,7 +1,4 @@
-"""Rows out of data files: JSON, JSONL, CSV, Parquet, Arrow and plain text, also gzipped where the format is text.
-
-Files are read as streams (but JSON arrays, which are parsed as a whole), so a set may be larger than memory.
-"""
+"""Rows out of data files: JSON, JSONL, CSV, Parquet, Arrow and plain text, also gzipped where the format is text."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from roll.config.data import FORMATS, format_of, hub_name, matching_files, saved_splits
-from roll.datasets.bad_rows import BadRows
-from roll.datasets.types import DataError
+from roll.datasets.types import BadRows, DataError
 
 Row = dict[str, Any]
 Numbered = Iterator[tuple[int, Row | DataError]]
@@ -88,7 +84,7 @@ def expand(name: str, dataset_dir: str | None = None) -> list[Path]:
     """The files that one configured name stands for."""
     try:
         if hub_name(name) is not None:
-            from roll.datasets.hub import hub_files
+            from roll.datasets.reading import hub_files
 
             return hub_files(name)
     except ValueError as error:
@@ -252,3 +248,26 @@ READERS: dict[str, Callable[[Path], Numbered]] = {
     ".txt": read_text,
 }
 BINARY_FORMATS = frozenset({".parquet", ".arrow"})
+
+
+def hub_files(name: str) -> list[Path]:
+    """The Arrow files that ``datasets`` keeps of ``hub:OWNER/NAME[/CONFIG][:SPLIT]``.
+
+    Raises:
+        DataError: the data set is not there, not reachable, or has no such configuration or split.
+    """
+    import datasets
+
+    wanted = hub_name(name)
+    assert wanted is not None, f"{name} is no hub name"
+    try:
+        found = datasets.load_dataset(wanted.name, wanted.config, split=wanted.split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        offline = datasets.config.HF_HUB_OFFLINE
+        hint = "HF_HUB_OFFLINE is set" if offline else "is this machine online?"
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DataError(
+            f"data_args.file_name: {name!r} cannot be loaded ({type(error).__name__}: {reason}); {hint} "
+            "Without the hub, download the data set's files elsewhere and name them, such as data/train.parquet"
+        ) from error
+    return [Path(entry["filename"]) for entry in found.cache_files]

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from roll.config.data import DataArguments
-from roll.datasets.bad_rows import BadRows
 from roll.datasets.columns import Columns, Message, require
-from roll.datasets.preparation import RowMaker, prepare
+from roll.datasets.making import RowMaker
+from roll.datasets.preparation import prepare
 from roll.datasets.reading import SourceRow
-from roll.datasets.rendering import Conversation, Renderer, TemplateChoice, tokenize
-from roll.datasets.types import DataError, SftRow
+from roll.datasets.templates import Conversation, Renderer, TemplateChoice, tokenize
+from roll.datasets.types import BadRows, DataError, SftRow
 
 if TYPE_CHECKING:
     import numpy as np

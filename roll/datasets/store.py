@@ -1,22 +1,68 @@
-"""Prepared rows as Arrow record batches, in memory or mapped from disk: a set may be larger than memory.
-
-Two tables. ``rows`` holds what is large (token ids, texts, the row as read) and is written as rows come; ``index``
-holds what is looked at as a whole (ids, domains, lengths) and is written at the end, when ids are known to be unique.
-"""
+"""Prepared rows as Arrow record batches, in memory or mapped from disk."""
 
 from __future__ import annotations
 
+import base64
+import datetime
+import decimal
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from roll.datasets.counts import LoadCounts
-from roll.datasets.json_values import from_json, to_json
+from roll.datasets.types import BadRows, DataError, LoadCounts
+
+MARK = "\x00roll"
+"""Key of an object that stands for a value of another type."""
+_ESCAPED_MARK = json.dumps(MARK)[1:-1]
+
+
+def to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=_encode)
+
+
+def from_json(text: str) -> Any:
+    return json.loads(text, object_hook=_decode if _ESCAPED_MARK in text else None)
+
+
+def _encode(value: Any) -> dict[str, Any]:
+    match value:
+        case bytes():
+            return {MARK: ["bytes", base64.b64encode(value).decode()]}
+        case datetime.datetime():
+            return {MARK: ["datetime", value.isoformat()]}
+        case datetime.date():
+            return {MARK: ["date", value.isoformat()]}
+        case datetime.time():
+            return {MARK: ["time", value.isoformat()]}
+        case datetime.timedelta():
+            return {MARK: ["timedelta", value / datetime.timedelta(microseconds=1)]}
+        case decimal.Decimal():
+            return {MARK: ["decimal", str(value)]}
+    raise TypeError(f"a column holds a {type(value).__name__}, which a row cannot carry")
+
+
+def _decode(found: dict[str, Any]) -> Any:
+    if found.keys() != {MARK}:
+        return found
+    kind, value = found[MARK]
+    return _DECODERS[kind](value)
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "bytes": base64.b64decode,
+    "datetime": datetime.datetime.fromisoformat,
+    "date": datetime.date.fromisoformat,
+    "time": datetime.time.fromisoformat,
+    "timedelta": lambda microseconds: datetime.timedelta(microseconds=microseconds),
+    "decimal": decimal.Decimal,
+}
+
 
 ROWS_FILE, INDEX_FILE = "rows.arrow", "index.arrow"
 COUNTS_KEY = b"roll.counts"
@@ -181,3 +227,48 @@ class RowStoreWriter:
         """Close the files; they make no store."""
         self._writer.close()
         self._sink.close()
+
+
+def unique_ids(index: pa.Table, paths: Sequence[Path], id_column: str, bad_rows: BadRows) -> pa.Table:
+    """The index with its final ids. Rows without an id get ``<file>:<row>``; equal ids in different files get the
+    file's name in front; of a row whose id its file has already, ``bad_rows`` is told, and it is left out.
+
+    Raises:
+        DataError: an id twice in one file, unless bad rows are skipped.
+    """
+    ids = index["id"]
+    counted = pc.value_counts(ids.drop_null().combine_chunks())
+    repeated = counted.field("values").filter(pc.greater(counted.field("counts"), 1))
+    unnamed = pc.is_null(ids)
+    suspects = pc.or_(unnamed, pc.is_in(ids, value_set=repeated))
+    if not pc.any(suspects).as_py():
+        return index
+    final, dropped = ids.to_pylist(), set()
+    files: dict[str, set[int]] = {}
+    seen: dict[tuple[str, int], int] = {}
+    places = [i for i, suspect in enumerate(suspects.to_pylist()) if suspect]
+    file_of, number_of = index["file"].to_pylist(), index["number"].to_pylist()
+    for i in places:
+        name, file = final[i], file_of[i]
+        if name is None:
+            continue
+        first = seen.setdefault((name, file), number_of[i])
+        if first != number_of[i]:
+            dropped.add(i)
+            bad_rows.report(duplicate(paths[file], number_of[i], name, first, id_column))
+        files.setdefault(name, set()).add(file)
+    for i in places:
+        path = paths[file_of[i]]
+        if final[i] is None:
+            final[i] = f"{path.name}:{number_of[i]}"
+        elif len(files[final[i]]) > 1:
+            final[i] = f"{path.stem}/{final[i]}"
+    result = index.set_column(index.schema.get_field_index("id"), index.schema.field("id"), [pa.array(final)])
+    return result.take([i for i in range(len(final)) if i not in dropped]) if dropped else result
+
+
+def duplicate(path: Path, number: int, name: str, first: int, id_column: str) -> DataError:
+    return DataError(
+        f"{path}, row {number}: duplicate id {name!r}, already in row {first}; ids must be unique "
+        f"(or drop the column {id_column!r} and rows are numbered)"
+    )

@@ -1,23 +1,23 @@
-"""From a conversation to the text that the model sees.
-
-``native`` (the tokenizer's own chat template) is right for most models; the other names are those that ROLL's
-configuration files use, and a file may hold a template of the user's own.
-"""
+"""Conversations to prompts: templates, rendering and tokenising many at a time, truncation."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from roll.config.data import DataArguments
 from roll.config.names import TEMPLATE_ENDINGS
 from roll.datasets.columns import Message
+from roll.datasets.reading import SourceRow
 from roll.datasets.types import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 Render = Callable[..., str]
 """``(tokenizer, messages, **variables) -> text``; the variables go to the tokenizer's template."""
@@ -131,3 +131,177 @@ def template_text(name: str) -> str:
         return Path(name).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"template {name!r}: the file cannot be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class TemplateChoice:
+    """How a row's conversation is laid out: template and system message, by its tag, else the common ones.
+
+    Names are checked, and files read, on creation.
+    """
+
+    common: str
+    by_tag: Mapping[str, str] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """For the tokenizer's template or the Jinja file."""
+    system: str | None = None
+    system_by_tag: Mapping[str, str] = field(default_factory=dict)
+    renders: dict[str, Render] = field(init=False, repr=False, default_factory=dict)
+
+    @classmethod
+    def of_settings(
+        cls, data_args: DataArguments, global_template: str | None, tag_to_template: Mapping[str, str] | None
+    ) -> TemplateChoice:
+        """``tag_to_template`` before ``global_template`` before the role's own ``template``."""
+        return cls(
+            global_template or data_args.template,
+            tag_to_template,
+            data_args.chat_template_kwargs,
+            data_args.system_prompt,
+            data_args.tag_to_system_prompt,
+        )
+
+    def __post_init__(self) -> None:
+        for name in {self.common, *(self.by_tag or {}).values()}:
+            self.renders[name] = get_template(name)
+
+    def of(self, tag: str) -> str:
+        """The template's name."""
+        return (self.by_tag or {}).get(tag, self.common)
+
+    def with_system(self, messages: list[Message], tag: str) -> list[Message]:
+        """The conversation with its tag's system message, unless it has one of its own."""
+        system = self.system_by_tag.get(tag, self.system)
+        if system is None or messages[0]["role"] in ("system", "developer"):
+            return messages
+        return [{"role": "system", "content": system}, *messages]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What is rendered: messages, system message included, under the tag that chooses the template."""
+
+    source: SourceRow
+    tag: str
+    messages: list[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation as the model sees it."""
+
+    text: str
+    token_ids: list[int]
+
+
+class Renderer:
+    """Renders and tokenises with one tokenizer and one choice of templates."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, templates: TemplateChoice) -> None:
+        self.tokenizer = tokenizer
+        self.templates = templates
+
+    def __call__(self, conversations: Sequence[Conversation]) -> list[Rendered | DataError]:
+        """Text and token ids of each conversation, or what is wrong with it. Equal conversations share one list of
+        ids."""
+        # Sets with several rows a prompt are common (demonstrations, samples of one question): each is rendered once.
+        keys = [(self.templates.of(one.tag), repr(one.messages)) for one in conversations]
+        texts: dict[tuple[str, str], str | DataError] = {}
+        for key, one in zip(keys, conversations, strict=True):
+            if key not in texts:
+                texts[key] = self.render(one)
+        good = {key: text for key, text in texts.items() if isinstance(text, str)}
+        encoded = tokenize(self.tokenizer, list(good.values()), [name in PLAIN_TEMPLATES for name, _ in good])
+        rendered = {key: Rendered(text, ids) for (key, text), ids in zip(good.items(), encoded, strict=True)}
+        return [self._result(key, one, texts, rendered) for key, one in zip(keys, conversations, strict=True)]
+
+    @staticmethod
+    def _result(
+        key: tuple[str, str],
+        one: Conversation,
+        texts: Mapping[tuple[str, str], str | DataError],
+        rendered: Mapping[tuple[str, str], Rendered],
+    ) -> Rendered | DataError:
+        if key not in rendered:
+            error = texts[key]
+            assert isinstance(error, DataError)
+            return error
+        return rendered[key] if rendered[key].token_ids else DataError(f"{one.source.place}: the prompt is empty")
+
+    def render(self, one: Conversation) -> str | DataError:
+        """The text of one conversation, or what its template says against it."""
+        from jinja2 import TemplateError
+
+        name = self.templates.of(one.tag)
+        try:
+            return self.templates.renders[name](self.tokenizer, one.messages, **self.templates.variables)
+        except (TemplateError, TypeError) as error:
+            return DataError(f"{one.source.place}: template {name!r} cannot render this conversation: {error}")
+
+
+def tokenize(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], add_special_tokens: Sequence[bool]
+) -> list[list[int]]:
+    """Token ids of each text, on all cores where the tokenizer is a fast one; a text whose template has written the
+    special tokens itself gets no others."""
+    result: list[list[int]] = [[] for _ in texts]
+    for special in sorted(set(add_special_tokens)):
+        where = [i for i, wanted in enumerate(add_special_tokens) if wanted == special]
+        encoded = tokenizer([texts[i] for i in where], add_special_tokens=special, return_attention_mask=False)
+        for i, ids in zip(where, encoded["input_ids"], strict=True):
+            result[i] = ids
+    return result
+
+
+Side = Literal["left", "right", "middle"]
+MAX_ATTEMPTS = 4
+"""A cut text may take another token or two at the seam; what is still too long then is cut a little more."""
+
+
+def truncate(one: Conversation, long: Rendered, limit: int, side: Side, renderer: Renderer) -> Rendered | None:
+    """The conversation cut so that its prompt has at most ``limit`` tokens.
+
+    Args:
+        long: the prompt as it is.
+        side: which part of the last user message goes: its beginning, its end, or what stands in its middle.
+
+    Returns:
+        None where even an empty message would leave the prompt too long.
+    """
+    position = last_user_message(one.messages)
+    if position is None:
+        return None
+    content = str(one.messages[position]["content"])
+    ids = renderer.tokenizer(content, add_special_tokens=False)["input_ids"]
+    excess = len(long.token_ids) - limit
+    for _ in range(MAX_ATTEMPTS):
+        if excess >= len(ids):
+            return None
+        text = cut(renderer, ids, excess, side)
+        messages = [*one.messages[:position], {**one.messages[position], "content": text}]
+        messages += one.messages[position + 1 :]
+        (result,) = renderer([Conversation(one.source, one.tag, messages)])
+        if isinstance(result, DataError):
+            return None
+        if len(result.token_ids) <= limit:
+            return result
+        excess += len(result.token_ids) - limit
+    return None
+
+
+def last_user_message(messages: list[Message]) -> int | None:
+    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    return users[-1] if users else None
+
+
+def cut(renderer: Renderer, ids: list[int], excess: int, side: Side) -> str:
+    """The text of ``ids`` less ``excess`` of them."""
+    keep = len(ids) - excess
+    if side == "left":
+        parts = [ids[excess:]]
+    elif side == "right":
+        parts = [ids[:keep]]
+    else:
+        head = (keep + 1) // 2
+        parts = [ids[:head], ids[head + excess :]]
+    return "".join(str(renderer.tokenizer.decode(part, skip_special_tokens=False)) for part in parts)

@@ -1,9 +1,10 @@
-"""The rows that the rest of the system works with. Torch-free."""
+"""Rows, what became of those that were read, and the error that names file, row and rule. Torch-free."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 class DataError(ValueError):
@@ -42,3 +43,58 @@ class SftRow:
     def response_mask(self) -> list[bool]:
         """True on the tokens that carry the loss, aligned to ``input_ids``."""
         return [False] * self.prompt_length + [True] * (len(self.input_ids) - self.prompt_length)
+
+
+@dataclass(frozen=True)
+class LoadCounts:
+    """What became of the rows that were read."""
+
+    read: int
+    kept: dict[str, int]
+    """By domain."""
+    too_long: dict[str, int] = field(default_factory=dict)
+    """By domain: rows above the length limit, left out."""
+    truncated: dict[str, int] = field(default_factory=dict)
+    """By domain: rows above the length limit, cut and kept."""
+    filtered: int = 0
+    """Left out by ``dataset_filter``."""
+    bad: int = 0
+    """Left out because they could not be used (``on_bad_row: skip``)."""
+    without_truth: dict[str, int] = field(default_factory=dict)
+    """By domain: rows that are kept and have no ground truth."""
+    answered: dict[str, int] = field(default_factory=dict)
+    """By domain: prompts that are kept and end in an assistant's turn."""
+
+    def __str__(self) -> str:
+        dropped = sum(self.too_long.values())
+        parts = [f"{self.read} rows read, {sum(self.kept.values())} kept, {dropped} too long"]
+        others = (("truncated", sum(self.truncated.values())), ("filtered out", self.filtered), ("bad", self.bad))
+        parts += [f"{count} {name}" for name, count in others if count]
+        return f"{', '.join(parts)}; kept by domain: {self.kept}"
+
+
+logger = logging.getLogger(__name__)
+
+SHOWN = 5
+"""Skipped rows that the log tells one by one."""
+
+
+class BadRows:
+    """``on_bad_row``: what is done about each."""
+
+    def __init__(self, policy: Literal["raise", "skip"] = "raise") -> None:
+        self._policy = policy
+        self.count = 0
+
+    def report(self, error: DataError) -> None:
+        """
+        Raises:
+            DataError: ``error`` itself, unless bad rows are skipped.
+        """
+        if self._policy == "raise":
+            raise error
+        self.count += 1
+        if self.count <= SHOWN:
+            logger.warning("left out: %s", error)
+        elif self.count == SHOWN + 1:
+            logger.warning("further rows are left out without a line of their own")

@@ -9,9 +9,10 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Generic, Self
 
 import ray
+from typing_extensions import TypeVar
 
 from roll.distributed import diagnosis
 from roll.distributed.actor import WorkerAddress, WorkerRaised
@@ -19,7 +20,8 @@ from roll.distributed.failures import DeadlineExceeded, RankReport, RemoteError,
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
+R = TypeVar("R", default=Any)
+"""Of the result of a call."""
 
 _REPORTED_RANKS = 3
 _GRACE_SECONDS = 2.0
@@ -37,7 +39,7 @@ _PASSES_FOR_CALLBACKS = 16
 """Of the event loop: the end of a coroutine may begin another one only a few passes later."""
 
 
-class PendingCall:
+class PendingCall(Generic[R]):
     """A call to one or more ranks of a cluster: awaitable in a coroutine, :meth:`result` anywhere else.
 
     Its deadline runs from the moment of the call, so time spent waiting behind an earlier call of the same worker
@@ -51,7 +53,7 @@ class PendingCall:
         refs: Mapping[int, ray.ObjectRef[Any]],
         deadline: float,
         addresses: Sequence[WorkerAddress],
-        collect: Callable[[dict[int, Any]], Any],
+        collect: Callable[[dict[int, Any]], R],
     ) -> None:
         self.cluster = cluster
         self.method = method
@@ -82,6 +84,12 @@ class PendingCall:
         """What has gone wrong with it; None: nothing yet."""
         return self._error
 
+    def within(self, seconds: float | None) -> Self:
+        """Set the deadline, in seconds from the moment of the call; None leaves it."""
+        if seconds is not None:
+            self.deadline = seconds
+        return self
+
     def done(self) -> bool:
         """Whether :meth:`result` returns (or raises) at once."""
         if self._error is None and self.unanswered:
@@ -89,7 +97,7 @@ class PendingCall:
             return len(ready) == len(self.unanswered)
         return True
 
-    def result(self, timeout: float | None = None) -> Any:
+    def result(self, timeout: float | None = None) -> R:
         """Wait for all ranks and join their results. The event loop of a driver (:class:`DriverLoop`) runs meanwhile.
 
         Args:
@@ -105,11 +113,11 @@ class PendingCall:
         wait_any([self], timeout)
         return self._collect(self._answers)
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    def __await__(self) -> Generator[Any, None, R]:
         """As :meth:`result`; other coroutines go on meanwhile. Whoever stops waiting leaves the call as it is."""
         return self._result().__await__()
 
-    async def _result(self) -> Any:
+    async def _result(self) -> R:
         if self._error is None and self.unanswered:
             await self._settled()
         if self._error is None and self.unanswered:
@@ -267,7 +275,7 @@ class DriverLoop:
     def is_running(self) -> bool:
         return self._loop.is_running()
 
-    def run(self, awaitable: Awaitable[Result]) -> Result:
+    def run(self, awaitable: Awaitable[R]) -> R:
         """Run the loop until ``awaitable`` is done, and return its result.
 
         Raises:
@@ -287,7 +295,7 @@ class DriverLoop:
         finally:
             self._waited_for = None
 
-    def spawn(self, coroutine: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+    def spawn(self, coroutine: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
         """Run a coroutine whenever the loop runs. Its failure ends what the driver waits for."""
         task = self._loop.create_task(coroutine)
         task.add_done_callback(self._ended)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from roll.config.rewards import TOKENS
 from roll.config.roles import DataArguments
@@ -31,6 +31,12 @@ class ModelInput:
     """Why there is nothing to look at."""
 
 
+class ScoringWorker(Protocol):
+    """A reward model's worker (:class:`roll.workers.model.RewardModelWorker`)."""
+
+    def score(self, inputs: Sequence[ModelInput]) -> tuple[int, list[RewardResult]]: ...
+
+
 class ModelScorer:
     """Sends the samples of some domains to the cluster of the role ``reward_model``.
 
@@ -50,7 +56,7 @@ class ModelScorer:
     async def score(self, groups: Sequence[SampleGroup]) -> None:
         """Give every group the model's results; every rank gets all texts and takes its share of them."""
         inputs = [one for group in groups for one in self._model_inputs(group)]
-        shares: dict[int, list[RewardResult]] = dict(await self._cluster.score(inputs, blocking=False))
+        shares: dict[int, list[RewardResult]] = dict(await self._cluster.call_all(ScoringWorker.score, inputs))
         columns = [iter(shares[rank]) for rank in sorted(shares)]
         count = sum(map(len, shares.values()))
         results = [next(columns[number % len(columns)]) for number in range(count)]

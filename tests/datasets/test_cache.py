@@ -18,9 +18,9 @@ import pytest
 
 from roll.config.roles import DataArguments
 from roll.datasets import DataError, DomainSampler, PromptDataset, SftDataset
-from roll.datasets.cache import SMALLEST, is_wanted
-from roll.datasets.json_values import MARK, from_json, to_json
 from roll.datasets.making import BYTES_PER_PROCESS, num_processes
+from roll.datasets.preparation import SMALLEST, is_wanted
+from roll.datasets.store import MARK, from_json, to_json
 
 Write = Callable[..., str]
 

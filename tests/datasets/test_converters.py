@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from roll.datasets import DataError
-from roll.datasets.converters import chats, code, math, preferences
-from roll.datasets.converters.common import PrepareOptions
+from roll.datasets.converters import Convert, PrepareOptions
+from roll.datasets.converters.code import convert_code
+from roll.datasets.converters.conversations import convert_chat, convert_pair
+from roll.datasets.converters.math import convert_math
 from roll.datasets.prepare import main
 from roll.datasets.reading import SourceRow, read_rows
 
@@ -23,9 +25,8 @@ Write = Callable[..., str]
 OPTIONS = PrepareOptions("t")
 
 
-def converted(kind: Any, row: dict[str, Any], options: PrepareOptions = OPTIONS) -> dict[str, Any]:
-    result: dict[str, Any] = kind.convert(SourceRow(Path("x.jsonl"), 3, row), "x-2", options)
-    return result
+def converted(convert: Convert, row: dict[str, Any], options: PrepareOptions = OPTIONS) -> dict[str, Any]:
+    return convert(SourceRow(Path("x.jsonl"), 3, row), "x-2", options)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def converted(kind: Any, row: dict[str, Any], options: PrepareOptions = OPTIONS)
     ],
 )
 def test_math(row: dict[str, Any], answer: str, more: dict[str, Any]) -> None:
-    found = converted(math, row, PrepareOptions("m", "Box it.", "Think."))
+    found = converted(convert_math, row, PrepareOptions("m", "Box it.", "Think."))
     assert (found["id"], found["tag"], found["ground_truth"]) == ("x-2", "m", answer)
     assert found["messages"] == [{"role": "system", "content": "Think."}, {"role": "user", "content": "P?\n\nBox it."}]
     assert more.items() <= found.items()
@@ -51,33 +52,37 @@ def test_math(row: dict[str, Any], answer: str, more: dict[str, Any]) -> None:
 def test_math_of_dapo_keeps_its_conversation() -> None:
     prompt = [{"role": "user", "content": "Solve. P?"}]
     row = {"data_source": "math_dapo", "prompt": prompt, "reward_model": {"ground_truth": "34", "style": "rule"}}
-    found = converted(math, row, PrepareOptions("m", "Box it."))
+    found = converted(convert_math, row, PrepareOptions("m", "Box it."))
     assert (found["messages"], found["prompt"], found["ground_truth"]) == (prompt, "Solve. P?", "34")
     assert found["data_source"] == "math_dapo"
 
 
 @pytest.mark.parametrize(
-    ("kind", "row", "message"),
+    ("convert", "row", "message"),
     [
-        (math, {"answer": "1"}, r"x\.jsonl, row 3: expected one of the columns problem, .* found \['answer'\]"),
-        (math, {"problem": "?", "solution": "none"}, r"row 3: no answer: solution has none in a \\boxed"),
-        (math, {"problem": " ", "answer": "1"}, "problem must be a non-empty text"),
-        (code, {"question": "?"}, "no tests: expected one of test_list"),
-        (code, {"question": "?", "input_output": '{"inputs": ["1"], "outputs": []}'}, "as many of one as of the other"),
-        (code, {"question": "?", "input_output": "{"}, "input_output is not valid JSON"),
-        (code, {"question": "?", "public_test_cases": '[{"input": 1}]'}, "list of tests with input and output"),
-        (code, {"question": "?", "public_test_cases": "!"}, "public_test_cases cannot be unpacked"),
-        (preferences, {"prompt": "?", "chosen": "a"}, "expected one of the columns rejected"),
-        (preferences, {"prompt": "?", "chosen": "a", "rejected": "a"}, "the same response"),
-        (preferences, {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "c"}, "different prompts"),
-        (chats, {"messages": [{"role": "user", "content": "?"}]}, "must end with the assistant, found 'user'"),
-        (chats, {"conversations": [{"from": "bot", "value": "?"}]}, r"turns from \['bot'\]; known are human"),
-        (chats, {"instruction": "?"}, "expected one of the columns output"),
+        (convert_math, {"answer": "1"}, r"x\.jsonl, row 3: expected one of the columns problem, .* found \['answer'\]"),
+        (convert_math, {"problem": "?", "solution": "none"}, r"row 3: no answer: solution has none in a \\boxed"),
+        (convert_math, {"problem": " ", "answer": "1"}, "problem must be a non-empty text"),
+        (convert_code, {"question": "?"}, "no tests: expected one of test_list"),
+        (
+            convert_code,
+            {"question": "?", "input_output": '{"inputs": ["1"], "outputs": []}'},
+            "as many of one as of the other",
+        ),
+        (convert_code, {"question": "?", "input_output": "{"}, "input_output is not valid JSON"),
+        (convert_code, {"question": "?", "public_test_cases": '[{"input": 1}]'}, "list of tests with input and output"),
+        (convert_code, {"question": "?", "public_test_cases": "!"}, "public_test_cases cannot be unpacked"),
+        (convert_pair, {"prompt": "?", "chosen": "a"}, "expected one of the columns rejected"),
+        (convert_pair, {"prompt": "?", "chosen": "a", "rejected": "a"}, "the same response"),
+        (convert_pair, {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "c"}, "different prompts"),
+        (convert_chat, {"messages": [{"role": "user", "content": "?"}]}, "must end with the assistant, found 'user'"),
+        (convert_chat, {"conversations": [{"from": "bot", "value": "?"}]}, r"turns from \['bot'\]; known are human"),
+        (convert_chat, {"instruction": "?"}, "expected one of the columns output"),
     ],
 )
-def test_rows_that_cannot_be_converted_say_why(kind: Any, row: dict[str, Any], message: str) -> None:
+def test_rows_that_cannot_be_converted_say_why(convert: Convert, row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        converted(kind, row)
+        converted(convert, row)
 
 
 def packed(tests: list[dict[str, str]]) -> str:
@@ -124,7 +129,7 @@ CODE_ROWS: list[tuple[dict[str, Any], Any]] = [
 
 @pytest.mark.parametrize(("row", "cases"), CODE_ROWS)
 def test_code(row: dict[str, Any], cases: Any) -> None:
-    found = converted(code, row)
+    found = converted(convert_code, row)
     assert found["test_cases"] == cases
     assert not {"test_list", "input_output", "public_test_cases", "private_test_cases"} & found.keys()
     assert ("assert f(1)" in found["prompt"]) == ("test_list" in row)
@@ -133,7 +138,7 @@ def test_code(row: dict[str, Any], cases: Any) -> None:
 
 def test_starter_code_stands_in_the_prompt() -> None:
     row = {"question": "Add.", "starter_code": "class S:", "test_cases": [{"input": "1", "output": "2"}]}
-    assert converted(code, row, PrepareOptions("c", "Python!"))["prompt"] == (
+    assert converted(convert_code, row, PrepareOptions("c", "Python!"))["prompt"] == (
         "Add.\n\nBegin with:\n```python\nclass S:\n```\n\nPython!"
     )
 
@@ -151,7 +156,7 @@ class Trap:
 def test_packed_tests_run_no_code(tmp_path: Path) -> None:
     trap = base64.b64encode(zlib.compress(pickle.dumps(Trap(f"touch {tmp_path}/sprung")))).decode()
     with pytest.raises(DataError, match=r"cannot be unpacked: it asks for posix\.system"):
-        converted(code, {"question": "?", "private_test_cases": trap})
+        converted(convert_code, {"question": "?", "private_test_cases": trap})
     assert not (tmp_path / "sprung").exists()
 
 
@@ -170,7 +175,7 @@ USER, GOOD, BAD = (
     ],
 )
 def test_preferences(row: dict[str, Any]) -> None:
-    found = converted(preferences, row | {"score": 1})
+    found = converted(convert_pair, row | {"score": 1})
     assert found == {"id": "x-2", "tag": "t", "messages": [USER], "chosen": "a", "rejected": "b", "score": 1}
 
 
@@ -185,11 +190,11 @@ def test_preferences(row: dict[str, Any]) -> None:
     ],
 )
 def test_chats(row: dict[str, Any]) -> None:
-    assert converted(chats, row) == {"id": "x-2", "tag": "t", "messages": [USER, GOOD]}
+    assert converted(convert_chat, row) == {"id": "x-2", "tag": "t", "messages": [USER, GOOD]}
 
 
 def test_alpaca_inputs_and_systems() -> None:
-    found = converted(chats, {"instruction": "Add.", "input": "1 2", "output": "3", "system": "Short."})
+    found = converted(convert_chat, {"instruction": "Add.", "input": "1 2", "output": "3", "system": "Short."})
     assert [message["content"] for message in found["messages"]] == ["Short.", "Add.\n\n1 2", "3"]
 
 

@@ -12,7 +12,7 @@ import pytest
 from roll.config.roles import DataArguments
 from roll.rewards import RewardOptionError, RewardResult, RewardSample, build_reward
 from roll.rewards.base import failure
-from roll.rollout.rewarding import ModelInput, ModelScorer, RewardClient
+from roll.rollout.rewarding import ModelInput, ModelScorer, RewardClient, ScoringWorker
 from tests.rollout.fake_clusters import FakeCall, FakeRewards, on_clock
 from tests.rollout.helpers import make_group
 
@@ -24,8 +24,8 @@ class FakeModel:
     ranks: int = 2
     seen: list[ModelInput] = field(default_factory=list)
 
-    def score(self, inputs: list[ModelInput], blocking: bool) -> Any:
-        assert not blocking
+    def call_all(self, method: Any, inputs: list[ModelInput]) -> Any:
+        assert method is ScoringWorker.score
         self.seen += inputs
         shares = [(rank, [self._result(one) for one in inputs[rank :: self.ranks]]) for rank in range(self.ranks)]
         # Ranks that share sequences answer alike.

@@ -13,12 +13,12 @@ import pickle
 import zlib
 from typing import Any
 
-from roll.datasets.converters.common import PrepareOptions, difficulty, json_of, others, prompt_columns, text_of
+from roll.datasets.converters import PrepareOptions, difficulty, json_of, others, prompt_columns, text_of
 from roll.datasets.reading import Row, SourceRow
 from roll.datasets.types import DataError
 
-TAG = "code"
-INSTRUCTION = "Write the program in Python, in one fenced code block (```python ... ```)."
+CODE_TAG = "code"
+CODE_INSTRUCTION = "Write the program in Python, in one fenced code block (```python ... ```)."
 
 PROBLEMS = ("question_content", "question", "text", "description", "problem", "prompt", "content")
 TESTS = ("test_list", "test_setup_code", "test_imports", "challenge_test_list", "test", "input_output")
@@ -28,7 +28,7 @@ LEVELS = ("introductory", "easy", "interview", "medium", "medium_hard", "hard", 
 """Words for difficulty in these sets, from easy to hard."""
 
 
-def convert(source: SourceRow, row_id: str, options: PrepareOptions) -> Row:
+def convert_code(source: SourceRow, row_id: str, options: PrepareOptions) -> Row:
     """``id, tag, messages, prompt, test_cases``, ``difficulty`` where the row has one, and all other columns but the
     tests' own.
 

@@ -1,4 +1,4 @@
-"""Conversations of published sets as messages: lists of roles, ShareGPT's turns, Anthropic's HH texts."""
+"""Conversations: demonstrations for supervised training and preference pairs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from roll.datasets.columns import Message, check_messages
-from roll.datasets.converters.common import PrepareOptions
-from roll.datasets.reading import SourceRow
+from roll.datasets.converters import PrepareOptions, one_of, others, text_of
+from roll.datasets.reading import Row, SourceRow
 from roll.datasets.types import DataError
 
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -49,3 +49,94 @@ def with_options(messages: list[Message], options: PrepareOptions) -> list[Messa
     if options.system and result[0]["role"] != "system":
         result.insert(0, {"role": "system", "content": options.system})
     return result
+
+
+CHAT_TAG = "chat"
+CHATS = ("messages", "conversations", "conversation")
+INSTRUCTIONS = ("instruction", "prompt", "question", "query")
+RESPONSES = ("output", "response", "completion", "answer", "solution")
+CHAT_COLUMNS = ("id", "tag", *CHATS, "input", "system", *INSTRUCTIONS, *RESPONSES)
+
+
+def convert_chat(source: SourceRow, row_id: str, options: PrepareOptions) -> Row:
+    """``id, tag, messages``, of which the last is the assistant's and is learnt, and all other columns.
+
+    A chat is in ``messages`` or ``conversations`` (with role and content, or ShareGPT's from and value); else it is
+    an instruction, its ``input`` behind it after an empty line (Alpaca), and an output.
+
+    Raises:
+        DataError: no conversation, or none that ends with the assistant.
+    """
+    column = next((name for name in CHATS if source.row.get(name) is not None), None)
+    messages = messages_of(source, column, source.row[column]) if column else from_columns(source)
+    system = source.row.get("system")
+    if isinstance(system, str) and system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    if messages[-1]["role"] != "assistant":
+        raise DataError(f"{source.place}: the conversation must end with the assistant, found {messages[-1]['role']!r}")
+    if not any(message["role"] == "user" for message in messages):
+        raise DataError(f"{source.place}: the conversation has no message from a user")
+    return {
+        "id": row_id,
+        "tag": options.tag,
+        "messages": with_options(messages, options),
+        **others(source, CHAT_COLUMNS),
+    }
+
+
+def from_columns(source: SourceRow) -> list[Message]:
+    column, value = one_of(source, INSTRUCTIONS)
+    prompt = messages_of(source, column, value) if isinstance(value, list) else None
+    if prompt is None:
+        extra = source.row.get("input")
+        text = text_of(source, INSTRUCTIONS)
+        prompt = [{"role": "user", "content": f"{text}\n\n{extra}" if extra else text}]
+    column, answer = one_of(source, RESPONSES)
+    if isinstance(answer, list):
+        return [*prompt, *messages_of(source, column, answer)]
+    return [*prompt, {"role": "assistant", "content": text_of(source, RESPONSES)}]
+
+
+PAIR_TAG = "preference"
+PROMPTS = ("prompt", "question", "instruction", "input")
+CHOSEN, REJECTED = ("chosen", "chosen_response"), ("rejected", "rejected_response")
+PAIR_COLUMNS = ("id", "tag", "messages", *PROMPTS, *CHOSEN, *REJECTED)
+
+
+def convert_pair(source: SourceRow, row_id: str, options: PrepareOptions) -> Row:
+    """``id, tag, messages`` (up to the response), ``chosen`` and ``rejected`` as texts, and all other columns.
+
+    Each response is a text behind a prompt of its own column, a conversation that ends with it (UltraFeedback), or a
+    text of both sides' turns (Anthropic's HH).
+
+    Raises:
+        DataError: a column is missing, the two belong to different prompts, or they are equal.
+    """
+    chosen_prompt, chosen = response_of(source, *one_of(source, CHOSEN))
+    rejected_prompt, rejected = response_of(source, *one_of(source, REJECTED))
+    if chosen_prompt != rejected_prompt:
+        raise DataError(f"{source.place}: chosen and rejected answer different prompts")
+    if chosen == rejected:
+        raise DataError(f"{source.place}: chosen and rejected are the same response")
+    prompt = chosen_prompt or prompt_of(source)
+    head = {"id": row_id, "tag": options.tag, "messages": with_options(prompt, options)}
+    return {**head, "chosen": chosen, "rejected": rejected, **others(source, PAIR_COLUMNS)}
+
+
+def response_of(source: SourceRow, column: str, value: Any) -> tuple[list[Message], str]:
+    """The conversation before the response (empty: it stands elsewhere), and the response."""
+    messages = hh_messages(value) if isinstance(value, str) else messages_of(source, column, value)
+    if messages is None:
+        if not str(value).strip():
+            raise DataError(f"{source.place}: {column} is empty")
+        return [], str(value)
+    if messages[-1]["role"] != "assistant":
+        raise DataError(f"{source.place}: {column} must end with the assistant's response")
+    return messages[:-1], str(messages[-1]["content"])
+
+
+def prompt_of(source: SourceRow) -> list[Message]:
+    column, value = one_of(source, PROMPTS)
+    if isinstance(value, list):
+        return messages_of(source, column, value)
+    return hh_messages(str(value)) or [{"role": "user", "content": str(value)}]

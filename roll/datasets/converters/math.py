@@ -1,17 +1,51 @@
-"""Mathematical problems with an answer: MATH, MATH-500, DAPO-Math, NuminaMath, DeepScaleR, AIME and their like."""
+"""Mathematical problems with an answer: GSM8K, MATH, MATH-500, DAPO-Math, NuminaMath, DeepScaleR, AIME."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from roll.datasets.boxed import last_boxed
-from roll.datasets.columns import check_messages, read_ground_truth
-from roll.datasets.converters.common import PrepareOptions, difficulty, one_of, others, prompt_columns, text_of
+from roll.datasets.columns import check_messages, read_ground_truth, require
+from roll.datasets.converters import PrepareOptions, difficulty, one_of, others, prompt_columns, text_of
 from roll.datasets.reading import Row, SourceRow
 from roll.datasets.types import DataError
 
-TAG = "math"
-INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+MAX_BOXES = 16
+"""Boxes tried from the end: a text of unclosed boxes, as degenerate models write, must not take quadratic time."""
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The contents of the last complete ``\boxed{...}`` or ``\fbox{...}``, braces balanced; also ``\boxed 5``."""
+    position = len(text)
+    for _ in range(MAX_BOXES):
+        position = max(text.rfind("\\boxed", 0, position), text.rfind("\\fbox", 0, position))
+        if position < 0:
+            return None
+        content = _box_at(text, text.index("box", position) + (5 if text[position + 1] == "b" else 3))
+        if content is not None:
+            return content
+    return None
+
+
+def _box_at(text: str, start: int) -> str | None:
+    """The braced group (or the bare word) that begins at ``start``."""
+    while start < len(text) and text[start] == " ":
+        start += 1
+    if start >= len(text) or text[start] != "{":
+        word = re.match(r"[^\s$.,]+", text[start:])
+        return word.group() if word else None
+    depth = 0
+    for position in range(start, len(text)):
+        character = text[position]
+        if character in "{}" and text[position - 1] != "\\":
+            depth += 1 if character == "{" else -1
+            if depth == 0:
+                return text[start + 1 : position].strip()
+    return None
+
+
+MATH_TAG = "math"
+MATH_INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 """What training scripts for such sets commonly ask for."""
 
 PROBLEMS = ("problem", "Problem", "question", "Question")
@@ -19,7 +53,7 @@ ANSWERS = ("answer", "Answer", "final_answer", "expected_answer", "ground_truth"
 SOLUTIONS = ("solution", "Solution", "generated_solution")
 
 
-def convert(source: SourceRow, row_id: str, options: PrepareOptions) -> Row:
+def convert_math(source: SourceRow, row_id: str, options: PrepareOptions) -> Row:
     """``id, tag, messages, prompt, ground_truth``, ``difficulty`` where the row has one, and all other columns.
 
     The problem is ``problem`` or ``question``, or (DAPO, verl) a conversation in ``prompt``, which stays as it is,
@@ -62,3 +96,41 @@ def read_answer(source: SourceRow) -> str:
     if boxed is None:
         raise DataError(f"{source.place}: no answer: {column} has none in a \\boxed{{}}, and there is no answer column")
     return boxed
+
+
+GSM8K_TAG = "gsm8k"
+GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+"""What training scripts for this data set commonly ask for."""
+
+_FINAL = re.compile(r"####\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)")
+
+
+def final_number(answer: str) -> str | None:
+    """The number behind the last ``####``, without commas."""
+    found = _FINAL.findall(answer)
+    return found[-1].replace(",", "") if found else None
+
+
+def convert_gsm8k(source: SourceRow, row_id: str, instruction: str, system: str | None) -> Row:
+    """A published row (``question``, ``answer``) as ``id, tag, messages, prompt, ground_truth, question, answer``.
+
+    Raises:
+        DataError: a column is missing, or the answer does not end in ``#### <number>``.
+    """
+    question, answer = str(require(source, "question")), str(require(source, "answer"))
+    ground_truth = final_number(answer)
+    if ground_truth is None:
+        raise DataError(f"{source.place}: the answer must end in '#### <number>', found {answer[-60:]!r}")
+    prompt = f"{question} {instruction}" if instruction else question
+    messages = [{"role": "user", "content": prompt}]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    return {
+        "id": row_id,
+        "tag": GSM8K_TAG,
+        "messages": messages,
+        "prompt": prompt,
+        "ground_truth": ground_truth,
+        "question": question,
+        "answer": answer,
+    }

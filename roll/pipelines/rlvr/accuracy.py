@@ -9,9 +9,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from roll.rewards.extraction import after_thought, last_boxed, last_marked, tagged_answer
-from roll.rewards.numerals import parse_number
-from roll.rewards.stated import isolated_number, stated_answer
+from roll.rewards.answers import (
+    after_thought,
+    isolated_number,
+    last_boxed,
+    last_marked,
+    parse_number,
+    stated_answer,
+    tagged_answer,
+)
 from roll.rollout.groups import SampleGroup
 
 LONGEST = 200

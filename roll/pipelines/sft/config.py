@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from roll.config.checks.base import check_columns, check_data_files, check_resume, check_schedule
+from roll.config.checks.base import Checks, check_columns, check_data_files, check_resume, check_schedule
 from roll.config.checks.keys import note_unread
 from roll.config.checks.models import note_positions
-from roll.config.checks.roles import Checks, check_roles
+from roll.config.checks.roles import check_roles
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.pipelines import PipelineDefinition, Written
 from roll.config.plan.plan import Plan
@@ -24,7 +24,7 @@ class SFTValidationConfig(WorkerConfig):
 
 @dataclass(frozen=True)
 class SFTConfig(RunConfig):
-    """Everything an SFT run is told. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
+    """The keys of an SFT run. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
 
     pretrain: str = ""
     """Model to start from: a folder or a hub name."""

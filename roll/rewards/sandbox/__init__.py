@@ -9,8 +9,7 @@ own word.
 from roll.rewards.sandbox.cases import Cases, read_cases
 from roll.rewards.sandbox.client import Sandbox, SandboxError, Settings
 from roll.rewards.sandbox.judging import Judging, Outcome, judge
-from roll.rewards.sandbox.limits import Limits
-from roll.rewards.sandbox.protections import PROTECTIONS, MissingProtection, Report
+from roll.rewards.sandbox.protections import PROTECTIONS, Limits, MissingProtection, Report
 from roll.rewards.sandbox.snippets import CaseError
 
 __all__ = [

@@ -22,8 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from roll.rewards.sandbox import snippets
-from roll.rewards.sandbox.snippets import CaseError
+from roll.rewards.sandbox.snippets import CaseError, prepared, pytest_file
 
 Kind = Literal["io", "calls", "tests", "pytest"]
 _INPUT_KEYS, _OUTPUT_KEYS = ("stdin", "input"), ("expected_stdout", "output", "stdout")
@@ -88,10 +87,10 @@ def checked(cases: Cases) -> Cases:
         CaseError: the tests test nothing, or cannot work.
     """
     if cases.kind == "pytest":
-        snippets.pytest_file(cases.texts[0])
+        pytest_file(cases.texts[0])
     if cases.kind != "tests":
         return cases
-    tests = snippets.prepared(tuple(cases.texts), cases.setup, cases.entry_point)
+    tests = prepared(tuple(cases.texts), cases.setup, cases.entry_point)
     return replace(cases, kind="pytest" if tests.pytest else "tests", texts=list(tests.texts), setup=tests.setup)
 
 

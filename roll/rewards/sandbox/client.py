@@ -17,9 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from roll.rewards.sandbox import kernel, scratch
-from roll.rewards.sandbox.limits import Ended, Limits
-from roll.rewards.sandbox.protections import Report, check_required
+from roll.rewards.sandbox import confinement, kernel
+from roll.rewards.sandbox.protections import Ended, Limits, Report, check_required
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +116,7 @@ class Sandbox:
     def spawn(
         self, program: str, descriptors: Sequence[int], limits: Limits, more: dict[str, Any] | None = None
     ) -> Process:
-        """Start ``program`` (see :mod:`~roll.rewards.sandbox.programs`) on copies of ``descriptors``.
+        """Start ``program`` (see :mod:`~roll.rewards.sandbox.candidate`) on copies of ``descriptors``.
 
         Raises:
             SandboxError: the sandbox does not run.
@@ -246,4 +245,4 @@ def remove_folder(folder: str | None) -> None:
     """What a zygote that was killed has left; its processes have been killed with it."""
     if folder is not None and os.path.exists(folder):
         with contextlib.suppress(OSError):
-            scratch.remove_tree(folder)
+            confinement.remove_tree(folder)

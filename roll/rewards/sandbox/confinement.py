@@ -1,14 +1,282 @@
-"""What a forked process does to itself before any code of a response runs. Nothing of it can be taken back."""
+"""Confinement: the file system and the private folder of a process, what this host permits, and what a forked process
+does to itself before any code of a response runs. Nothing of it can be taken back."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import os
 import resource
-from collections.abc import Sequence
+import secrets
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
 
-from roll.rewards.sandbox import kernel, landlock, mounts, seccomp
-from roll.rewards.sandbox.limits import Limits, Means
+from roll.rewards.sandbox import kernel, seccomp
+from roll.rewards.sandbox.protections import Limits, Means
+
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+SETTINGS = (
+    "/etc/alternatives",
+    "/etc/ld.so.cache",
+    "/etc/ld.so.conf",
+    "/etc/ld.so.conf.d",
+    "/etc/localtime",
+)
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+SCRATCH = "/tmp"
+_SHARED_MEMORY = "/dev/shm"
+_MAX_SCRATCH_FILES = 4096
+_NEW_ROOT = "/tmp"
+_HELD = "/.held"
+"""Where readable paths that the private folders would hide are kept for a process that mounts those."""
+_OLD_ROOT = "/old-root"
+_PASSWD = "root:x:0:0::/:/bin/sh\nnobody:x:65534:65534::/tmp:/bin/sh\n"
+
+
+def readable_paths(extra: Sequence[str] = ()) -> list[str]:
+    """What a program may read: existing paths, none below another."""
+    python = [sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix)]
+    wanted = [os.path.abspath(path) for path in (*SYSTEM, *SETTINGS, *python, *extra)]
+    kept: list[str] = []
+    for path in sorted(dict.fromkeys(wanted), key=len):
+        if os.path.lexists(path) and not any(path == other or path.startswith(f"{other}/") for other in kept):
+            kept.append(path)
+    return kept
+
+
+def enter_view(readable: Sequence[str]) -> None:
+    """Make the calling process's own mount namespace contain ``readable``, a few devices and an empty ``/tmp``.
+
+    Raises:
+        OSError: this host does not let the process mount.
+    """
+    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    # The mount of the new root may hide a source: hold them all before.
+    sources = {path: os.open(path, os.O_PATH) for path in (*readable, *DEVICES) if not os.path.islink(path)}
+    links = {path: os.readlink(path) for path in readable if os.path.islink(path)}
+    kernel.mount("none", _NEW_ROOT, "tmpfs", kernel.MS_NOSUID, "mode=0755,size=1m")
+    for path, target in links.items():
+        os.makedirs(f"{_NEW_ROOT}{os.path.dirname(path)}", mode=0o755, exist_ok=True)
+        os.symlink(target, f"{_NEW_ROOT}{path}")
+    for path, descriptor in sources.items():
+        _bind(f"/proc/self/fd/{descriptor}", f"{_NEW_ROOT}{path}")
+    for path, held in hidden_paths(readable):
+        _bind(f"/proc/self/fd/{sources[path]}", f"{_NEW_ROOT}{held}")
+    for descriptor in sources.values():
+        os.close(descriptor)
+    for folder in (SCRATCH, _SHARED_MEMORY, "/proc", "/etc", _OLD_ROOT):
+        os.makedirs(f"{_NEW_ROOT}{folder}", mode=0o755, exist_ok=True)
+    with open(f"{_NEW_ROOT}/etc/passwd", "w", encoding="utf-8") as file:
+        file.write(_PASSWD)
+    kernel.pivot_root(_NEW_ROOT, f"{_NEW_ROOT}{_OLD_ROOT}")
+    os.chdir("/")
+    kernel.detach_mount(_OLD_ROOT)
+    os.rmdir(_OLD_ROOT)
+    kernel.make_read_only("/")
+
+
+def hidden_paths(readable: Sequence[str]) -> list[tuple[str, str]]:
+    """Readable paths inside the private folders, such as a Python under ``/tmp``, and where they are held."""
+    inside = [path for path in readable if path.startswith((f"{SCRATCH}/", f"{_SHARED_MEMORY}/"))]
+    return [(path, f"{_HELD}/{number}") for number, path in enumerate(inside)]
+
+
+def _bind(source: str, target: str) -> None:
+    if os.path.isdir(source):
+        os.makedirs(target, mode=0o755, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), mode=0o755, exist_ok=True)
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    kernel.mount(source, target, None, kernel.MS_BIND | kernel.MS_REC)
+
+
+def mount_scratch(size: int, readable: Sequence[str]) -> None:
+    """A private ``/tmp`` and ``/dev/shm`` of ``size`` bytes each, gone with the process; what is readable stays."""
+    kernel.unshare(kernel.CLONE_NEWNS)
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV
+    for folder in (SCRATCH, _SHARED_MEMORY):
+        kernel.mount("none", folder, "tmpfs", flags, f"mode=1777,size={size},nr_inodes={_MAX_SCRATCH_FILES}")
+    for path, held in hidden_paths(readable):
+        _bind(held, path)
+
+
+def mount_proc() -> None:
+    """The process's own ``/proc``, in its own process namespace.
+
+    Raises:
+        OSError: not permitted, as without privileges.
+    """
+    kernel.mount("none", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+
+
+_PREFIX = "roll-sandbox-"
+_OWNERS_RIGHTS = 0o700
+_AT_ONCE = 1000
+"""Names of a folder that are read at a time."""
+
+
+class OutOfBudget(Exception):
+    """There is more to remove than was asked for."""
+
+
+def make_parent() -> str:
+    """A folder for private folders: their names cannot be listed, and their owners cannot replace them."""
+    path = tempfile.mkdtemp(prefix=_PREFIX)
+    os.chmod(path, 0o711)
+    return path
+
+
+def make_folder(parent: str, uid: int | None) -> str:
+    path = tempfile.mkdtemp(dir=parent)
+    if uid is not None:
+        os.chown(path, uid, uid)
+    return path
+
+
+def remove_tree(path: str, budget: int | None = None) -> None:
+    """Remove a folder of any depth and with any permissions; every process that could still change it must have ended.
+
+    Without recursion and without long paths: each nested folder is moved up to the top before it is emptied.
+
+    Args:
+        budget: entries to remove at most; None: all.
+
+    Raises:
+        OutOfBudget: some are left.
+        OSError: it cannot be removed.
+    """
+    steps = itertools.count()
+    mark = secrets.token_hex(8)
+
+    def step() -> int:
+        number = next(steps)
+        if budget is not None and number >= budget:
+            raise OutOfBudget
+        return number
+
+    with contextlib.suppress(FileNotFoundError):
+        with opened(path) as top:
+            while names := listed(top):
+                for name, is_folder in names:
+                    step()
+                    if not is_folder:
+                        os.unlink(name, dir_fd=top)
+                        continue
+                    with opened(name, top) as folder:
+                        while inner := listed(folder):
+                            for each, nested in inner:
+                                number = step()
+                                if nested:
+                                    # A folder must be writable to get another parent.
+                                    with opened(each, folder):
+                                        moved = f"{mark}-{number}"
+                                        os.rename(each, moved, src_dir_fd=folder, dst_dir_fd=top)
+                                else:
+                                    os.unlink(each, dir_fd=folder)
+                    os.rmdir(name, dir_fd=top)
+        os.rmdir(path)
+
+
+def listed(folder: int) -> list[tuple[str, bool]]:
+    """Some entries of a folder, each with whether it is one itself."""
+    with os.scandir(folder) as entries:
+        return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in itertools.islice(entries, _AT_ONCE)]
+
+
+@contextlib.contextmanager
+def opened(path: str, parent: int | None = None) -> Iterator[int]:
+    """A folder, opened after its owner has got all rights back. Symbolic links are not followed.
+
+    Raises:
+        OSError: it is no folder, or someone else's.
+    """
+    flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        folder = os.open(path, os.O_RDONLY | flags, dir_fd=parent)
+    except PermissionError:
+        handle = os.open(path, os.O_PATH | flags, dir_fd=parent)
+        try:
+            # The folder itself, whatever its name leads to by now.
+            os.chmod(f"/proc/self/fd/{handle}", _OWNERS_RIGHTS)
+        finally:
+            os.close(handle)
+        folder = os.open(path, os.O_RDONLY | flags, dir_fd=parent)
+    try:
+        if os.fstat(folder).st_mode & _OWNERS_RIGHTS != _OWNERS_RIGHTS:
+            os.fchmod(folder, _OWNERS_RIGHTS)
+        yield folder
+    finally:
+        os.close(folder)
+
+
+UIDS = 16
+"""User ids of one sandbox, one a process at a time."""
+_FIRST_UID, _BLOCKS, _BLOCK = 60578, 35, UIDS + 1
+"""A range that distributions assign to nobody; the last of each block ends the processes of the others."""
+LATEST_ABI = 99
+
+_NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+
+
+def find_means(without: Set[str], landlock_abi: int | None = None) -> tuple[Means, object]:
+    """The means that need no preparation.
+
+    Args:
+        without: names of :data:`~roll.rewards.sandbox.protections.MEANS` that are left alone.
+        landlock_abi: the highest version of Landlock that is used; None: the kernel's.
+
+    Returns:
+        The means, and an object that must live as long as this process.
+    """
+    first_uid, claim = (None, None) if "uid" in without or os.geteuid() != 0 else claim_uids()
+    means = Means(
+        first_uid=first_uid,
+        landlock=0 if "landlock" in without else min(kernel.landlock_abi(), landlock_abi or LATEST_ABI),
+        seccomp="seccomp" not in without and seccomp.supported(),
+    )
+    return means, claim
+
+
+def try_view(means: Means, readable: Sequence[str]) -> Means:
+    """See only ``readable`` from now on, where the host permits it."""
+    with contextlib.suppress(OSError):
+        enter_view(readable)
+        return replace(means, mounts=True)
+    return means
+
+
+def enter_namespaces(means: Means) -> Means:
+    """All namespaces or none: as the superuser, else inside a user namespace, where any user is one."""
+    if os.geteuid() == 0:
+        with contextlib.suppress(OSError):
+            kernel.unshare(_NAMESPACES)
+            return replace(means, process_namespace=True, network_namespace=True)
+    uid, gid = os.geteuid(), os.getegid()
+    try:
+        kernel.unshare(kernel.CLONE_NEWUSER | _NAMESPACES)
+    except OSError:
+        return means
+    for name, content in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
+            file.write(content)
+    return replace(means, user_namespace=True, process_namespace=True, network_namespace=True, first_uid=None)
+
+
+def claim_uids() -> tuple[int | None, socket.socket | None]:
+    """User ids that no other sandbox of this host uses: the claim is a name that the kernel gives to one socket."""
+    for block in range(_BLOCKS):
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            claim.bind(f"\0roll-sandbox-{block}")
+            return _FIRST_UID + block * _BLOCK, claim
+        except OSError:
+            claim.close()
+    return None, None
+
 
 MAX_THREADS = 32
 MAX_OPEN_FILES = 64
@@ -32,7 +300,7 @@ def confine(means: Means, limits: Limits, uid: int | None, scratch: str, readabl
     """
     os.setsid()
     if means.mounts:
-        mounts.mount_scratch(limits.scratch, readable)
+        mount_scratch(limits.scratch, readable)
         if proc:
             try_proc()
     os.chdir(scratch)
@@ -48,7 +316,7 @@ def confine(means: Means, limits: Limits, uid: int | None, scratch: str, readabl
     kernel.prctl(kernel.PR_SET_PDEATHSIG, 9)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     if means.landlock and not means.mounts:
-        landlock.restrict(readable, [scratch, *mounts.DEVICES], means.landlock)
+        kernel.restrict_files(readable, [scratch, *DEVICES], means.landlock)
     if means.seccomp:
         reachable = means.process_namespace or uid is not None
         seccomp.install(
@@ -56,14 +324,14 @@ def confine(means: Means, limits: Limits, uid: int | None, scratch: str, readabl
             only_process=None if reachable else os.getpid(),
             # The superuser owns the host's devices, of which the standard streams are open files.
             own_files=means.mounts and os.geteuid() != 0,
-            truncate=means.mounts or means.landlock >= landlock.TRUNCATE_ABI,
+            truncate=means.mounts or means.landlock >= kernel.TRUNCATE_ABI,
         )
 
 
 def try_proc() -> None:
     """Mount ``/proc`` where that is permitted; most programs do without."""
     try:
-        mounts.mount_proc()
+        mount_proc()
     except OSError:
         return
 

@@ -22,10 +22,9 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any
 
-from roll.rewards.sandbox.channel import Channel
-from roll.rewards.sandbox.comparison import equal_values
 from roll.rewards.sandbox.proxies import AwaitableProxy, Proxy, Remote, ResponseGone
 from roll.rewards.sandbox.snippets import MODULE_NAMES, RUN_UNITTEST, bound_names
+from roll.rewards.sandbox.values import Channel, equal_values
 
 USUAL_ALIASES = {"np": "numpy", "pd": "pandas", "plt": "matplotlib.pyplot"}
 """Names under which tests use modules that they leave to the response to import."""

@@ -11,12 +11,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from roll.rewards.sandbox.candidate import COMPILE_STATUS
 from roll.rewards.sandbox.cases import Cases
 from roll.rewards.sandbox.client import Process, Sandbox
-from roll.rewards.sandbox.comparison import equal_output
-from roll.rewards.sandbox.limits import Ended, Limits
-from roll.rewards.sandbox.programs import COMPILE_STATUS
+from roll.rewards.sandbox.protections import Ended, Limits
 from roll.rewards.sandbox.snippets import CaseError, preparation
+from roll.rewards.sandbox.values import equal_output
 
 COMMAND_PROCESSES = 32
 """A shell and what it starts."""

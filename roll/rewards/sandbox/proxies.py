@@ -19,9 +19,17 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
-from roll.rewards.sandbox.channel import Channel, ChannelClosed, MessageTooLarge
-from roll.rewards.sandbox.instances import Instances
-from roll.rewards.sandbox.values import Encoded, decode, encode, encode_class, shared_class
+from roll.rewards.sandbox.values import (
+    Channel,
+    ChannelClosed,
+    Encoded,
+    Instances,
+    MessageTooLarge,
+    decode,
+    encode,
+    encode_class,
+    shared_class,
+)
 
 _SPECIAL = ("name", "doc", "dict", "bases", "mro", "qualname", "module", "annotations", "abstractmethods", "defaults")
 _READABLE = frozenset(f"__{name}__" for name in _SPECIAL)

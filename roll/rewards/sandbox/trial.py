@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import importlib
@@ -10,58 +9,16 @@ import json
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import asdict
-from functools import partial
-from typing import TYPE_CHECKING, Any
 
-from roll.rewards.sandbox import scratch
-from roll.rewards.sandbox.limits import Limits
-
-if TYPE_CHECKING:
-    from roll.rewards.sandbox.zygote import Zygote
+from roll.rewards.sandbox.protections import Limits
 
 SLOT = 0
-_LIMITS = Limits(wall=10.0)
+LIMITS = Limits(wall=10.0)
 _UNUSED_MODULE = "colorsys"
 """One of Python's that nothing here has loaded: loading it shows that the interpreter's files can be read."""
 _CANARY = b"alive"
 _TIME = 1_000_000_000
 _F_SETOWN = 8
-
-
-def try_out(zygote: Zygote) -> dict[str, Any]:
-    """What a process confined as ``zygote`` confines found: each finding is True where the protection held."""
-    means = zygote.means
-    reading, writing = os.pipe()
-    null = os.open(os.devnull, os.O_RDWR)
-    folder = zygote.make_folder(SLOT)
-    canary = make_canary(zygote.folder)
-    program = partial(attack, os.getpid(), means.process_namespace, means.mounts, canary)
-    pid, confined = zygote.fork(program, _LIMITS, SLOT, folder, [null, writing, null])
-    os.close(writing)
-    with open(reading, encoding="utf-8") as answer:
-        text = answer.read()
-    os.waitpid(pid, 0)
-    zygote.end_remaining(pid, SLOT)
-    if folder is not None:
-        with contextlib.suppress(OSError):
-            scratch.remove_tree(folder)
-    os.close(null)
-    os.close(confined)
-    found: dict[str, Any] = json.loads(text) if text else {"runs": False}
-    # Looked at from outside: a call that says it worked may have done nothing.
-    found["files"] = bool(found.get("files")) and is_unchanged(canary)
-    found["ends"] = means.process_namespace or means.first_uid is not None or means.seccomp
-    found["scratch"], found["user"] = means.mounts, means.first_uid is not None
-    values = {**asdict(means), "landlock": means.landlock or None}
-    found["means"] = [
-        f"landlock (version {value})" if name == "landlock" else name
-        for name, value in values.items()
-        if value is not None and value is not False
-    ]
-    if canary is not None:
-        os.unlink(canary)
-    return found
 
 
 def make_canary(parent: str | None) -> str | None:

@@ -1,7 +1,5 @@
-"""Python values as JSON and back, exactly: what two processes that do not trust each other hand to each other.
-
-Only plain data travels; unlike a pickle, a message cannot make its reader run anything.
-"""
+"""Python values as JSON and back, exactly: what two processes that do not trust each other hand to each other, over a
+socket, and how a value is compared with the expected one. Data only, never code."""
 
 from __future__ import annotations
 
@@ -11,8 +9,13 @@ import datetime
 import decimal
 import fractions
 import importlib
+import json
+import math
+import socket
+import struct
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Encoded = Any
@@ -137,3 +140,229 @@ def _decode_array(data: dict[str, Any]) -> Any:
         raise ValueError(f"an array of {dtype}")
     flat = numpy.frombuffer(base64.b64decode(data["v"]), dtype=dtype)
     return flat.reshape([int(length) for length in data["shape"]]).copy()
+
+
+Encoder = Callable[[Any], Encoded]
+Decoder = Callable[[dict[str, Any]], Any]
+
+
+class Instances:
+    """One side's objects.
+
+    Args:
+        mark: begins the keys that this side gives.
+        names: classes whose objects travel so.
+        find_class: this side's class of a name.
+    """
+
+    def __init__(self, mark: str, names: Sequence[str], find_class: Callable[[str], Any]) -> None:
+        self._mark = mark
+        self._names = frozenset(names)
+        self._find_class = find_class
+        self._by_key: dict[str, Any] = {}
+        self._keys: dict[int, str] = {}
+        self._reached: list[str] = []
+
+    def encode(self, value: Any) -> Encoded | None:
+        """A reference to the object; None if it is of no such class."""
+        kind = type(value)
+        if kind.__name__ not in self._names or self._find_class(kind.__name__) is not kind:
+            return None
+        key = self._keys.get(id(value))
+        if key is None:
+            key = f"{self._mark}{len(self._by_key)}"
+            self._add(key, value)
+        self._reached.append(key)
+        return {"t": "instance", "key": key}
+
+    def _add(self, key: str, value: Any) -> None:
+        self._by_key[key] = value
+        self._keys[id(value)] = key
+
+    def decode(self, data: Mapping[str, Any]) -> Any:
+        return self._by_key[data["key"]]
+
+    def attributes(self, other: Encoder, also: Sequence[str] = ()) -> dict[str, Any]:
+        """Class and attributes of all objects that were encoded since the last call, and of what they refer to."""
+        found: dict[str, Any] = {}
+        self._reached += also
+        while self._reached:
+            key = self._reached.pop()
+            if key not in found:
+                value = self._by_key[key]
+                found[key] = {}
+                state = [[name, encode(item, other)] for name, item in state_of(value)]
+                found[key] = {"class": type(value).__name__, "state": state}
+        return found
+
+    def update(self, sent: Mapping[str, Any], other: Decoder) -> None:
+        """Make the objects of a message, and give them and the known ones their attributes.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is nothing of the kind.
+        """
+        for key, item in sent.items():
+            if key not in self._by_key:
+                if item["class"] not in self._names:
+                    raise ValueError(f"no class {item['class']!r}")
+                kind = self._find_class(item["class"])
+                self._add(str(key), kind.__new__(kind))
+        for key, item in sent.items():
+            value = self._by_key[key]
+            for name, encoded in item["state"]:
+                if not str(name).isidentifier() or str(name).startswith("__"):
+                    raise ValueError(f"no attribute {name!r}")
+                object.__setattr__(value, name, decode(encoded, other))
+
+
+def state_of(value: Any) -> list[tuple[str, Any]]:
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    present = [(name, getattr(value, name)) for name in slots if not name.startswith("__") and hasattr(value, name)]
+    return [*getattr(value, "__dict__", {}).items(), *present]
+
+
+_HEADER = struct.Struct("<I")
+
+
+class ChannelClosed(Exception):
+    """The other process is gone, or sent what is no message."""
+
+
+class MessageTooLarge(Exception):
+    """More bytes than a message may have."""
+
+
+class Channel:
+    """One end."""
+
+    def __init__(self, descriptor: int, max_message: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._max_message = max_message
+        self.deadline: float | None = None
+        """Monotonic time after which sending and receiving raise ``TimeoutError``."""
+
+    def _limit_time(self) -> None:
+        if self.deadline is None:
+            return
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._socket.settimeout(left)
+
+    def send(self, message: dict[str, Any]) -> None:
+        """
+        Raises:
+            MessageTooLarge: nothing was sent.
+            ChannelClosed: nobody is there.
+        """
+        data = json.dumps(message).encode()
+        if len(data) > self._max_message:
+            raise MessageTooLarge
+        self._limit_time()
+        try:
+            self._socket.sendall(_HEADER.pack(len(data)) + data)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise ChannelClosed from error
+
+    def receive(self) -> dict[str, Any]:
+        """
+        Raises:
+            ChannelClosed: nobody is there, or what came is no message.
+        """
+        (size,) = _HEADER.unpack(self._read(_HEADER.size))
+        if size > self._max_message:
+            raise ChannelClosed(f"a message of {size} bytes")
+        try:
+            message = json.loads(self._read(size))
+        except (ValueError, RecursionError) as error:
+            raise ChannelClosed("what came is no message") from error
+        if not isinstance(message, dict):
+            raise ChannelClosed("what came is no message")
+        return message
+
+    def _read(self, size: int) -> bytes:
+        parts = []
+        while size:
+            self._limit_time()
+            try:
+                part = self._socket.recv(min(size, 1 << 16))
+            except TimeoutError:
+                raise
+            except OSError as error:
+                raise ChannelClosed from error
+            if not part:
+                raise ChannelClosed("the process is gone")
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+
+MAX_NUMERAL = 40
+"""Characters; nobody expects a longer decimal fraction."""
+
+
+def equal_output(printed: str, expected: str, tolerance: float) -> bool:
+    """Line by line without white space at the ends; decimal fractions within ``tolerance``, as contests judge."""
+    given, wanted = lines_of(printed), lines_of(expected)
+    if given == wanted:
+        return True
+    if len(given) != len(wanted):
+        return False
+    return all(
+        one == other or equal_tokens(one.split(), other.split(), tolerance)
+        for one, other in zip(given, wanted, strict=True)
+    )
+
+
+def lines_of(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def equal_tokens(given: list[str], wanted: list[str], tolerance: float) -> bool:
+    if len(given) != len(wanted):
+        return False
+    return all(one == other or equal_decimals(one, other, tolerance) for one, other in zip(given, wanted, strict=True))
+
+
+def equal_decimals(given: str, wanted: str, tolerance: float) -> bool:
+    """Two numerals, where a decimal fraction is wanted: whole numbers must be exact."""
+    if max(len(given), len(wanted)) > MAX_NUMERAL or not ({".", "e", "E"} & set(wanted)):
+        return False
+    try:
+        return within(float(given), float(wanted), tolerance)
+    except ValueError:
+        return False
+
+
+def within(given: float, wanted: float, tolerance: float) -> bool:
+    both_undefined = math.isnan(given) and math.isnan(wanted)
+    return both_undefined or math.isclose(given, wanted, rel_tol=tolerance, abs_tol=tolerance)
+
+
+def equal_values(given: Any, wanted: Any, tolerance: float) -> bool:
+    """Whether a returned value is the expected one of a JSON file, which knows no tuples and only texts as keys."""
+    if isinstance(wanted, list):
+        if not isinstance(given, (list, tuple)) or len(given) != len(wanted):
+            return False
+        return all(equal_values(one, other, tolerance) for one, other in zip(given, wanted, strict=True))
+    if isinstance(wanted, Mapping):
+        return isinstance(given, Mapping) and equal_mappings(given, wanted, tolerance)
+    if isinstance(wanted, bool) or isinstance(given, bool):
+        return type(given) is type(wanted) and given == wanted
+    if isinstance(wanted, int) and isinstance(given, float):
+        return given == wanted  # 5.0 is 5; a whole number has no tolerance
+    if isinstance(wanted, float):
+        try:
+            return isinstance(given, (int, float)) and within(given, wanted, tolerance)
+        except OverflowError:
+            return False
+    return type(given) is type(wanted) and bool(given == wanted)
+
+
+def equal_mappings(given: Mapping[Any, Any], wanted: Mapping[Any, Any], tolerance: float) -> bool:
+    keyed = {str(key): value for key, value in given.items()}
+    if len(keyed) != len(given) or keyed.keys() != {str(key) for key in wanted}:
+        return False
+    return all(equal_values(keyed[str(key)], value, tolerance) for key, value in wanted.items())

@@ -20,13 +20,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from roll.rewards.sandbox import host, kernel, mounts, programs, scratch, seccomp, trial
-from roll.rewards.sandbox.confinement import confine
-from roll.rewards.sandbox.limits import Limits, Means
+from roll.rewards.sandbox import candidate, confinement, kernel, seccomp, trial
+from roll.rewards.sandbox.protections import Limits, Means
 
 MAX_MESSAGE = 65536
 MAX_DESCRIPTORS = 8
@@ -68,7 +67,7 @@ class Zygote:
         self.means = means
         self._readable = readable
         self._children: dict[int, Child] = {}
-        self._free_slots = list(range(host.UIDS))
+        self._free_slots = list(range(confinement.UIDS))
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
         self._own_namespace = own_namespace
@@ -134,13 +133,13 @@ class Zygote:
 
     def _spawn(self, request: dict[str, Any], descriptors: list[int]) -> None:
         if not self._free_slots:
-            raise OSError(f"more than {host.UIDS} processes at a time")
+            raise OSError(f"more than {confinement.UIDS} processes at a time")
         limits = Limits(**request["limits"])
         slot = self._free_slots.pop()
         folder = None
         try:
             folder = self.make_folder(slot)
-            program = programs.PROGRAMS[request["program"]]
+            program = candidate.PROGRAMS[request["program"]]
             run = partial(program, request)
             pid, confined = self.fork(run, limits, slot, folder, descriptors, request.get("proc", False))
             deadline = time.monotonic() + limits.wall
@@ -172,8 +171,8 @@ class Zygote:
             try:
                 place_descriptors([*descriptors, writing])
                 self._confine_or_tell(len(descriptors), limits, slot, folder, proc)
-                programs.forget_own_modules()
-                programs.settle_in(folder or mounts.SCRATCH)
+                candidate.forget_own_modules()
+                candidate.settle_in(folder or confinement.SCRATCH)
                 program()
             finally:
                 os._exit(1)
@@ -190,7 +189,9 @@ class Zygote:
     def _confine_or_tell(self, told: int, limits: Limits, slot: int, folder: str | None, proc: bool) -> None:
         """Confine this process and write ``CONFINED``, or why not, to descriptor ``told``."""
         try:
-            confine(self.means, limits, self._uid(slot), folder or mounts.SCRATCH, self._readable, proc)
+            confinement.confine(
+                self.means, limits, self._uid(slot), folder or confinement.SCRATCH, self._readable, proc
+            )
             os.write(told, CONFINED)
         except (OSError, ValueError) as error:
             os.write(told, f"{type(error).__name__}: {error}".encode())
@@ -202,7 +203,41 @@ class Zygote:
 
     def make_folder(self, slot: int) -> str | None:
         """A private folder, where none can be mounted."""
-        return None if self.folder is None else scratch.make_folder(self.folder, self._uid(slot))
+        return None if self.folder is None else confinement.make_folder(self.folder, self._uid(slot))
+
+    def try_out(self) -> dict[str, Any]:
+        """Findings of a process that this zygote confines: each is True where the protection held."""
+        means = self.means
+        reading, writing = os.pipe()
+        null = os.open(os.devnull, os.O_RDWR)
+        folder = self.make_folder(trial.SLOT)
+        canary = trial.make_canary(self.folder)
+        program = partial(trial.attack, os.getpid(), means.process_namespace, means.mounts, canary)
+        pid, confined = self.fork(program, trial.LIMITS, trial.SLOT, folder, [null, writing, null])
+        os.close(writing)
+        with open(reading, encoding="utf-8") as answer:
+            text = answer.read()
+        os.waitpid(pid, 0)
+        self.end_remaining(pid, trial.SLOT)
+        if folder is not None:
+            with contextlib.suppress(OSError):
+                confinement.remove_tree(folder)
+        os.close(null)
+        os.close(confined)
+        found: dict[str, Any] = json.loads(text) if text else {"runs": False}
+        # Looked at from outside: a call that says it worked may have done nothing.
+        found["files"] = bool(found.get("files")) and trial.is_unchanged(canary)
+        found["ends"] = means.process_namespace or means.first_uid is not None or means.seccomp
+        found["scratch"], found["user"] = means.mounts, means.first_uid is not None
+        values = {**asdict(means), "landlock": means.landlock or None}
+        found["means"] = [
+            f"landlock (version {value})" if name == "landlock" else name
+            for name, value in values.items()
+            if value is not None and value is not False
+        ]
+        if canary is not None:
+            os.unlink(canary)
+        return found
 
     def _kill(self, child: Child) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -233,7 +268,7 @@ class Zygote:
             if killer == 0:
                 try:
                     # It may signal that user's processes, and none of them may signal it.
-                    its_own = uid - slot + host.UIDS
+                    its_own = uid - slot + confinement.UIDS
                     os.setresuid(its_own, uid, its_own)
                     os.kill(-1, signal.SIGKILL)
                 finally:
@@ -252,8 +287,8 @@ class Zygote:
         if folder is None:
             return
         try:
-            scratch.remove_tree(folder, REMOVED_AT_ONCE)
-        except (scratch.OutOfBudget, OSError):
+            confinement.remove_tree(folder, REMOVED_AT_ONCE)
+        except (confinement.OutOfBudget, OSError):
             # Nobody waits for what a program has left behind, and nothing of it can end this process.
             self._to_remove.append(folder)
             self._start_remover()
@@ -273,7 +308,7 @@ class Zygote:
                 kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
                 for folder in folders:
                     try:
-                        scratch.remove_tree(folder)
+                        confinement.remove_tree(folder)
                     except OSError as error:
                         self._warn(f"{folder} cannot be removed: {error}")
             finally:
@@ -323,11 +358,11 @@ def main() -> None:
     descriptor, settings = int(sys.argv[1]), json.loads(sys.argv[2])
     for module in (*WARM.split(), *settings["preload"]):
         importlib.import_module(module)
-    readable, without = mounts.readable_paths(settings["readable"]), set(settings["without"])
-    means, claim = host.find_means(without, settings["landlock_abi"])
+    readable, without = confinement.readable_paths(settings["readable"]), set(settings["without"])
+    means, claim = confinement.find_means(without, settings["landlock_abi"])
     own_namespace = None
     if "namespaces" not in without:
-        means = host.enter_namespaces(means)
+        means = confinement.enter_namespaces(means)
     if means.process_namespace:
         if inner := os.fork():
             # The first process of the namespace does the work; with it everything in the namespace ends.
@@ -336,31 +371,31 @@ def main() -> None:
             os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
         own_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY)
         if "mounts" not in without:
-            means = host.enter_view(means, readable)
+            means = confinement.try_view(means, readable)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     kernel.hide_from_other_processes()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=descriptor)
-    programs.forget_surroundings()
+    candidate.forget_surroundings()
     gc.collect()
     gc.freeze()
-    folder = None if means.mounts else scratch.make_parent()
+    folder = None if means.mounts else confinement.make_parent()
     try:
         zygote = Zygote(control, means, readable, own_namespace, folder)
-        found = trial.try_out(zygote)
+        found = zygote.try_out()
         # A user of its own may not be able to read this Python (under a home folder); a kernel may lack a part of the
         # rest.
         for less in ({"first_uid": None}, {"seccomp": False}, {"landlock": 0}):
             if not found["runs"]:
                 zygote.means = replace(zygote.means, **less)
-                found = trial.try_out(zygote)
+                found = zygote.try_out()
         control.send(json.dumps({"ready": True, "found": found, "folder": folder}).encode())
         zygote.serve()
     finally:
         if folder is not None:
             with contextlib.suppress(OSError):
-                scratch.remove_tree(folder)
+                confinement.remove_tree(folder)
     del claim
 
 

@@ -13,9 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.rewards.sandbox.comparison import equal_output, equal_values
-from roll.rewards.sandbox.instances import Instances
-from roll.rewards.sandbox.values import decode, encode, encode_class, shared_class
+from roll.rewards.sandbox.values import (
+    Instances,
+    decode,
+    encode,
+    encode_class,
+    equal_output,
+    equal_values,
+    shared_class,
+)
 
 
 def refuse(value: Any) -> Any:

@@ -1,0 +1,392 @@
+"""The context that every pipeline runs in: Ray, logs, trackers, phases, checkpoints, summary."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from roll.checkpoint import Checkpoint, CheckpointManager
+from roll.checkpoint.state import load_state, save_state
+from roll.config.loader import LoadedConfig
+from roll.config.reading.masking import masked
+from roll.distributed import Cluster, Interrupted, RemoteError, ResourceManager, Worker, ray_runtime
+from roll.distributed.guard import Guard
+from roll.distributed.signals import ending
+from roll.pipelines.files import PendingCheckpoint, write_samples
+from roll.pipelines.interruption import Interruption, command_to_go_on
+from roll.protocol.metrics import Metrics, merge_metrics, to_floats
+from roll.tracking import (
+    ENDING_LOGGER,
+    LOG_NAME,
+    METRICS_NAME,
+    PhaseTimer,
+    ProgressReporter,
+    RunSummary,
+    SampleTable,
+    TrackedRun,
+    build_trackers,
+    setup_logging,
+)
+from roll.tracking.console import INTERVAL_ENDS
+from roll.tracking.plots import drawing_command, plot_run
+
+logger = logging.getLogger(__name__)
+
+STATE_FOLDER = "pipeline"
+RESOLVED_CONFIG = "config.yaml"
+PLOT = "curves.png"
+SHOWN_SAMPLES = 8
+MEMORY_SECONDS = 30.0
+"""For a worker to say how much memory it has used."""
+
+
+class RunContext:
+    """Everything that a run needs besides its algorithm.
+
+    The metrics of a step are collected by :meth:`record` and written by :meth:`end_step`; phases are timed by
+    :meth:`phase`.  Steps are counted from 0; "after n steps" is checkpoint n and validation n.
+    """
+
+    def __init__(self, loaded: LoadedConfig[Any]) -> None:
+        self.config, self.plan = loaded.config, loaded.plan
+        self._loaded = loaded
+        self._clusters: list[Cluster] = []
+        self._shutdown_hooks: list[Callable[[], None]] = []
+        self._recorded: list[Metrics] = []
+        self._validations: dict[int, dict[str, float]] = {}
+        self._began = time.perf_counter()
+        self._timer = PhaseTimer(self._peak_memory if self.config.memory_steps else None)
+        self._measures_memory = False
+        self._pending: PendingCheckpoint | None = None
+        self._interruption = Interruption(self.config.interrupt_timeout)
+        self._guard: Guard | None = None
+        self._total_steps = 0
+        self._drawn = False
+        upload = self.config.checkpoint_config
+        self._checkpoints = CheckpointManager(
+            self.plan.checkpoint_dir,
+            self.config.max_ckpt_to_keep,
+            upload_dir=upload.output_dir,
+            async_upload=upload.async_upload,
+            keep_local_file=upload.keep_local_file,
+        )
+        self._resume = self._checkpoints.resolve(self.config.resume_from_checkpoint)
+
+    # Start and end
+
+    @contextmanager
+    def running(self) -> Iterator[ResourceManager]:
+        """Logs, trackers and Ray for the length of a run; whatever was started is stopped again, however it ends."""
+        log_dir = self.plan.log_dir
+        setup_logging(log_dir)
+        with self._curves_at_end(), ExitStack() as stack:
+            # Before any other file: on the further nodes of a run this does not return.
+            runtime = stack.enter_context(
+                ray_runtime(
+                    self.plan.num_devices_per_node,
+                    self.plan.num_nodes,
+                    self.config.system_envs,
+                    log_dir / "workers",
+                )
+            )
+            self._guard = runtime.guard
+            ending.on_first = self._interruption.begin
+            self._write_config()
+            self._tracker = build_trackers(self.config.track_with, self.config.tracker_kwargs, self._tracked_run())
+            stack.callback(self._tracker.close)
+            stack.callback(self._checkpoints.close)
+            resources = ResourceManager(self.plan.num_devices_per_node, self.plan.num_nodes)
+            stack.callback(resources.close)
+            self._leave_account()
+            try:
+                yield resources
+                with ending.holding():
+                    self._publish_checkpoint()
+            except BaseException as caught:
+                ending.release()
+                with ending.holding(then_raise=False):
+                    error = self._end_early(ending.meant(caught))
+                if error is caught:
+                    raise
+                raise error from None
+            self._interruption.end()
+            self._shut_down(graceful=True)
+
+    def _end_early(self, error: BaseException) -> BaseException:
+        """Save what there is to save, and end the clusters; ``error`` with an account of where the run stands."""
+        if isinstance(error, Interrupted):
+            self._interruption.save(self._publish_checkpoint)
+        self._interruption.end()
+        # A rank that hangs would not take part in an orderly end.
+        self._shut_down(graceful=False)
+        if self._pending is not None:
+            self._pending.discard()
+        error.add_note(self._account())
+        logging.getLogger(ENDING_LOGGER).error("%s: %s\n%s", type(error).__name__, error, self._account())
+        return error
+
+    @contextmanager
+    def _curves_at_end(self) -> Iterator[None]:
+        """However the block ends, the curves are drawn of what was logged."""
+        try:
+            yield
+        finally:
+            metrics = self.plan.log_dir / METRICS_NAME
+            if self._guard is not None and not self._drawn and metrics.exists():
+                with ending.holding(then_raise=False):
+                    self._draw_curves()
+
+    def _draw_curves(self) -> None:
+        self._drawn = True
+        metrics, plot = self.plan.log_dir / METRICS_NAME, self.plan.output_dir / PLOT
+        try:
+            plot_run(metrics, plot, self.plan.exp_name, self._loaded.pipeline.panels)
+        except (OSError, ValueError, RuntimeError) as error:
+            logger.warning("the curves could not be drawn: %s", error)
+
+    def _account(self) -> str:
+        """The progress of the run, and how to go on."""
+        reached, newest = self._interruption.steps_done, self._newest_checkpoint()
+        steps = "training had not begun" if reached is None else f"{reached} of {self._total_steps} steps are done"
+        if newest is None:
+            return f"{steps}; there is no checkpoint of this run"
+        return f"{steps}; newest checkpoint: {newest}\nto go on: {command_to_go_on(self._loaded)}"
+
+    def _newest_checkpoint(self) -> Path | None:
+        step = self._interruption.saved_steps
+        if step is None:
+            return None
+        name = f"checkpoint-{step}"
+        upload = self.config.checkpoint_config.output_dir
+        folders = [self._checkpoints.root, *([Path(upload)] if upload else [])]
+        candidates = [folder / name for folder in folders]
+        if self._resume is not None and self._resume.step == step:
+            candidates.append(self._resume.path)
+        return next((folder for folder in candidates if folder.is_dir()), candidates[0])
+
+    def _leave_account(self) -> None:
+        """Have the guard speak for this process, should that end hard."""
+        assert self._guard is not None
+        metrics, plot = self.plan.log_dir / METRICS_NAME, self.plan.output_dir / PLOT
+        self._guard.tell(
+            {
+                "account": self._account(),
+                "log": str((self.plan.log_dir / LOG_NAME).resolve()),
+                "command": drawing_command(metrics, plot, self.plan.exp_name, self._loaded.pipeline.panels),
+            }
+        )
+
+    def at_end(self, hook: Callable[[], None]) -> None:
+        """Add a shutdown hook, called before the clusters end, however the run ends."""
+        self._shutdown_hooks.append(hook)
+
+    def _shut_down(self, graceful: bool) -> None:
+        for hook in self._shutdown_hooks:
+            hook()
+        for cluster in self._clusters:
+            cluster.shutdown(graceful=graceful)
+
+    def _tracked_run(self) -> TrackedRun:
+        return TrackedRun(
+            log_dir=self.plan.log_dir,
+            exp_name=self.plan.exp_name,
+            config=masked(self._loaded.resolved),
+            resume_step=None if self._resume is None else self._resume.step - 1,
+        )
+
+    def _write_config(self) -> None:
+        for warning in self._loaded.warnings:
+            logger.warning("%s", warning)
+        text = yaml.safe_dump(masked(self._loaded.resolved), sort_keys=False, allow_unicode=True)
+        self.plan.output_dir.mkdir(parents=True, exist_ok=True)
+        (self.plan.output_dir / RESOLVED_CONFIG).write_text(text, encoding="utf-8")
+
+    def watch(self, clusters: Sequence[Cluster]) -> None:
+        """Clusters to shut down at the end, and to ask for their peak memory."""
+        self._clusters += clusters
+
+    def finish(self, steps: int) -> None:
+        """Draw the curves and show what came of the run."""
+        self._draw_curves()
+        plot = self.plan.output_dir / PLOT
+        files = {"log": self.plan.log_dir / LOG_NAME, **self._tracker.files(), "curves": plot}
+        validations = sorted(self._validations)
+        RunSummary(
+            title=self.plan.exp_name,
+            before=_overall(self._validations[validations[0]], True) if len(validations) > 1 else {},
+            after=_overall(self._validations[validations[-1]], True) if validations else {},
+            seconds=time.perf_counter() - self._began,
+            steps=steps,
+            files=files,
+        ).show()
+
+    # Steps, phases, metrics
+
+    def steps(self, first: int, end: int) -> Iterator[int]:
+        """The steps still to be done, with progress shown.
+
+        A signal that asks the run to end is obeyed between two steps, or wherever the caller says that a step may be
+        abandoned (:meth:`interruptible`).
+        """
+        self._total_steps = end
+        with (
+            ending.holding(),
+            ProgressReporter(end, self._loaded.pipeline.headlines, first_step=first) as self._progress,
+        ):
+            for step in range(first, end + 1):
+                self._interruption.reach(step)
+                self._leave_account()
+                if step == end:
+                    break
+                self._step_began = time.perf_counter()
+                self._measures_memory = bool(self.config.memory_steps) and step % self.config.memory_steps == 0
+                yield step
+
+    def save_when_interrupted(
+        self, state: Callable[[], dict[str, Any] | None], save: Callable[[int, dict[str, Any]], None]
+    ) -> None:
+        """Say what is saved on a signal that asks the run to end.
+
+        Args:
+            state: between two steps, the driver's state; None: it does not belong to the steps that are done.
+            save: writes a checkpoint after so many steps with such a state, in a step that was abandoned before it had
+                changed a model.
+        """
+        self._interruption.saves(state, save)
+
+    @property
+    def stopping(self) -> bool:
+        """A signal has asked the run to end: nothing new is to be begun."""
+        return ending.received is not None
+
+    def interruptible(self) -> AbstractContextManager[None]:
+        """The block changes no model: a signal may end it at any point, and what was before it is saved."""
+        return ending.interruptible()
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Time the block as ``time/<name>``."""
+        self._publish_if_written()
+        return self._timer.phase(name)
+
+    def record(self, metrics: Metrics) -> None:
+        """Metrics of the current step."""
+        self._recorded.append(metrics)
+
+    def end_step(self, step: int) -> None:
+        """Write what was recorded since the last step."""
+        self._publish_if_written()
+        seconds = time.perf_counter() - self._step_began
+        metrics = to_floats(merge_metrics(self._recorded)) | self._timer.pop()
+        metrics |= {"time/step_total": seconds, "system/global_step": float(step)}
+        if "system/tokens" in metrics:
+            metrics["system/tps"] = metrics["system/tokens"] / seconds
+        self._recorded = []
+        if step % self.config.logging_steps == 0:
+            self._tracker.log(metrics, step)
+            self._progress.update(metrics, done=step + 1)
+
+    def record_validation(self, metrics: Mapping[str, float], steps_done: int) -> None:
+        """Metrics of a validation after ``steps_done`` steps."""
+        self._validations[steps_done] = dict(metrics)
+        self._tracker.log(metrics, steps_done)
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in _overall(metrics).items())
+        logger.info("validation after %d steps: %s", steps_done, shown)
+
+    def dump_samples(self, kind: str, step: int, table: Callable[[], SampleTable], part: str = "") -> None:
+        """Write a step's samples where ``rollout_dump_dir`` says; a few of each validation go to the trackers.
+
+        Args:
+            kind: ``train`` or ``validation``.
+            part: the name of a validation set, if it has one.
+        """
+        name = f"{kind}-{part}" if part else kind
+        if self.plan.dump_dir is not None:
+            write_samples(self.plan.dump_dir / f"{name}-{step:06d}.jsonl", table())
+        if kind == "validation":
+            self._tracker.log_samples(name, list(table())[:SHOWN_SAMPLES], step)
+
+    def _peak_memory(self) -> dict[str, float]:
+        """Peak bytes of the worker that used most, by role, since the last call; nothing in steps that do not measure,
+        since asking every worker at every phase would cost more than a small step."""
+        if not self._measures_memory:
+            return {}
+        calls = [
+            (cluster.name, cluster.call_all(Worker.peak_memory).within(MEMORY_SECONDS)) for cluster in self._clusters
+        ]
+        peaks = {}
+        for name, call in calls:
+            try:
+                peaks[name] = float(max(call.result()))
+            except RemoteError as error:  # an engine may be lost and the run go on: its next call decides
+                logger.debug("no measurement of memory: %s", error)
+        return peaks
+
+    # Checkpoints
+
+    def is_save_due(self, step: int) -> bool:
+        """True when a checkpoint follows step ``step``."""
+        return bool(self.plan.save_steps) and (step + 1) % self.plan.save_steps == 0
+
+    @contextmanager
+    def writing_checkpoint(
+        self, steps_done: int, state: Mapping[str, Any], writers: Sequence[Cluster]
+    ) -> Iterator[Path]:
+        """A folder for the roles to write into; with ``state`` it becomes a checkpoint.
+
+        It appears when ``writers`` have all of it on disk: at the end of the block, else at the beginning of a later
+        phase, at the latest before the next checkpoint or the end of the run.
+        """
+        with self._timer.phase("save"):
+            self._publish_checkpoint()
+            pending = PendingCheckpoint(self._checkpoints.writing(steps_done), writers, steps_done)
+            try:
+                yield pending.path
+                save_state(pending.path / STATE_FOLDER, dict(state) | {"validations": self._validation_state()})
+            except BaseException:
+                pending.discard()
+                raise
+            self._pending = pending
+            self._publish_if_written()
+
+    def _publish_if_written(self) -> None:
+        if self._pending is not None and self._pending.is_written():
+            self._publish_checkpoint()
+
+    def _publish_checkpoint(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.publish()
+            self._interruption.saved_steps = pending.steps_done
+            self._leave_account()
+
+    def _validation_state(self) -> dict[str, dict[str, float]]:
+        return {str(steps): metrics for steps, metrics in self._validations.items()}
+
+    def checkpoint_to_resume(self) -> Checkpoint | None:
+        """The checkpoint that ``resume_from_checkpoint`` asks for, if there is one."""
+        if self._resume is not None:
+            self._checkpoints.set_aside_after(self._resume.step)
+            self._interruption.saved_steps = self._resume.step
+            logger.info("continuing from %s", self._resume.path)
+        return self._resume
+
+    def load_state(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """The state that :meth:`writing_checkpoint` was given."""
+        state = load_state(checkpoint.role(STATE_FOLDER))
+        self._validations = {int(steps): metrics for steps, metrics in state["validations"].items()}
+        return state
+
+
+def _overall(metrics: Mapping[str, float], intervals: bool = False) -> dict[str, float]:
+    """Metrics of whole validation sets: none by tag or under a second name, ends of intervals only where asked for."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if name.startswith("val/") and name.count("/") <= 2 and (intervals or not name.endswith(INTERVAL_ENDS))
+    }

@@ -1,0 +1,297 @@
+"""Answers in responses: after the thought, in a box, behind ``####``, in tags, stated in prose; and numbers as they are
+written."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+from roll.datasets.converters.math import last_boxed
+
+__all__ = [
+    "THOUGHT_END",
+    "THOUGHT_START",
+    "after_thought",
+    "last_boxed",
+    "last_marked",
+    "tagged_answer",
+]
+
+THOUGHT_START, THOUGHT_END = "<think>", "</think>"
+_MARKED = re.compile(r"####[ \t]*([^\n]+)")
+
+
+def after_thought(response: str, prompt: str = "") -> str | None:
+    """The part of a response that is meant for the reader, or None if the thought never ended.
+
+    A thought is opened in the response, or by the end of the prompt (templates that write ``<think>`` themselves).
+    """
+    _, closed, answer = response.rpartition(THOUGHT_END)
+    if closed:
+        return None if THOUGHT_START in answer else answer
+    opened = THOUGHT_START in response or prompt.rstrip().endswith(THOUGHT_START)
+    return None if opened else response
+
+
+def last_marked(text: str) -> str | None:
+    """What stands behind the last ``####`` on its line."""
+    found = _MARKED.findall(text)
+    return found[-1].strip() if found else None
+
+
+def tagged_answer(text: str) -> str | None:
+    """The contents of the last ``<answer>...</answer>``."""
+    end = text.rfind("</answer>")
+    begin = text.rfind("<answer>", 0, max(end, 0))
+    return text[begin + len("<answer>") : end].strip() if begin >= 0 else None
+
+
+MAX_LENGTH = 60
+"""Longer numerals are not answers, and exact arithmetic on them would only cost time."""
+
+_SIGN = r"[-+−–]?"
+_MONEY = r"(?:\\?[$€£¥]\s?)?"
+_DIGITS = r"(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)"
+NUMERAL = rf"{_SIGN}{_MONEY}{_SIGN}{_DIGITS}(?:\s?/\s?[0-9][0-9,]*(?![.,]?[0-9]))?"
+"""Regular expression of one numeral; :func:`parse_number` reads what it matches."""
+
+_GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
+_PARTS = re.compile(rf"({_SIGN}){_MONEY}({_SIGN})({_DIGITS})(?:\s?/\s?([0-9][0-9,]*))?\s?(?:\\?%)?")
+
+
+def parse_number(text: str) -> Fraction | None:
+    """The exact value of a numeral, or None if ``text`` is not one.
+
+    A comma must group thousands (``1,234``); a percent sign and a currency sign are dropped, so ``25%`` is 25.
+    """
+    text = text.strip()
+    if len(text) > MAX_LENGTH:
+        return None
+    match = _PARTS.fullmatch(text.rstrip(",").rstrip())
+    if match is None:
+        return None
+    outer, inner, numerator, denominator = match.groups()
+    if outer and inner:
+        return None
+    value = _decimal(numerator)
+    if value is not None and denominator:
+        divisor = _decimal(denominator)
+        value = value / divisor if divisor else None
+    if value is None:
+        return None
+    return -value if (outer or inner) in ("-", "−", "–") else value
+
+
+def _decimal(digits: str) -> Fraction | None:
+    whole, _, decimals = digits.rstrip(",").partition(".")
+    if "," in whole:
+        if _GROUPED.fullmatch(whole) is None:
+            return None
+        whole = whole.replace(",", "")
+    if not decimals:
+        return Fraction(int(whole or "0"))
+    scale = 10 ** len(decimals)
+    return Fraction(int(whole or "0") * scale + int(decimals), scale)
+
+
+TAIL = 2000
+"""Characters at the end of a text in which the answer is looked for."""
+MAX_FORMULA = 1000
+_FIRST = 0xE000
+_MASK = "[\ue000-\uf8ff]"
+"""One formula; Unicode's private use area."""
+
+_DELIMITED = re.compile(
+    r"(?<!\\)\$\$(?P<display>[^$]+)\$\$"
+    r"|\\\[(?P<bracket>.+?)\\\]"
+    r"|\\\((?P<parenthesis>.+?)\\\)"
+    r"|(?<![\\$])\$(?P<dollar>(?:\\.|[^$\\\n])+)\$(?![0-9$])"
+    r"|(?P<environment>\\begin\{(?P<name>[a-zA-Z]+\*?)\}.+?\\end\{(?P=name)\})",
+    re.DOTALL,
+)
+_PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+_MARKUP = re.compile(r"(?<![\w)])(?:\*\*|__)|(?:\*\*|__)(?![\w(])")
+
+_ANSWER = re.compile(
+    # "The final answer to part 2 is", "Answer:"
+    r"\banswers?\b(?:(?!\banswer|\.\s)[^\n?!]){0,100}?(?:\b(?:is|are|equals|becomes)\b|[:=])[\s:]*(?=\S)"
+    # a heading
+    r"|^\W*(?:final\s+)?answer\W*\n\s*(?=\S)",
+    re.IGNORECASE | re.MULTILINE,
+)
+_END = re.compile(r"[.!?](?=\s|$)|\n")
+_SENTENCES = re.compile(r"(?<=[.!?])(?<!\bi\.e\.)(?<!\be\.g\.)(?<!\bapprox\.)\s+|\n+")
+
+_JOINED = r"\s*(?:,\s*and\b|,\s*or\b|,|;|\band\b|\bor\b)\s*"
+_RUN = re.compile(rf"{_MASK}(?:(?:{_JOINED}){_MASK})*(?P<percent>\s*(?:\\?%|per\s?cent\b))?")
+_NEAR_WORDS = 3
+
+_VALUE = r"(?:\b(?:is|are|equals?|gives?|get|obtain|have|be|becomes?|therefore|thus|hence|so)\b|(?<![0-9]):|[=≈])[\s,]*"
+_ENDS_IN_NUMBER = re.compile(
+    rf"{_VALUE}(?P<number>{NUMERAL}(?:\s*\\?%)?)(?:\s?(?!times\b|of\b|more\b|less\b)[A-Za-z°]+)?\s*$", re.IGNORECASE
+)
+_INTRODUCED = re.compile(_VALUE.replace("[=≈]", "≈"), re.IGNORECASE)
+_NUMBER_AND_WORDS = re.compile(rf"(?P<number>{NUMERAL})(?P<percent>\s*(?:\\?%|per\s?cent\b))?(?P<rest>[^0-9]*)")
+_OPERATOR = re.compile(r"\s*(?:[-+*/^=<>(\[{!_:|\\×÷±≤≥,;]|or\b|and\b|to\b|mod\b|[A-Za-z]\b(?!\s*\.))")
+_OPENS, _GOES_ON = tuple("+*/^<>([{!_|×÷±≤≥-−"), tuple("-+*/^=<>[{!_|×÷±≤≥)]}(")
+"""Next to a number, these make it a part of something."""
+_MATH_WORDS = frozenset(
+    ("sqrt", "sin", "cos", "tan", "log", "ln", "exp", "pi", "inf", "infinity", "cup", "cap", "in", "mod", "min", "max")
+)
+_REMARK = re.compile(r"(?<=\s)\((?=[^()\\]*[A-Za-z]{3})[^()\\]*\)")
+_LEAD = re.compile(r"\s*(?:(?:thus|so|hence|therefore|then|finally|and|we|that)\b[\s,:]*)+", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Masked:
+    """A text in which every formula is one character."""
+
+    text: str
+    formulas: list[str]
+
+    def formula(self, character: str) -> str:
+        return self.formulas[ord(character) - _FIRST]
+
+
+def stated_answer(text: str) -> str | None:
+    """The answer in LaTeX or plain spelling, or None where nothing is stated."""
+    masked = mask(text[-TAIL:])
+    statements = list(_ANSWER.finditer(masked.text)) if "answer" in masked.text.lower() else []
+    for match in reversed(statements):
+        found = _from_statement(masked, _until_end(masked.text[match.end() :]))
+        if found is not None:
+            return found
+    sentence = last_sentence(masked)
+    return None if sentence is None else _from_sentence(masked, sentence)
+
+
+def isolated_number(text: str) -> str | None:
+    """The last number of the last sentence with a formula or a number, where that sentence has no formula and the
+    number stands alone: not part of ``2^10``, ``(1, 2)`` or ``x^2 + 3``."""
+    masked = mask(text[-TAIL:])
+    sentence = last_sentence(masked)
+    if sentence is None or re.search(_MASK, sentence) or "\\" in sentence.replace("\\$", "").replace("\\%", ""):
+        return None
+    matches = list(re.finditer(rf"(?<![0-9A-Za-z_.,])({NUMERAL})(?![0-9A-Za-z_]|[.,][0-9])", sentence))
+    if not matches:
+        return None
+    last = matches[-1]
+    before, after = sentence[: last.start()].rstrip(), sentence[last.end() :].lstrip()
+    if re.search(r"[0-9]\s*:$", before) or before.endswith(_OPENS) or after.startswith(_GOES_ON):
+        return None
+    return last.group(1).strip()
+
+
+@lru_cache(maxsize=16)
+def mask(text: str) -> Masked:
+    """Put one private character in the place of each formula, and drop bold type."""
+    formulas: list[str] = []
+    if not text.isascii():
+        text = re.sub(_MASK, " ", text)
+
+    def replace(match: re.Match[str]) -> str:
+        kind = match.lastgroup if match.lastgroup != "name" else "environment"
+        content = match.group() if kind == "environment" else match.group(kind or 0)
+        formulas.append(content.strip().rstrip(".,;").rstrip())
+        return chr(_FIRST + len(formulas) - 1)
+
+    pieces, position = [], 0
+    # Most texts without formulas have not even the characters that these begin with.
+    has_formulas = "$" in text or "\\" in text
+    while has_formulas and (match := _DELIMITED.search(text, position)) is not None:
+        if match.group("dollar") is not None and _is_money(match.group("dollar")):
+            # The first sign stands before an amount; the second may open a formula or stand before another amount.
+            pieces.append(text[position : match.start() + 1])
+            position = match.start() + 1
+            continue
+        pieces += [text[position : match.start()], replace(match)]
+        position = match.end()
+    masked = "".join([*pieces, text[position:]])
+    has_markup = "**" in masked or "__" in masked
+    return Masked(_MARKUP.sub("", masked) if has_markup else masked, formulas)
+
+
+def _is_money(content: str) -> bool:
+    """Whether ``5 and then `` stands between two amounts, not in a formula."""
+    return content[0].isdigit() and (content[-1].isspace() or content[-1] == "(") and bool(_PROSE.search(content))
+
+
+def _until_end(text: str) -> str:
+    """The rest of the sentence."""
+    end = _END.search(text)
+    return text if end is None else text[: end.start()]
+
+
+def last_sentence(masked: Masked) -> str | None:
+    """The last one that has a formula, a number or a LaTeX command."""
+    for sentence in reversed(_SENTENCES.split(masked.text)):
+        if re.search(rf"{_MASK}|[0-9]|\\[a-zA-Z]", sentence):
+            return _REMARK.sub(" ", sentence).strip().rstrip(".!").rstrip()
+    return None
+
+
+def _from_statement(masked: Masked, segment: str) -> str | None:
+    """The answer from what follows ``the answer is``."""
+    runs = list(_RUN.finditer(segment))
+    if not runs:
+        return _plain_value(segment)
+    near = len(segment[: runs[0].start()].split()) <= _NEAR_WORDS
+    return _joined(masked, runs[0] if near else runs[-1])
+
+
+def _from_sentence(masked: Masked, sentence: str) -> str | None:
+    """The answer from a sentence that does not say that it is one."""
+    runs = list(_RUN.finditer(sentence))
+    if runs:
+        number = _ENDS_IN_NUMBER.search(sentence, runs[-1].end())
+        if number is not None:
+            return number.group("number").strip()
+        return _joined(masked, runs[-1])
+    introduced = list(_INTRODUCED.finditer(sentence))
+    for match in reversed(introduced):
+        value = sentence[match.end() :]
+        if _looks_like_mathematics(value):
+            return _plain_value(value)
+    whole = _LEAD.sub("", sentence, count=1)
+    return _plain_value(whole) if _looks_like_mathematics(whole) else None
+
+
+def _joined(masked: Masked, run: re.Match[str]) -> str:
+    """Formulas that stand together, as one list."""
+    formulas = [_end_of_chain(masked.formula(character)) for character in re.findall(_MASK, run.group())]
+    return ", ".join(formulas) + (r"\%" if run.group("percent") and not formulas[-1].endswith("%") else "")
+
+
+def _end_of_chain(formula: str) -> str:
+    """The last link of ``a + b = 3 + 4 = 7``; a single equation is left as it is."""
+    links = re.split(r"(?<![<>!:=\\])=(?!=)", formula)
+    is_chain = len(links) > 2 and "," not in formula and "\\\\" not in formula
+    return links[-1].strip() if is_chain else formula
+
+
+def _plain_value(segment: str) -> str | None:
+    """A value written without delimiters; words behind a number are its unit."""
+    segment = _REMARK.sub(" ", segment).strip().strip("\"'`*").rstrip(".,;:! ").strip()
+    if segment.startswith("$") and segment.count("$") == 1 and not segment[1:2].isdigit():
+        segment = segment[1:]  # a formula that was never closed
+    if not segment or len(segment) > MAX_FORMULA:
+        return None
+    number = _NUMBER_AND_WORDS.fullmatch(segment)
+    if number is not None and not _OPERATOR.match(number.group("rest")):
+        return number.group("number").strip() + (r"\%" if number.group("percent") else "")
+    return segment
+
+
+def _looks_like_mathematics(value: str) -> bool:
+    """Whether there are digits, commands or operators, and no words but those of mathematics; or a number and its
+    unit."""
+    value = value.strip()
+    if not re.search(r"[0-9\\]", value):
+        return False
+    number = _NUMBER_AND_WORDS.fullmatch(value)
+    if number is not None and not _OPERATOR.match(number.group("rest")):
+        return True
+    bare = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s*\{[^{}]*\}|\\[a-zA-Z]+", " ", value)
+    return all(word.lower() in _MATH_WORDS for word in _PROSE.findall(bare))

@@ -1,0 +1,348 @@
+"""Client of reward services: JSON with retries, deadlines, bounded concurrency, and a cache of answers."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import math
+import os
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import httpx2
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_random_exponential
+
+from roll.config.reading.masking import masked_text, register_secrets
+
+logger = logging.getLogger(__name__)
+
+RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""Statuses that may be gone at the next try; others, such as 401 and 404, never get better."""
+SHOWN_BODY = 300
+"""Characters of an error's body that are quoted."""
+MAX_REPLY = 16 * 2**20
+"""Bytes of an answer. None may come compressed: a few would become gigabytes."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class HttpSettings:
+    """How patiently a service is asked."""
+
+    request_timeout: float = 30.0
+    """Seconds for one try, from connecting to the last byte."""
+    total_timeout: float = 60.0
+    """Seconds for a request with all its tries and the pauses between them; waiting for a free slot does not count."""
+    max_retries: int = 4
+    """Tries beyond the first."""
+    backoff: float = 0.5
+    """Upper end of the first pause in seconds; it doubles from try to try. The pause is drawn evenly from below it, so
+    that many workers do not come back at the same moment."""
+    max_backoff: float = 20.0
+    """Longest pause in seconds, also of those that the service asks for by ``Retry-After``."""
+    concurrency: int = 32
+    """Requests under way at a time."""
+
+
+class HttpOptions(Protocol):
+    """The options of a reward that asks a service, in a file's words."""
+
+    timeout: float
+    """Seconds that one request may take, with all tries."""
+    request_timeout: float | None
+    """Seconds of one try; None: ``timeout``."""
+    max_retries: int
+    backoff: float
+    max_backoff: float
+    concurrency: int
+
+
+def settings_of(options: HttpOptions) -> HttpSettings:
+    """How patiently a reward with these options asks."""
+    return HttpSettings(
+        request_timeout=options.request_timeout or options.timeout,
+        total_timeout=options.timeout,
+        max_retries=options.max_retries,
+        backoff=options.backoff,
+        max_backoff=options.max_backoff,
+        concurrency=options.concurrency,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came of one request: exactly one of ``body`` and ``error`` is there."""
+
+    body: Any = None
+    error: str | None = None
+    """Begins with ``timeout:`` where time ran out."""
+    tries: int = 1
+
+
+class ServiceError(Exception):
+    """One try failed.
+
+    Args:
+        retry_after: seconds that the service asks to be left alone.
+    """
+
+    def __init__(self, message: str, is_transient: bool, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.is_transient = is_transient
+        self.retry_after = retry_after
+
+
+class JsonClient:
+    """One service. Safe to use from several threads; they share its slots and connections, made with the first request.
+
+    Args:
+        url: where requests are posted to.
+        api_key: sent as bearer token, and never part of a message; empty: none is sent.
+    """
+
+    def __init__(self, url: str, settings: HttpSettings, api_key: str = "") -> None:
+        self._url = url
+        self._settings = settings
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        register_secrets({"api_key": api_key})
+        self._thread = LoopThread(f"http client of {url}")
+        self._client: httpx2.AsyncClient | None = None
+
+    def post(self, bodies: Sequence[Any]) -> list[Reply]:
+        """Post every body; one reply each, in order. Never raises for what the service does."""
+        return self._thread.run(self._post_all(bodies)) if bodies else []
+
+    def close(self) -> None:
+        """Close connections and thread."""
+        if self._client is not None:
+            self._thread.run(self._client.aclose())
+            self._client = None
+        self._thread.close()
+
+    async def _post_all(self, bodies: Sequence[Any]) -> list[Reply]:
+        if self._client is None:
+            self._client, self._slots = self._connect(), asyncio.Semaphore(self._settings.concurrency)
+        return await asyncio.gather(*(self._post(body) for body in bodies))
+
+    def _connect(self) -> httpx2.AsyncClient:
+        size = self._settings.concurrency
+        return httpx2.AsyncClient(
+            headers={**self._headers, "Accept-Encoding": "identity"},
+            timeout=self._settings.request_timeout,
+            limits=httpx2.Limits(max_connections=size, max_keepalive_connections=size),
+            # A proxy of the environment is for services outside; it cannot reach this host's own loopback.
+            trust_env=httpx2.URL(self._url).host not in LOOPBACK,
+        )
+
+    async def _post(self, body: Any) -> Reply:
+        settings, state = self._settings, _Progress()
+        async with self._slots:
+            try:
+                async with asyncio.timeout(settings.total_timeout):
+                    answer = await self._try_repeatedly(body, state)
+            except TimeoutError:
+                last = f"; before that: {state.last_error}" if state.last_error else ""
+                message = f"timeout: no answer within {settings.total_timeout:g} s ({state.tries} tries{last})"
+                return Reply(error=masked_text(message), tries=state.tries)
+            except ServiceError as error:
+                tries = f" ({state.tries} tries)" if state.tries > 1 else ""
+                return Reply(error=masked_text(f"{error}{tries}"), tries=state.tries)
+        return Reply(answer, tries=state.tries)
+
+    async def _try_repeatedly(self, body: Any, state: _Progress) -> Any:
+        settings = self._settings
+        retrying = AsyncRetrying(
+            retry=retry_if_exception(lambda error: isinstance(error, ServiceError) and error.is_transient),
+            stop=stop_after_attempt(settings.max_retries + 1),
+            wait=self._pause,
+            before_sleep=state.note,
+            reraise=True,
+        )
+        async for attempt in retrying:
+            with attempt:
+                state.tries += 1
+                return await self._try_once(body)
+        raise AssertionError("tenacity either returns or raises")
+
+    def _pause(self, state: RetryCallState) -> float:
+        """Seconds until the next try."""
+        settings = self._settings
+        drawn = float(wait_random_exponential(multiplier=settings.backoff, max=settings.max_backoff)(state))
+        error = state.outcome.exception() if state.outcome is not None else None
+        asked = error.retry_after if isinstance(error, ServiceError) else None
+        return drawn if asked is None else min(max(asked, drawn), settings.max_backoff)
+
+    async def _post_bounded(self, client: httpx2.AsyncClient, body: Any) -> httpx2.Response:
+        """The answer, of which no more than :data:`MAX_REPLY` bytes are ever held.
+
+        Raises:
+            ServiceError: it is longer, or compressed although nobody asked for that.
+        """
+        async with client.stream("POST", self._url, json=body) as response:
+            encoding = response.headers.get("content-encoding", "identity")
+            if encoding.lower() != "identity":
+                raise ServiceError(f"{self._url}: the answer is compressed ({encoding[:20]!r})", is_transient=False)
+            content = bytearray()
+            async for piece in response.aiter_raw():
+                content += piece
+                if len(content) > MAX_REPLY:
+                    raise ServiceError(f"{self._url}: the answer is longer than {MAX_REPLY} bytes", is_transient=False)
+        return httpx2.Response(response.status_code, headers=response.headers, content=bytes(content))
+
+    async def _try_once(self, body: Any) -> Any:
+        assert self._client is not None
+        try:
+            async with asyncio.timeout(self._settings.request_timeout):
+                response = await self._post_bounded(self._client, body)
+        except (TimeoutError, httpx2.TimeoutException) as error:
+            message = f"timeout: {self._url} did not answer within {self._settings.request_timeout:g} s"
+            raise ServiceError(message, is_transient=True) from error
+        except httpx2.TransportError as error:
+            raise ServiceError(f"{self._url}: {type(error).__name__}: {error}", is_transient=True) from error
+        if response.status_code != 200:
+            text = shown_body(response.text)
+            message = f"{self._url}: status {response.status_code}: {text}"
+            raise ServiceError(message, response.status_code in RETRIED_STATUS, retry_after(response))
+        try:
+            return response.json()
+        except (ValueError, RecursionError) as error:  # also integers of thousands of digits, and endless nesting
+            text = shown_body(response.text)
+            raise ServiceError(f"{self._url}: the answer is not JSON: {text!r}", is_transient=True) from error
+
+
+class _Progress:
+    """How often a request was tried, and what went wrong last."""
+
+    def __init__(self) -> None:
+        self.tries = 0
+        self.last_error = ""
+
+    def note(self, state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome is not None else None
+        self.last_error = str(error)
+        logger.debug("try %d failed: %s", self.tries, error)
+
+
+def shown_body(text: str) -> str:
+    """The beginning of an error's body. Services quote the key that they refuse: masked before anything is cut."""
+    return masked_text(" ".join(text[: 4 * SHOWN_BODY].split()))[:SHOWN_BODY]
+
+
+def retry_after(response: httpx2.Response) -> float | None:
+    """The seconds of a ``Retry-After`` header; None without one, or where it is a date."""
+    try:
+        seconds = float(response.headers.get("retry-after", ""))
+    except ValueError:
+        return None
+    return None if math.isnan(seconds) else max(0.0, seconds)
+
+
+MISSING = object()
+
+
+class AnswerCache:
+    """Least recently used answers leave memory; what is on disk stays. Safe to use from several threads and processes.
+
+    Args:
+        folder: where answers are kept between runs, one JSON file each; None: in memory only.
+        max_entries: answers held in memory.
+    """
+
+    def __init__(self, folder: Path | None = None, max_entries: int = 100_000) -> None:
+        self._folder = folder
+        self._max_entries = max_entries
+        self._entries: OrderedDict[str, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def key(*content: Any) -> str:
+        """The same for the same content, in every process: SHA-256 of its JSON."""
+        text = json.dumps(content, sort_keys=True, ensure_ascii=False, default=str)
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+    def get(self, key: str) -> Any:
+        """The answer, or :data:`MISSING`."""
+        with self._lock:
+            if key in self._entries:
+                self._entries.move_to_end(key)
+                return self._entries[key]
+        answer = self._read(key)
+        if answer is not MISSING:
+            self._remember(key, answer)
+        return answer
+
+    def put(self, key: str, answer: Any) -> None:
+        """Keep an answer, which must be JSON."""
+        self._remember(key, answer)
+        if self._folder is not None:
+            self._write(self._file(self._folder, key), answer)
+
+    def _remember(self, key: str, answer: Any) -> None:
+        with self._lock:
+            self._entries[key] = answer
+            self._entries.move_to_end(key)
+            while len(self._entries) > self._max_entries:
+                self._entries.popitem(last=False)
+
+    def _read(self, key: str) -> Any:
+        if self._folder is None:
+            return MISSING
+        try:
+            return json.loads(self._file(self._folder, key).read_text(encoding="utf-8"))
+        except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):  # a damaged file is asked for again
+            return MISSING
+
+    @staticmethod
+    def _file(folder: Path, key: str) -> Path:
+        return folder / key[:2] / f"{key}.json"
+
+    @staticmethod
+    def _write(file: Path, answer: Any) -> None:
+        """Whole or not at all: other workers may read the folder."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as temporary:
+            json.dump(answer, temporary)
+        os.replace(temporary.name, file)
+
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Starts with the first coroutine; several threads may run coroutines on it at the same time."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Wait for a coroutine, from any thread but the loop's own."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._running()).result()
+
+    def close(self) -> None:
+        """End the thread; a later :meth:`run` would start another."""
+        with self._lock:
+            if self._loop is None or self._thread is None:
+                return
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+            self._loop = self._thread = None
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                # A daemon: a reward that nobody closed does not keep its process alive.
+                self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
+                self._thread.start()
+            return self._loop

@@ -1,0 +1,207 @@
+"""The IFEval reward: the share of a prompt's instructions that a response follows, strictly or loosely."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from roll.rewards.answers import after_thought
+from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
+from roll.rewards.ifeval_instructions import CHECKS
+
+MAX_LENGTH = 200_000
+"""Characters that are looked at; nothing that is asked for takes more."""
+Instruction = tuple[str, dict[str, Any]]
+
+
+@dataclass
+class IFEval(RewardRule):
+    """1 where all instructions of the prompt are followed, else 0; with ``partial`` the share that is.
+
+    The instructions come from the columns ``instruction_id_list`` and ``kwargs`` as IFEval publishes them, or from the
+    ground truth: a mapping (or its JSON) with those two, or with ``func_name`` as in RLVR-IFeval.
+    """
+
+    numbers: ClassVar[tuple[str, ...]] = ("strict", "loose", "instructions_strict", "instructions_loose")
+    mode: Literal["strict", "loose"] = "strict"
+    """``loose``: an instruction also counts as followed if it is without markdown stars, or without the first line (an
+    introduction), the last (a farewell), or both."""
+    partial: bool = False
+    """Score the share of the instructions."""
+    score: float = 1.0
+    """Score of a response that follows all."""
+
+    def __post_init__(self) -> None:
+        if importlib.util.find_spec("langdetect") is None:
+            raise RewardOptionError(
+                "ifeval tells languages with langdetect, which is missing: pip install 'roll-rl[ifeval]'"
+            )
+
+    def judge(self, sample: RewardSample) -> RewardResult:
+        text = (after_thought(sample.response, sample.prompt) or "")[:MAX_LENGTH].strip()
+        try:
+            return self._verdict(text, read_instructions(sample))
+        except (TypeError, ValueError) as error:  # of the row: arguments that a check cannot use
+            return failure(f"ifeval: {error}")
+
+    def _verdict(self, text: str, instructions: Sequence[Instruction]) -> RewardResult:
+        strict = [follows(text, *instruction) for instruction in instructions]
+        variants = list(loosened(text))
+        loose = [
+            followed or any(follows(variant, *instruction) for variant in variants)
+            for followed, instruction in zip(strict, instructions, strict=True)
+        ]
+        verdicts = strict if self.mode == "strict" else loose
+        value = sum(verdicts) / len(verdicts) if self.partial else float(all(verdicts))
+        return RewardResult(
+            self.score * value,
+            {
+                "strict": float(all(strict)),
+                "loose": float(all(loose)),
+                "instructions_strict": sum(strict) / len(strict),
+                "instructions_loose": sum(loose) / len(loose),
+            },
+        )
+
+
+def follows(text: str, identity: str, arguments: Mapping[str, Any]) -> bool:
+    """An empty text follows nothing."""
+    return bool(text.strip()) and CHECKS[identity](text, **arguments)
+
+
+def loosened(text: str) -> Iterator[str]:
+    """The text's variants of the loose criterion (IFEval, section 2.2), beside the text itself."""
+    lines = text.split("\n")
+    pieces = (lines, lines[1:], lines[:-1], lines[1:-1])
+    for number, piece in enumerate("\n".join(part).strip() for part in pieces):
+        if number:
+            yield piece
+        yield piece.replace("*", "")
+
+
+def read_instructions(sample: RewardSample) -> list[Instruction]:
+    """Types and arguments, checked.
+
+    Raises:
+        ValueError: there are none, or they cannot be used; with what is wrong.
+    """
+    source = sample.row if sample.row.get("instruction_id_list") is not None else as_mapping(sample.ground_truth)
+    if "func_name" in source:
+        found = [as_instruction(source)]
+    else:
+        identities, arguments = source.get("instruction_id_list"), source.get("kwargs")
+        identities = json.loads(identities) if isinstance(identities, str) else identities
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if identities is None or not len(identities):
+            raise ValueError("the row has no instruction_id_list, and its ground_truth names no instruction")
+        arguments = [{}] * len(identities) if arguments is None else arguments
+        if len(arguments) != len(identities):
+            raise ValueError(f"{len(identities)} instructions but {len(arguments)} kwargs")
+        found = list(zip(identities, map(as_mapping, arguments), strict=True))
+    return [checked(identity, arguments) for identity, arguments in found]
+
+
+def as_mapping(value: Any) -> dict[str, Any]:
+    """A mapping, or one written as JSON; anything else is empty."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return {}
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def checked(identity: str, arguments: Mapping[str, Any]) -> Instruction:
+    """Arguments without those that are null, which published rows carry for all other types.
+
+    Raises:
+        ValueError: no such type, or an argument that it lacks.
+    """
+    if identity not in CHECKS:
+        near = difflib.get_close_matches(str(identity), CHECKS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"no such instruction: {identity!r}{hint}")
+    parameters = list(inspect.signature(CHECKS[identity]).parameters.values())[1:]
+    missing = [p.name for p in parameters if p.default is p.empty and arguments.get(p.name) is None]
+    if missing:
+        raise ValueError(f"{identity}: kwargs lack {missing[0]!r}")
+    return identity, {p.name: arguments[p.name] for p in parameters if arguments.get(p.name) is not None}
+
+
+FUNCTIONS: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
+    "verify_keywords": ("keywords:existence", {"keyword_list": "keywords"}, {}),
+    "verify_keyword_frequency": (
+        "keywords:frequency",
+        {"word": "keyword", "N": "frequency"},
+        {"relation": "exactly"},
+    ),
+    "validate_forbidden_words": ("keywords:forbidden_words", {"forbidden_words": "forbidden_words"}, {}),
+    "verify_letter_frequency": (
+        "keywords:letter_frequency",
+        {"letter": "letter", "N": "let_frequency"},
+        {"let_relation": "exactly"},
+    ),
+    "validate_response_language": ("language:response_language", {"language": "language"}, {}),
+    "verify_paragraph_count": ("length_constraints:number_paragraphs", {"N": "num_paragraphs"}, {}),
+    "validate_word_constraint": (
+        "length_constraints:number_words",
+        {"N": "num_words", "quantifier": "relation"},
+        {},
+    ),
+    "verify_sentence_constraint": (
+        "length_constraints:number_sentences",
+        {"N": "num_sentences", "quantifier": "relation"},
+        {},
+    ),
+    "validate_paragraphs": (
+        "length_constraints:nth_paragraph_first_word",
+        {"N": "num_paragraphs", "i": "nth_paragraph", "first_word": "first_word"},
+        {},
+    ),
+    "verify_postscript": ("detectable_content:postscript", {"postscript_marker": "postscript_marker"}, {}),
+    "validate_placeholders": ("detectable_content:number_placeholders", {"N": "num_placeholders"}, {}),
+    "verify_bullet_points": ("detectable_format:number_bullet_lists", {"N": "num_bullets"}, {}),
+    "validate_title": ("detectable_format:title", {}, {}),
+    "validate_choice": ("detectable_format:constrained_response", {"options": "options"}, {}),
+    "validate_highlighted_sections": ("detectable_format:number_highlighted_sections", {"N": "num_highlights"}, {}),
+    "validate_sections": (
+        "detectable_format:multiple_sections",
+        {"N": "num_sections", "section_splitter": "section_spliter"},
+        {},
+    ),
+    "validate_json_format": ("detectable_format:json_format", {}, {}),
+    "validate_repeat_prompt": ("combination:repeat_prompt", {"original_prompt": "prompt_to_repeat"}, {}),
+    "validate_two_responses": ("combination:two_responses", {}, {}),
+    "validate_uppercase": ("change_case:english_capital", {}, {}),
+    "validate_lowercase": ("change_case:english_lowercase", {}, {}),
+    "validate_frequency_capital_words": (
+        "change_case:capital_word_frequency",
+        {"N": "capital_frequency", "quantifier": "capital_relation"},
+        {},
+    ),
+    "validate_end": ("startend:end_checker", {"end_phrase": "end_phrase"}, {}),
+    "validate_quotation": ("startend:quotation", {}, {}),
+    "validate_no_commas": ("punctuation:no_comma", {}, {}),
+}
+"""By function: the instruction's type, its arguments by theirs, and arguments that the function implies."""
+
+
+def as_instruction(truth: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Type and ``kwargs`` of an instruction given as ``{"func_name": ..., arguments}``.
+
+    Raises:
+        ValueError: no such function.
+    """
+    name = truth["func_name"]
+    if name not in FUNCTIONS:
+        raise ValueError(f"func_name {name!r} is none of RLVR-IFeval's")
+    identity, arguments, implied = FUNCTIONS[name]
+    given = {ours: truth[theirs] for theirs, ours in arguments.items() if truth.get(theirs) is not None}
+    if name == "validate_choice" and isinstance(given.get("options"), str):
+        given["options"] = [option.strip() for option in given["options"].strip("[]()").split(",")]
+    return identity, {**given, **implied}

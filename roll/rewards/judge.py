@@ -1,0 +1,288 @@
+"""The LLM judge: a language model behind an OpenAI-compatible service scores responses."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from jinja2 import StrictUndefined, Template, TemplateError, meta
+from jinja2.sandbox import SandboxedEnvironment
+
+from roll.rewards.answers import after_thought
+from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
+from roll.rewards.http_client import MISSING, AnswerCache, JsonClient, Reply, settings_of
+from roll.rewards.judge_reading import NoScore, ScoreReader
+
+Extract = Literal["yes_no", "number", "boxed", "json", "regex", "logprob"]
+TOP_LOG_PROBS = 20
+"""The most that OpenAI's interface gives."""
+
+
+@dataclass
+class LLMJudge(RewardRule):
+    """Asks a judge about each response. Requests of a batch are under way together, up to ``concurrency``.
+
+    A request that fails, an answer without a score and a score out of bounds are errors of the sample, never a 0.
+    """
+
+    numbers: ClassVar[tuple[str, ...]] = ("raw_score", "cached", "tries")
+    concurrent_calls: ClassVar[int] = 16
+
+    model_type: Literal["api", "cluster", "inference"] = "api"
+    """``api``: the service at ``base_url``; ``cluster``: the run's own role ``reward_model``; ``inference``: engines on
+    the devices of the reward's own section."""
+    base_url: str = ""
+    """Address of the service up to and with ``/v1``."""
+    model: str = ""
+    """The model's name at the service."""
+    api_key: str = field(default="", repr=False)
+    """The key itself; better ``api_key_env``."""
+    api_key_env: str = ""
+    """Environment variable that holds the key."""
+    prompt: str = "correctness"
+    """``correctness``, ``score_1_to_10``, ``yes_or_no``, a file with a Jinja template, or the template itself."""
+    system_prompt: str = ""
+    """The system message; empty: none."""
+    extract: Extract | None = None
+    """How the score is found in the answer; null: as the built-in prompt asks for it."""
+    score_pattern: str = ""
+    """``extract: regex``: a regular expression with a group named ``score``; the last match counts."""
+    json_field: str = "score"
+    """``extract: json``: the field, with dots for nested objects."""
+    positive: str = "Yes"
+    """Counts as 1."""
+    negative: str = "No"
+    """Counts as 0."""
+    min_score: float | None = None
+    """The judge's lowest score; a lower one is an error."""
+    max_score: float | None = None
+    """The judge's highest score; a higher one is an error."""
+    rescale: bool = True
+    """With both bounds: bring scores to 0..1."""
+    unanswered_score: float = 0.0
+    """Score of a response whose thought never ended; the judge is not asked."""
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_tokens: int = 1024
+    """Most tokens of the judge's answer; 1 with ``extract: logprob``."""
+    seed: int | None = None
+    top_logprobs: int = TOP_LOG_PROBS
+    """Likeliest tokens asked for with ``extract: logprob``."""
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the request, such as ``chat_template_kwargs: {enable_thinking: false}``."""
+    timeout: float = 30.0
+    """Seconds that one response may take, with all tries."""
+    request_timeout: float | None = None
+    """Seconds of one try; null: ``timeout``."""
+    max_retries: int = 4
+    backoff: float = 0.5
+    max_backoff: float = 20.0
+    concurrency: int = 32
+    """Requests that one worker has under way at a time."""
+    cache: bool = True
+    """Do not ask the same twice."""
+    cache_dir: str = ""
+    """Folder that keeps answers between runs; empty: in memory only."""
+
+    def __post_init__(self) -> None:
+        if self.model_type == "api" and not self.base_url:
+            rule = "judge_api_url must be set with judge_model_type: api, for example http://127.0.0.1:8000/v1"
+            raise RewardOptionError(rule)
+        if self.model_type == "api" and not self.model:
+            raise RewardOptionError("judge_model_name must be set: the model's name at the service")
+        if self.api_key_env and not self.api_key and self.api_key_env not in os.environ:
+            raise RewardOptionError(f"api_key_env = {self.api_key_env!r}: no such variable in the environment")
+        self._template: Template = load_template(self.prompt)
+        self._reader = self._make_reader()
+        self._cache = AnswerCache(Path(self.cache_dir).expanduser() if self.cache_dir else None) if self.cache else None
+        key = self.api_key or os.environ.get(self.api_key_env, "")
+        self._client = JsonClient(f"{self.base_url.rstrip('/')}/chat/completions", settings_of(self), key)
+
+    def _make_reader(self) -> ScoreReader:
+        built_in = BUILT_IN.get(self.prompt)
+        extract = self.extract or (built_in.extract if built_in is not None else None)
+        if extract is None:
+            raise RewardOptionError("extract must be set for a prompt of your own: how the answer states its score")
+        low, high = self.min_score, self.max_score
+        if built_in is not None and low is None and high is None:
+            low, high = built_in.min_score, built_in.max_score
+        return ScoreReader(
+            extract, self.score_pattern, self.json_field, self.positive, self.negative, low, high, self.rescale
+        )
+
+    def judge(self, sample: RewardSample) -> RewardResult:
+        return self([sample])[0]
+
+    def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        results: dict[int, RewardResult] = {}
+        bodies: dict[int, dict[str, Any]] = {}
+        for index, sample in enumerate(samples):
+            answer = shown_response(sample)
+            if answer is None:
+                results[index] = RewardResult(self.unanswered_score)
+                continue
+            try:
+                bodies[index] = self._body(sample, answer)
+            except (TemplateError, TypeError, ValueError, LookupError) as error:
+                results[index] = failure(f"llm_judge: the prompt cannot be made: {type(error).__name__}: {error}")
+        results |= self._ask(bodies)
+        return [results[index] for index in range(len(samples))]
+
+    def _body(self, sample: RewardSample, answer: str) -> dict[str, Any]:
+        """The request of one sample."""
+        text = self._template.render(variables(sample, answer, self.positive, self.negative))
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        by_log_prob = self._reader.extract == "logprob"
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": [*system, {"role": "user", "content": text}],
+            "temperature": 1.0 if by_log_prob else self.temperature,
+            "top_p": self.top_p,
+            "max_tokens": 1 if by_log_prob else self.max_tokens,
+        }
+        if by_log_prob:
+            body |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+        if self.seed is not None:
+            body["seed"] = self.seed
+        return body | self.extra_body
+
+    def _ask(self, bodies: dict[int, dict[str, Any]]) -> dict[int, RewardResult]:
+        """Each distinct request once, unless its answer is known."""
+        keys = {index: AnswerCache.key(self.base_url, body) for index, body in bodies.items()}
+        known = {key: MISSING if self._cache is None else self._cache.get(key) for key in set(keys.values())}
+        # Without a cache equal requests are asked one by one: at a temperature their answers differ.
+        wanted = {(key if self._cache is not None else index): index for index, key in keys.items()}
+        asked = [index for index in wanted.values() if known[keys[index]] is MISSING]
+        replies = dict(zip(asked, self._client.post([bodies[index] for index in asked]), strict=True))
+        by_key = {keys[index]: reply for index, reply in replies.items()}
+        results = {}
+        for index, key in keys.items():
+            if known[key] is not MISSING:
+                results[index] = self._result(Reply(known[key], tries=0))
+                continue
+            results[index] = self._result(replies.get(index, by_key[key]))
+            if self._cache is not None and results[index].error is None:
+                self._cache.put(key, by_key[key].body)
+        return results
+
+    def _result(self, reply: Reply) -> RewardResult:
+        if reply.error is not None:
+            return failure(f"llm_judge: {reply.error}")
+        try:
+            choice = reply.body["choices"][0]
+            score, raw = self._reader.read(choice)
+        except NoScore as error:
+            return failure(f"llm_judge: {error}")
+        except (KeyError, IndexError, TypeError, AttributeError):
+            return failure("llm_judge: the answer is no chat completion")
+        numbers = {"raw_score": raw, "cached": float(reply.tries == 0), "tries": float(reply.tries)}
+        return RewardResult(score, numbers)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+VARIABLES = (
+    "question",
+    "prompt",
+    "response",
+    "full_response",
+    "reference",
+    "finish_reason",
+    "row",
+    "positive",
+    "negative",
+)
+"""What a template may use."""
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A template that comes with the package, and how its answers are read where nothing else is said."""
+
+    file: str
+    extract: str
+    min_score: float | None = None
+    max_score: float | None = None
+
+
+BUILT_IN = {
+    "correctness": BuiltIn("correctness.jinja", "yes_no"),
+    "score_1_to_10": BuiltIn("score_1_to_10.jinja", "number", 1.0, 10.0),
+    "yes_or_no": BuiltIn("yes_or_no.jinja", "logprob"),
+    # The name in ROLL's published files, of a prompt that asks for correctness too.
+    "Qwen2.5-7B-Instruct-RLVR-prompt": BuiltIn("correctness.jinja", "yes_no"),
+}
+
+
+def load_template(prompt: str) -> Template:
+    """The template that the option ``prompt`` means: a built-in name, a file, or the text itself.
+
+    Raises:
+        RewardOptionError: no such name or file, a mistake in the template, or a variable that it is not given.
+    """
+    text = _text(prompt)
+    environment = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=False, trim_blocks=True)
+    try:
+        used = meta.find_undeclared_variables(environment.parse(text))
+        template = environment.from_string(text)
+    except TemplateError as error:
+        raise RewardOptionError(f"prompt: not a Jinja template: {error}") from error
+    for name in sorted(used - {*VARIABLES}):
+        near = difflib.get_close_matches(name, VARIABLES, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise RewardOptionError(f"prompt: no variable {name!r}; {hint}there are {', '.join(VARIABLES)}")
+    return template
+
+
+def _text(prompt: str) -> str:
+    if prompt in BUILT_IN:
+        return (resources.files(__package__) / "judge_templates" / BUILT_IN[prompt].file).read_text(encoding="utf-8")
+    if "{{" in prompt or "{%" in prompt:
+        return prompt
+    file = Path(prompt).expanduser()
+    if not file.is_file():
+        rule = "is no file, no template text (with {{ response }}), and no built-in prompt"
+        raise RewardOptionError(f"prompt = {prompt!r}: {rule}; those are {', '.join(BUILT_IN)}")
+    return file.read_text(encoding="utf-8")
+
+
+def variables(sample: RewardSample, answer: str, positive: str, negative: str) -> dict[str, Any]:
+    """What a template sees of a sample; ``answer`` is the response without its thought."""
+    return {
+        "question": question_of(sample),
+        "prompt": sample.prompt,
+        "response": answer,
+        "full_response": sample.response,
+        "reference": "" if sample.ground_truth is None else sample.ground_truth,
+        "finish_reason": sample.finish_reason,
+        "row": sample.row,
+        "positive": positive,
+        "negative": negative,
+    }
+
+
+def question_of(sample: RewardSample) -> str:
+    """What the user asked: the last user message of the row, else its ``question``, else the prompt as templated."""
+    messages = sample.row.get("messages")
+    if isinstance(messages, str):
+        try:
+            messages = json.loads(messages)
+        except json.JSONDecodeError:
+            messages = None
+    for message in reversed(messages if isinstance(messages, list) else []):
+        if isinstance(message, dict) and message.get("role") == "user":
+            return str(message.get("content", ""))
+    return str(sample.row.get("question") or sample.prompt)
+
+
+def shown_response(sample: RewardSample) -> str | None:
+    """The response without its thought; None where the thought never ended."""
+    answer = after_thought(sample.response, sample.prompt)
+    return None if answer is None else answer.strip()

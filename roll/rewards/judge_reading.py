@@ -1,0 +1,324 @@
+"""From a judge's answer to a number: rules that find the score, its bounds, and its place between 0 and 1."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import regex  # type: ignore[import-untyped]
+
+from roll.rewards.answers import after_thought, last_boxed, parse_number
+from roll.rewards.base import RewardOptionError
+
+MAX_ANSWER = 50_000
+"""Characters at the end of an answer that are looked at."""
+MAX_OBJECTS = 1_000
+"""Braces tried as the beginning of a JSON object."""
+PATTERN_SECONDS = 1.0
+CUT = frozenset({"length", "content_filter", "abort"})
+"""Finish reasons of answers that did not come to their end."""
+
+
+class NoScore(ValueError):
+    """The answer has no score in the form that was asked for."""
+
+
+@dataclass(frozen=True)
+class ScoreReader:
+    """How the score is found; see ``extract`` of :class:`roll.rewards.judge.LLMJudge`."""
+
+    extract: str
+    pattern: str = ""
+    json_field: str = "score"
+    positive: str = "Yes"
+    negative: str = "No"
+    min_score: float | None = None
+    max_score: float | None = None
+    rescale: bool = True
+
+    def __post_init__(self) -> None:
+        low, high = self.min_score, self.max_score
+        if low is not None and high is not None and low >= high:
+            raise RewardOptionError(f"min_score = {low:g}: must be less than max_score {high:g}")
+        if self.extract == "regex":
+            check_pattern(self.pattern)
+        elif self.pattern:
+            raise RewardOptionError(f"score_pattern belongs to extract: regex, not to {self.extract}")
+
+    def read(self, choice: Mapping[str, Any]) -> tuple[float, float]:
+        """The score, and the number as the judge wrote it.
+
+        Args:
+            choice: one of the ``choices`` of a chat completion.
+
+        Raises:
+            NoScore: none is found, or it is out of bounds.
+        """
+        if self.extract == "logprob":
+            raw = probability(choice, self.positive, self.negative)
+        else:
+            raw = self._find(answer_text(choice), choice.get("finish_reason") in CUT)
+        low, high = self.min_score, self.max_score
+        if (low is not None and raw < low) or (high is not None and raw > high):
+            raise NoScore(f"the judge's score {raw:g} is not between {low} and {high}")
+        if self.rescale and low is not None and high is not None:
+            return (raw - low) / (high - low), raw
+        return raw, raw
+
+    def _find(self, text: str, is_cut: bool) -> float:
+        found = {
+            "yes_no": lambda: stated_word(text, self.positive, self.negative, is_cut),
+            "number": lambda: self._on_scale(stated_score(text, is_cut)),
+            "boxed": lambda: self._value(last_boxed(text)),
+            "json": lambda: self._value(json_value(text, self.json_field)),
+            "regex": lambda: self._value(last_match(self.pattern, text, is_cut)),
+        }[self.extract]()
+        if found is None:
+            why = "; it was cut off: give it more max_tokens" if is_cut else ""
+            raise NoScore(f"no score ({self.extract}) in the judge's answer {shortened(text)!r}{why}")
+        return float(found)
+
+    def _on_scale(self, score: Score | None) -> float | None:
+        """The number as it was written.
+
+        Raises:
+            NoScore: it belongs to another scale than the one that was asked for.
+        """
+        if score is None:
+            return None
+        if self.max_score is not None and score.scale not in (None, self.max_score):
+            scales = f"on a scale of {score.scale:g}, not of max_score {self.max_score:g}"
+            raise NoScore(f"the judge's score {score.value:g} is {scales}")
+        return score.value
+
+    def _value(self, value: Any) -> float | None:
+        """A number, or a word that stands for one; None for anything else."""
+        if isinstance(value, bool):
+            return float(value)
+        if isinstance(value, int | float):
+            return float(value) if abs(value) <= sys.float_info.max else None
+        if not isinstance(value, str):
+            return None
+        word = value.strip().strip("*.!\"'").casefold()
+        if word in (self.positive.casefold(), self.negative.casefold()):
+            return float(word == self.positive.casefold())
+        score, is_fraction = read_score(value), self.max_score in (None, 1)
+        if score is not None and score.scale is not None and not is_fraction:
+            return self._on_scale(score)
+        number = parse_number(value.strip().strip("*"))
+        if number is not None:
+            return float(number)
+        return None if score is None else self._on_scale(score)
+
+
+def check_pattern(pattern: str) -> None:
+    """
+    Raises:
+        RewardOptionError: no regular expression, or one without a group named ``score``.
+    """
+    key = f"score_pattern = {pattern!r}"
+    try:
+        names = regex.compile(pattern).groupindex
+    except regex.error as error:
+        raise RewardOptionError(f"{key}: not a regular expression: {error}") from error
+    if "score" not in names:
+        example = r"Rating: (?P<score>\d+)"
+        raise RewardOptionError(f"{key}: must have a group named score, as in {example!r}")
+
+
+def answer_text(choice: Mapping[str, Any]) -> str:
+    """The end of the judge's answer, without its thought.
+
+    Raises:
+        NoScore: there is none, or the thought never ended.
+    """
+    message = choice.get("message")
+    content = message.get("content") if isinstance(message, Mapping) else choice.get("text")
+    if not isinstance(content, str):
+        raise NoScore("the judge's answer has no text")
+    text = after_thought(content)
+    if text is None:
+        raise NoScore("the judge's thought never ended: give it more max_tokens, or switch thinking off")
+    return text[-MAX_ANSWER:]
+
+
+def last_match(pattern: str, text: str, is_cut: bool) -> str | None:
+    """The group ``score`` of the last match; one at the very end of a text that was cut off could have gone on.
+
+    Raises:
+        NoScore: the pattern takes too long.
+    """
+    try:
+        matches = list(regex.finditer(pattern, text, timeout=PATTERN_SECONDS))
+    except TimeoutError:
+        raise NoScore(f"timeout: the pattern took more than {PATTERN_SECONDS:g} s") from None
+    if is_cut:
+        matches = [match for match in matches if match.end() < len(text)]
+    return matches[-1].group("score") if matches else None
+
+
+def json_value(text: str, field: str) -> Any:
+    """``field`` (with dots for nested objects) of the last JSON object that has it; None without one."""
+    decoder, position, value = json.JSONDecoder(), text.find("{"), None
+    for _ in range(MAX_OBJECTS):
+        if position < 0:
+            break
+        try:
+            found, end = decoder.raw_decode(text, position)
+        except (json.JSONDecodeError, RecursionError):
+            position = text.find("{", position + 1)
+            continue
+        for name in field.split("."):
+            found = found.get(name) if isinstance(found, dict) else None
+        value = value if found is None else found
+        position = text.find("{", end)
+    return value
+
+
+def probability(choice: Mapping[str, Any], positive: str, negative: str) -> float:
+    """P(positive) / (P(positive) + P(negative)) of the first token, over all spellings (case, leading space).
+
+    Raises:
+        NoScore: the service gave no log-probs, or neither word is among the likeliest tokens.
+    """
+    try:
+        first = choice["logprobs"]["content"][0]
+        listed: Sequence[Mapping[str, Any]] = first.get("top_logprobs") or [first]
+        weights = [(str(token["token"]).strip().casefold(), min(float(token["logprob"]), 0.0)) for token in listed]
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError):
+        raise NoScore("the judge's answer has no log-probs; the service must return top_logprobs") from None
+    # A word of several tokens begins with its first one.
+    yes = sum(math.exp(value) for token, value in weights if token and positive.casefold().startswith(token))
+    no = sum(math.exp(value) for token, value in weights if token and negative.casefold().startswith(token))
+    if not yes + no > 0:  # a service may write NaN
+        likeliest = ", ".join(repr(token) for token, _ in weights[:5])
+        raise NoScore(f"neither {positive!r} nor {negative!r} is among the likeliest first tokens ({likeliest} ...)")
+    return yes / (yes + no)
+
+
+def shortened(text: str, length: int = 200) -> str:
+    """The end of a text, where the verdict should have been."""
+    text = " ".join(text.split())
+    return text if len(text) <= length else f"... {text[-length:]}"
+
+
+_SPACE = r"[\s*_`\"'~]{0,12}"
+"""Between the parts of a verdict: spaces and markup, which is not removed since it may be a part of the words. Bounded,
+as all repetition here, so that searching takes linear time."""
+_LABEL = (
+    r"(?<![A-Za-z])(?:final|overall|total|my|the|your)?\s?"
+    r"(?:score|rating|grade|mark|verdict|answer|decision|conclusion|judge?ment|result|assessment|evaluation)"
+)
+_LINK = (
+    r"(?:\s?\([^()\n]{0,40}\))?"
+    + _SPACE
+    + r"(?::|=|-|–|—|→|=>|\bis\b|\bof\b|\bwould be\b)"
+    + r"(?:[\s*_`\"'~:=]|\[\[|\\boxed\{){0,12}"
+)
+_LINE_START, _LINE_END = r"(?:^|\n)[\s*_`\"'~#>-]{0,12}", r"[\s*_`\"'~.!]{0,12}(?=\n|$)"
+
+_NUMBER = r"(?P<number>[-+−]?\d{1,12}(?:[.,]\d{1,12}){0,4})"
+_OF = r"(?P<scale>\d{1,12}(?:\.\d{1,12})?)"
+_SCALE = rf"(?:{_SPACE}(?:(?:/|\bout\s+of\b|\bof\b){_SPACE}{_OF}|(?P<percent>%|per\s?cent\b)))?"
+_NUMBER_ENDS = r"(?![\w%]|[.,:]\d|\s{0,3}(?:[-–—/]|to\b|or\b)\s{0,3}\d)"
+_SCORE = rf"{_NUMBER}(?![\d])(?![.,]\d){_SCALE}{_NUMBER_ENDS}"
+
+_STRONG_NUMBERS = (
+    re.compile(rf"{_LABEL}{_LINK}{_SCORE}", re.IGNORECASE),
+    re.compile(rf"\[\[{_SPACE}{_SCORE}{_SPACE}\]\]", re.IGNORECASE),
+    re.compile(rf"\\boxed\{{{_SPACE}{_SCORE}{_SPACE}\}}", re.IGNORECASE),
+    re.compile(rf"{_LINE_START}{_SCORE}{_LINE_END}", re.IGNORECASE),
+)
+_WEAK_NUMBERS = (
+    re.compile(
+        rf"(?<![\w.,/]){_NUMBER}(?![\d]){_SPACE}(?:/|\bout\s+of\b){_SPACE}{_OF}{_NUMBER_ENDS}",
+        re.I,
+    ),
+    re.compile(
+        rf"\b(?:rate|rated|rating|give|giving|assign|award|grade|score|scores|say|deserves|worth)\b"
+        rf"(?:\s+(?:it|this|that|them|the|an?|answer|response|essay|text|as|with|at|score|rating|grade|of)){{0,8}}{_SPACE}{_SCORE}",
+        re.IGNORECASE,
+    ),
+)
+_DISTANCE = 1
+"""Characters that must follow a strong verdict in an answer that was cut off: it could have gone on otherwise."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """A number as a judge wrote it."""
+
+    value: float
+    scale: float | None = None
+    """10 in ``7 out of 10``, 100 of a percentage."""
+
+
+def stated_score(text: str, is_cut: bool) -> Score | None:
+    """The last number that is marked as a score."""
+    match = _decisive(text, _STRONG_NUMBERS, _WEAK_NUMBERS, is_cut)
+    return None if match is None else _score_of(match)
+
+
+def read_score(text: str) -> Score | None:
+    """A text that is a score as a whole, such as ``7/10``, ``85%`` or ``8 points``."""
+    match = re.fullmatch(rf"{_SPACE}{_SCORE}(?:\s*points?)?[\s*_`\"'.!]*", text, re.IGNORECASE)
+    return None if match is None else _score_of(match)
+
+
+def _score_of(match: re.Match[str]) -> Score:
+    groups = match.groupdict()
+    scale = 100.0 if groups.get("percent") else None
+    return Score(_as_float(groups["number"]), float(groups["scale"]) if groups.get("scale") else scale)
+
+
+def _as_float(number: str) -> float:
+    number = number.replace("−", "-")
+    if re.fullmatch(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?", number):
+        return float(number.replace(",", ""))
+    return float(number.replace(",", "."))
+
+
+def stated_word(text: str, positive: str, negative: str, is_cut: bool) -> bool | None:
+    """Whether the last verdict is ``positive``; None where there is none, or it is negated."""
+    words = sorted((positive, negative), key=len, reverse=True)
+    word = rf"(?<![\w'’])(?P<word>{'|'.join(map(re.escape, words))})(?![\w]|['’]\w)"
+    # "Yes or No", "Yes/No": the choice, not a verdict.
+    other = rf"(?:{'|'.join(map(re.escape, words))})"
+    single = rf"(?<!\bor )(?<!/){word}(?!{_SPACE}(?:/|\bor\b){_SPACE}{other})"
+    strong = (
+        re.compile(rf"{_LABEL}{_LINK}{single}", re.IGNORECASE),
+        re.compile(rf"(?:\[\[|\\boxed\{{(?:\\text\{{)?){_SPACE}{word}", re.IGNORECASE),
+        re.compile(rf"{_LINE_START}{single}{_LINE_END}", re.IGNORECASE),
+    )
+    start, end = r"(?:^|[.!?:;]\s|\n)[\s*_`\"'(]{0,12}", rf"{_SPACE}(?:[.!;)\n]|$)"
+    sentences = (re.compile(rf"{start}{single}{end}", re.IGNORECASE),)
+    parts = (
+        re.compile(rf"{start}{single}{_SPACE}[,:;–—-]", re.IGNORECASE),  # "No, because ..."
+        re.compile(rf"{single}{end}", re.IGNORECASE),  # "I would say yes."
+    )
+    match = _decisive(text, strong, sentences, is_cut) or _decisive(text, (), parts, is_cut)
+    if match is None or _NEGATED.search(text, max(0, match.start("word") - _REACH), match.start("word")):
+        return None
+    return match.group("word").casefold() == positive.casefold()
+
+
+_REACH = 20
+_NEGATED = re.compile(rf"(?:\bnot|n['’]t|\bnever|\bneither|\bnor|\bcannot)\s+(?:\w+\s+)?{_SPACE}$", re.IGNORECASE)
+
+
+def _decisive(
+    text: str, strong: tuple[re.Pattern[str], ...], weak: tuple[re.Pattern[str], ...], is_cut: bool
+) -> re.Match[str] | None:
+    """The last strong match, else the last weak one."""
+    found = [match for pattern in strong for match in pattern.finditer(text)]
+    if is_cut:
+        found = [match for match in found if match.end() + _DISTANCE <= len(text)]
+    elif not found:
+        found = [match for pattern in weak for match in pattern.finditer(text)]
+    # Of two that end together the longer one says more: "7/10" with its label.
+    return max(found, key=lambda match: (match.end(), match.end() - match.start()), default=None)

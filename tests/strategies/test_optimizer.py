@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import get_scheduler
+
+from roll.config.roles import TrainingArguments
+from roll.protocol.metrics import to_floats
+from roll.strategies.training.optimizer import LearningRateSchedule, TrainingProgress
+
+
+def rates(kind: str, **options: object) -> list[float]:
+    args = TrainingArguments(learning_rate=2.0, lr_scheduler_type=kind, **options)  # type: ignore[arg-type]
+    schedule = LearningRateSchedule.from_arguments(args, total_steps=10)
+    return [schedule(step) for step in range(12)]
+
+
+def test_linear_falls_to_the_minimum_and_stays() -> None:
+    values = rates("linear", min_lr_ratio=0.1)
+    assert values[0] == 2.0 and values[5] == pytest.approx(2.0 * 0.55)
+    assert values[10] == values[11] == pytest.approx(0.2)
+
+
+def test_warm_up_starts_above_zero_and_ends_at_the_peak() -> None:
+    assert rates("linear", warmup_steps=4)[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
+
+
+def test_warm_up_ratio_is_a_share_of_all_steps_and_steps_go_first() -> None:
+    assert rates("constant", warmup_ratio=0.11)[:3] == pytest.approx([1.0, 2.0, 2.0])
+    assert rates("constant", warmup_ratio=0.5, warmup_steps=1)[0] == 2.0
+
+
+def test_cosine() -> None:
+    values = rates("cosine", warmup_steps=2)
+    assert values[6] == pytest.approx(1.0)
+    assert values[4] == pytest.approx(1.0 + math.cos(math.pi / 4))
+    assert values[10] == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kwargs"),
+    [
+        ("linear", {}),
+        ("cosine", {}),
+        ("cosine", {"num_cycles": 1.5}),
+        ("constant_with_warmup", {}),
+        ("cosine_with_restarts", {"num_cycles": 3}),
+        ("cosine_with_min_lr", {"min_lr": 0.3}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        ("polynomial", {"power": 2.0, "lr_end": 0.01}),
+        ("polynomial", {}),
+        ("inverse_sqrt", {}),
+        ("inverse_sqrt", {"timescale": 7}),
+        ("warmup_stable_decay", {"num_decay_steps": 5}),
+        ("warmup_stable_decay", {"num_decay_steps": 4, "decay_type": "1-sqrt", "min_lr_ratio": 0.2}),
+        ("warmup_stable_decay", {"num_decay_steps": 4, "num_stable_steps": 2, "decay_type": "linear"}),
+    ],
+)
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_equals_transformers_after_the_warm_up(kind: str, kwargs: dict[str, object], warmup: int) -> None:
+    total = 20
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    theirs = get_scheduler(kind, optimizer, warmup, total, scheduler_specific_kwargs=dict(kwargs))
+    args = TrainingArguments(
+        learning_rate=2.0, lr_scheduler_type=kind, lr_scheduler_kwargs=dict(kwargs), warmup_steps=warmup
+    )
+    ours = LearningRateSchedule.from_arguments(args, total)
+    for step in range(total + 1):
+        if step >= warmup:
+            assert ours(step) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12), step
+        optimizer.step()
+        theirs.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"lr_scheduler_type": "step"}, "lr_scheduler_type"),
+        ({"min_lr_ratio": 2.0}, "min_lr_ratio"),
+        ({"lr_scheduler_kwargs": {"power": 2}}, "lr_scheduler_kwargs.power"),
+    ],
+)
+def test_mistakes_name_the_key(options: dict[str, object], key: str) -> None:
+    with pytest.raises(ValueError, match=f"training_args.{key}"):
+        LearningRateSchedule.from_arguments(TrainingArguments(**options), 10)  # type: ignore[arg-type]
+
+
+def test_a_dropped_gradient_counts_as_a_step_and_halves_the_loss_scale() -> None:
+    args = TrainingArguments(learning_rate=2.0, lr_scheduler_type="linear")
+    progress = TrainingProgress(args, num_training_steps=4, compute_dtype=torch.float16)
+    good, dropped = (to_floats(progress.finish_step(norm, dp_size=2)) for norm in (3.0, math.inf))
+    assert good == {"grad_norm": 3.0, "lr": 2.0, "loss_scale": 2.0**16}
+    assert dropped == {"grad_norm": math.inf, "lr": 1.5, "skipped_updates": 0.5, "loss_scale": 2.0**16}
+    assert (progress.step, progress.learning_rate, progress.scale) == (2, 1.0, 2.0**15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_progress_continues_from_its_state(dtype: torch.dtype) -> None:
+    args = TrainingArguments(learning_rate=2.0, lr_scheduler_type="linear")
+    progress, resumed = (TrainingProgress(args, 4, dtype) for _ in range(2))
+    progress.finish_step(math.nan, dp_size=1)
+    progress.finish_step(1.0, dp_size=1)
+    resumed.restore(json.loads(json.dumps(progress.state())))
+    assert resumed.state() == progress.state()
+    assert (resumed.scale, resumed.learning_rate) == (progress.scale, progress.learning_rate)
+
+
+def test_without_fp16_there_is_no_loss_scale() -> None:
+    progress = TrainingProgress(TrainingArguments(), 4, torch.bfloat16)
+    assert progress.scale == 1.0 and "loss_scale" not in progress.finish_step(1.0, dp_size=1)
