@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,13 +18,12 @@ from roll.algorithms.advantages import (
     resolve_norm_types,
 )
 from roll.algorithms.kl import EntropyController, KLOptions, kl_estimate, make_kl_controller
+from roll.algorithms.losses import options_from
 from roll.algorithms.masked import masked_mean, row_mean
 from roll.algorithms.metrics import BatchColumns, BatchWatch, compute_data_metrics
 from roll.algorithms.samples import (
     RewardOptions,
     RewardPostprocessor,
-    SampleMaskOptions,
-    SampleWeightOptions,
     overlong_penalty,
     sample_mask,
     sample_weights,
@@ -204,10 +203,7 @@ class AdvantageComputer:
             self._entropy_controller = EntropyController(config.entropy_loss_coef, config.target_entropy, *bounds)
         self.entropy_coef = config.entropy_loss_coef
         """Weight of the entropy bonus in the update of the batch that was scored last."""
-        self._masks = _options(SampleMaskOptions, config)
-        self._weights = _options(SampleWeightOptions, config)
-        weights = tuple(config.reward_weights.values())
-        self._advantages = replace(_options(AdvantageOptions, config), reward_weights=weights or None)
+        self._advantages = options_from(AdvantageOptions, vars(config))
         self._watch = BatchWatch(config.warn_after_steps, config.warn_truncated_share)
         self._response_filters = {
             name: build_filter(section.response_filter_config.type, section.response_filter_config.filter_args)
@@ -258,10 +254,10 @@ class AdvantageComputer:
         if self._response_filters:
             domains = batch.non_tensor_batch["domain"]
             filtered = torch.from_numpy(response_mask(scores.numpy(), domains, self._response_filters))
-        keep, metrics = sample_mask(self._masks, scores, lengths, truncated, group_ids, filtered)
+        keep, metrics = sample_mask(self._config, scores, lengths, truncated, group_ids, filtered)
         mask = tensors["response_mask"]
         tensors["loss_mask"] = mask if bool(keep.all()) else mask & keep[:, None]
-        weights = sample_weights(self._weights, scores, lengths, group_ids)
+        weights = sample_weights(self._config, scores, lengths, group_ids)
         if weights is not None:
             tensors["sample_weights"] = weights
         if self._config.top_entropy_quantile < 1.0:
@@ -305,8 +301,9 @@ class AdvantageComputer:
         if self._config.overlong_buffer_length is not None:
             metrics.append({"critic/overlong_penalty": Mean(float((tensors["scores"] - shaped).mean()))})
         domains = batch.non_tensor_batch["domain"]
-        for domain in sorted(set(domains)):
-            rows = torch.from_numpy(domains == domain)
+        names = sorted(set(domains))
+        for domain in names:
+            rows = torch.from_numpy(domains == domain) if len(names) > 1 else slice(None)
             rewards[rows], measured = self._normalise(shaped[rows], tensors["group_ids"][rows], domain)
             metrics.append(measured)
         tensors["response_level_rewards"] = rewards
@@ -349,12 +346,6 @@ class AdvantageComputer:
         self._kl_controller.load_state_dict(state["kl"])
         if self._entropy_controller is not None and "entropy" in state:
             self._entropy_controller.load_state_dict(state["entropy"])
-
-
-def _options(options_class: type[Any], config: RLVRConfig) -> Any:
-    """The options whose names are keys of the configuration."""
-    names = [option.name for option in fields(options_class) if hasattr(config, option.name)]
-    return options_class(**{name: getattr(config, name) for name in names})
 
 
 def _truncated(batch: DataProto) -> torch.Tensor:
