@@ -24,7 +24,7 @@ from roll.protocol.rank import RankInfo
 
 logger = logging.getLogger(__name__)
 
-_DOORS = {Dispatch.ONE_TO_ALL: "call_all", Dispatch.ALL_TO_ALL: "call_each"}
+_CALL_FOR = {Dispatch.ONE_TO_ALL: "call_all", Dispatch.ALL_TO_ALL: "call_each"}
 
 _START_SECONDS = 600.0
 _FAREWELL_SECONDS = 20.0
@@ -180,7 +180,7 @@ class Cluster:
         if registration.dispatch not in modes:
             raise TypeError(
                 f"{method!r} of {self.name!r} is registered with Dispatch.{registration.dispatch.name}: use "
-                f"cluster.{_DOORS.get(registration.dispatch, 'call')}"
+                f"cluster.{_CALL_FOR.get(registration.dispatch, 'call')}"
             )
         call = spread(registration, self.world_size, lambda: self.rank_infos, args, kwargs)
         assert not self._left_out or registration.dispatch is Dispatch.ONE_TO_ALL, "other ranks cannot do its part"
