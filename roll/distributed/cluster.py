@@ -20,7 +20,7 @@ from roll.distributed.failures import RemoteError
 from roll.distributed.ray_node import ray_lost
 from roll.distributed.resources import Placement, ResourceManager
 from roll.distributed.worker import Dispatch, Registration, Worker, WorkerContext
-from roll.protocol.rank import RankInfo
+from roll.protocol.metrics import RankInfo
 
 logger = logging.getLogger(__name__)
 
