@@ -110,7 +110,7 @@ class VllmStrategyConfig(StrategyConfig):
             problems.note(f"{name}.num_gpus_per_worker", text)
         if self.pipeline_parallel_size > 1 and self.in_flight_update == "keep":
             rule = (
-                "needs an engine without stages: some tokens of a batch are under way between them when weights arrive"
+                "needs an engine without stages: some tokens of a batch are in flight between them when weights arrive"
             )
             problems.add(f"{path}.in_flight_update", "keep", rule, "recompute")
 
