@@ -28,6 +28,7 @@ class IFEval(RewardRule):
     """
 
     numbers: ClassVar[tuple[str, ...]] = ("strict", "loose", "instructions_strict", "instructions_loose")
+    client_options: ClassVar[tuple[str, ...]] = ("*",)
     mode: Literal["strict", "loose"] = "strict"
     """``loose``: an instruction also counts as followed if it is without markdown stars, or without the first line (an
     introduction), the last (a farewell), or both."""
