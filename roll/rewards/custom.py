@@ -84,7 +84,7 @@ class CustomReward:
         return offered if self._takes_all else {n: offered[n] for n in self._names if n in offered}
 
     def _outcomes(self, calls: Sequence[Callable[[], Any]], limit: float | None) -> list[Any]:
-        """What each call returned or raised."""
+        """Each call's result or exception."""
         if self._runner is not None:
             return self._runner.run(calls, limit)
         return [self._outcome(call, limit) for call in calls]
@@ -128,12 +128,12 @@ class CustomReward:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long, and how much at a time."""
+    """Limits on time and concurrency."""
 
     timeout: float | None = None
     """Seconds for one sample; None: no limit."""
     concurrency: int = 32
-    """Samples under way at a time, where scoring them means waiting."""
+    """Samples in flight at a time, where scoring them means waiting."""
 
 
 class Overdue(BaseException):
@@ -180,10 +180,10 @@ class CoroutineRunner:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, makers: Sequence[Callable[[], Awaitable[Any]]], timeout: float | None) -> list[Any]:
-        """What each coroutine returned, or the exception that it raised, in order.
+        """Each coroutine's result, or the exception that it raised, in order.
 
         Args:
-            makers: each makes one coroutine; at most ``concurrency`` are under way at a time.
+            makers: each makes one coroutine; at most ``concurrency`` are in flight at a time.
             timeout: seconds for one of them.
         """
         if self._loop is None:

@@ -78,7 +78,7 @@ class ServiceOptions:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came of one request: exactly one of ``body`` and ``error`` is there."""
+    """Outcome of one request: exactly one of ``body`` and ``error`` is there."""
 
     body: Any = None
     error: str | None = None
@@ -218,7 +218,7 @@ class JsonClient:
 
 
 class _Progress:
-    """How often a request was tried, and what went wrong last."""
+    """Number of tries of a request, and the last failure."""
 
     def __init__(self) -> None:
         self.tries = 0
