@@ -84,8 +84,15 @@ def _dialect(name: str, title: str, package: str, losses: dict[str, str], texts:
         "positive": positive,
     }
     facts = FACTS | {"masks_drop_tokens": name == "skyrl_train"}
-    programs = ((rf"{package}\.entrypoints\.main_\w+", {}),)
-    return Dialect(name, title, read_table("skyrl", conversions, texts), "trainer.policy.model.path", facts, programs)
+    sections = read_table("skyrl", conversions, texts)
+    return Dialect(
+        name,
+        title,
+        sections,
+        "trainer.policy.model.path",
+        facts,
+        programs=((rf"{package}\.entrypoints\.main_\w+", {}),),
+    )
 
 
 SKYRL_TRAIN = _dialect(

@@ -54,7 +54,7 @@ def read_table(
         conversions: of its own, by name; those of :data:`CONVERSIONS` are known everywhere.
         texts: for ``$NAME``, besides :data:`TEXTS` and those that the table defines.
     """
-    known, written = CONVERSIONS | conversions, TEXTS | dict(texts or {})
+    known, written = {**CONVERSIONS, **conversions}, {**TEXTS, **(texts or {})}
     roles: dict[str, list[list[str]]] = {}
     sections: list[tuple[str, list[Rule]]] = []
     for line in re.sub(r"\n[ \t]+", " ", (TABLES / f"{name}.table").read_text(encoding="utf-8")).splitlines():
