@@ -1,4 +1,4 @@
-"""SkyRL's vocabulary beside its table, ``skyrl.table``.
+"""SkyRL's vocabulary, next to its table, ``skyrl.table``.
 
 Two vocabularies: the package ``skyrl_train`` with DeepSpeed, FSDP and FSDP2, and its successor ``skyrl`` with FSDP and
 Megatron. They differ in what ``fsdp`` means (FSDP1 next to ``fsdp2``, the FSDP2 API where it stands alone), in what a

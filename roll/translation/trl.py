@@ -1,4 +1,4 @@
-"""TRL's arguments (``trl grpo`` and ``trl sft``) beside their table, ``trl.table``: batches, losses and rewards.
+"""TRL's arguments (``trl grpo`` and ``trl sft``) with their table, ``trl.table``: batches, losses and rewards.
 
 Defaults are those of version 1: ``loss_type: dapo``, ``beta: 0``, ``vllm_importance_sampling_mode: sequence_mask``.
 """
@@ -22,7 +22,7 @@ MODES = {
     "bnpo": "token-mean",
 }
 MODES |= {"cispo": "token-mean", "sapo": "seq-mean-token-mean"}
-"""How each ``loss_type`` becomes one number."""
+"""Aggregation of each ``loss_type``."""
 THINK = r"<think>(?!.*<think>)(.*?)</think>.*"
 REWARDS: dict[str, dict[str, Any]] = {
     "accuracy_reward": {"worker_cls": "math_rule"},
