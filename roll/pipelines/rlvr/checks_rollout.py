@@ -9,8 +9,9 @@ from roll.config.checks.base import Checks, check_columns, check_data_files
 from roll.config.lora import adapter_rank, uses_lora
 from roll.config.plan.planning import shares_devices
 from roll.config.rewards import section_of
+from roll.config.strategies.registry import BACKEND_OF
 from roll.config.strategies.vllm import VLLM_LORA_RANKS
-from roll.config.weight_sync import UPDATED_IN_PARTS, update_mode
+from roll.config.weight_sync import update_mode
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import sharing_roles
 from roll.pipelines.rlvr.planning import (
@@ -70,7 +71,7 @@ def check_validation(config: RLVRConfig, checks: Checks) -> None:
     if section.data_args.file_name or not section.sets:
         check_data_files("validation.data_args", section.data_args, checks)
     check_columns("validation.data_args", section.data_args, checks)
-    check_beside_training(config, checks)
+    check_concurrent(config, checks)
     for name, one in section.sets.items():
         key = f"validation.sets.{name}"
         if not SET_NAME.fullmatch(name) or name in ("sampled", "greedy"):
@@ -87,10 +88,10 @@ def check_validation(config: RLVRConfig, checks: Checks) -> None:
             checks.add(f"{key}.sequence_length", sequence, rule, prompt * 2)
 
 
-def check_beside_training(config: RLVRConfig, checks: Checks) -> None:
-    """Roles that are to answer and score beside training share their devices with nobody."""
-    key, section = "validation.beside_training", config.validation
-    if section is None or not section.beside_training:
+def check_concurrent(config: RLVRConfig, checks: Checks) -> None:
+    """Roles that are to answer and score during training share their devices with nobody."""
+    key, section = "validation.concurrent", config.validation
+    if section is None or not section.concurrent:
         return
     sharing = {
         name: others
@@ -118,15 +119,16 @@ def check_weight_sync(config: RLVRConfig, checks: Checks) -> None:
     if options.transport == "cuda_ipc":
         _check_cuda_ipc(config, checks)
     engine = config.actor_infer.strategy_args.strategy_name
+    modes = BACKEND_OF[engine].updates if engine in BACKEND_OF else ("full",)
     if options.lora == "adapter":
         _check_adapter(config, checks)
-    elif options.mode not in ("auto", "full", *UPDATED_IN_PARTS.get(engine, ())):
-        least = "tensors" if engine in UPDATED_IN_PARTS else "layers"
-        others = ", ".join(name for name, modes in UPDATED_IN_PARTS.items() if options.mode in modes)
+    elif options.mode not in ("auto", *modes):
+        least = "tensors" if "trained" in modes else "layers"
+        others = ", ".join(name for name, backend in BACKEND_OF.items() if options.mode in backend.updates)
         rule = f"{engine} takes whole {least} only; engines that take parts: {others}"
         checks.add("weight_sync.mode", options.mode, rule, "full")
     sleep_level = config.actor_infer.strategy_args.strategy_config.get("sleep_level")
-    if sleep_level == 2 and update_mode(options, engine) == "trained":
+    if sleep_level == 2 and engine in BACKEND_OF and update_mode(options, engine) == "trained":
         rule = "drops weights that updates do not bring back with "
         rule += "weight_sync.lora: adapter" if options.lora == "adapter" else "weight_sync.mode: trained"
         checks.add("actor_infer.strategy_args.strategy_config.sleep_level", sleep_level, rule, 1)
