@@ -35,4 +35,7 @@ HF_INFER = Backend(
     HfInferStrategyConfig,
     computes="roll.strategies.hf_infer.strategy.HfForwardStrategy",
     generates="roll.strategies.hf_infer.HfInferStrategy",
+    updates=("trained", "delta"),
+    default_update="trained",
+    holds_sent_dtype=True,
 )

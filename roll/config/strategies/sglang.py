@@ -105,4 +105,5 @@ SGLANG = Backend(
     generates="roll.strategies.sglang.SglangStrategy",
     package=Package("sglang", "on GPUs pip install 'roll-rl[sglang]'; see docs/sglang.md"),
     size_keys=("tp_size", "tensor_parallel_size"),
+    updates=("trained",),
 )

@@ -127,4 +127,7 @@ VLLM = Backend(
         "vllm", "on GPUs pip install 'roll-rl[vllm]', on a CPU make install-vllm; see docs/installation.md"
     ),
     size_keys=("tensor_parallel_size",),
+    title="vLLM",
+    adapter_ranks=VLLM_LORA_RANKS,
+    adapter_arguments=adapter_engine_args,
 )
