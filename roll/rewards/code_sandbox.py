@@ -139,6 +139,10 @@ class CodeSandbox(RewardRule):
     """``score`` times the share of passed cases; the program is the last fenced block after the thought."""
 
     numbers: ClassVar[tuple[str, ...]] = ("pass_rate", "passed", "answered", "compile_error", "timeout")
+    client_options: ClassVar[tuple[str, ...]] = (
+        *("score", "partial", "timeout", "case_timeout", "memory_mb", "output_mb", "processes", "tolerance"),
+        *("command", "file_name", "languages", "object_operators", "require"),
+    )
     score: float = 1.0
     partial: bool = True
     """Count the share of passed cases; false: all or nothing."""

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import httpx2
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_random_exponential
@@ -34,7 +34,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True)
 class HttpSettings:
-    """How patiently a service is asked."""
+    """Time limits, retries and concurrency of requests to a service."""
 
     request_timeout: float = 30.0
     """Seconds for one try, from connecting to the last byte."""
@@ -48,32 +48,32 @@ class HttpSettings:
     max_backoff: float = 20.0
     """Longest pause in seconds, also of those that the service asks for by ``Retry-After``."""
     concurrency: int = 32
-    """Requests under way at a time."""
+    """Requests in flight at a time."""
 
 
-class HttpOptions(Protocol):
-    """The options of a reward that asks a service, in a file's words."""
+@dataclass(kw_only=True)
+class ServiceOptions:
+    """Options of a reward that asks a service, in a file's words."""
 
-    timeout: float
+    timeout: float = 30.0
     """Seconds that one request may take, with all tries."""
-    request_timeout: float | None
-    """Seconds of one try; None: ``timeout``."""
-    max_retries: int
-    backoff: float
-    max_backoff: float
-    concurrency: int
+    request_timeout: float | None = None
+    """Seconds of one try; null: ``timeout``."""
+    max_retries: int = 4
+    backoff: float = 0.5
+    max_backoff: float = 20.0
+    concurrency: int = 32
+    """Requests that one worker has in flight at a time."""
 
-
-def settings_of(options: HttpOptions) -> HttpSettings:
-    """How patiently a reward with these options asks."""
-    return HttpSettings(
-        request_timeout=options.request_timeout or options.timeout,
-        total_timeout=options.timeout,
-        max_retries=options.max_retries,
-        backoff=options.backoff,
-        max_backoff=options.max_backoff,
-        concurrency=options.concurrency,
-    )
+    def http_settings(self) -> HttpSettings:
+        return HttpSettings(
+            request_timeout=self.request_timeout or self.timeout,
+            total_timeout=self.timeout,
+            max_retries=self.max_retries,
+            backoff=self.backoff,
+            max_backoff=self.max_backoff,
+            concurrency=self.concurrency,
+        )
 
 
 @dataclass(frozen=True, slots=True)

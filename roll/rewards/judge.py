@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Sequence
@@ -14,9 +13,10 @@ from typing import Any, ClassVar, Literal
 from jinja2 import StrictUndefined, Template, TemplateError, meta
 from jinja2.sandbox import SandboxedEnvironment
 
+from roll.config.reading.errors import closest
 from roll.rewards.answers import after_thought
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
-from roll.rewards.http_client import MISSING, AnswerCache, JsonClient, Reply, settings_of
+from roll.rewards.http_client import MISSING, AnswerCache, JsonClient, Reply, ServiceOptions
 from roll.rewards.judge_reading import NoScore, ScoreReader
 
 Extract = Literal["yes_no", "number", "boxed", "json", "regex", "logprob"]
@@ -25,7 +25,7 @@ TOP_LOG_PROBS = 20
 
 
 @dataclass
-class LLMJudge(RewardRule):
+class LLMJudge(ServiceOptions, RewardRule):
     """Asks a judge about each response. Requests of a batch are under way together, up to ``concurrency``.
 
     A request that fails, an answer without a score and a score out of bounds are errors of the sample, never a 0.
@@ -76,15 +76,6 @@ class LLMJudge(RewardRule):
     """Likeliest tokens asked for with ``extract: logprob``."""
     extra_body: dict[str, Any] = field(default_factory=dict)
     """Further fields of the request, such as ``chat_template_kwargs: {enable_thinking: false}``."""
-    timeout: float = 30.0
-    """Seconds that one response may take, with all tries."""
-    request_timeout: float | None = None
-    """Seconds of one try; null: ``timeout``."""
-    max_retries: int = 4
-    backoff: float = 0.5
-    max_backoff: float = 20.0
-    concurrency: int = 32
-    """Requests that one worker has under way at a time."""
     cache: bool = True
     """Do not ask the same twice."""
     cache_dir: str = ""
@@ -102,7 +93,7 @@ class LLMJudge(RewardRule):
         self._reader = self._make_reader()
         self._cache = AnswerCache(Path(self.cache_dir).expanduser() if self.cache_dir else None) if self.cache else None
         key = self.api_key or os.environ.get(self.api_key_env, "")
-        self._client = JsonClient(f"{self.base_url.rstrip('/')}/chat/completions", settings_of(self), key)
+        self._client = JsonClient(f"{self.base_url.rstrip('/')}/chat/completions", self.http_settings(), key)
 
     def _make_reader(self) -> ScoreReader:
         built_in = BUILT_IN.get(self.prompt)
@@ -235,8 +226,8 @@ def load_template(prompt: str) -> Template:
     except TemplateError as error:
         raise RewardOptionError(f"prompt: not a Jinja template: {error}") from error
     for name in sorted(used - {*VARIABLES}):
-        near = difflib.get_close_matches(name, VARIABLES, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        near = closest(name, VARIABLES)
+        hint = f"did you mean {near!r}? " if near else ""
         raise RewardOptionError(f"prompt: no variable {name!r}; {hint}there are {', '.join(VARIABLES)}")
     return template
 

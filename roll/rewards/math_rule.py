@@ -93,6 +93,7 @@ class MathRule(RewardRule):
     """
 
     numbers: ClassVar[tuple[str, ...]] = ("correct", "answered")
+    client_options: ClassVar[tuple[str, ...]] = ("*",)
     score: float = 1.0
     format_score: float = 0.0
     """Score of an answer that is found but wrong."""
