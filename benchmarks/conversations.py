@@ -72,7 +72,7 @@ def measure_turns(name: str, turns: int, repeats: int) -> None:
             if keeps:
                 share = engine._prefixes.num_reused / asked[0]
     without, kept = (statistics.median(seconds[keeps]) for keeps in (False, True))
-    print(f"{turns} turns: {without:.2f} s without, {kept:.2f} s with kept beginnings: {without / kept:.2f} times as")
+    print(f"{turns} turns: {without:.2f} s without, {kept:.2f} s with the prefix cache: {without / kept:.2f} times as")
     print(f"fast; {share:.0%} of prompt tokens were there already")
 
 

@@ -167,10 +167,6 @@ def page() -> str:
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
-    sys.stdout.write(page())
-
-
 SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 INTERPOLATION = {"type": "string", "pattern": r"\$\{"}
 """Any value may be written as a reference to another key."""
@@ -318,3 +314,7 @@ def _type_schemas(hint: Any, definitions: dict[str, Any]) -> Iterator[dict[str, 
 
 def _any_of(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [*_type_schemas(hint, definitions), INTERPOLATION]}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -20,11 +20,11 @@ from roll.distributed.failures import RemoteError
 from roll.distributed.ray_node import ray_lost
 from roll.distributed.resources import Placement, ResourceManager
 from roll.distributed.worker import Dispatch, Registration, Worker, WorkerContext
-from roll.protocol.rank import RankInfo
+from roll.protocol.metrics import RankInfo
 
 logger = logging.getLogger(__name__)
 
-_DOORS = {Dispatch.ONE_TO_ALL: "call_all", Dispatch.ALL_TO_ALL: "call_each"}
+_CALL_FOR = {Dispatch.ONE_TO_ALL: "call_all", Dispatch.ALL_TO_ALL: "call_each"}
 
 _START_SECONDS = 600.0
 _FAREWELL_SECONDS = 20.0
@@ -55,19 +55,17 @@ class Cluster:
         settings: Any = None,
         rpc_timeout: float = 3600.0,
     ) -> None:
-        """Start the workers; returns while they start, so that several clusters start side by side.
+        """Start the workers; returns while they start, so that several clusters start concurrently.
 
         Args:
             worker_cls: Dotted path of the class (imported in the workers only) or the class.
-            settings: What the workers need besides their role: an instance of the class's ``settings_class``.
+            settings: Values that the workers need besides their role: an instance of the class's ``settings_class``.
             rpc_timeout: Seconds that a call may take unless the call or its registration says otherwise.
 
         Raises:
             ValueError: a device list that the resource manager refuses.
         """
         self.name = name
-        self.meanwhile: Callable[[PendingCall], None] | None = None
-        """What the caller does until a blocking call is answered, in place of waiting idly."""
         self.role = role
         self.rpc_timeout = rpc_timeout
         self._resources = resource_manager
@@ -142,7 +140,7 @@ class Cluster:
 
     @property
     def rank_infos(self) -> list[RankInfo]:
-        """Where every rank stands; asked of the workers once, on first use (so: after their model is built)."""
+        """The place of every rank; asked of the workers once, on first use (so: after their model is built)."""
         if self._rank_infos is None:
             self.wait_ready()
             refs = {rank: actor.rank_info.remote() for rank, actor in enumerate(self.workers)}
@@ -182,16 +180,14 @@ class Cluster:
         if registration.dispatch not in modes:
             raise TypeError(
                 f"{method!r} of {self.name!r} is registered with Dispatch.{registration.dispatch.name}: use "
-                f"cluster.{_DOORS.get(registration.dispatch, 'call')}"
+                f"cluster.{_CALL_FOR.get(registration.dispatch, 'call')}"
             )
         call = spread(registration, self.world_size, lambda: self.rank_infos, args, kwargs)
         assert not self._left_out or registration.dispatch is Dispatch.ONE_TO_ALL, "other ranks cannot do its part"
         present = {rank: arguments for rank, arguments in call.arguments.items() if rank not in self._left_out}
         refs = {rank: self._send(rank, method, arguments) for rank, arguments in present.items()}
         limit = registration.deadline or self.rpc_timeout
-        pending = self._pending(registration.name or method, refs, limit, call.collect)
-        pending.meanwhile = self.meanwhile
-        return pending
+        return self._pending(registration.name or method, refs, limit, call.collect)
 
     @overload
     def submit(self, rank: int, method: Method[P, R], /, *args: P.args, **kwargs: P.kwargs) -> PendingCall[R]: ...

@@ -12,9 +12,9 @@ import torch
 from roll.distributed import Dispatch, Worker, register
 from roll.models.build import load_config
 from roll.protocol import DataProto
-from roll.protocol.rank import RankInfo
+from roll.protocol.metrics import RankInfo
 from roll.rewards.base import RewardResult, failure
-from roll.rollout.model_scores import ModelInput
+from roll.rollout.rewarding import ModelInput
 from roll.strategies.base import ModelHead, ModelStrategy, Output, StateKind, TensorBatch
 from roll.strategies.factory import create_strategy
 
@@ -118,7 +118,7 @@ class RewardModelWorker(ModelWorker):
         own = inputs[info.dp_rank :: info.dp_size]
         sequences = [self._read(one) for one in own]
         usable = [sequence for sequence in sequences if not isinstance(sequence, RewardResult)]
-        # A rank with nothing to score takes part in the others' collectives with a row that nobody asks for.
+        # A rank with nothing to score takes part in the others' collectives with a row whose score is not used.
         scores = iter(last_token_scores(self.strategy, usable or [[0]]))
         results = [one if isinstance(one, RewardResult) else RewardResult(next(scores)) for one in sequences]
         return info.dp_rank, results

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from roll.pipelines.rlvr.scoring import Scoring
 from torch import Tensor
 
 from roll.algorithms.aggregation import denominators_from, denominators_of, group_tokens_of
@@ -22,6 +21,7 @@ from roll.config.loader import LoadedConfig, load_composed
 from roll.config.reading.compose import Composed
 from roll.config.reading.errors import ConfigError, Problems
 from roll.config.reading.yaml_files import SourceFile
+from roll.pipelines.rlvr.phases import AdvantageComputer
 from roll.pipelines.rlvr.planning import actor_keys
 from roll.protocol import DataProto
 from roll.rollout.batch import build_batch
@@ -105,7 +105,7 @@ class OurSide:
         self.config, self.plan, self._responses = loaded.config, loaded.plan, responses
         self.batch = self._build()
         self.mask: Tensor = self.batch.batch["response_mask"]
-        self.scoring = Scoring(self.config, self.plan.norm_types, self.plan.max_new_tokens)
+        self.scoring = AdvantageComputer(self.config, self.plan.norm_types, self.plan.max_new_tokens)
         self._add_columns()
 
     def _build(self) -> DataProto:

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from roll.config.roles import WorkerConfig
 
 
+UpdateMode = Literal["full", "trained", "delta"]
+"""What a weight update sends: everything, what training changes, or of that the elements that have changed."""
+
 ShapeProblem = tuple[str, Any, str, Any]
 """Key, value, rule and a value that works."""
 
@@ -80,6 +83,10 @@ class Package:
     """Found when it is installed."""
     install: str
     """The command, or where to read about it."""
+    title: str = ""
+    """As its makers write it."""
+    tested: tuple[str, str] = ("0", "0")
+    """Versions that this code was tried with: from the first up to, not including, the second."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +109,8 @@ class Backend:
     """None: it comes with the base install."""
     size_keys: tuple[str, ...] = ()
     """Options that give an engine's tensor-parallel size; its workers then take ``devices_per_worker`` devices."""
-
-    title: str = ""
-    """Its own name, for messages."""
-    updates: tuple[str, ...] = ()
-    """Of an engine: modes of ``weight_sync.mode`` in addition to ``full``; it takes some of a model's tensors by
-    themselves, or some of their elements."""
-    default_update: Literal["full", "trained"] = "full"
-    """What ``weight_sync.mode: auto`` is for it."""
+    updates: tuple[UpdateMode, ...] = ("full",)
+    """Modes of weight updates that an engine takes; the first is what ``weight_sync.mode: auto`` means."""
     holds_sent_dtype: bool = False
     """It computes in the type of the weights that it is sent."""
     adapter_ranks: tuple[int, ...] = ()

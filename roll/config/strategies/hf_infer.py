@@ -35,7 +35,6 @@ HF_INFER = Backend(
     HfInferStrategyConfig,
     computes="roll.strategies.hf_infer.strategy.HfForwardStrategy",
     generates="roll.strategies.hf_infer.HfInferStrategy",
-    updates=("trained", "delta"),
-    default_update="trained",
+    updates=("trained", "delta", "full"),
     holds_sent_dtype=True,
 )

@@ -70,7 +70,7 @@ def check_validation(config: RLVRConfig, checks: Checks) -> None:
     if section.data_args.file_name or not section.sets:
         check_data_files("validation.data_args", section.data_args, checks)
     check_columns("validation.data_args", section.data_args, checks)
-    check_beside_training(config, checks)
+    check_concurrent(config, checks)
     for name, one in section.sets.items():
         key = f"validation.sets.{name}"
         if not SET_NAME.fullmatch(name) or name in ("sampled", "greedy"):
@@ -87,10 +87,10 @@ def check_validation(config: RLVRConfig, checks: Checks) -> None:
             checks.add(f"{key}.sequence_length", sequence, rule, prompt * 2)
 
 
-def check_beside_training(config: RLVRConfig, checks: Checks) -> None:
-    """Roles that are to answer and score beside training share their devices with nobody."""
-    key, section = "validation.beside_training", config.validation
-    if section is None or not section.beside_training:
+def check_concurrent(config: RLVRConfig, checks: Checks) -> None:
+    """Roles that are to answer and score during training share their devices with nobody."""
+    key, section = "validation.concurrent", config.validation
+    if section is None or not section.concurrent:
         return
     sharing = {
         name: others
@@ -118,10 +118,11 @@ def check_weight_sync(config: RLVRConfig, checks: Checks) -> None:
     if options.transport == "cuda_ipc":
         _check_cuda_ipc(config, checks)
     engine = config.actor_infer.strategy_args.strategy_name
+    modes = backend_of(engine).updates
     if options.lora == "adapter":
         _check_adapter(config, checks)
-    elif options.mode not in ("auto", "full", *backend_of(engine).updates):
-        least = "tensors" if backend_of(engine).updates else "layers"
+    elif options.mode not in ("auto", *modes):
+        least = "tensors" if "trained" in modes else "layers"
         others = ", ".join(BACKENDS.where(lambda backend: options.mode in backend.updates))
         rule = f"{engine} takes whole {least} only; engines that take parts: {others}"
         checks.add("weight_sync.mode", options.mode, rule, "full")
@@ -147,7 +148,7 @@ def _check_adapter(config: RLVRConfig, checks: Checks) -> None:
 def _check_adapter_of_engine(config: RLVRConfig, checks: Checks) -> None:
     """An engine that computes with the adapter itself makes room for its rank when it starts."""
     args, backend = config.actor_train.model_args, backend_of(config.actor_infer.strategy_args.strategy_name)
-    engine, most = backend.title or backend.name, backend.adapter_ranks[-1]
+    engine, most = backend.package.title if backend.package else backend.name, backend.adapter_ranks[-1]
     if args.additional_target:
         rule = f"goes with weight_sync.lora: merged: of a policy in {engine} only the adapter is exchanged"
         checks.add("actor_train.model_args.additional_target", args.additional_target, rule, "~")

@@ -1,19 +1,14 @@
-"""The phases of a training step between rollout and update: each adds columns to the batch and returns metrics.
-
-:class:`RecordedRollouts` takes the place of the rollout itself (``rollout_mock``).
-"""
+"""The phases of a training step after the rollout: columns that models compute, advantages, updates."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 
 from roll.algorithms.advantages import (
     AdvantageInputs,
@@ -36,11 +31,9 @@ from roll.algorithms.samples import (
     top_entropy_mask,
 )
 from roll.config.plan.plan import TrainingPlan
-from roll.datasets.types import DataError
 from roll.distributed import Cluster, PendingCall
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.rlvr.planning import recorded_rollouts, rollout_file
 from roll.pipelines.row_order import length_metrics, order_for
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
@@ -308,8 +301,9 @@ class AdvantageComputer:
         if self._config.overlong_buffer_length is not None:
             metrics.append({"critic/overlong_penalty": Mean(float((tensors["scores"] - shaped).mean()))})
         domains = batch.non_tensor_batch["domain"]
-        for domain in sorted(set(domains)):
-            rows = torch.from_numpy(domains == domain)
+        names = sorted(set(domains))
+        for domain in names:
+            rows = torch.from_numpy(domains == domain) if len(names) > 1 else slice(None)
             rewards[rows], measured = self._normalise(shaped[rows], tensors["group_ids"][rows], domain)
             metrics.append(measured)
         tensors["response_level_rewards"] = rewards
@@ -365,45 +359,3 @@ def _data_metrics(batch: DataProto, outputs: AdvantageOutputs) -> Metrics:
     columns["truncated"] = _truncated(batch)
     columns["raw_advantages"] = outputs.raw_advantages
     return compute_data_metrics(BatchColumns(**columns))
-
-
-class RecordedRollouts:
-    """The batches of a run's steps in a folder, one safetensors file a step.
-
-    Args:
-        output_dir: of the run; holds the folder where the configuration names none.
-        num_samples: rows of a step's batch.
-    """
-
-    def __init__(self, config: RLVRConfig, output_dir: Path, num_samples: int) -> None:
-        section = config.rollout_mock
-        self._folder = recorded_rollouts(config, output_dir)
-        self._num_samples = num_samples
-        self.writes = section.enable and section.mode == "dump"
-        self.replays = section.enable and section.mode == "mock"
-
-    def write(self, step: int, batch: DataProto) -> None:
-        """Keep the batch as the rewards have left it."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        batch.save(rollout_file(self._folder, step))
-
-    def read(self, step: int) -> tuple[DataProto, Metrics]:
-        """The batch that was written for this step, and its size.
-
-        Raises:
-            DataError: no such file, one that holds no batch, or one of another size.
-        """
-        file = rollout_file(self._folder, step)
-        if not file.is_file():
-            raise DataError(f"{file}: no rollout was written for step {step} (rollout_mock.mode: mock reads it)")
-        try:
-            batch = DataProto.load(file)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise DataError(f"{file}: holds no rollout: {error}") from error
-        if len(batch) != self._num_samples:
-            raise DataError(
-                f"{file}: {len(batch)} samples, but rollout_batch_size x num_return_sequences_in_group is "
-                f"{self._num_samples}"
-            )
-        tokens = float(batch.batch["attention_mask"].sum())
-        return batch, {"system/samples": Mean(len(batch)), "system/tokens": Mean(tokens)}
