@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from roll.config.algorithm import PPOConfig
 from roll.config.data import DataArguments
-from roll.config.names import TEMPLATE_ENDINGS
+from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.older import OlderRLVRKeys
 from roll.config.reading.fields import parse_dotted_path, rules, setting
 from roll.config.rewards import RewardConfig
@@ -20,7 +20,6 @@ from roll.config.roles import (
 )
 from roll.config.run import RunConfig
 from roll.config.weight_sync import WeightSyncConfig
-from roll.datasets.templates import TEMPLATES
 
 
 @dataclass(frozen=True)
