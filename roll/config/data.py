@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
+from roll.config.names import TEMPLATE_ENDINGS
 from roll.config.reading.fields import DOTTED_PATH, rules, setting
+from roll.datasets.templates import TEMPLATES
 
 
 def parse_filter(value: Any) -> Any:

@@ -5,6 +5,8 @@ A test asserts that these lists and the registries of the packages agree.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 LR_SCHEDULER_OPTIONS: dict[str, tuple[str, ...]] = {
     "linear": (),
     "cosine": ("num_cycles",),
@@ -50,47 +52,44 @@ TEMPLATES = (
 TEMPLATE_ENDINGS = (".jinja", ".j2")
 """Of files that hold a chat template."""
 
-REWARDS = (
-    "gsm8k_rule",
-    "math_rule",
-    "multiple_choice",
-    "format",
-    "exact_match",
-    "f1",
-    "detection",
-    "ifeval",
-    "reward_model",
-    "crossthinkqa",
-    "repetition_penalty",
-    "length_penalty",
-    "http_reward",
-    "llm_judge",
-    "code_sandbox",
-)
-"""Short names of the rewards that run today."""
 
-TRUTH_REWARDS = (
-    "gsm8k_rule",
-    "math_rule",
-    "multiple_choice",
-    "exact_match",
-    "f1",
-    "detection",
-    "crossthinkqa",
-)
-"""Rewards that cannot score a row without ``ground_truth``."""
+@dataclass(frozen=True)
+class BuiltInReward:
+    """A reward that ``worker_cls`` may name; a new one is its module and a row here."""
 
-PUBLISHED_REWARDS = {
-    "CodeSandboxRewardWorker": "code_sandbox",
-    "LLMJudgeRewardWorker": "llm_judge",
-    "MathRuleRewardWorker": "math_rule",
-    "MultipleChoiceBoxedRuleRewardWorker": "multiple_choice",
-    "GeneralRuleRewardWorker": "ifeval",
-    "DetectionRewardWorker": "detection",
-    "CrossThinkQARuleRewardWorker": "crossthinkqa",
-    "GeneralValRuleRewardWorker": "multiple_choice",
+    target: str
+    """Module and class, imported when a worker uses it."""
+    needs_truth: bool = False
+    """It cannot score a row without ``ground_truth``."""
+    published: tuple[str, ...] = ()
+    """Reward classes of ROLL's published files that stand for it."""
+
+
+REWARDS = {
+    "gsm8k_rule": BuiltInReward("roll.rewards.text_rules.Gsm8kRule", needs_truth=True),
+    "math_rule": BuiltInReward("roll.rewards.math_rule.MathRule", True, ("MathRuleRewardWorker",)),
+    "multiple_choice": BuiltInReward(
+        "roll.rewards.multiple_choice.MultipleChoice",
+        True,
+        ("MultipleChoiceBoxedRuleRewardWorker", "GeneralValRuleRewardWorker"),
+    ),
+    "format": BuiltInReward("roll.rewards.text_rules.FormatRule"),
+    "exact_match": BuiltInReward("roll.rewards.text_rules.ExactMatch", needs_truth=True),
+    "f1": BuiltInReward("roll.rewards.text_rules.F1", needs_truth=True),
+    "detection": BuiltInReward("roll.rewards.detection.Detection", True, ("DetectionRewardWorker",)),
+    "ifeval": BuiltInReward("roll.rewards.ifeval.IFEval", published=("GeneralRuleRewardWorker",)),
+    "reward_model": BuiltInReward("roll.rewards.http_reward.RewardModelScore"),
+    "crossthinkqa": BuiltInReward("roll.rewards.multiple_choice.CrossThinkQA", True, ("CrossThinkQARuleRewardWorker",)),
+    "repetition_penalty": BuiltInReward("roll.rewards.text_rules.RepetitionPenalty"),
+    "length_penalty": BuiltInReward("roll.rewards.text_rules.LengthPenalty"),
+    "http_reward": BuiltInReward("roll.rewards.http_reward.HttpReward"),
+    "llm_judge": BuiltInReward("roll.rewards.judge.LLMJudge", published=("LLMJudgeRewardWorker",)),
+    "code_sandbox": BuiltInReward("roll.rewards.code_sandbox.CodeSandbox", published=("CodeSandboxRewardWorker",)),
 }
-"""Reward classes of ROLL's published files that run today, under their short names."""
+"""Rewards by short name."""
+
+PUBLISHED_REWARDS = {each: name for name, reward in REWARDS.items() for each in reward.published}
+"""Reward classes of ROLL's published files that run here, with their short names."""
 
 PLANNED_REWARDS = {
     "RemoteRewardSystemWorker": "remote",

@@ -20,7 +20,7 @@ from roll.distributed.failures import RemoteError
 from roll.distributed.ray_node import ray_lost
 from roll.distributed.resources import Placement, ResourceManager
 from roll.distributed.worker import Dispatch, Registration, Worker, WorkerContext
-from roll.protocol.rank import RankInfo
+from roll.protocol.metrics import RankInfo
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +66,6 @@ class Cluster:
             ValueError: a device list that the resource manager refuses.
         """
         self.name = name
-        self.meanwhile: Callable[[PendingCall], None] | None = None
-        """Work of the caller until a call is answered, in place of waiting idly."""
         self.role = role
         self.rpc_timeout = rpc_timeout
         self._resources = resource_manager
@@ -189,9 +187,7 @@ class Cluster:
         present = {rank: arguments for rank, arguments in call.arguments.items() if rank not in self._left_out}
         refs = {rank: self._send(rank, method, arguments) for rank, arguments in present.items()}
         limit = registration.deadline or self.rpc_timeout
-        pending = self._pending(registration.name or method, refs, limit, call.collect)
-        pending.meanwhile = self.meanwhile
-        return pending
+        return self._pending(registration.name or method, refs, limit, call.collect)
 
     @overload
     def submit(self, rank: int, method: Method[P, R], /, *args: P.args, **kwargs: P.kwargs) -> PendingCall[R]: ...

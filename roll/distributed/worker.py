@@ -18,7 +18,7 @@ from roll.platforms import current_platform
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-    from roll.protocol.rank import RankInfo
+    from roll.protocol.metrics import RankInfo
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -147,7 +147,7 @@ class Worker:
     @property
     def rank_info(self) -> RankInfo:
         """The place of this rank; plain data parallelism unless a subclass's strategy knows better."""
-        from roll.protocol.rank import RankInfo
+        from roll.protocol.metrics import RankInfo
 
         rank, world_size = self.context.rank, self.context.world_size
         return RankInfo(rank=rank, world_size=world_size, dp_rank=rank, dp_size=world_size)

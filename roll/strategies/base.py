@@ -26,7 +26,7 @@ from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import TRAIN_STRATEGIES, trains
 from roll.platforms import current_platform
 from roll.protocol.metrics import Metrics
-from roll.protocol.rank import RankInfo as RankInfo
+from roll.protocol.metrics import RankInfo as RankInfo
 
 TensorBatch = dict[str, torch.Tensor]
 """Columns of one batch. Always there: ``input_ids`` int64 (B, L), ``attention_mask`` bool (B, L, right-padded),

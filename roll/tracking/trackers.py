@@ -104,7 +104,7 @@ class OnlineTracker(Tracker):
         folder: where the package keeps its files.
         run_config: shown as the run's configuration; secrets are masked by the caller.
         resume_step: the last step that counts; None: a new run.
-        options: ``project``, ``name``, ``notes``, ``tags``, ``group``, ``mode``, and what the service has besides.
+        options: ``project``, ``name``, ``notes``, ``tags``, ``group``, ``mode``, and the service's own.
 
     Raises:
         ModuleNotFoundError: the package is not installed.
@@ -225,7 +225,7 @@ _SECRETS = {"api_key": "WANDB_API_KEY or SWANLAB_API_KEY", "login_kwargs": "SWAN
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What every tracker is told about the run.
+    """The run as every tracker sees it.
 
     Attributes:
         log_dir: the run's own folder of logs; files go there unless ``tracker_kwargs.log_dir`` names another place.

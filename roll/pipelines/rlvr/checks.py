@@ -17,9 +17,10 @@ from roll.config.checks.keys import note_unread
 from roll.config.checks.models import note_positions
 from roll.config.checks.roles import check_roles, note_engine_length
 from roll.config.lora import uses_lora
-from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
+from roll.config.names import TEMPLATE_ENDINGS
 from roll.config.plan.plan import explain_indivisible, working_values
 from roll.config.reading.errors import closest
+from roll.datasets.templates import TEMPLATES
 from roll.pipelines.rlvr.checks_algorithm import check_algorithm
 from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
 from roll.pipelines.rlvr.checks_rollout import check_async, check_validation, check_weight_sync, longest_in_validation

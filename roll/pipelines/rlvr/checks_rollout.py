@@ -71,7 +71,7 @@ def check_validation(config: RLVRConfig, checks: Checks) -> None:
     if section.data_args.file_name or not section.sets:
         check_data_files("validation.data_args", section.data_args, checks)
     check_columns("validation.data_args", section.data_args, checks)
-    check_beside_training(config, checks)
+    check_concurrent(config, checks)
     for name, one in section.sets.items():
         key = f"validation.sets.{name}"
         if not SET_NAME.fullmatch(name) or name in ("sampled", "greedy"):
@@ -88,10 +88,10 @@ def check_validation(config: RLVRConfig, checks: Checks) -> None:
             checks.add(f"{key}.sequence_length", sequence, rule, prompt * 2)
 
 
-def check_beside_training(config: RLVRConfig, checks: Checks) -> None:
-    """Roles that are to answer and score beside training share their devices with nobody."""
-    key, section = "validation.beside_training", config.validation
-    if section is None or not section.beside_training:
+def check_concurrent(config: RLVRConfig, checks: Checks) -> None:
+    """Roles that are to answer and score during training share their devices with nobody."""
+    key, section = "validation.concurrent", config.validation
+    if section is None or not section.concurrent:
         return
     sharing = {
         name: others

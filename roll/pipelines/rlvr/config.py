@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from roll.config.algorithm import PPOConfig
 from roll.config.data import DataArguments
-from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
+from roll.config.names import TEMPLATE_ENDINGS
 from roll.config.older import OlderRLVRKeys
 from roll.config.reading.fields import parse_dotted_path, rules, setting
 from roll.config.rewards import RewardConfig
@@ -20,6 +20,7 @@ from roll.config.roles import (
 )
 from roll.config.run import RunConfig
 from roll.config.weight_sync import WeightSyncConfig
+from roll.datasets.templates import TEMPLATES
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class ValidationConfig(WorkerConfig):
     """Steps between validations; null: the run's ``eval_steps``."""
     before_train: bool = True
     """Validate before the first step."""
-    beside_training: bool | None = None
+    concurrent: bool | None = setting(None, aliases=("beside_training",))
     """The engines validate while the other roles work on the samples of the step, which waits at its end for what is
     left; the answers are the same. All roles that answer or score need devices of their own. null: where devices allow
     it; false: validation comes before the step's samples, and everything else waits."""

@@ -29,7 +29,7 @@ from roll.config.strategies.base import own_weights
 from roll.config.strategies.registry import GENERATION_STRATEGIES, with_engine_size
 from roll.config.strategies.vllm import adapter_engine_args
 from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.rlvr.plan import RLVRPlan, beside_training, validation_sets
+from roll.pipelines.rlvr.plan import RLVRPlan, validates_concurrently, validation_sets
 from roll.rewards.base import RewardOptionError
 from roll.rewards.composition import concurrent_calls
 
@@ -259,7 +259,7 @@ def plan_rlvr(definition: PipelineDefinition, config: RLVRConfig, exp_name: str,
         norm_length=config.loss_norm_length or response,
         max_new_tokens=max_new_tokens(config),
         validation_sets=sets,
-        validates_beside_training=beside_training(config, started_roles(config)),
+        validates_concurrently=validates_concurrently(config, started_roles(config)),
         needs_reference=needs_reference(config),
         needs_old_log_probs=needs_old_log_probs(config),
         needs_old_entropy=needs_old_entropy(config),

@@ -8,13 +8,14 @@ from roll.config.checks.base import Checks, check_columns, check_data_files, che
 from roll.config.checks.keys import note_unread
 from roll.config.checks.models import note_positions
 from roll.config.checks.roles import check_roles
-from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
+from roll.config.names import TEMPLATE_ENDINGS
 from roll.config.pipelines import PipelineDefinition, Written
 from roll.config.plan.plan import Plan
 from roll.config.plan.planning import shared_plan, training_plan, validation_data
 from roll.config.reading.fields import setting
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.run import RunConfig
+from roll.datasets.templates import TEMPLATES
 
 
 @dataclass(frozen=True)
