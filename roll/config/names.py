@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from roll.config.reading.names import Named, Table
+
 LR_SCHEDULER_OPTIONS: dict[str, tuple[str, ...]] = {
     "linear": (),
     "cosine": ("num_cycles",),
@@ -54,10 +56,10 @@ TEMPLATE_ENDINGS = (".jinja", ".j2")
 
 
 @dataclass(frozen=True)
-class BuiltInReward:
+class BuiltInReward(Named):
     """A reward that ``worker_cls`` may name; a new one is its module and a row here."""
 
-    target: str
+    target: str = ""
     """Module and class, imported when a worker uses it."""
     needs_truth: bool = False
     """It cannot score a row without ``ground_truth``."""
@@ -65,27 +67,34 @@ class BuiltInReward:
     """Reward classes of ROLL's published files that stand for it."""
 
 
-REWARDS = {
-    "gsm8k_rule": BuiltInReward("roll.rewards.text_rules.Gsm8kRule", needs_truth=True),
-    "math_rule": BuiltInReward("roll.rewards.math_rule.MathRule", True, ("MathRuleRewardWorker",)),
-    "multiple_choice": BuiltInReward(
-        "roll.rewards.multiple_choice.MultipleChoice",
-        True,
-        ("MultipleChoiceBoxedRuleRewardWorker", "GeneralValRuleRewardWorker"),
+def _rule(name: str, target: str, *published: str, needs_truth: bool = False) -> BuiltInReward:
+    return BuiltInReward(name, target=f"roll.rewards.{target}", needs_truth=needs_truth, published=published)
+
+
+REWARDS = Table(
+    "worker_cls",
+    _rule("gsm8k_rule", "text_rules.Gsm8kRule", needs_truth=True),
+    _rule("math_rule", "math_rule.MathRule", "MathRuleRewardWorker", needs_truth=True),
+    _rule(
+        "multiple_choice",
+        "multiple_choice.MultipleChoice",
+        "MultipleChoiceBoxedRuleRewardWorker",
+        "GeneralValRuleRewardWorker",
+        needs_truth=True,
     ),
-    "format": BuiltInReward("roll.rewards.text_rules.FormatRule"),
-    "exact_match": BuiltInReward("roll.rewards.text_rules.ExactMatch", needs_truth=True),
-    "f1": BuiltInReward("roll.rewards.text_rules.F1", needs_truth=True),
-    "detection": BuiltInReward("roll.rewards.detection.Detection", True, ("DetectionRewardWorker",)),
-    "ifeval": BuiltInReward("roll.rewards.ifeval.IFEval", published=("GeneralRuleRewardWorker",)),
-    "reward_model": BuiltInReward("roll.rewards.http_reward.RewardModelScore"),
-    "crossthinkqa": BuiltInReward("roll.rewards.multiple_choice.CrossThinkQA", True, ("CrossThinkQARuleRewardWorker",)),
-    "repetition_penalty": BuiltInReward("roll.rewards.text_rules.RepetitionPenalty"),
-    "length_penalty": BuiltInReward("roll.rewards.text_rules.LengthPenalty"),
-    "http_reward": BuiltInReward("roll.rewards.http_reward.HttpReward"),
-    "llm_judge": BuiltInReward("roll.rewards.judge.LLMJudge", published=("LLMJudgeRewardWorker",)),
-    "code_sandbox": BuiltInReward("roll.rewards.code_sandbox.CodeSandbox", published=("CodeSandboxRewardWorker",)),
-}
+    _rule("format", "text_rules.FormatRule"),
+    _rule("exact_match", "text_rules.ExactMatch", needs_truth=True),
+    _rule("f1", "text_rules.F1", needs_truth=True),
+    _rule("detection", "detection.Detection", "DetectionRewardWorker", needs_truth=True),
+    _rule("ifeval", "ifeval.IFEval", "GeneralRuleRewardWorker"),
+    _rule("reward_model", "http_reward.RewardModelScore"),
+    _rule("crossthinkqa", "multiple_choice.CrossThinkQA", "CrossThinkQARuleRewardWorker", needs_truth=True),
+    _rule("repetition_penalty", "text_rules.RepetitionPenalty"),
+    _rule("length_penalty", "text_rules.LengthPenalty"),
+    _rule("http_reward", "http_reward.HttpReward"),
+    _rule("llm_judge", "judge.LLMJudge", "LLMJudgeRewardWorker"),
+    _rule("code_sandbox", "code_sandbox.CodeSandbox", "CodeSandboxRewardWorker"),
+)
 """Rewards by short name."""
 
 PUBLISHED_REWARDS = {each: name for name, reward in REWARDS.items() for each in reward.published}

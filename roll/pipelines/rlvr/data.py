@@ -108,7 +108,7 @@ def truth_reward(name: str, section: RewardConfig) -> str | None:
     """The reward of a domain that needs the ground truth; None: none does."""
     rewards = [part.worker_cls or key for key, part in section.components.items()] or [section.worker_cls or name]
     found = (worker_name(reward) for reward in rewards)
-    return next((each for each in found if each in REWARDS and REWARDS[each].needs_truth), None)
+    return next((each for each in found if each is not None and each in REWARDS and REWARDS[each].needs_truth), None)
 
 
 class RecordedRollouts:
