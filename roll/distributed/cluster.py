@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
@@ -11,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from roll.config.reading.errors import closest
 from roll.config.roles import WorkerConfig
 from roll.distributed import diagnosis
 from roll.distributed.actor import WorkerActor, WorkerAddress
@@ -20,11 +20,11 @@ from roll.distributed.failures import RemoteError
 from roll.distributed.ray_node import ray_lost
 from roll.distributed.resources import Placement, ResourceManager
 from roll.distributed.worker import Dispatch, Registration, Worker, WorkerContext
-from roll.protocol.rank import RankInfo
+from roll.protocol.metrics import RankInfo
 
 logger = logging.getLogger(__name__)
 
-_DOORS = {Dispatch.ONE_TO_ALL: "call_all", Dispatch.ALL_TO_ALL: "call_each"}
+_CALL_FOR = {Dispatch.ONE_TO_ALL: "call_all", Dispatch.ALL_TO_ALL: "call_each"}
 
 _START_SECONDS = 600.0
 _FAREWELL_SECONDS = 20.0
@@ -180,7 +180,7 @@ class Cluster:
         if registration.dispatch not in modes:
             raise TypeError(
                 f"{method!r} of {self.name!r} is registered with Dispatch.{registration.dispatch.name}: use "
-                f"cluster.{_DOORS.get(registration.dispatch, 'call')}"
+                f"cluster.{_CALL_FOR.get(registration.dispatch, 'call')}"
             )
         call = spread(registration, self.world_size, lambda: self.rank_infos, args, kwargs)
         assert not self._left_out or registration.dispatch is Dispatch.ONE_TO_ALL, "other ranks cannot do its part"
@@ -232,8 +232,8 @@ class Cluster:
         self.wait_ready()
         assert self._registrations is not None
         if method not in self._registrations:
-            near = difflib.get_close_matches(method, self._registrations, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            near = closest(method, self._registrations)
+            hint = f"; did you mean {near!r}?" if near else ""
             raise AttributeError(f"the workers of {self.name!r} register no method {method!r}{hint}")
         return self._registrations[method]
 

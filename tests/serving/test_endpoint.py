@@ -57,7 +57,7 @@ def test_completions_are_what_the_engines_give(make_serving: Any) -> None:
     assert several[2]["prompt_token_ids"] == [7, 8]
 
 
-def test_chat_uses_the_models_template_and_gives_likeliest_tokens(make_serving: Any) -> None:
+def test_chat_uses_the_models_template_and_gives_top_log_probs(make_serving: Any) -> None:
     serving = make_serving()
     messages = [{"role": "user", "content": [{"type": "text", "text": "How many "}, {"type": "text", "text": "bags?"}]}]
     body = serving.chat(
@@ -83,7 +83,7 @@ def test_chat_uses_the_models_template_and_gives_likeliest_tokens(make_serving: 
         assert bytes(token["bytes"]).decode() == token["token"]
 
 
-def test_likeliest_tokens_are_those_of_the_distribution_that_was_sampled(make_serving: Any) -> None:
+def test_top_log_probs_are_those_of_the_distribution_that_was_sampled(make_serving: Any) -> None:
     serving = make_serving()
     asked = {"max_tokens": 5, "temperature": 0.7, "seed": 2, "n": 3, "logprobs": True, "top_logprobs": 4}
     body = serving.chat(messages=[{"role": "user", "content": "Hi"}], return_token_ids=True, **asked)
