@@ -35,7 +35,8 @@ class BuildWithRecipes(build_py):
 BASE = [
     "torch>=2.13",
     "transformers>=5.19",
-    "ray>=2.60",
+    # Bounded above: roll/distributed/ray_node.py uses private parts of it, and says which.
+    "ray>=2.60,<2.61",
     "hydra-core>=1.3.2",
     "omegaconf>=2.3",
     "dacite>=1.9",
@@ -58,6 +59,7 @@ BASE = [
     "tenacity>=9.1",
     "starlette>=1.0",
     "uvicorn>=0.40",
+    "typing_extensions>=4.12",
 ]
 
 EXTRAS = {
@@ -105,7 +107,7 @@ setup(
     license_files=["LICENSE"],
     cmdclass={"build_py": BuildWithRecipes},
     packages=find_packages(include=["roll", "roll.*"]),
-    package_data={"roll": ["py.typed", "**/*.yaml", "**/*.json", "**/*.jinja"]},
+    package_data={"roll": ["py.typed", "**/*.yaml", "**/*.json", "**/*.jinja", "**/*.table"]},
     python_requires=">=3.11",
     install_requires=BASE,
     extras_require=EXTRAS,

@@ -7,114 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ADV_ESTIMATORS = (
-    "gae",
-    "grpo",
-    "reinforce",
-    "reinforce++",
-    "reinforce_plus_plus",
-    "reinforce++_baseline",
-    "reinforce_plus_plus_baseline",
-    "rloo",
-    "opo",
-    "optimal_token_baseline",
-    "tir_optimal_token_baseline",
-    "gpg",
-    "maxrl",
-    "pass@k",
-    "pass_at_k",
-    "remax",
-    "gdpo",
-)
-"""Estimators that run today, aliases included."""
+from roll.config.reading.names import Named, Table
 
-PLANNED_ADV_ESTIMATORS = ("gigpo", "step_reinforce", "agentic_reinforce")
-"""Estimators that need what no pipeline supplies yet: turns."""
-
-PG_VARIANTS = (
-    "ppo",
-    "vanilla",
-    "gspo",
-    "gspo_token",
-    "gspo-token",
-    "tis",
-    "cispo",
-    "m2po",
-    "vespo",
-    "topr",
-    "raft++",
-    "raft_plus_plus",
-    "raftpp",
-    "kimi15",
-    "sapo",
-    "gmpo",
-    "dro",
-    "dppo",
-    "clip_cov",
-    "clip-cov",
-    "kl_cov",
-    "kl-cov",
-)
-"""Policy losses that run today, aliases included."""
-
-LEAVE_ONE_OUT_ESTIMATORS = ("rloo", "maxrl")
-"""Estimators that compare the samples of a prompt with one another and so need two."""
-
-PASS_AT_K_ESTIMATORS = ("pass@k", "pass_at_k")
-"""Estimators that ask whether one of ``pass_k`` samples is right."""
-
-DISCOUNTING_ESTIMATORS = (
-    "gae",
-    "grpo",
-    "reinforce",
-    "reinforce++",
-    "reinforce_plus_plus",
-    "reinforce++_baseline",
-    "reinforce_plus_plus_baseline",
-)
-"""Estimators that read ``gamma``."""
-
-SQUARES_ESTIMATORS = ("optimal_token_baseline", "tir_optimal_token_baseline")
-"""Estimators that read the sum of squared probabilities before every token."""
-
-GREEDY_BASELINE_ESTIMATORS = ("remax",)
-"""Estimators that compare every sample with the greedy response to its prompt."""
-
-KL_PENALTIES = (
-    "kl",
-    "k1",
-    "k2",
-    "k3",
-    "abs",
-    "mse",
-    "low_var_kl",
-    "k1+",
-    "kl+",
-    "abs+",
-    "k3+",
-    "low_var_kl+",
-    "full",
-)
-LOSS_AGG_MODES = (
-    "seq-mean-token-mean",
-    "token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "prompt-mean",
-    "token-sum",
-)
-VALUE_LOSSES = ("mse", "huber")
-NORM_TYPES = ("batch", "group", "running")
-CORRECTION_PRESETS = (
-    "tis",
-    "seq_tis",
-    "icepop",
-    "sequence_mask",
-    "seq_mask_tis",
-    "geo_mask",
-    "opsm",
-    "decoupled",
-)
 LR_SCHEDULER_OPTIONS: dict[str, tuple[str, ...]] = {
     "linear": (),
     "cosine": ("num_cycles",),
@@ -162,10 +56,10 @@ TEMPLATE_ENDINGS = (".jinja", ".j2")
 
 
 @dataclass(frozen=True)
-class BuiltInReward:
+class BuiltInReward(Named):
     """A reward that ``worker_cls`` may name; a new one is its module and a row here."""
 
-    target: str
+    target: str = ""
     """Module and class, imported when a worker uses it."""
     needs_truth: bool = False
     """It cannot score a row without ``ground_truth``."""
@@ -173,27 +67,34 @@ class BuiltInReward:
     """Reward classes of ROLL's published files that stand for it."""
 
 
-REWARDS = {
-    "gsm8k_rule": BuiltInReward("roll.rewards.text_rules.Gsm8kRule", needs_truth=True),
-    "math_rule": BuiltInReward("roll.rewards.math_rule.MathRule", True, ("MathRuleRewardWorker",)),
-    "multiple_choice": BuiltInReward(
-        "roll.rewards.multiple_choice.MultipleChoice",
-        True,
-        ("MultipleChoiceBoxedRuleRewardWorker", "GeneralValRuleRewardWorker"),
+def _rule(name: str, target: str, *published: str, needs_truth: bool = False) -> BuiltInReward:
+    return BuiltInReward(name, target=f"roll.rewards.{target}", needs_truth=needs_truth, published=published)
+
+
+REWARDS = Table(
+    "worker_cls",
+    _rule("gsm8k_rule", "text_rules.Gsm8kRule", needs_truth=True),
+    _rule("math_rule", "math_rule.MathRule", "MathRuleRewardWorker", needs_truth=True),
+    _rule(
+        "multiple_choice",
+        "multiple_choice.MultipleChoice",
+        "MultipleChoiceBoxedRuleRewardWorker",
+        "GeneralValRuleRewardWorker",
+        needs_truth=True,
     ),
-    "format": BuiltInReward("roll.rewards.text_rules.FormatRule"),
-    "exact_match": BuiltInReward("roll.rewards.text_rules.ExactMatch", needs_truth=True),
-    "f1": BuiltInReward("roll.rewards.text_rules.F1", needs_truth=True),
-    "detection": BuiltInReward("roll.rewards.detection.Detection", True, ("DetectionRewardWorker",)),
-    "ifeval": BuiltInReward("roll.rewards.ifeval.IFEval", published=("GeneralRuleRewardWorker",)),
-    "reward_model": BuiltInReward("roll.rewards.http_reward.RewardModelScore"),
-    "crossthinkqa": BuiltInReward("roll.rewards.multiple_choice.CrossThinkQA", True, ("CrossThinkQARuleRewardWorker",)),
-    "repetition_penalty": BuiltInReward("roll.rewards.text_rules.RepetitionPenalty"),
-    "length_penalty": BuiltInReward("roll.rewards.text_rules.LengthPenalty"),
-    "http_reward": BuiltInReward("roll.rewards.http_reward.HttpReward"),
-    "llm_judge": BuiltInReward("roll.rewards.judge.LLMJudge", published=("LLMJudgeRewardWorker",)),
-    "code_sandbox": BuiltInReward("roll.rewards.code_sandbox.CodeSandbox", published=("CodeSandboxRewardWorker",)),
-}
+    _rule("format", "text_rules.FormatRule"),
+    _rule("exact_match", "text_rules.ExactMatch", needs_truth=True),
+    _rule("f1", "text_rules.F1", needs_truth=True),
+    _rule("detection", "detection.Detection", "DetectionRewardWorker", needs_truth=True),
+    _rule("ifeval", "ifeval.IFEval", "GeneralRuleRewardWorker"),
+    _rule("reward_model", "http_reward.RewardModelScore"),
+    _rule("crossthinkqa", "multiple_choice.CrossThinkQA", "CrossThinkQARuleRewardWorker", needs_truth=True),
+    _rule("repetition_penalty", "text_rules.RepetitionPenalty"),
+    _rule("length_penalty", "text_rules.LengthPenalty"),
+    _rule("http_reward", "http_reward.HttpReward"),
+    _rule("llm_judge", "judge.LLMJudge", "LLMJudgeRewardWorker"),
+    _rule("code_sandbox", "code_sandbox.CodeSandbox", "CodeSandboxRewardWorker"),
+)
 """Rewards by short name."""
 
 PUBLISHED_REWARDS = {each: name for name, reward in REWARDS.items() for each in reward.published}

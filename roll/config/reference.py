@@ -15,11 +15,11 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from roll.config.algorithm import CorrectionConfig, CorrectionRuleConfig, ImportanceWeightConfig, MismatchFilterConfig
+from roll.config.corrections import CorrectionConfig, CorrectionRule, ImportanceWeightConfig, MismatchFilterConfig
 from roll.config.data import CurriculumArguments, DataArguments
 from roll.config.pipelines import definitions
-from roll.config.reading.errors import ConfigError, Problem
-from roll.config.reading.schema import closest, mapped_section, nested_section, rules_of, type_hints
+from roll.config.reading.errors import ConfigError, Problem, closest
+from roll.config.reading.schema import mapped_section, nested_section, rules_of, type_hints
 from roll.config.roles import (
     GeneratingArguments,
     ModelArguments,
@@ -30,16 +30,8 @@ from roll.config.roles import (
     WorkerConfig,
 )
 from roll.config.run import CheckpointConfig, RolloutMockConfig, RunConfig, TransferBackendConfig
-from roll.config.strategies.registry import (
-    DeepSpeedStrategyConfig,
-    Fsdp1StrategyConfig,
-    Fsdp2StrategyConfig,
-    HfInferStrategyConfig,
-    MegatronStrategyConfig,
-    WrapPolicy,
-)
-from roll.config.strategies.sglang import SglangStrategyConfig
-from roll.config.strategies.vllm import VllmStrategyConfig
+from roll.config.strategies.fsdp import FSDP1, WrapPolicy
+from roll.config.strategies.registry import BACKENDS
 
 INTRODUCTION = """# Configuration reference
 
@@ -50,36 +42,40 @@ configuration classes; how to use them is explained in [configuration.md](config
 that would need it, with `not available yet: KEY`.
 """
 
-PAGES: tuple[tuple[str, type, tuple[type, ...]], ...] = (
-    ("Run control (top level, every pipeline)", RunConfig, ()),
-    *(table for pipeline in definitions() for table in pipeline.reference),
-    ("A role section", WorkerConfig, ()),
-    ("`<role>.model_args`", ModelArguments, ()),
-    ("`<role>.training_args`", TrainingArguments, ()),
-    ("`<role>.data_args`", DataArguments, ()),
-    ("`<role>.data_args.curriculum`", CurriculumArguments, ()),
-    ("`<role>.generating_args`", GeneratingArguments, ()),
-    ("`<role>.strategy_args`", StrategyArguments, ()),
-    ("`strategy_config` of `fsdp2_train` and `fsdp2_infer`", Fsdp2StrategyConfig, ()),
-    ("`strategy_config` of `fsdp_train` and `fsdp_infer`", Fsdp1StrategyConfig, ()),
-    ("`strategy_config.wrap_policy`", WrapPolicy, ()),
-    ("`strategy_config` of `deepspeed_train` and `deepspeed_infer`", DeepSpeedStrategyConfig, ()),
-    ("`strategy_config` of `megatron_train` and `megatron_infer`", MegatronStrategyConfig, ()),
-    ("`strategy_config` of `hf_infer`", HfInferStrategyConfig, ()),
-    ("`strategy_config` of `vllm`", VllmStrategyConfig, ()),
-    ("`strategy_config` of `sglang`", SglangStrategyConfig, ()),
-    ("`<role>.sequence_packing_args`", SequencePackingArguments, ()),
-    ("`<role>.router_replay`", RouterReplayArguments, ()),
-    *(table for pipeline in definitions() for table in pipeline.section_tables),
-    ("`checkpoint_config`", CheckpointConfig, ()),
-    ("`train_infer_correction` as a section", CorrectionConfig, ()),
-    ("`train_infer_correction.is_weight`", ImportanceWeightConfig, ()),
-    ("`train_infer_correction.filters[]`", MismatchFilterConfig, ()),
-    ("`train_infer_correction` as a list of rules", CorrectionRuleConfig, ()),
-    ("`rollout_mock`", RolloutMockConfig, ()),
-    ("`transfer_backend`", TransferBackendConfig, ()),
-)
-"""Heading, class, and the classes whose fields stand elsewhere on the page."""
+
+def _strategy_options() -> Iterator[tuple[str, type, tuple[type, ...]]]:
+    """A table for the options of each backend, and for the section that the sharded ones have."""
+    for backend in BACKENDS.rows:
+        names = " and ".join(f"`{name}`" for name in backend.strategies)
+        yield f"`strategy_config` of {names}", backend.options, ()
+        if backend is FSDP1:
+            yield "`strategy_config.wrap_policy`", WrapPolicy, ()
+
+
+def tables() -> tuple[tuple[str, type, tuple[type, ...]], ...]:
+    """Heading, class, and the classes whose fields stand elsewhere on the page."""
+    return (
+        ("Run control (top level, every pipeline)", RunConfig, ()),
+        *(table for pipeline in definitions() for table in pipeline.reference),
+        ("A role section", WorkerConfig, ()),
+        ("`<role>.model_args`", ModelArguments, ()),
+        ("`<role>.training_args`", TrainingArguments, ()),
+        ("`<role>.data_args`", DataArguments, ()),
+        ("`<role>.data_args.curriculum`", CurriculumArguments, ()),
+        ("`<role>.generating_args`", GeneratingArguments, ()),
+        ("`<role>.strategy_args`", StrategyArguments, ()),
+        *_strategy_options(),
+        ("`<role>.sequence_packing_args`", SequencePackingArguments, ()),
+        ("`<role>.router_replay`", RouterReplayArguments, ()),
+        *(table for pipeline in definitions() for table in pipeline.section_tables),
+        ("`checkpoint_config`", CheckpointConfig, ()),
+        ("`train_infer_correction` as a section", CorrectionConfig, ()),
+        ("`train_infer_correction.is_weight`", ImportanceWeightConfig, ()),
+        ("`train_infer_correction.filters[]`", MismatchFilterConfig, ()),
+        ("`train_infer_correction` as a list of rules", CorrectionRule, ()),
+        ("`rollout_mock`", RolloutMockConfig, ()),
+        ("`transfer_backend`", TransferBackendConfig, ()),
+    )
 
 
 def field_texts(cls: type) -> dict[str, str]:
@@ -166,13 +162,9 @@ def table(cls: type, elsewhere: tuple[type, ...]) -> Iterator[str]:
 def page() -> str:
     """The whole reference page as Markdown."""
     lines = [INTRODUCTION]
-    for heading, cls, elsewhere in PAGES:
+    for heading, cls, elsewhere in tables():
         lines += [f"## {heading}", "", *table(cls, elsewhere), ""]
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.stdout.write(page())
 
 
 SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -215,7 +207,7 @@ def explain(word: str) -> list[Explanation]:
 
 
 def _rows() -> Iterator[Explanation]:
-    for heading, cls, elsewhere in PAGES:
+    for heading, cls, elsewhere in tables():
         known = {item.name for other in elsewhere for item in fields(other)}
         texts, hints = field_texts(cls), type_hints(cls)
         for item in fields(cls):
@@ -232,7 +224,7 @@ def _words(heading: str) -> set[str]:
 
 
 def _is_section(word: str) -> bool:
-    return any(word in _words(heading) for heading, _, _ in PAGES)
+    return any(word in _words(heading) for heading, _, _ in tables())
 
 
 def json_schema(cls: type, title: str) -> dict[str, Any]:
@@ -322,3 +314,7 @@ def _type_schemas(hint: Any, definitions: dict[str, Any]) -> Iterator[dict[str, 
 
 def _any_of(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [*_type_schemas(hint, definitions), INTERPOLATION]}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

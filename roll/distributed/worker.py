@@ -6,11 +6,11 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from roll.config.roles import WorkerConfig
 from roll.platforms import current_platform
@@ -18,7 +18,7 @@ from roll.platforms import current_platform
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-    from roll.protocol.rank import RankInfo
+    from roll.protocol.metrics import RankInfo
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,7 +27,7 @@ _ATTRIBUTE = "_roll_registration"
 
 
 class Dispatch(StrEnum):
-    """How arguments reach the ranks of a cluster, and how their results come back."""
+    """The way of arguments to the ranks of a cluster, and of their results back."""
 
     ONE_TO_ALL = "one_to_all"
     """Every rank gets the same arguments; a list with one result a rank."""
@@ -36,7 +36,7 @@ class Dispatch(StrEnum):
     RANK_ZERO = "rank_zero"
     """Only rank 0 is called; its result."""
     DP_MP_COMPUTE = "dp_mp_compute"
-    """Every DataProto is cut into one chunk a data-parallel replica, and all ranks of a replica get its chunk; other
+    """Every DataProto is divided into a chunk for each data-parallel replica, which all its ranks get; other
     arguments go to all. The results of each replica's data-source rank, joined in order (see :mod:`.dispatch`)."""
     DP_MP_DISPATCH_FIRST = "dp_mp_dispatch_first"
     """Like DP_MP_COMPUTE, but only the first rank of a replica gets the chunk; the others get a DataProto without
@@ -45,7 +45,7 @@ class Dispatch(StrEnum):
 
 @dataclass(frozen=True)
 class Registration:
-    """What :func:`register` was told about a method."""
+    """The arguments of :func:`register` for a method."""
 
     dispatch: Dispatch
     columns: tuple[str, ...] | None = None
@@ -102,7 +102,7 @@ _FAREWELL_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What a worker is told about itself."""
+    """A worker's place in its cluster, and its configuration."""
 
     cluster_name: str
     role: WorkerConfig
@@ -112,12 +112,12 @@ class WorkerContext:
     """Logical ids of this worker's devices, as written in ``device_mapping``; empty for a CPU-only role."""
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    """Where rank 0 serves the rendezvous of the process group."""
+    """The port at which rank 0 serves the rendezvous of the process group."""
     listen_fd: int | None = None
     """On rank 0: the listening socket behind ``master_port``, taken when the actor started so that nobody else can."""
     seed: int = 42
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """What the pipeline hands to the workers of this cluster beyond their role."""
+    settings: Any = None
+    """Values from the pipeline besides the role (:attr:`Worker.settings_class`)."""
 
     @property
     def worker_name(self) -> str:
@@ -127,14 +127,27 @@ class WorkerContext:
 class Worker:
     """One process of a cluster. Subclasses add registered methods; heavy imports belong into those."""
 
+    settings_class: ClassVar[type | None] = None
+    """A frozen dataclass; a class that has one declares the type of ``settings`` as well."""
+    settings: Any
+    """Those of the context, or the defaults of :attr:`settings_class`."""
+
     def __init__(self, context: WorkerContext) -> None:
+        kind = self.settings_class
+        if context.settings is not None and not (kind is not None and isinstance(context.settings, kind)):
+            takes = "none" if kind is None else kind.__name__
+            raise TypeError(
+                f"{context.cluster_name}: {type(self).__name__} was started with settings of the type "
+                f"{type(context.settings).__name__}; it takes {takes}"
+            )
         self.context = context
+        self.settings = kind() if context.settings is None and kind is not None else context.settings
         self._store: Store | None = None
 
     @property
     def rank_info(self) -> RankInfo:
-        """Where this rank stands; plain data parallelism unless a subclass's strategy knows better."""
-        from roll.protocol.rank import RankInfo
+        """The place of this rank; plain data parallelism unless a subclass's strategy knows better."""
+        from roll.protocol.metrics import RankInfo
 
         rank, world_size = self.context.rank, self.context.world_size
         return RankInfo(rank=rank, world_size=world_size, dp_rank=rank, dp_size=world_size)

@@ -11,15 +11,16 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from roll.config.plan.plan import Plan
 from roll.config.roles import GenerationWorkerConfig
-from roll.distributed import Cluster, DeadlineExceeded, RemoteError
+from roll.distributed import Cluster, DeadlineExceeded, PendingCall, RemoteError
 from roll.distributed.signals import ending
 from roll.platforms import current_platform
 from roll.protocol.metrics import Mean, Metrics
 from roll.strategies.base import StateKind
+from roll.workers.generation import GenerationWorker
+from roll.workers.model import ModelWorker
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ GENERATION = frozenset({StateKind.MODEL_PARAMS, StateKind.KV_CACHE})
 
 
 def moves_states(is_offload_states: bool | None) -> bool:
-    """What the key asks for; null: where leaving a device frees its memory."""
+    """The value of the key; null: true where leaving a device frees its memory."""
     return current_platform().device_type != "cpu" if is_offload_states is None else is_offload_states
 
 
@@ -49,25 +50,25 @@ class _Tenant:
 
     def offload(self, kinds: Collection[StateKind]) -> None:
         if self.generates:
-            self._ask_engines("sleep")
+            self._ask_engines(self.cluster.call_all(GenerationWorker.sleep))
             self.resident.clear()
         else:
-            self.cluster.offload_states(sorted(kinds))
+            self.cluster.call_all(ModelWorker.offload_states, sorted(kinds)).result()
             self.resident -= set(kinds)
 
-    def load(self, kinds: Collection[StateKind]) -> None:
+    def onload(self, kinds: Collection[StateKind]) -> None:
         if self.generates:
-            self._ask_engines("wake", StateKind.KV_CACHE not in kinds)
+            self._ask_engines(self.cluster.call_all(GenerationWorker.wake, StateKind.KV_CACHE not in kinds))
         else:
-            self.cluster.load_states(sorted(kinds))
+            self.cluster.call_all(ModelWorker.load_states, sorted(kinds)).result()
         self.resident |= set(kinds)
 
-    def _ask_engines(self, method: str, *arguments: Any) -> None:
-        """Engines that are lost meanwhile, or do it, are left out as long as there are others."""
+    def _ask_engines(self, call: PendingCall) -> None:
+        """Wait for the engines. Those that are lost are left out as long as there are others."""
         role = self.cluster.role
         timeout = role.engine_timeout if isinstance(role, GenerationWorkerConfig) else None
         try:
-            getattr(self.cluster, method)(*arguments, deadline=timeout)
+            call.within(timeout).result()
         except RemoteError as loss:
             silent = loss.silent_ranks if isinstance(loss, DeadlineExceeded) else []
             lost = {*silent, *(report.rank for report in loss.reports)}
@@ -93,7 +94,7 @@ class Residency:
         self._seconds: dict[str, float] = defaultdict(float)
 
     def moves(self, role: str) -> bool:
-        """Whether this role ever leaves its devices."""
+        """True if this role ever leaves its devices."""
         return role in self._devices
 
     def admit(self, cluster: Cluster, states: frozenset[StateKind]) -> None:
@@ -123,7 +124,7 @@ class Residency:
             tenant = self._tenants[name]
             missing = (kinds & tenant.states) - tenant.resident
             if missing:
-                self._timed(f"time/{name}/onload/total", tenant.load, kinds & tenant.states)
+                self._timed(f"time/{name}/onload/total", tenant.onload, kinds & tenant.states)
 
     def _is_alone(self, tenant: _Tenant, needed: Mapping[str, frozenset[StateKind]]) -> bool:
         """True for a role that the phase needs and that shares its devices with no other one of the phase: what else it

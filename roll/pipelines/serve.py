@@ -15,12 +15,13 @@ from roll.config.model_files import looks_like_folder
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.yaml_files import shown
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.registry import GENERATION_STRATEGIES
+from roll.config.strategies.registry import generation_strategies
 from roll.distributed import Cluster, ResourceManager, ray_runtime
 from roll.pipelines.files import load_tokenizer
 from roll.serving.server import FrontOptions, HttpFront
 from roll.tracking import setup_logging
 from roll.workers import GENERATION_WORKER
+from roll.workers.generation import GenerationWorker
 
 POLL_SECONDS = 0.5
 
@@ -45,7 +46,7 @@ def served_role(loaded: LoadedConfig[Any], name: str) -> WorkerConfig:
         ConfigError: the configuration starts no such role, it does not generate, or its model is not there.
     """
     plan = loaded.plan
-    generating = [role.name for role in plan.roles.values() if role.strategy_name in GENERATION_STRATEGIES]
+    generating = [role.name for role in plan.roles.values() if role.strategy_name in generation_strategies()]
     if name not in generating:
         rule = f"must be a role that generates; in this configuration: {', '.join(generating) or 'none'}"
         raise ConfigError([Problem("--role", name, rule, source=shown(loaded.source))])
@@ -59,7 +60,7 @@ def served_role(loaded: LoadedConfig[Any], name: str) -> WorkerConfig:
 
 
 def serve(loaded: LoadedConfig[Any], options: ServeOptions) -> None:
-    """Start the engines and answer until the process is told to end.
+    """Start the engines and answer until the process is asked to end.
 
     Raises:
         ConfigError: see :func:`served_role`. RemoteError: the engines have failed. OSError: the port is taken.
@@ -85,7 +86,7 @@ def serve(loaded: LoadedConfig[Any], options: ServeOptions) -> None:
             options.role, GENERATION_WORKER, resources, role, seed=config.seed, rpc_timeout=config.rpc_timeout
         )
         stack.callback(cluster.shutdown)
-        cluster.initialize()
+        cluster.call_all(GenerationWorker.initialize).result()
         front.open(cluster, load_tokenizer(path, role.model_args.trust_remote_code))
         stack.callback(front.close)
         console = Console(emoji=False, soft_wrap=True)

@@ -4,7 +4,6 @@ a coroutine, under a time limit."""
 from __future__ import annotations
 
 import asyncio
-import difflib
 import inspect
 import logging
 import math
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from roll.config.reading.errors import closest
 from roll.rewards.base import RewardOptionError, RewardResult, RewardSample, failure
 
 logger = logging.getLogger(__name__)
@@ -55,8 +55,8 @@ class CustomReward:
         self._is_batched = BATCH_ARGUMENT in self._names
         unknown = [option for option in options if option not in self._names and not self._takes_all]
         if unknown:
-            near = difflib.get_close_matches(unknown[0], self._names, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            near = closest(unknown[0], self._names)
+            hint = f"did you mean {near!r}? " if near else ""
             raise RewardOptionError(
                 f"reward {name}: the function takes no argument {unknown[0]!r}; {hint}it takes {sorted(self._names)}"
             )

@@ -113,7 +113,7 @@ def _as_json(value: Any) -> Any:
 class RewardModelScore(RewardRule):
     """``scale * raw + shift``, perhaps squashed; ``raw`` is what a sequence-classification model with one label says.
 
-    The model is computed before this rule is asked (:mod:`roll.rollout.model_scores`).
+    The model is computed before this rule is asked (:mod:`roll.rollout.rewarding`).
     """
 
     numbers: ClassVar[tuple[str, ...]] = ("raw",)

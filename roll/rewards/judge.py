@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any, ClassVar, Literal
 from jinja2 import StrictUndefined, Template, TemplateError, meta
 from jinja2.sandbox import SandboxedEnvironment
 
+from roll.config.reading.errors import closest
 from roll.rewards.answers import after_thought
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
 from roll.rewards.http_client import MISSING, AnswerCache, JsonClient, Reply, ServiceOptions
@@ -226,8 +226,8 @@ def load_template(prompt: str) -> Template:
     except TemplateError as error:
         raise RewardOptionError(f"prompt: not a Jinja template: {error}") from error
     for name in sorted(used - {*VARIABLES}):
-        near = difflib.get_close_matches(name, VARIABLES, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        near = closest(name, VARIABLES)
+        hint = f"did you mean {near!r}? " if near else ""
         raise RewardOptionError(f"prompt: no variable {name!r}; {hint}there are {', '.join(VARIABLES)}")
     return template
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from roll.config.algorithm import ADV_ESTIMATORS, PLANNED_ADV_ESTIMATORS
 from roll.config.checks.keys import REFUSALS
-from roll.config.names import PLANNED_ADV_ESTIMATORS, PLANNED_REWARDS
+from roll.config.names import PLANNED_REWARDS
 from tests.config.good import GOOD, changed, mistakes
 
 SHARD = "actor_train.strategy_args.strategy_config"
@@ -78,19 +79,19 @@ def test_neutral_values_load(tmp_path: Path) -> None:
 def test_every_refusal_can_happen() -> None:
     """No pattern of the table is a dead letter: each names a key of the schema."""
     from roll.config.reading.schema import schema_paths
-    from roll.config.strategies.registry import AVAILABLE
+    from roll.config.strategies.registry import BACKENDS
     from roll.pipelines.rlvr.config import RLVRConfig
     from roll.pipelines.sft.config import SFTConfig
 
     known = {*schema_paths(RLVRConfig), *schema_paths(SFTConfig)}
-    known |= {path for options in AVAILABLE.values() for path in schema_paths(options)}
+    known |= {path for options in {backend.options for backend in BACKENDS.values()} for path in schema_paths(options)}
     for refusal in REFUSALS:
         last = refusal.pattern.rsplit(".", 1)[-1]
         assert last in known or "*" in last, refusal.pattern
 
 
 def test_planned_names_are_not_available_names() -> None:
-    from roll.config.names import ADV_ESTIMATORS, REWARDS
+    from roll.config.names import REWARDS
 
     assert not set(PLANNED_ADV_ESTIMATORS) & set(ADV_ESTIMATORS)
     assert not set(PLANNED_REWARDS.values()) & set(REWARDS)

@@ -13,7 +13,7 @@ import torch
 from roll.distributed import Dispatch, register
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics
-from roll.rollout.messages import EngineCommand, EngineReport
+from roll.rollout.groups import EngineCommand, EngineReport
 from roll.weight_sync.encoding import ChecksumKind
 from roll.weight_sync.messages import BucketHeader, UpdateStart
 from roll.workers.generation import GenerationWorker
@@ -27,7 +27,7 @@ class HangingActor(ActorWorker):
     """Never comes back from its first update."""
 
     @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS + LOSS_COLUMNS)
-    def update(self, batch: DataProto) -> Metrics:
+    def update(self, batch: DataProto, **arguments: Any) -> Metrics:
         logger.info("hangs for ever")
         wait_for_ever()
         return {}
@@ -86,10 +86,10 @@ class EngineDyingInUpdate(GenerationWorker):
         self.num_updates += 1
         return super().start_weight_update(start)
 
-    def update_weights(self, header: BucketHeader, parcel: Any) -> None:
+    def update_weights(self, header: BucketHeader, payload: Any) -> None:
         if self.context.rank == 0 and self.num_updates == 2:
             os.kill(os.getpid(), self.death)
-        super().update_weights(header, parcel)
+        super().update_weights(header, payload)
 
 
 class DyingEngine(GenerationWorker):

@@ -19,7 +19,7 @@ def check_greedy(found: Sequence[dict[str, Any]], dtype: str = "fp32") -> None:
 
 
 def check_in_flight(found: dict[str, Any], mode: str, versions: tuple[int, int] = (0, 5)) -> None:
-    """``mode``: of the cache of samples that are under way, as in ``in_flight_update``."""
+    """``mode``: of the cache of samples that are in flight, as in ``in_flight_update``."""
     (old, start, split), (new, begin, end) = found["spans"]
     assert (old, new) == versions and (start, begin, end) == (0, split, 60) and 0 < split < 60
     assert found["wrong"] == []
@@ -69,6 +69,16 @@ def check_refusals(messages: Sequence[str], more: Sequence[str] = ()) -> None:
         *more,
     ]
     assert all(part in message for part, message in zip(expected, messages, strict=True)), messages
+
+
+def check_not_finite_alone(found: dict[str, Any], may_spread: bool = False) -> None:
+    """``may_spread``: the engine's attention lets nan into other requests of a batch; these have to fail as well."""
+    assert found["wrong"] == []
+    assert found["failed"].keys() >= {"bad 1", "bad 2"}
+    for name in ("bad 1", "bad 2"):
+        assert found["failed"][name].endswith(": the log-probs of token 0 are not finite")
+    others = set("abc") - (found["failed"].keys() if may_spread else set())
+    assert found["same"] == {(name, index): True for name in others for index in range(2)}
 
 
 def check_faulty_updates(found: dict[str, list[str]]) -> None:

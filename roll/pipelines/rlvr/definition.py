@@ -41,8 +41,7 @@ from roll.config.strategies.base import own_weights
 from roll.config.weight_sync import WeightSyncConfig
 from roll.pipelines.rlvr.checks import check_rlvr
 from roll.pipelines.rlvr.config import RLVRConfig, RouterConfig, ValidationConfig, ValidationSetConfig
-from roll.pipelines.rlvr.facts import batch_facts, rlvr_facts
-from roll.pipelines.rlvr.plan import RLVRPlan
+from roll.pipelines.rlvr.plan import RLVRPlan, batch_facts, rlvr_facts
 from roll.pipelines.rlvr.planning import (
     lengths,
     model_roles,
@@ -165,7 +164,7 @@ class RLVR(PipelineDefinition):
         return rlvr_facts(plan)
 
     def validation_words(self, plan: RLVRPlan) -> str:
-        return " (concurrent with training)" if plan.validates_beside_training else ""
+        return " (concurrent with training)" if plan.validates_concurrently else ""
 
     def check_parts(self, loaded: LoadedConfig[RLVRConfig]) -> None:
         check_rewards(loaded)

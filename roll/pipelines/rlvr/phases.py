@@ -1,19 +1,14 @@
-"""The phases of a training step between rollout and update: each adds columns to the batch and returns metrics.
-
-:class:`RecordedRollouts` takes the place of the rollout itself (``rollout_mock``).
-"""
+"""The phases of a training step after the rollout: columns that models compute, advantages, updates."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import fields
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 
 from roll.algorithms.advantages import (
     AdvantageInputs,
@@ -23,13 +18,12 @@ from roll.algorithms.advantages import (
     resolve_norm_types,
 )
 from roll.algorithms.kl import EntropyController, KLOptions, kl_estimate, make_kl_controller
+from roll.algorithms.losses import options_from
 from roll.algorithms.masked import masked_mean, row_mean
 from roll.algorithms.metrics import BatchColumns, BatchWatch, compute_data_metrics
 from roll.algorithms.samples import (
     RewardOptions,
     RewardPostprocessor,
-    SampleMaskOptions,
-    SampleWeightOptions,
     overlong_penalty,
     sample_mask,
     sample_weights,
@@ -37,15 +31,15 @@ from roll.algorithms.samples import (
     top_entropy_mask,
 )
 from roll.config.plan.plan import TrainingPlan
-from roll.datasets.types import DataError
-from roll.distributed import Cluster
+from roll.distributed import Cluster, PendingCall
 from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.rlvr.planning import recorded_rollouts, rollout_file
+from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.pipelines.row_order import length_metrics, order_for
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
 from roll.rollout.filters import build_filter, response_mask
-from roll.workers.model import MODEL_COLUMNS
+from roll.workers.model import MODEL_COLUMNS, ModelWorker
+from roll.workers.training import ActorWorker, CriticWorker
 
 
 def add_reference_log_probs(
@@ -56,8 +50,13 @@ def add_reference_log_probs(
     Args:
         without_adapters: ``reference`` is the LoRA actor, whose base is the reference policy.
     """
-    batch.meta_info |= {"temperature": temperature, "outputs": (), "without_adapters": without_adapters}
-    batch.batch["ref_log_probs"] = computed(batch, reference, reference.compute_log_probs)["log_probs"]
+
+    def compute(rows: DataProto) -> PendingCall[DataProto]:
+        return reference.call(
+            ModelWorker.compute_log_probs, rows, temperature=temperature, without_adapters=without_adapters
+        )
+
+    batch.batch["ref_log_probs"] = computed(batch, reference, compute)["log_probs"]
 
 
 def add_old_log_probs(batch: DataProto, actor: Cluster, temperature: float, more: tuple[str, ...] = ()) -> None:
@@ -66,8 +65,11 @@ def add_old_log_probs(batch: DataProto, actor: Cluster, temperature: float, more
     Args:
         more: ``entropy`` and ``sum_of_squares``, which become ``old_entropy`` and ``old_sum_of_squares``.
     """
-    batch.meta_info |= {"temperature": temperature, "outputs": more, "without_adapters": False}
-    outputs = computed(batch, actor, actor.compute_log_probs)
+
+    def compute(rows: DataProto) -> PendingCall[DataProto]:
+        return actor.call(ModelWorker.compute_log_probs, rows, temperature=temperature, outputs=more)
+
+    outputs = computed(batch, actor, compute)
     batch.batch["old_log_probs"] = outputs["log_probs"]
     for name in more:
         batch.batch[f"old_{name}"] = outputs[name]
@@ -75,27 +77,81 @@ def add_old_log_probs(batch: DataProto, actor: Cluster, temperature: float, more
 
 def add_values(batch: DataProto, critic: Cluster) -> None:
     """``values`` float32 (B, L)."""
-    batch.batch["values"] = computed(batch, critic, critic.compute_values)["values"]
+    batch.batch["values"] = computed(batch, critic, lambda rows: critic.call(CriticWorker.compute_values, rows))[
+        "values"
+    ]
 
 
-def computed(batch: DataProto, cluster: Cluster, call: Callable[[DataProto], DataProto]) -> Mapping[str, torch.Tensor]:
+def computed(
+    batch: DataProto, cluster: Cluster, compute: Callable[[DataProto], PendingCall[DataProto]]
+) -> Mapping[str, torch.Tensor]:
     """Columns (B, L) that the ranks compute, each on an equal share of the work; rows in the batch's own order."""
     if cluster.dp_size == 1:
-        return call(batch).batch
+        return compute(batch).result().batch
     order = order_for(batch, cluster.role.use_prefix_sharing, cluster.dp_size)
-    return call(batch.select(MODEL_COLUMNS, [])[order])[np.argsort(order)].batch
+    return compute(batch.select(MODEL_COLUMNS, [])[order]).result()[np.argsort(order)].batch
+
+
+def update_actor(
+    batch: DataProto,
+    actor: Cluster,
+    plan: RLVRPlan,
+    temperature: float,
+    entropy_coef: float,
+    shuffle_seed: tuple[int, ...] | None = None,
+) -> Metrics:
+    """All optimizer steps of the policy on one batch; see :func:`update_model`."""
+
+    def start(rows: DataProto, *, mini_batches: int, epochs: int, num_groups: int) -> PendingCall[Metrics]:
+        return actor.call(
+            ActorWorker.update,
+            rows,
+            mini_batches=mini_batches,
+            epochs=epochs,
+            num_groups=num_groups,
+            norm_length=float(plan.norm_length),
+            temperature=temperature,
+            entropy_loss_coef=entropy_coef,
+        )
+
+    return update_model(batch, actor, plan.training["actor_train"], start, shuffle_seed)
+
+
+def update_critic(
+    batch: DataProto, critic: Cluster, plan: RLVRPlan, shuffle_seed: tuple[int, ...] | None = None
+) -> Metrics:
+    """All optimizer steps of the value model on one batch; see :func:`update_model`."""
+
+    def start(rows: DataProto, *, mini_batches: int, epochs: int, num_groups: int) -> PendingCall[Metrics]:
+        return critic.call(
+            CriticWorker.update,
+            rows,
+            mini_batches=mini_batches,
+            epochs=epochs,
+            num_groups=num_groups,
+            norm_length=float(plan.norm_length),
+        )
+
+    return update_model(batch, critic, plan.training["critic"], start, shuffle_seed)
+
+
+class StartUpdate(Protocol):
+    """Starts ``epochs`` passes of a model over the mini-batches of rows, which ``num_groups`` prompts share."""
+
+    def __call__(self, rows: DataProto, *, mini_batches: int, epochs: int, num_groups: int) -> PendingCall[Metrics]: ...
 
 
 def update_model(
     batch: DataProto,
     cluster: Cluster,
     training: TrainingPlan,
+    start: StartUpdate,
     shuffle_seed: tuple[int, ...] | None = None,
-    **meta_info: float,
 ) -> Metrics:
     """All optimizer steps of one model on one batch: ``epochs`` passes over its mini-batches.
 
     Args:
+        start: calls ``update`` of the cluster's workers.
         shuffle_seed: mini-batches are drawn anew for every pass, from this seed; None: consecutive rows, each pass the
             same.
     """
@@ -104,17 +160,13 @@ def update_model(
     passes = [batch] if shuffle_seed is None else []
     for epoch in range(training.epochs if shuffle_seed is not None else 0):
         passes.append(batch[shuffled_rows(batch, (*(shuffle_seed or ()), epoch), by_prompt)])
-    meta_info |= {
-        "mini_batches": num_mini_batches,
-        "epochs": training.epochs // len(passes),
-        "num_groups": int(batch.batch["group_ids"].max()) + 1,
-    }
+    epochs, num_groups = training.epochs // len(passes), int(batch.batch["group_ids"].max()) + 1
     metrics: list[Metrics] = []
     for rows in passes:
         order = order_for(rows, by_prompt, training.dp_size, num_mini_batches)
         shares = rows[order] if training.dp_size > 1 else rows
-        shares.meta_info |= meta_info
-        metrics.append(cluster.update(shares))
+        call = start(shares, mini_batches=num_mini_batches, epochs=epochs, num_groups=num_groups)
+        metrics.append(call.result())
     return merge_metrics(metrics) | length_metrics(rows, order, cluster.name, training.dp_size)
 
 
@@ -151,10 +203,7 @@ class AdvantageComputer:
             self._entropy_controller = EntropyController(config.entropy_loss_coef, config.target_entropy, *bounds)
         self.entropy_coef = config.entropy_loss_coef
         """Weight of the entropy bonus in the update of the batch that was scored last."""
-        self._masks = _options(SampleMaskOptions, config)
-        self._weights = _options(SampleWeightOptions, config)
-        weights = tuple(config.reward_weights.values())
-        self._advantages = replace(_options(AdvantageOptions, config), reward_weights=weights or None)
+        self._advantages = options_from(AdvantageOptions, vars(config))
         self._watch = BatchWatch(config.warn_after_steps, config.warn_truncated_share)
         self._response_filters = {
             name: build_filter(section.response_filter_config.type, section.response_filter_config.filter_args)
@@ -205,10 +254,10 @@ class AdvantageComputer:
         if self._response_filters:
             domains = batch.non_tensor_batch["domain"]
             filtered = torch.from_numpy(response_mask(scores.numpy(), domains, self._response_filters))
-        keep, metrics = sample_mask(self._masks, scores, lengths, truncated, group_ids, filtered)
+        keep, metrics = sample_mask(self._config, scores, lengths, truncated, group_ids, filtered)
         mask = tensors["response_mask"]
         tensors["loss_mask"] = mask if bool(keep.all()) else mask & keep[:, None]
-        weights = sample_weights(self._weights, scores, lengths, group_ids)
+        weights = sample_weights(self._config, scores, lengths, group_ids)
         if weights is not None:
             tensors["sample_weights"] = weights
         if self._config.top_entropy_quantile < 1.0:
@@ -252,8 +301,9 @@ class AdvantageComputer:
         if self._config.overlong_buffer_length is not None:
             metrics.append({"critic/overlong_penalty": Mean(float((tensors["scores"] - shaped).mean()))})
         domains = batch.non_tensor_batch["domain"]
-        for domain in sorted(set(domains)):
-            rows = torch.from_numpy(domains == domain)
+        names = sorted(set(domains))
+        for domain in names:
+            rows = torch.from_numpy(domains == domain) if len(names) > 1 else slice(None)
             rewards[rows], measured = self._normalise(shaped[rows], tensors["group_ids"][rows], domain)
             metrics.append(measured)
         tensors["response_level_rewards"] = rewards
@@ -298,14 +348,8 @@ class AdvantageComputer:
             self._entropy_controller.load_state_dict(state["entropy"])
 
 
-def _options(options_class: type[Any], config: RLVRConfig) -> Any:
-    """The options whose names are keys of the configuration."""
-    names = [option.name for option in fields(options_class) if hasattr(config, option.name)]
-    return options_class(**{name: getattr(config, name) for name in names})
-
-
 def _truncated(batch: DataProto) -> torch.Tensor:
-    """bool (B,): responses that were cut off at the length limit."""
+    """bool (B,): responses truncated at the length limit."""
     return torch.from_numpy(batch.non_tensor_batch["finish_reason"] == "length")
 
 
@@ -315,45 +359,3 @@ def _data_metrics(batch: DataProto, outputs: AdvantageOutputs) -> Metrics:
     columns["truncated"] = _truncated(batch)
     columns["raw_advantages"] = outputs.raw_advantages
     return compute_data_metrics(BatchColumns(**columns))
-
-
-class RecordedRollouts:
-    """The batches of a run's steps in a folder, one safetensors file a step.
-
-    Args:
-        output_dir: of the run; holds the folder where the configuration names none.
-        num_samples: rows of a step's batch.
-    """
-
-    def __init__(self, config: RLVRConfig, output_dir: Path, num_samples: int) -> None:
-        section = config.rollout_mock
-        self._folder = recorded_rollouts(config, output_dir)
-        self._num_samples = num_samples
-        self.writes = section.enable and section.mode == "dump"
-        self.replays = section.enable and section.mode == "mock"
-
-    def write(self, step: int, batch: DataProto) -> None:
-        """Keep the batch as the rewards have left it."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        batch.save(rollout_file(self._folder, step))
-
-    def read(self, step: int) -> tuple[DataProto, Metrics]:
-        """The batch that was written for this step, and its size.
-
-        Raises:
-            DataError: no such file, one that holds no batch, or one of another size.
-        """
-        file = rollout_file(self._folder, step)
-        if not file.is_file():
-            raise DataError(f"{file}: no rollout was written for step {step} (rollout_mock.mode: mock reads it)")
-        try:
-            batch = DataProto.load(file)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise DataError(f"{file}: holds no rollout: {error}") from error
-        if len(batch) != self._num_samples:
-            raise DataError(
-                f"{file}: {len(batch)} samples, but rollout_batch_size x num_return_sequences_in_group is "
-                f"{self._num_samples}"
-            )
-        tokens = float(batch.batch["attention_mask"].sum())
-        return batch, {"system/samples": Mean(len(batch)), "system/tokens": Mean(tokens)}

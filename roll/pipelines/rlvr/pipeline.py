@@ -16,26 +16,26 @@ from roll.config.loader import LoadedConfig
 from roll.config.rewards import REWARD_MODEL
 from roll.distributed import ResourceManager
 from roll.pipelines.files import export_model, sample_table
-from roll.pipelines.frame import RunFrame
 from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency, moves_states
-from roll.pipelines.rlvr.asynchronous import AsyncRolloutPhase
 from roll.pipelines.rlvr.clusters import start_clusters
 from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.rlvr.data import load_data
+from roll.pipelines.rlvr.data import RecordedRollouts, load_data
 from roll.pipelines.rlvr.phases import (
     AdvantageComputer,
-    RecordedRollouts,
     add_old_log_probs,
     add_reference_log_probs,
     add_values,
-    update_model,
+    update_actor,
+    update_critic,
 )
 from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.rlvr.rollout import RolloutPhase
+from roll.pipelines.rlvr.rollout import AsyncRolloutPhase, RolloutPhase
 from roll.pipelines.rlvr.validation import Validation
+from roll.pipelines.run_context import RunContext
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean
 from roll.weight_sync.controller import WeightSync, sync_options
+from roll.workers.training import TrainingWorker
 
 
 class RLVRPipeline:
@@ -46,7 +46,7 @@ class RLVRPipeline:
         self.loaded = loaded
         self.config = loaded.config
         self.plan = loaded.plan
-        self.frame = RunFrame(loaded)
+        self.frame = RunContext(loaded)
         self.recorded = RecordedRollouts(self.config, self.plan.output_dir, self.plan.samples_per_step)
         generating = loaded.config.actor_infer.generating_args
         self.temperature = generating.temperature if generating.do_sample else 1.0
@@ -77,9 +77,7 @@ class RLVRPipeline:
         """Build the phases on top of clusters and data."""
         phase = AsyncRolloutPhase if self.plan.is_async else RolloutPhase
         self.rollout = phase(self.config, self.plan, self.clusters, self.data)
-        if self.plan.is_async or self.plan.validates_beside_training:
-            for cluster in self.clusters.computing():
-                cluster.meanwhile = self.rollout.work_until
+        self.frame.at_end(self.rollout.close)
         self.scoring = AdvantageComputer(self.config, self.plan.norm_types, self.plan.max_new_tokens)
         options = sync_options(self.config, self.config.weight_sync, self.config.actor_infer, self.plan)
         self.weight_sync = WeightSync(self.clusters.actor_train, self.clusters.actor_infer, options)
@@ -87,13 +85,13 @@ class RLVRPipeline:
     def train_one_step(self, step: int) -> None:
         """The algorithm. Until the models learn, a signal may end it, except in the exchange of weights, which has two
         sides that wait for each other; the step is done again when the run goes on."""
-        beside = self.plan.validates_beside_training and self.is_validation_due(step)
+        concurrent = self.plan.validates_concurrently and self.is_validation_due(step)
         self.update_engines(step)
         with self.frame.interruptible():
-            if self.is_validation_due(step) and not beside:
+            if self.is_validation_due(step) and not concurrent:
                 self.validate(step)
             batch = self.generate(step)
-        with self.validating(step) if beside else nullcontext():
+        with self.validating(step) if concurrent else nullcontext():
             with self.frame.interruptible():
                 self.look_at(batch)
                 with self.frame.phase("adv"):
@@ -162,26 +160,15 @@ class RLVRPipeline:
 
     def learn(self, batch: DataProto, step: int) -> None:
         """All optimizer steps of actor and critic on this batch."""
-        norm_length = float(self.plan.norm_length)
         seed = (self.config.seed, step) if self.config.shuffle_mini_batches else None
         with self.frame.phase("step_train"):
             if self.clusters.critic is not None:
                 self.residency.bring({"critic": TRAINING})
-                training = self.plan.training["critic"]
-                self.frame.record(update_model(batch, self.clusters.critic, training, seed, norm_length=norm_length))
+                self.frame.record(update_critic(batch, self.clusters.critic, self.plan, seed))
             if step >= self.config.critic_warmup or self.clusters.critic is None:
                 self.residency.bring({"actor_train": TRAINING})
-                self.frame.record(
-                    update_model(
-                        batch,
-                        self.clusters.actor_train,
-                        self.plan.training["actor_train"],
-                        seed,
-                        temperature=self.temperature,
-                        norm_length=norm_length,
-                        entropy_loss_coef=self.scoring.entropy_coef,
-                    )
-                )
+                actor, entropy_coef = self.clusters.actor_train, self.scoring.entropy_coef
+                self.frame.record(update_actor(batch, actor, self.plan, self.temperature, entropy_coef, seed))
 
     def is_validation_due(self, step: int) -> bool:
         """Every ``eval_steps`` steps, the first of them before any training unless ``before_train`` is false."""
@@ -198,7 +185,7 @@ class RLVRPipeline:
 
     @contextmanager
     def validating(self, step: int) -> Iterator[None]:
-        """Answer the validation prompts beside what is done in the block, and report accuracies."""
+        """Answer the validation prompts concurrently with the block, and report accuracies."""
         with self.generating():
             self.rollout.begin_validation()
             yield
@@ -227,13 +214,12 @@ class RLVRPipeline:
     def save_abandoned(self, step: int, state: dict[str, Any]) -> None:
         """A checkpoint after ``step`` steps, in a later one that was left before it changed a model. What its engines
         have begun is lost, and with them gone their devices are free."""
+        self.rollout.close()
         engines = [self.clusters.actor_infer, *self.clusters.judge_engines.values()]
         engines += [self.clusters.reward_model] if self.clusters.reward_model is not None else []
         for cluster in engines:
             cluster.shutdown(graceful=False)
             self.residency.dismiss(cluster.name)
-        for cluster in self.clusters.computing():
-            cluster.meanwhile = None
         self.save(step, state)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
@@ -241,10 +227,10 @@ class RLVRPipeline:
         writers = [cluster for cluster in (self.clusters.actor_train, self.clusters.critic) if cluster is not None]
         with self.frame.writing_checkpoint(step, state, writers) as path:
             self.residency.bring({"actor_train": TRAINING})
-            self.clusters.actor_train.save_checkpoint(str(path / "actor_train"))
+            self.clusters.actor_train.call_all(TrainingWorker.save_checkpoint, str(path / "actor_train")).result()
             if self.clusters.critic is not None:
                 self.residency.bring({"critic": TRAINING})
-                self.clusters.critic.save_checkpoint(str(path / "critic"))
+                self.clusters.critic.call_all(TrainingWorker.save_checkpoint, str(path / "critic")).result()
 
     def restore(self) -> int:
         """Continue from a checkpoint if the configuration asks for it; the number of steps already done."""
@@ -252,10 +238,11 @@ class RLVRPipeline:
         if checkpoint is None:
             return 0
         self.residency.bring({"actor_train": TRAINING})
-        self.clusters.actor_train.load_checkpoint(str(checkpoint.role("actor_train")))
+        folder = str(checkpoint.role("actor_train"))
+        self.clusters.actor_train.call_all(TrainingWorker.load_checkpoint, folder).result()
         if self.clusters.critic is not None:
             self.residency.bring({"critic": TRAINING})
-            self.clusters.critic.load_checkpoint(str(checkpoint.role("critic")))
+            self.clusters.critic.call_all(TrainingWorker.load_checkpoint, str(checkpoint.role("critic"))).result()
         self.load_state_dict(self.frame.load_state(checkpoint))
         return checkpoint.step
 

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from roll.config.algorithm import estimator
 from roll.config.lora import adapter_rank, uses_lora
 from roll.config.model_files import model_number
-from roll.config.names import GREEDY_BASELINE_ESTIMATORS, SQUARES_ESTIMATORS
 from roll.config.pipelines import PipelineDefinition, Written, find_own_modules, worker_name
 from roll.config.plan.plan import TrainingPlan
 from roll.config.plan.planning import shared_plan, training_plan, with_cache_length
@@ -25,11 +25,10 @@ from roll.config.rewards import (
     reward_workers,
 )
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.base import own_weights, with_engine_size
-from roll.config.strategies.registry import GENERATION_STRATEGIES
-from roll.config.strategies.vllm import adapter_engine_args
+from roll.config.strategies.base import own_weights
+from roll.config.strategies.registry import backend_of, generation_strategies, with_engine_size
 from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.rlvr.plan import RLVRPlan, beside_training, validation_sets
+from roll.pipelines.rlvr.plan import RLVRPlan, validates_concurrently, validation_sets
 from roll.rewards.base import RewardOptionError
 from roll.rewards.composition import concurrent_calls
 
@@ -52,7 +51,7 @@ def kl_in_reward(config: RLVRConfig) -> bool:
 def needs_critic(config: RLVRConfig) -> bool:
     """``gae`` uses values; an estimator of the user's own gets them where there is a critic section."""
     own = "." in config.adv_estimator and config.critic is not None
-    return config.adv_estimator == "gae" or own
+    return estimator(config.adv_estimator).needs_values or own
 
 
 def pg_variant(config: RLVRConfig) -> str:
@@ -183,7 +182,7 @@ def needs_old_entropy(config: RLVRConfig) -> bool:
 
 
 def needs_sum_of_squares(config: RLVRConfig) -> bool:
-    return config.adv_estimator in SQUARES_ESTIMATORS
+    return estimator(config.adv_estimator).needs_squares
 
 
 def needs_old_distribution(config: RLVRConfig) -> bool:
@@ -192,7 +191,7 @@ def needs_old_distribution(config: RLVRConfig) -> bool:
 
 
 def needs_greedy_baseline(config: RLVRConfig) -> bool:
-    return config.adv_estimator in GREEDY_BASELINE_ESTIMATORS
+    return estimator(config.adv_estimator).needs_greedy
 
 
 def finished(config: RLVRConfig, longest: int, name: str, section: WorkerConfig) -> WorkerConfig:
@@ -208,7 +207,7 @@ def finished(config: RLVRConfig, longest: int, name: str, section: WorkerConfig)
     if name in judge_roles(config):
         positions = model_number(section.model_args.model_name_or_path, "max_position_embeddings")
         return own_weights(with_cache_length(section, judge_length(longest, positions)))
-    if section.strategy_args.strategy_name in GENERATION_STRATEGIES:
+    if section.strategy_args.strategy_name in generation_strategies():
         section = with_cache_length(section, longest)
     return with_adapter(section, config) if name == "actor_infer" else section
 
@@ -230,11 +229,12 @@ def reward_calls(domain: str, section: RewardConfig) -> int | None:
 
 
 def with_adapter(role: WorkerConfig, config: RLVRConfig) -> WorkerConfig:
-    """The engines' section, with room for the adapter that the trainer will send by itself, where vLLM needs that."""
+    """The engines' section, with room for the adapter that the trainer will send by itself, where they need that."""
     arguments = role.strategy_args
-    if config.weight_sync.lora != "adapter" or arguments.strategy_name != "vllm":
+    room_for = backend_of(arguments.strategy_name).adapter_arguments
+    if config.weight_sync.lora != "adapter" or room_for is None:
         return role
-    needed = adapter_engine_args(adapter_rank(config.actor_train.model_args))
+    needed = room_for(adapter_rank(config.actor_train.model_args))
     engine_args = needed | dict(arguments.strategy_config.get("engine_args") or {})
     options = {**arguments.strategy_config, "engine_args": engine_args}
     return replace(role, strategy_args=replace(arguments, strategy_config=options))
@@ -259,7 +259,7 @@ def plan_rlvr(definition: PipelineDefinition, config: RLVRConfig, exp_name: str,
         norm_length=config.loss_norm_length or response,
         max_new_tokens=max_new_tokens(config),
         validation_sets=sets,
-        validates_beside_training=beside_training(config, started_roles(config)),
+        validates_concurrently=validates_concurrently(config, started_roles(config)),
         needs_reference=needs_reference(config),
         needs_old_log_probs=needs_old_log_probs(config),
         needs_old_entropy=needs_old_entropy(config),

@@ -16,19 +16,19 @@ from transformers import AutoTokenizer
 
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import typed_strategy_config
-from roll.config.strategies.sglang import SglangStrategyConfig
+from roll.config.strategies.sglang import SGLANG, SglangStrategyConfig
 from roll.models.build import load_config
 from roll.platforms import current_platform
-from roll.strategies.engines.base import GenerationStrategy, check_version, model_end_token_ids
+from roll.strategies.engines.base import GenerationStrategy, check_version, model_end_token_ids, not_finite
 from roll.strategies.engines.requests import (
     GenerationOutput,
     GenerationRequest,
     PartialSample,
     StopStringMatcher,
     check_request,
+    longest_sequence,
 )
 from roll.strategies.engines.sampling import stream_key
-from roll.strategies.sequence_length import longest_sequence
 from roll.strategies.sglang.arguments import Sample, bound_threads, engine_arguments, sampling_settings
 from roll.strategies.sglang.scheduler import TokenEngine
 from roll.strategies.sglang.weights import WeightUpdates, check
@@ -36,7 +36,7 @@ from roll.strategies.sglang.weights import WeightUpdates, check
 logger = logging.getLogger(__name__)
 
 _STEP_SECONDS = 1.0
-"""How long a step waits for a token before it returns without one."""
+"""Limit of a step's wait for a token."""
 _TURNS = 5
 """Turns of the event loop after which what has arrived has reached the samples."""
 
@@ -67,7 +67,7 @@ class SglangStrategy(GenerationStrategy):
         Raises:
             ValueError: an SGLang outside the tested versions, or a model shorter than ``max_model_len``.
         """
-        check_version("SGLang", sglang.__version__, self._config.allow_untested_version)
+        check_version(SGLANG, sglang.__version__, self._config.allow_untested_version)
         # It warns of every token that comes after its sample was stopped.
         logging.getLogger("sglang.srt.managers.tokenizer_manager").setLevel(logging.ERROR)
         args, platform = self.role.model_args, current_platform()
@@ -165,7 +165,8 @@ class SglangStrategy(GenerationStrategy):
     def step(self) -> list[GenerationOutput]:
         """Wait for new tokens; return the samples that ended.
 
-        A request of which SGLang has given a sample up is left to :meth:`take_failures`.
+        A request is left to :meth:`take_failures` where SGLang has given a sample of it up, or has drawn one from
+        log-probs that are not finite.
         """
         if self._new_version is not None:
             raise RuntimeError("sglang: step() between start_weight_update and finish_weight_update")
@@ -176,10 +177,12 @@ class SglangStrategy(GenerationStrategy):
             error = self._following.pop(sample).exception()
             if isinstance(error, Exception):
                 failed[sample.request.request_id] = f"{type(error).__name__}: {error}"
+        outputs = [sample.output() for sample in done if sample.request.request_id not in failed]
+        failed |= not_finite(outputs)
         if failed:
             self.abort(failed)
             self._failures |= failed
-        return [sample.output() for sample in done if sample.request.request_id not in failed]
+        return [output for output in outputs if output.request_id not in failed]
 
     def take_failures(self) -> dict[str, str]:
         failures, self._failures = self._failures, {}
@@ -225,7 +228,7 @@ class SglangStrategy(GenerationStrategy):
         if self._new_version is not None:
             raise RuntimeError(f"sglang: the update to version {self._new_version} is not finished")
         self._run(self._updates.open())
-        # The answer came behind the last tokens of the old weights.
+        # The reply came behind the last tokens of the old weights.
         self._run(self._settle())
         self._new_version = version
 
@@ -270,8 +273,8 @@ class SglangStrategy(GenerationStrategy):
 
     async def _release(self) -> None:
         # A scheduler that still works at something would end its process, and this one with it.
-        answer = await self._manager.flush_cache(timeout_s=_STEP_SECONDS * 10)
-        check("flush_cache", (answer.success, "requests are still running"))
+        reply = await self._manager.flush_cache(timeout_s=_STEP_SECONDS * 10)
+        check("flush_cache", (reply.success, "requests are still running"))
         request = io_struct.ReleaseMemoryOccupationReqInput(tags=["weights", "kv_cache"])
         await self._manager.release_memory_occupation(request, None)
 

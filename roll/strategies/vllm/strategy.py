@@ -19,15 +19,20 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import typed_strategy_config
-from roll.config.strategies.vllm import VllmStrategyConfig
+from roll.config.strategies.vllm import VLLM, VllmStrategyConfig
 from roll.models.build import load_config
 from roll.platforms import current_platform
-from roll.strategies.engines.base import GenerationStrategy, RankWatch, check_version, model_end_token_ids
-from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PartialSample, check_request
-from roll.strategies.sequence_length import longest_sequence
+from roll.strategies.engines.base import GenerationStrategy, RankWatch, check_version, model_end_token_ids, not_finite
+from roll.strategies.engines.requests import (
+    GenerationOutput,
+    GenerationRequest,
+    PartialSample,
+    check_request,
+    longest_sequence,
+)
 from roll.strategies.vllm.arguments import behind, engine_arguments, generation_output, sampling_params, show_begun_text
 from roll.strategies.vllm.verification import quieten
-from roll.strategies.vllm.worker import POLICY, SharedBucket, check_answers, joined_checksums
+from roll.strategies.vllm.worker import POLICY, SharedBucket, check_results, joined_checksums
 from roll.weight_sync.messages import Checksum
 
 logger = logging.getLogger(__name__)
@@ -42,7 +47,7 @@ class _Sample:
     internal_id: str
     """vLLM's own name of it."""
     begun: PartialSample | None
-    """What it came with."""
+    """Tokens that it came with."""
 
 
 class VllmStrategy(GenerationStrategy):
@@ -58,16 +63,17 @@ class VllmStrategy(GenerationStrategy):
         self._samples: dict[str, _Sample] = {}
         self._unfinished: dict[str, set[str]] = {}
         """Keys of ``_samples`` by request."""
+        self._failures: dict[str, str] = {}
         self._version = 0
         self._new_version: int | None = None
         self._is_reloading = False
         self._checksums: dict[str, Checksum] = {}
-        """Of what the update has brought so far."""
+        """Checksums of the tensors that the update has brought so far."""
         self._num_ranks = config.devices_per_worker
         self._shared = SharedBucket()
         self._watch = RankWatch([], self._shared.close)
         self._asleep: list[str] = []
-        """What has left the device, by vLLM's names."""
+        """Parts that have left the device, by vLLM's names."""
 
     def initialize(self) -> None:
         """See the base class.
@@ -75,7 +81,7 @@ class VllmStrategy(GenerationStrategy):
         Raises:
             ValueError: a vLLM outside the tested versions, or a model shorter than ``max_model_len``.
         """
-        check_version("vLLM", vllm.__version__, self._config.allow_untested_version)
+        check_version(VLLM, vllm.__version__, self._config.allow_untested_version)
         quieten()
         args, platform = self.role.model_args, current_platform()
         model_config = load_config(args)
@@ -157,7 +163,17 @@ class VllmStrategy(GenerationStrategy):
             raise RuntimeError("vllm: step() between start_weight_update and finish_weight_update")
         with self._watch.blamed():
             results = self._running_engine().step()
-        return [self._take(result) for result in results]
+        outputs = [self._take(result) for result in results]
+        failed = not_finite(outputs)
+        if failed:
+            self.abort(failed)
+            self._failures |= failed
+        return [output for output in outputs if output.request_id not in failed]
+
+    def take_failures(self) -> dict[str, str]:
+        """See the base class: requests with a sample that was not drawn from finite log-probs."""
+        failures, self._failures = self._failures, {}
+        return failures
 
     @property
     def num_unfinished(self) -> int:
@@ -181,7 +197,7 @@ class VllmStrategy(GenerationStrategy):
         return [self._output(self._samples[result.request_id], result) for result in results]
 
     def _keys(self, request_ids: Iterable[str]) -> list[str]:
-        """Of the unfinished samples of these requests, in order."""
+        """Keys of the unfinished samples of these requests, in order."""
         return [
             key
             for request_id in request_ids
@@ -195,7 +211,7 @@ class VllmStrategy(GenerationStrategy):
         return [state.make_request_output([], None, FinishReason.ABORT, None) for state in mine]
 
     def _take(self, result: Any) -> GenerationOutput:
-        """The output of a sample that is over; it is unfinished no more."""
+        """Output of an ended sample, which is no longer unfinished."""
         sample = self._samples.pop(result.request_id)
         keys = self._unfinished[sample.request_id]
         keys.remove(result.request_id)
@@ -229,14 +245,14 @@ class VllmStrategy(GenerationStrategy):
 
     @property
     def takes_adapters(self) -> bool:
-        """Where ``engine_args`` has ``enable_lora``."""
+        """True where ``engine_args`` has ``enable_lora``."""
         return bool(self._config.engine_args.get("enable_lora"))
 
     def update_adapter(self, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> None:
         if self._new_version is None:
             raise RuntimeError("vllm: update_adapter outside of start_weight_update and finish_weight_update")
-        answers = self._ask_ranks("roll_replace_adapter", self._for_ranks(tensors), dict(scalings))
-        self._checksums |= joined_checksums(answers)
+        by_rank = self._ask_ranks("roll_replace_adapter", self._for_ranks(tensors), dict(scalings))
+        self._checksums |= joined_checksums(by_rank)
 
     def held_checksums(self, names: Sequence[str]) -> dict[str, Checksum]:
         return joined_checksums(self._ask_ranks("roll_held_checksums", list(names)))
@@ -263,11 +279,11 @@ class VllmStrategy(GenerationStrategy):
         return self._shared.write(tensors) if self._num_ranks > 1 else dict(tensors)
 
     def _ask_ranks(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of the worker extension; one answer a rank."""
+        """Call a method of the worker extension; return one result a rank."""
         with self._watch.blamed():
-            answers = self._running_engine().collective_rpc(method, args=arguments)
-            check_answers(answers)
-        return answers
+            results = self._running_engine().collective_rpc(method, args=arguments)
+            check_results(results)
+        return results
 
     def sleep(self) -> None:
         """Free the KV cache, and move or drop the weights (``sleep_level``), on a GPU. Only between requests."""
