@@ -14,7 +14,7 @@ MODULES = {module: ast.parse(module.read_text(encoding="utf-8")) for module in s
 FLOORS = {
     1: {"config", "protocol", "platforms"},
     2: {"algorithms", "models", "datasets"},
-    3: {"strategies", "weight_sync", "distributed", "rewards", "rollout", "checkpoint", "tracking", "serving"},
+    3: {"environments", "agents", "strategies", "weight_sync", "distributed", "rewards", "rollout", "checkpoint", "tracking", "serving"},
     4: {"workers"},
     5: {"pipelines"},
     6: {"cli", "preflight", "translation"},
