@@ -58,6 +58,7 @@ BASE = [
     "tenacity>=9.1",
     "starlette>=1.0",
     "uvicorn>=0.40",
+    "typing_extensions>=4.12",
 ]
 
 EXTRAS = {
@@ -107,7 +108,7 @@ setup(
     license_files=["LICENSE"],
     cmdclass={"build_py": BuildWithRecipes},
     packages=find_packages(include=["roll", "roll.*"]),
-    package_data={"roll": ["py.typed", "**/*.yaml", "**/*.json", "**/*.jinja"]},
+    package_data={"roll": ["py.typed", "**/*.yaml", "**/*.json", "**/*.jinja", "**/*.table"]},
     python_requires=">=3.11",
     install_requires=BASE,
     extras_require=EXTRAS,

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
 from roll.models.build import build_model
-from roll.strategies.fsdp.fsdp2 import Fsdp2TrainStrategy
+from roll.strategies.fsdp.fsdp2 import Fsdp2Strategy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MIB = 2**20
 
 
-class WholeLoading(Fsdp2TrainStrategy):
+class WholeLoading(Fsdp2Strategy):
     """Every rank loads the whole model before it is sharded."""
 
     def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
@@ -38,7 +38,7 @@ class WholeLoading(Fsdp2TrainStrategy):
         return build_model(self.role.model_args, self.head.value, storage_dtype)
 
 
-METHODS = {"whole, then sharded": WholeLoading, "its own rows": Fsdp2TrainStrategy}
+METHODS = {"whole, then sharded": WholeLoading, "its own rows": Fsdp2Strategy}
 
 
 def write_model(folder: Path, args: argparse.Namespace) -> None:

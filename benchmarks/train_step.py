@@ -40,7 +40,7 @@ import torch.distributed as dist
 from roll.config.roles import ModelArguments, StrategyArguments, TrainingArguments, WorkerConfig
 from roll.platforms import current_platform
 from roll.protocol.metrics import Metrics
-from roll.strategies.base import Output, TensorBatch, TrainStrategy
+from roll.strategies.base import Output, TensorBatch
 from roll.strategies.factory import create_strategy
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -186,7 +186,7 @@ def build_strategy(contender: Contender, folder: Path, args: argparse.Namespace)
         **contender.role,
     )
     strategy = create_strategy(role, max_grad_norm=1.0)
-    assert isinstance(strategy, TrainStrategy)
+    assert strategy.trains
     strategy.initialize(num_training_steps=1000)
     info = strategy.rank_info
     own = {name: column.chunk(info.dp_size)[info.dp_rank] for name, column in make_batch(args).items()}

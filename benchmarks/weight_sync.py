@@ -40,6 +40,8 @@ from roll.weight_sync.encoding import DeltaEncoder, iter_buckets
 from roll.weight_sync.messages import SyncOptions
 from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
 from roll.workers import ACTOR_WORKER, GENERATION_WORKER
+from roll.workers.generation import GenerationWorker
+from roll.workers.training import ActorWorker
 
 MIB = 2**20
 SHAPES = {
@@ -128,7 +130,7 @@ def engine(folder: Path, options: argparse.Namespace) -> Iterator[tuple[Resource
         resources = ResourceManager(2)
         role = engine_role(folder, options.dtype)
         cluster = Cluster("actor_infer", GENERATION_WORKER, resources, role, rpc_timeout=DEADLINE)
-        cluster.initialize()
+        cluster.call_all(GenerationWorker.initialize).result()
         yield resources, cluster
         cluster.shutdown()
         resources.close()
@@ -219,8 +221,8 @@ def by_strategy(
             strategy_args=StrategyArguments(strategy, config),
             device_mapping=list(range(ranks)),
         )
-        trainer = Cluster("actor_train", ACTOR_WORKER, resources, role, extra={"loss": {}}, rpc_timeout=DEADLINE)
-        trainer.initialize(0 if options.no_optimizer else 1)
+        trainer = Cluster("actor_train", ACTOR_WORKER, resources, role, rpc_timeout=DEADLINE)
+        trainer.call_all(ActorWorker.initialize, 0 if options.no_optimizer else 1).result()
         sync_options = SyncOptions(options.bucket_mb * MIB, DEADLINE, options.transports[0])
         update = StrategyUpdate(WeightSync(trainer, engines, sync_options))
         costs = interleaved({**raw, name: update}, options.repeats)

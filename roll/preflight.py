@@ -19,12 +19,11 @@ from roll.checkpoint.contents import (
     frozen_mismatches,
     read_contents,
     read_trainer_state,
-    readers_of,
     trained_under,
 )
 from roll.checkpoint.folders import CheckpointDamagedError
 from roll.checkpoint.manager import glance
-from roll.config.checks.models import family_problem, shape_problems
+from roll.config.checks.models import family_problem
 from roll.config.loader import LoadedConfig
 from roll.config.lora import uses_lora
 from roll.config.model_files import CONFIG, looks_like_folder, model_folder, read_model_config
@@ -33,19 +32,7 @@ from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.masking import masked
 from roll.config.reading.yaml_files import shown
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.registry import typed_strategy_config
-
-PACKAGES = {
-    "deepspeed": ("deepspeed", "pip install 'roll-rl[deepspeed]'"),
-    "megatron": ("megatron.core", "pip install 'roll-rl[megatron]'"),
-    "sglang": ("sglang", "on GPUs pip install 'roll-rl[sglang]'; see docs/sglang.md"),
-    "vllm": (
-        "vllm",
-        "on GPUs pip install 'roll-rl[vllm]', on a CPU make install-vllm; see docs/installation.md",
-    ),
-}
-"""By the first word of a strategy's name: the module it needs, and how that is installed."""
-
+from roll.config.strategies.registry import BACKEND_OF, checkpoint_readers, typed_strategy_config
 
 TRACKERS = {"wandb": "wandb", "swanlab": "swanlab"}
 """By tracker: its package, of the same name at the index."""
@@ -59,10 +46,13 @@ def require_packages(loaded: LoadedConfig[Any]) -> None:
     """
     problems = []
     for name, role in loaded.plan.roles.items():
-        package = PACKAGES.get((role.strategy_name or "").partition("_")[0])
-        if package is not None and not is_installed(package[0]):
-            key, rule = f"{name}.strategy_args.strategy_name", f"needs a package that is not installed: {package[1]}"
-            problems.append(Problem(key, role.strategy_name, rule, source=shown(loaded.source)))
+        backend = BACKEND_OF.get(role.strategy_name or "")
+        package = None if backend is None else backend.package
+        if package is not None and not is_installed(package.module):
+            rule = f"needs a package that is not installed: {package.install}"
+            problems.append(
+                Problem(f"{name}.strategy_args.strategy_name", role.strategy_name, rule, source=shown(loaded.source))
+            )
     if problems:
         raise ConfigError(problems)
 
@@ -121,7 +111,7 @@ def find_models(loaded: LoadedConfig[Any], say: Callable[[str], None]) -> bool:
         if found is not None:
             rule = family_problem(found, name, role)
             options = typed_strategy_config(role.strategy_args)
-            for wrong, value, text, example in shape_problems(pipeline.section_key(name), role, options, found):
+            for wrong, value, text, example in options.shape_problems(pipeline.section_key(name), role, found):
                 problems.append(Problem(wrong, value, f"{text} ({path})", example, shown(loaded.source)))
         if rule is not None and not any(problem.key == key for problem in problems):
             problems.append(Problem(key, path, rule, source=shown(loaded.source)))
@@ -263,8 +253,8 @@ def _resumption_problems(folder: Path, section: WorkerConfig) -> Iterator[tuple[
     except CheckpointMismatchError as error:
         yield "strategy_args.strategy_name", str(error)
         return
-    if strategy not in readers_of(written.strategy):
-        readers = " and ".join(readers_of(written.strategy))
+    if strategy not in checkpoint_readers(written.strategy):
+        readers = " and ".join(checkpoint_readers(written.strategy))
         yield (
             "strategy_args.strategy_name",
             f"{folder} was written by {written.strategy}, which {readers} can go on from",

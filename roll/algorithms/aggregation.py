@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll.algorithms.masked import Keep
+from roll.algorithms.masked import Keep, kept, row_blocks
 from roll.algorithms.registry import Registry
 
 
@@ -176,7 +176,7 @@ class _MaskedRowSums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, keep: Keep) -> Tensor:
         ctx.keep = keep
-        return keep(loss).sum(-1)
+        return torch.cat([kept(values, bits).sum(-1) for values, bits in row_blocks(loss, keep.bits)])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.loss_types import LOG_RATIO_BOUND, LossInputs
-from roll.algorithms.masked import level_log_ratio
+from roll.algorithms.masked import clear_, level_log_ratio, row_blocks
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.registry import Registry
 
@@ -274,26 +274,37 @@ def mismatch_metrics(inputs: LossInputs, metrics: MetricBuilder, with_segments: 
     """
     if inputs.rollout_log_probs is None:
         return
-    mask, tokens, keep = inputs.mask, inputs.num_tokens, inputs.keep
+    mask, tokens = inputs.mask, inputs.num_tokens
+    trainer, rollout = inputs.trainer_log_probs, inputs.rollout_log_probs
     # Everything below is 0 outside the mask, so plain sums are masked sums.
-    log_ratio = keep.in_place(inputs.trainer_log_probs - inputs.rollout_log_probs)
-    totals, total = log_ratio.sum(-1), log_ratio.sum()
-    scratch = log_ratio.abs()  # a fresh tensor for each step would take twice the time
-    metrics.mean("actor/train_infer_log_diff_abs_mean", scratch.sum(), tokens)
-    metrics.largest("actor/train_infer_log_diff_abs_max", scratch, tokens)
-    metrics.mean("actor/train_infer_kl_k1", -total, tokens)
-    bounded = log_ratio.clamp_(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    metrics.mean("actor/train_infer_kl_k3", torch.expm1(bounded, out=scratch).sub_(bounded).sum(), tokens)
-    ratio_total = keep.in_place(torch.exp(bounded, out=scratch)).sum()
-    old = keep.in_place(torch.exp(inputs.trainer_log_probs, out=scratch))
-    rollout = keep.in_place(inputs.rollout_log_probs.exp())
-    metrics.correlation("actor/train_infer_pearson", old, rollout, tokens)
-    metrics.mean("actor/train_infer_diff_token_mean", old.sub_(rollout).sum(), tokens)
-    metrics.mean("actor/train_infer_ratio_token_mean", ratio_total, tokens)
+    log_ratio, size, k3, ratio, difference = (torch.empty_like(trainer) for _ in range(5))
+    old, sampled = torch.empty_like(trainer, dtype=torch.float64), torch.empty_like(trainer, dtype=torch.float64)
+    largest = []
+    columns = (log_ratio, size, k3, ratio, difference, old, sampled)
+    for a, b, bits, d, d_size, d_k3, d_ratio, d_p, p, q in row_blocks(trainer, rollout, inputs.keep.bits, *columns):
+        torch.abs(clear_(torch.sub(a, b, out=d), bits), out=d_size)
+        if d.numel():
+            largest.append(d_size.amax())
+        bounded = d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        torch.expm1(bounded, out=d_k3).sub_(bounded)
+        clear_(torch.exp(bounded, out=d_ratio), bits)
+        p.copy_(clear_(torch.exp(a, out=d_p), bits))
+        q.copy_(clear_(torch.exp(b, out=bounded), bits))
+        d_p.sub_(bounded)
+    totals = log_ratio.sum(-1)
+    metrics.mean("actor/train_infer_log_diff_abs_mean", size.sum(), tokens)
+    if largest:
+        metrics.largest("actor/train_infer_log_diff_abs_max", torch.stack(largest), tokens)
+    metrics.mean("actor/train_infer_kl_k1", -log_ratio.sum(), tokens)
+    metrics.mean("actor/train_infer_kl_k3", k3.sum(), tokens)
+    metrics.correlation("actor/train_infer_pearson", old, sampled, tokens)
+    metrics.mean("actor/train_infer_diff_token_mean", difference.sum(), tokens)
+    metrics.mean("actor/train_infer_ratio_token_mean", ratio.sum(), tokens)
     rows, lengths = inputs.lengths > 0, inputs.lengths.clamp(min=1)
     for name, row_log_ratio in (("geometric", totals / lengths), ("sequence", totals)):
         row_ratio = row_log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
         metrics.mean(f"actor/train_infer_ratio_{name}_mean", torch.where(rows, row_ratio, 0.0).sum(), rows.sum())
     if with_segments:
+        bounded = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         segment = torch.where(mask, level_log_ratio(bounded, mask, "segment").exp(), 0.0)
         metrics.mean("actor/train_infer_ratio_segment_mean", segment.sum(), tokens)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll.algorithms.masked import Keep
+from roll.algorithms.masked import Keep, clear_, row_blocks, within
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.options import PPOOptions
 from roll.algorithms.registry import Registry
@@ -29,16 +29,23 @@ class _MaskedDifference(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, keep: Keep) -> Tensor:
-        difference = keep.in_place(a - b).clamp_(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        ctx.save_for_backward(difference)
-        ctx.keep = keep
+        difference = torch.empty_like(a)
+        beyond = False
+        for out, a_rows, b_rows, bits in row_blocks(difference, a, b, keep.bits):
+            clear_(torch.sub(a_rows, b_rows, out=out), bits)
+            if not within(out, LOG_RATIO_BOUND):
+                out.clamp_(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+                beyond = True
+        ctx.keep, ctx.beyond = keep, beyond
+        ctx.save_for_backward(*((difference,) if beyond else ()))
         return difference
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (difference,) = ctx.saved_tensors
+        if not ctx.beyond:
+            return ctx.keep(gradients[0]), None, None
         # 1.0 and 0.0: comparisons that give booleans take four times as long.
-        alive = difference.abs().lt_(LOG_RATIO_BOUND)
+        alive = ctx.saved_tensors[0].abs().lt_(LOG_RATIO_BOUND)
         return ctx.keep.in_place(alive.mul_(gradients[0])), None, None
 
 

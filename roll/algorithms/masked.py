@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+_BLOCK = 2**17
+"""Elements of a block: a handful of float32 tensors of this size stay in a core's cache of 2 MB."""
+
+
+def row_blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """The same rows of each of several (B, L), block by block; several rows each, where there are several.
+
+    On a CPU a chain of elementwise operations takes the time of moving its operands between memory and core: done block
+    by block they stay in the cache.  Elsewhere there is one block.
+    """
+    first = tensors[0]
+    count = first.numel() // (_BLOCK * torch.get_num_threads()) if first.device.type == "cpu" else 0
+    count = min(count, len(first) // 2)
+    return zip(*(tensor.tensor_split(count) for tensor in tensors), strict=True) if count > 1 else (tensors,)
 
 
 class Keep:
@@ -20,22 +36,41 @@ class Keep:
     """
 
     def __init__(self, mask: Tensor, dtype: torch.dtype) -> None:
-        self._bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-        self._kept = mask.view(torch.uint8).to(self._bits).neg_()
+        # -1 has every bit, in one byte and in several.
+        self.bits = mask.view(torch.int8).neg().to({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+        """Integers of the size of ``dtype``, in the shape of the mask: all bits inside, none outside."""
 
     def __call__(self, values: Tensor) -> Tensor:
         """A copy, 0 outside the mask; ``values`` may be broadcast to the mask's shape."""
-        return torch.bitwise_and(values.detach().view(self._bits), self._kept).view(values.dtype)
+        return kept(values, self.bits)
 
     @cached_property
     def counts(self) -> Tensor:
         """int64 (B,): masked elements of each row of a (B, L) mask."""
-        return self._kept.sum(-1, dtype=torch.int32).neg_().long()
+        return self.bits.sum(-1, dtype=torch.int32).neg_().long()
 
     def in_place(self, fresh: Tensor) -> Tensor:
         """``fresh`` itself, 0 outside the mask."""
-        fresh.detach().view(self._bits).bitwise_and_(self._kept)
-        return fresh
+        return clear_(fresh, self.bits)
+
+
+def kept(values: Tensor, bits: Tensor) -> Tensor:
+    """A copy of ``values``, 0 where ``bits`` (of a :class:`Keep`) has none."""
+    return torch.bitwise_and(values.detach().view(bits.dtype), bits).view(values.dtype)
+
+
+def clear_(fresh: Tensor, bits: Tensor) -> Tensor:
+    """``fresh`` itself, changed to :func:`kept`."""
+    fresh.view(bits.dtype).bitwise_and_(bits)
+    return fresh
+
+
+def within(values: Tensor, bound: float) -> bool:
+    """True if all lie strictly within +- ``bound``; False, too, where the answer would wait for an accelerator."""
+    if values.device.type != "cpu" or not values.numel():
+        return False
+    low, high = torch.aminmax(values)
+    return -bound < low.item() and high.item() < bound
 
 
 def nonempty_rows(mask: Tensor) -> Tensor:

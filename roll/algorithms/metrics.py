@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from roll.algorithms.masked import Groups
+from roll.algorithms.masked import Groups, Keep
 from roll.protocol.metrics import Max, Mean, Metric, Metrics, Min, Sum
 
 
@@ -52,7 +52,7 @@ class MetricBuilder:
         self._recipes: list[tuple[str, int, Callable[..., Metric]]] = []
 
     def _add(self, name: str, kind: Callable[..., Metric], *scalars: Tensor | float) -> None:
-        self._scalars.extend(s.detach() if isinstance(s, Tensor) else s for s in scalars)
+        self._scalars.extend(scalars)
         self._recipes.append((name, len(scalars), kind))
 
     def mean(self, name: str, total: Tensor | float, weight: Tensor | float) -> None:
@@ -72,6 +72,22 @@ class MetricBuilder:
         if values.numel():
             self._add(name, Min, values.detach().masked_fill(~mask, torch.inf).amin())
 
+    def range(self, name: str, values: Tensor, outside: float, keep: Keep) -> None:
+        """``name_max`` and ``name_min`` of masked values that are never negative and, outside the mask, ``outside``."""
+        if not values.numel():
+            return
+        if values.device.type == "cpu":
+            low, high = torch.aminmax(values)
+            if low < outside < high:
+                self._add(f"{name}_max", Max, high)
+                self._add(f"{name}_min", Min, low)
+                return
+        self.largest(f"{name}_max", keep(values), keep.counts.sum())
+        infinity = torch.full((), torch.inf, dtype=values.dtype, device=values.device).view(keep.bits.dtype)
+        beyond = torch.bitwise_not(keep.bits).bitwise_and_(infinity)
+        # A tenth of the time of masked_fill, bit by bit.
+        self._add(f"{name}_min", Min, beyond.bitwise_or_(keep(values).view(keep.bits.dtype)).view(values.dtype).amin())
+
     def largest(self, name: str, values: Tensor, count: Tensor) -> None:
         """:meth:`max` of values that are never negative, and 0 outside a mask of ``count`` elements."""
         if values.numel():
@@ -90,6 +106,7 @@ class MetricBuilder:
         self.max(f"{name}/max", values, mask)
         self.min(f"{name}/min", values, mask)
 
+    @torch.no_grad()
     def _moved(self) -> list[float]:
         """All scalars on the host; those of a type travel in one stack, and all stacks together."""
         by_type: dict[torch.dtype, list[int]] = {}

@@ -6,12 +6,13 @@ r is exp(log pi - log pi_old), A the advantage, sg stops the gradient.
 from __future__ import annotations
 
 import math
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from roll.algorithms.loss_types import LOG_RATIO_BOUND, LossInputs, linearised, register_policy_loss
-from roll.algorithms.masked import level_log_ratio, masked_mean, row_mean
+from roll.algorithms.masked import level_log_ratio, masked_mean, row_blocks, row_mean
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.options import (
     CISPOOptions,
@@ -38,27 +39,35 @@ def _count_clipped(metrics: MetricBuilder, clipped: Tensor, inputs: LossInputs) 
 def _clipped_surrogate(inputs: LossInputs, log_ratio: Tensor, options: PPOOptions, metrics: MetricBuilder) -> Tensor:
     """PPO's loss of the ratio exp(log_ratio); the derivative is -A r where the clip does not bind, else 0."""
     low, high = 1.0 - options.clip_low, 1.0 + options.clip_high
+    bound = options.dual_clip_bound
     with torch.no_grad():
         ratio = inputs.ratio if log_ratio is inputs.log_ratio else log_ratio.exp()
-        unclipped = ratio * inputs.advantages
-        surrogate = ratio.clamp(low, high).mul_(inputs.advantages)
-        surrogate = torch.minimum(unclipped, surrogate, out=surrogate)
-        # 1.0 and 0.0: comparisons that give booleans take four times as long. Outside the mask the ratio is 1, where
-        # nothing is clipped.
-        scratch = torch.empty_like(surrogate)
-        above, below = torch.gt(ratio, high, out=scratch).sum(), torch.lt(ratio, low, out=scratch).sum()
-        alive = torch.ge(surrogate, unclipped, out=scratch)
-        bound = options.dual_clip_bound
-        if bound is not None:
-            floor = torch.where(inputs.advantages < 0, bound * inputs.advantages, -torch.inf)
-            alive.masked_fill_(floor > surrogate, 0.0)
-            surrogate = torch.maximum(surrogate, floor)
-        metrics.mean("actor/clipfrac", alive.numel() - alive.sum(), inputs.num_tokens)
-        metrics.mean("actor/ppo_ratio_high_clipfrac", above, inputs.num_tokens)
-        metrics.mean("actor/ppo_ratio_low_clipfrac", below, inputs.num_tokens)
-        metrics.mean("actor/ppo_ratio_clipfrac", above + below, inputs.num_tokens)
-        slope = unclipped.mul_(alive).neg_()
-    return linearised(log_ratio, surrogate.neg_(), slope)
+        loss = torch.empty_like(ratio)
+        slope = torch.empty_like(ratio, dtype=torch.result_type(ratio, inputs.advantages))
+        counts = []
+        # With -A in place of A the objective is a loss, and the smaller of two is the larger.
+        for r, advantages, surrogate, unclipped in row_blocks(ratio, inputs.advantages, loss, slope):
+            negated = advantages.neg()
+            torch.mul(r, negated, out=unclipped)
+            torch.mul(r.clamp(low, high), negated, out=surrogate)
+            torch.maximum(unclipped, surrogate, out=surrogate)
+            # 1.0 and 0.0: comparisons that give booleans take four times as long. Outside the mask the ratio is 1,
+            # where nothing is clipped.
+            scratch = torch.empty_like(surrogate)
+            above, below = torch.gt(r, high, out=scratch).sum(), torch.lt(r, low, out=scratch).sum()
+            alive = torch.le(surrogate, unclipped, out=scratch)
+            if bound is not None:
+                ceiling = torch.where(advantages < 0, bound * negated, torch.inf)
+                alive.masked_fill_(ceiling < surrogate, 0.0)
+                torch.minimum(surrogate, ceiling, out=surrogate)
+            counts.append((above, below, alive.sum()))
+            unclipped.mul_(alive)
+    above, below, alive = (reduce(torch.add, parts) for parts in zip(*counts, strict=True))
+    metrics.mean("actor/clipfrac", loss.numel() - alive, inputs.num_tokens)
+    metrics.mean("actor/ppo_ratio_high_clipfrac", above, inputs.num_tokens)
+    metrics.mean("actor/ppo_ratio_low_clipfrac", below, inputs.num_tokens)
+    metrics.mean("actor/ppo_ratio_clipfrac", above + below, inputs.num_tokens)
+    return linearised(log_ratio, loss, slope)
 
 
 @register_policy_loss("ppo")

@@ -13,11 +13,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from roll.config.strategies.registry import checkpoint_readers
+
 STATE_NAME = "trainer_state.json"
 FORMAT = 2
-
-FAMILIES = (("fsdp2_train", "fsdp_train"), ("deepspeed_train",), ("megatron_train",))
-"""Strategies that read each other's checkpoints."""
 
 _SHOWN = 3
 
@@ -43,11 +42,6 @@ class ModelContents:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def readers_of(strategy: str) -> tuple[str, ...]:
-    """The strategies that read what ``strategy`` writes."""
-    return next((family for family in FAMILIES if strategy in family), (strategy,))
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
@@ -91,7 +85,7 @@ def check_strategy(written: ModelContents, strategy: str, folder: Path) -> None:
     Raises:
         CheckpointMismatchError: ``strategy`` does not read what wrote the checkpoint.
     """
-    readers = readers_of(written.strategy)
+    readers = checkpoint_readers(written.strategy)
     if strategy not in readers:
         raise CheckpointMismatchError(
             f"{folder} was written by {written.strategy}, which {strategy} cannot read; go on with "

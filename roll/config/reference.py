@@ -30,16 +30,8 @@ from roll.config.roles import (
     WorkerConfig,
 )
 from roll.config.run import CheckpointConfig, RolloutMockConfig, RunConfig, TransferBackendConfig
-from roll.config.strategies.registry import (
-    DeepSpeedStrategyConfig,
-    Fsdp1StrategyConfig,
-    Fsdp2StrategyConfig,
-    HfInferStrategyConfig,
-    MegatronStrategyConfig,
-    WrapPolicy,
-)
-from roll.config.strategies.sglang import SglangStrategyConfig
-from roll.config.strategies.vllm import VllmStrategyConfig
+from roll.config.strategies.fsdp import FSDP1, WrapPolicy
+from roll.config.strategies.registry import BACKENDS
 
 INTRODUCTION = """# Configuration reference
 
@@ -49,6 +41,16 @@ configuration classes; how to use them is explained in [configuration.md](config
 `null` is written `~` or `null` in YAML. Keys whose feature is not there yet are refused when they are set to a value
 that would need it, with `not available yet: KEY`.
 """
+
+
+def _strategy_options() -> Iterator[tuple[str, type, tuple[type, ...]]]:
+    """A table for the options of each backend, and for the section that the sharded ones have."""
+    for backend in BACKENDS:
+        names = " and ".join(f"`{name}`" for name in backend.strategies)
+        yield f"`strategy_config` of {names}", backend.options, ()
+        if backend is FSDP1:
+            yield "`strategy_config.wrap_policy`", WrapPolicy, ()
+
 
 PAGES: tuple[tuple[str, type, tuple[type, ...]], ...] = (
     ("Run control (top level, every pipeline)", RunConfig, ()),
@@ -60,14 +62,7 @@ PAGES: tuple[tuple[str, type, tuple[type, ...]], ...] = (
     ("`<role>.data_args.curriculum`", CurriculumArguments, ()),
     ("`<role>.generating_args`", GeneratingArguments, ()),
     ("`<role>.strategy_args`", StrategyArguments, ()),
-    ("`strategy_config` of `fsdp2_train` and `fsdp2_infer`", Fsdp2StrategyConfig, ()),
-    ("`strategy_config` of `fsdp_train` and `fsdp_infer`", Fsdp1StrategyConfig, ()),
-    ("`strategy_config.wrap_policy`", WrapPolicy, ()),
-    ("`strategy_config` of `deepspeed_train` and `deepspeed_infer`", DeepSpeedStrategyConfig, ()),
-    ("`strategy_config` of `megatron_train` and `megatron_infer`", MegatronStrategyConfig, ()),
-    ("`strategy_config` of `hf_infer`", HfInferStrategyConfig, ()),
-    ("`strategy_config` of `vllm`", VllmStrategyConfig, ()),
-    ("`strategy_config` of `sglang`", SglangStrategyConfig, ()),
+    *_strategy_options(),
     ("`<role>.sequence_packing_args`", SequencePackingArguments, ()),
     ("`<role>.router_replay`", RouterReplayArguments, ()),
     *(table for pipeline in definitions() for table in pipeline.section_tables),

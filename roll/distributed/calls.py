@@ -6,13 +6,17 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, Self
 
 import ray
+from typing_extensions import TypeVar
 
 from roll.distributed import diagnosis
 from roll.distributed.actor import WorkerAddress, WorkerRaised
 from roll.distributed.failures import DeadlineExceeded, RankReport, RemoteError, WorkerDied, WorkerFailed
+
+R = TypeVar("R", default=Any)
+"""Of the result of a call."""
 
 _REPORTED_RANKS = 3
 _GRACE_SECONDS = 2.0
@@ -25,7 +29,7 @@ _PEER_TROUBLE = re.compile(
 """Errors that a rank raises because another rank is in trouble."""
 
 
-class PendingCall:
+class PendingCall(Generic[R]):
     """A call to one or more ranks of a cluster.
 
     Its deadline runs from the moment of the call, so time spent waiting behind an earlier call of the same worker
@@ -39,7 +43,7 @@ class PendingCall:
         refs: Mapping[int, ray.ObjectRef[Any]],
         deadline: float,
         addresses: Sequence[WorkerAddress],
-        collect: Callable[[dict[int, Any]], Any],
+        collect: Callable[[dict[int, Any]], R],
     ) -> None:
         self.cluster = cluster
         self.method = method
@@ -51,6 +55,8 @@ class PendingCall:
         self._answers: dict[int, Any] = {}
         self._error: RemoteError | None = None
         self.began = time.monotonic()
+        self.meanwhile: Callable[[PendingCall], None] | None = None
+        """What the caller does in :meth:`result` until the call is answered."""
 
     @property
     def refs(self) -> list[ray.ObjectRef[Any]]:
@@ -70,6 +76,12 @@ class PendingCall:
         """What has gone wrong with it; None: nothing yet."""
         return self._error
 
+    def within(self, seconds: float | None) -> Self:
+        """Set the deadline, in seconds from the moment of the call; None leaves it."""
+        if seconds is not None:
+            self.deadline = seconds
+        return self
+
     def done(self) -> bool:
         """Whether :meth:`result` returns (or raises) at once."""
         if self._error is None and self.unanswered:
@@ -77,7 +89,7 @@ class PendingCall:
             return len(ready) == len(self.unanswered)
         return True
 
-    def result(self, timeout: float | None = None) -> Any:
+    def result(self, timeout: float | None = None) -> R:
         """Wait for all ranks and join their results.
 
         Args:
@@ -87,6 +99,8 @@ class PendingCall:
             WorkerFailed, WorkerDied: as soon as one rank raises or dies, whatever the others do.
             DeadlineExceeded: not done in time.
         """
+        if self.meanwhile is not None and timeout is None:
+            self.meanwhile(self)
         wait_any([self], timeout)
         return self._collect(self._answers)
 

@@ -1,4 +1,4 @@
-"""A role's workers as one object: calling a registered method of it calls the ranks."""
+"""A role's workers as one object, whose ranks are called by naming a method of the worker class."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -24,38 +24,26 @@ from roll.protocol.rank import RankInfo
 
 logger = logging.getLogger(__name__)
 
+_DOORS = {Dispatch.ONE_TO_ALL: "call_all", Dispatch.ALL_TO_ALL: "call_each"}
+
 _START_SECONDS = 600.0
 _FAREWELL_SECONDS = 20.0
 
 
-class RemoteMethod:
-    """A registered method of a cluster's workers."""
-
-    def __init__(self, cluster: Cluster, method: str) -> None:
-        self._cluster = cluster
-        self._method = method
-
-    def __call__(self, *args: Any, blocking: bool = True, deadline: float | None = None, **kwargs: Any) -> Any:
-        """Call the ranks.
-
-        Args:
-            blocking: False returns a :class:`PendingCall` at once.
-            deadline: Seconds for this call; None: what ``@register`` says, else the cluster's ``rpc_timeout``.
-
-        Raises:
-            AttributeError: the worker class registers no such method.
-            WorkerFailed, WorkerDied, DeadlineExceeded: see :class:`PendingCall` (blocking calls).
-        """
-        call = self._cluster.call(self._method, args, kwargs, deadline)
-        if not blocking:
-            return call
-        if self._cluster.meanwhile is not None:
-            self._cluster.meanwhile(call)
-        return call.result()
+P = ParamSpec("P")
+R = TypeVar("R")
+Method = Callable[Concatenate[Any, P], R]
+"""A method of a worker class, as ``ActorWorker.update``; the class that a cluster runs may be any that has it."""
 
 
 class Cluster:
-    """The workers of a role. Registered methods of the worker class are methods of the cluster."""
+    """The workers of a role.
+
+    ``cluster.call(ActorWorker.update, batch, epochs=2).result()`` calls the ranks that the method's dispatch mode
+    addresses; arguments and result have the types that the method declares. :meth:`call` is for methods with one
+    result, :meth:`call_all` for those with one of every rank. A method is found by its name in the class that the
+    ranks run: a subclass, say, or any other class with a method like it.
+    """
 
     def __init__(
         self,
@@ -64,14 +52,14 @@ class Cluster:
         resource_manager: ResourceManager,
         role: WorkerConfig,
         seed: int = 42,
-        extra: Mapping[str, Any] | None = None,
+        settings: Any = None,
         rpc_timeout: float = 3600.0,
     ) -> None:
         """Start the workers; returns while they start, so that several clusters start side by side.
 
         Args:
             worker_cls: Dotted path of the class (imported in the workers only) or the class.
-            extra: Handed to every worker in its context; must be picklable.
+            settings: What the workers need besides their role: an instance of the class's ``settings_class``.
             rpc_timeout: Seconds that a call may take unless the call or its registration says otherwise.
 
         Raises:
@@ -85,7 +73,7 @@ class Cluster:
         self._resources = resource_manager
         self._placements = resource_manager.place(name, role)
         self.world_size = len(self._placements)
-        self._seed, self._extra, self._target = seed, dict(extra or {}), _portable(worker_cls)
+        self._seed, self._settings, self._target = seed, settings, _portable(worker_cls)
         self.workers = [self._create_actor(placement) for placement in self._placements]
         rendezvous = self.workers[0].open_rendezvous.remote()
         started = {r: self._start_worker(r, actor, rendezvous) for r, actor in enumerate(self.workers)}
@@ -100,11 +88,6 @@ class Cluster:
 
     def __repr__(self) -> str:
         return f"Cluster({self.name!r}, {self.world_size} ranks)"
-
-    def __getattr__(self, method: str) -> RemoteMethod:
-        if method.startswith("_"):
-            raise AttributeError(method)
-        return RemoteMethod(self, method)
 
     def wait_ready(self) -> None:
         """Wait until every worker is built; every call does so by itself.
@@ -171,24 +154,61 @@ class Cluster:
         """Data-parallel replicas."""
         return self.rank_infos[0].dp_size
 
-    def call(
-        self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], deadline: float | None = None
-    ) -> PendingCall:
-        """Start a registered method on the ranks that its dispatch mode addresses."""
+    def call(self, method: Method[P, R], /, *args: P.args, **kwargs: P.kwargs) -> PendingCall[R]:
+        """Start a method with one result: of rank 0, or of data-parallel replicas, whose results are joined.
+
+        A deadline other than the one of ``@register``, or the cluster's ``rpc_timeout``, is set by
+        :meth:`PendingCall.within`.
+
+        Raises:
+            AttributeError: the worker class registers no such method.
+            TypeError: its dispatch mode is one of :meth:`call_all` or :meth:`call_each`.
+        """
+        modes = (Dispatch.RANK_ZERO, Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST)
+        return self._call(method.__name__, modes, args, kwargs)
+
+    def call_all(self, method: Method[P, R], /, *args: P.args, **kwargs: P.kwargs) -> PendingCall[list[R]]:
+        """As :meth:`call`, for ``Dispatch.ONE_TO_ALL``: every rank gets the arguments; one result a rank, in order."""
+        return self._call(method.__name__, (Dispatch.ONE_TO_ALL,), args, kwargs)
+
+    def call_each(self, method: Callable[..., R], /, *args: Any, **kwargs: Any) -> PendingCall[list[R]]:
+        """As :meth:`call`, for ``Dispatch.ALL_TO_ALL``: arguments and result are lists with one entry a rank."""
+        return self._call(method.__name__, (Dispatch.ALL_TO_ALL,), args, kwargs)
+
+    def _call(
+        self, method: str, modes: Sequence[Dispatch], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> PendingCall[Any]:
         registration = self._registration(method)
+        if registration.dispatch not in modes:
+            raise TypeError(
+                f"{method!r} of {self.name!r} is registered with Dispatch.{registration.dispatch.name}: use "
+                f"cluster.{_DOORS.get(registration.dispatch, 'call')}"
+            )
         call = spread(registration, self.world_size, lambda: self.rank_infos, args, kwargs)
         assert not self._left_out or registration.dispatch is Dispatch.ONE_TO_ALL, "other ranks cannot do its part"
         present = {rank: arguments for rank, arguments in call.arguments.items() if rank not in self._left_out}
         refs = {rank: self._send(rank, method, arguments) for rank, arguments in present.items()}
-        limit = deadline or registration.deadline or self.rpc_timeout
-        return self._pending(registration.name or method, refs, limit, call.collect)
+        limit = registration.deadline or self.rpc_timeout
+        pending = self._pending(registration.name or method, refs, limit, call.collect)
+        pending.meanwhile = self.meanwhile
+        return pending
 
-    def submit(self, rank: int, method: str, *args: Any, deadline: float | None = None, **kwargs: Any) -> PendingCall:
+    @overload
+    def submit(self, rank: int, method: Method[P, R], /, *args: P.args, **kwargs: P.kwargs) -> PendingCall[R]: ...
+    @overload
+    def submit(
+        self, rank: int, method: str, /, *args: Any, deadline: float | None = None, **kwargs: Any
+    ) -> PendingCall[Any]: ...
+    def submit(self, rank: int, method: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> PendingCall[Any]:
         """Start any public method, registered or not, on one rank; arguments go as they are."""
-        assert not method.startswith("_"), f"{method} is not public"
+        if isinstance(method, str):
+            name, deadline = method, kwargs.pop("deadline", None)
+        else:
+            name, deadline = method.__name__, None
+        assert not name.startswith("_"), f"{name} is not public"
         self.wait_ready()
-        ref = self._send(rank, method, RankArguments(args, kwargs))
-        return self._pending(method, {rank: ref}, deadline, lambda answers: answers[rank])
+        ref = self._send(rank, name, RankArguments(args, kwargs))
+        return self._pending(name, {rank: ref}, deadline, lambda answers: answers[rank])
 
     def shutdown(self, graceful: bool = True) -> None:
         """End the workers; a second call does nothing.
@@ -244,7 +264,7 @@ class Cluster:
             world_size=self.world_size,
             device_ids=self._placements[rank].device_ids,
             seed=self._seed,
-            extra=self._extra,
+            settings=self._settings,
         )
         return actor.start.remote(self._target, context, rendezvous)
 

@@ -14,7 +14,8 @@ from roll.protocol.metrics import merge_metrics
 from roll.protocol.rank import RankInfo
 
 _INLINE = (type(None), bool, int, float, str, ray.ObjectRef)
-"""Arguments that travel in the call itself; others go to the object store, once for all ranks that share them."""
+"""Arguments that travel in the call itself, as do tuples of them; others go to the object store, once for all ranks
+that share them."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ def _shared(args: tuple[Any, ...], kwargs: Mapping[str, Any], users: int) -> tup
 
 
 def _put(value: Any, users: int) -> Any:
-    return value if users == 1 or isinstance(value, _INLINE) else ray.put(value)
+    small = isinstance(value, _INLINE) or (isinstance(value, tuple) and all(isinstance(v, _INLINE) for v in value))
+    return value if users == 1 or small else ray.put(value)
 
 
 def _spread_data(

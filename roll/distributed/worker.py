@@ -6,11 +6,11 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from roll.config.roles import WorkerConfig
 from roll.platforms import current_platform
@@ -45,7 +45,7 @@ class Dispatch(StrEnum):
 
 @dataclass(frozen=True)
 class Registration:
-    """What :func:`register` was told about a method."""
+    """The arguments of :func:`register` for a method."""
 
     dispatch: Dispatch
     columns: tuple[str, ...] | None = None
@@ -102,7 +102,7 @@ _FAREWELL_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What a worker is told about itself."""
+    """A worker's place in its cluster, and its configuration."""
 
     cluster_name: str
     role: WorkerConfig
@@ -116,8 +116,8 @@ class WorkerContext:
     listen_fd: int | None = None
     """On rank 0: the listening socket behind ``master_port``, taken when the actor started so that nobody else can."""
     seed: int = 42
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """What the pipeline hands to the workers of this cluster beyond their role."""
+    settings: Any = None
+    """What the pipeline hands to the workers of this cluster besides their role (:attr:`Worker.settings_class`)."""
 
     @property
     def worker_name(self) -> str:
@@ -127,8 +127,21 @@ class WorkerContext:
 class Worker:
     """One process of a cluster. Subclasses add registered methods; heavy imports belong into those."""
 
+    settings_class: ClassVar[type | None] = None
+    """A frozen dataclass; a class that has one declares the type of ``settings`` as well."""
+    settings: Any
+    """Those of the context, or the defaults of :attr:`settings_class`."""
+
     def __init__(self, context: WorkerContext) -> None:
+        kind = self.settings_class
+        if context.settings is not None and not (kind is not None and isinstance(context.settings, kind)):
+            takes = "none" if kind is None else kind.__name__
+            raise TypeError(
+                f"{context.cluster_name}: {type(self).__name__} was started with settings of the type "
+                f"{type(context.settings).__name__}; it takes {takes}"
+            )
         self.context = context
+        self.settings = kind() if context.settings is None and kind is not None else context.settings
         self._store: Store | None = None
 
     @property

@@ -202,7 +202,7 @@ def layout_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention in which ``attention_pattern`` says who sees whom. No dropout, no mask of the caller's.
 
-    With ``context_group`` T is this rank's chunk of n T tokens, of which the pattern speaks as a whole.
+    With ``context_group`` T is this rank's chunk of n T tokens, and the pattern is that of all of them.
 
     Args:
         query: (S, heads, T, head_dim); with a pattern S is 1 and T the number of tokens.

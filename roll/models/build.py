@@ -39,7 +39,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 OUTPUT_MATRIX = "lm_head.weight"
 VALUE_HEAD = "score."
-"""How the names of a value head's parameters begin."""
+"""Beginning of the names of a value head's parameters."""
 
 _ATTENTION_NAMES = {None: "sdpa", "auto": "sdpa", "fa2": "flash_attention_2"}
 
@@ -212,7 +212,7 @@ def tile_mlp_layers(model: PreTrainedModel, num_tiles: int) -> None:
 
 
 def _tiled(mlp: Callable[[Tensor], Tensor], num_tiles: int, hidden: Tensor) -> Tensor:
-    """``mlp(hidden)`` for (..., H) ``hidden``, cut along the longest of its leading dimensions."""
+    """``mlp(hidden)`` for (..., H) ``hidden``, in tiles along the longest of its leading dimensions."""
     dim = max(range(hidden.ndim - 1), key=hidden.shape.__getitem__)
     if torch.is_grad_enabled():
         # There is nothing random in an MLP.

@@ -1,4 +1,4 @@
-"""How the rows of a micro-batch are laid out for the model, and where each computed value belongs.
+"""Layouts of a micro-batch's rows for the model, and the places of the computed values.
 
 A batch has one row a sample: ``[prompt | response | padding]``.  A layout says which token ids the model really gets,
 which hidden state predicts which response token, and where in the batch the result is written.  Three layouts are here:
@@ -49,7 +49,7 @@ class PromptParts(_OnDevice):
     part_mask: Tensor
     """bool (B or 1, 1, R, P + R): what a response token may see of its prompt and of its own part."""
     restore: Tensor
-    """int64 (N,), where each token stands in the prompts followed by the parts, both flattened."""
+    """int64 (N,), the place of each token in the prompts followed by the parts, both flattened."""
 
     def padded(self, count: int) -> PromptParts:
         """With ``count`` more tokens, which get another token's result."""
@@ -72,19 +72,19 @@ class PackedSequences(_OnDevice):
 
 
 AttentionPattern = PromptParts | PackedSequences
-"""Who sees whom in a flat run of tokens."""
+"""Attention pattern of a flat run of tokens: who sees whom."""
 
 
 @dataclass(frozen=True)
 class TokenLayout(_OnDevice):
-    """What the model computes for one micro-batch of B rows and length L: S sequences of length T."""
+    """Input of the model for one micro-batch of B rows and length L: S sequences of length T."""
 
     input_ids: Tensor
     """int64 (S, T)."""
     position_ids: Tensor | None
     """int64 (S, T), or None for 0..T-1 in every sequence."""
     pattern: AttentionPattern | None
-    """Who sees whom; None: every token what is before it in its sequence."""
+    """Attention pattern; None: every token sees what is before it in its sequence."""
     predictors: Tensor
     """int64 (N,), indices into the flattened (S * T) hidden states: the one that predicts each response token."""
     targets: Tensor
@@ -92,7 +92,7 @@ class TokenLayout(_OnDevice):
     destinations: Tensor
     """int64 (N,), indices of the response tokens in the flattened (B * L) batch."""
     num_padding: int
-    """Of the S * T tokens, those on which no result depends."""
+    """Number of the S * T tokens on which no result depends."""
 
     def scatter(self, values: Tensor, shape: torch.Size) -> Tensor:
         """Put (N,) values at their places in a (B, L) tensor of zeros; gradients flow back to ``values``."""
@@ -230,7 +230,7 @@ def shared_prompt_layout(
     in_prompt = columns < first[:, None]
     # The last response token predicts nothing, so a response part ends before it.
     used = (in_prompt & leads[:, None]) | (~in_prompt & (columns < last[:, None]))
-    # slots[b, t]: where token t of row b stands among the tokens used; that of a shared prompt is with its first row.
+    # slots[b, t]: the place of token t of row b among the tokens used; that of a shared prompt is with its first row.
     order = used.flatten().cumsum(0).view_as(ids) - 1
     leaders = leads.nonzero()[:, 0][group]
     slots = torch.where(in_prompt, order[leaders], order)
@@ -270,7 +270,7 @@ def _starts_a_prompt(ids: Tensor, first: Tensor, columns: Tensor) -> Tensor:
 def _prompt_parts(
     slots: Tensor, used: Tensor, leads: Tensor, group: Tensor, first: Tensor, last: Tensor
 ) -> PromptParts:
-    """Cut the flat tokens into prompts and parts. ``slots`` and ``used`` are (B, L), the rest (B,)."""
+    """Divide the flat tokens into prompts and parts. ``slots`` and ``used`` are (B, L), the rest (B,)."""
     device = slots.device
     prompt_lengths, part_lengths = first[leads], last - first
     prompt_width, part_width = int(prompt_lengths.max()), max(1, int(part_lengths.max()))

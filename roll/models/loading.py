@@ -56,7 +56,7 @@ class TensorFiles:
         return iter(self._files)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors, by name."""
+        """Shapes of all tensors, by name."""
         shapes: dict[str, tuple[int, ...]] = {}
         for path in set(self._files.values()):
             with safe_open(path, framework="pt") as file:
@@ -229,7 +229,7 @@ def _obstacle(model: PreTrainedModel, dtype: torch.dtype) -> str | None:
 
 
 def _mismatch(model: PreTrainedModel, found: Mapping[str, tuple[int, ...]], new_head: frozenset[str]) -> str | None:
-    """How the stored tensors differ from those of the model."""
+    """Differences between the stored tensors and those of the model."""
     stored = _stored_tensors(model)
     twice = (model.state_dict().keys() - stored.keys()) & found.keys()
     if twice:

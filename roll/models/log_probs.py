@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeadMemory:
-    """How much memory the head may take; bytes of float32 logits."""
+    """Memory that the head may take; bytes of float32 logits."""
 
     chunk_bytes: int
     """Logits computed at once. Two to three times as much is held for a moment (softmax, cast)."""
@@ -221,7 +221,8 @@ class ResponseModel(nn.Module):
         self.language_model = language_model
         self.context_group = context_group
         for head in output_matrices(language_model):
-            # A method of the output matrix's own module, so that one who shards that module apart can gather it first.
+            # A method of the output matrix's own module, so that a backend with that module in a unit of its own can
+            # gather it first.
             head.log_probs = MethodType(_head_log_probs, head)
 
     def forward(self, layout: TokenLayout, outputs: Collection[str], temperature: float = 1.0) -> dict[str, Tensor]:

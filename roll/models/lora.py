@@ -69,10 +69,10 @@ class MergedWeight:
 
     @property
     def is_trained(self) -> bool:
-        """Whether training may change it; so may persistent buffers."""
+        """Training may change it; so may persistent buffers."""
         return not all(isinstance(part, nn.Parameter) and not part.requires_grad for part in self.parts)
 
-    def apart(self) -> list[MergedWeight]:
+    def separate(self) -> list[MergedWeight]:
         """Its parts as tensors of their own: W under its name, then A and B."""
         suffixes = ("", DOWN_PART, UP_PART)
         return [MergedWeight(self.name + suffix, (part,)) for suffix, part in zip(suffixes, self.parts, strict=False)]
@@ -85,7 +85,7 @@ def adapter_names(weight: str) -> tuple[str, str]:
 
 
 def is_trained_whole(name: str) -> bool:
-    """True for a parameter of the copy of a module that is trained in full beside adapters."""
+    """True for a parameter of the copy of a module that is trained in full alongside adapters."""
     return _WHOLE in name
 
 
@@ -132,7 +132,7 @@ class Adapters:
     def merged(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[MergedWeight]:
         """The tensors of the model without adapters, in the order of ``named``: all tensors of this one.
 
-        Adapters are merged; modules trained in full stand in for the originals.
+        Adapters are merged; modules trained in full replace the originals.
         """
         tensors = dict(named)
         for name, tensor in tensors.items():
@@ -263,15 +263,15 @@ def _check_whole_modules(model: PreTrainedModel, names: Sequence[str], where: st
             raise ValueError(f"{where}: no module of the model is named {target!r}; its modules are {known}")
         if has_tied_embeddings(model) and any(module in ends for module in found):
             raise ValueError(
-                f"{where}: {target!r} cannot be trained beside adapters in this model, which ties its output matrix to "
-                "its embeddings; leave it out"
+                f"{where}: {target!r} cannot be trained alongside adapters in this model, which ties its output matrix "
+                "to its embeddings; leave it out"
             )
 
 
 def _target_modules(
     model: PreTrainedModel, target: str | Sequence[str] | None, whole: Sequence[str], where: str
 ) -> str | list[str]:
-    """What ``lora_target`` stands for in this model, in peft's terms.
+    """``lora_target`` resolved for this model, in peft's terms.
 
     Args:
         whole: modules that are trained in full.

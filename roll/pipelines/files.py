@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.checkpoint.folders import atomic_folder
-from roll.distributed import Cluster, PendingCall
 from roll.rollout.groups import SampleGroup
 from roll.tracking import SampleTable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from roll.distributed import Cluster, PendingCall
 
 
 logger = logging.getLogger(__name__)
@@ -24,8 +25,10 @@ logger = logging.getLogger(__name__)
 
 def export_model(cluster: Cluster, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write weights, config and tokenizer into ``folder``, which is there whole or not at all."""
+    from roll.workers.model import ModelWorker
+
     with atomic_folder(folder) as path:
-        cluster.save_hf(str(path))
+        cluster.call_all(ModelWorker.save_hf, str(path)).result()
         tokenizer.save_pretrained(path)
     logger.info("model written to %s", folder)
 
@@ -43,7 +46,7 @@ class PendingCheckpoint:
         self._stack = ExitStack()
         self._writers = writers
         self.steps_done = steps_done
-        self._asked: list[PendingCall] = []
+        self._asked: list[PendingCall[list[bool]]] = []
         self.path = self._stack.enter_context(writing)
 
     def is_written(self) -> bool:
@@ -81,8 +84,10 @@ class PendingCheckpoint:
         assert error[0] is not None
         self._stack.__exit__(*error)
 
-    def _ask(self, wait: bool) -> list[PendingCall]:
-        return [cluster.checkpoint_saved(wait, blocking=False) for cluster in self._writers]
+    def _ask(self, wait: bool) -> list[PendingCall[list[bool]]]:
+        from roll.workers.training import TrainingWorker
+
+        return [cluster.call_all(TrainingWorker.checkpoint_saved, wait) for cluster in self._writers]
 
 
 def sample_table(groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:

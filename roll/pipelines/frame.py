@@ -15,7 +15,7 @@ from roll.checkpoint import Checkpoint, CheckpointManager
 from roll.checkpoint.state import load_state, save_state
 from roll.config.loader import LoadedConfig
 from roll.config.reading.masking import masked
-from roll.distributed import Cluster, Interrupted, RemoteError, ResourceManager, ray_runtime
+from roll.distributed import Cluster, Interrupted, RemoteError, ResourceManager, Worker, ray_runtime
 from roll.distributed.guard import Guard
 from roll.distributed.signals import ending
 from roll.pipelines.files import PendingCheckpoint, write_samples
@@ -317,7 +317,7 @@ class RunFrame:
         if not self._measures_memory:
             return {}
         calls = [
-            (cluster.name, cluster.peak_memory(blocking=False, deadline=MEMORY_SECONDS)) for cluster in self._clusters
+            (cluster.name, cluster.call_all(Worker.peak_memory).within(MEMORY_SECONDS)) for cluster in self._clusters
         ]
         peaks = {}
         for name, call in calls:

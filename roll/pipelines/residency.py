@@ -11,15 +11,16 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from roll.config.plan.plan import Plan
 from roll.config.roles import GenerationWorkerConfig
-from roll.distributed import Cluster, DeadlineExceeded, RemoteError
+from roll.distributed import Cluster, DeadlineExceeded, PendingCall, RemoteError
 from roll.distributed.signals import ending
 from roll.platforms import current_platform
 from roll.protocol.metrics import Mean, Metrics
 from roll.strategies.base import StateKind
+from roll.workers.generation import GenerationWorker
+from roll.workers.model import ModelWorker
 
 logger = logging.getLogger(__name__)
 
@@ -49,25 +50,25 @@ class _Tenant:
 
     def offload(self, kinds: Collection[StateKind]) -> None:
         if self.generates:
-            self._ask_engines("sleep")
+            self._ask_engines(self.cluster.call_all(GenerationWorker.sleep))
             self.resident.clear()
         else:
-            self.cluster.offload_states(sorted(kinds))
+            self.cluster.call_all(ModelWorker.offload_states, sorted(kinds)).result()
             self.resident -= set(kinds)
 
     def load(self, kinds: Collection[StateKind]) -> None:
         if self.generates:
-            self._ask_engines("wake", StateKind.KV_CACHE not in kinds)
+            self._ask_engines(self.cluster.call_all(GenerationWorker.wake, StateKind.KV_CACHE not in kinds))
         else:
-            self.cluster.load_states(sorted(kinds))
+            self.cluster.call_all(ModelWorker.load_states, sorted(kinds)).result()
         self.resident |= set(kinds)
 
-    def _ask_engines(self, method: str, *arguments: Any) -> None:
-        """Engines that are lost meanwhile, or do it, are left out as long as there are others."""
+    def _ask_engines(self, call: PendingCall) -> None:
+        """Wait for the engines. Those that are lost are left out as long as there are others."""
         role = self.cluster.role
         timeout = role.engine_timeout if isinstance(role, GenerationWorkerConfig) else None
         try:
-            getattr(self.cluster, method)(*arguments, deadline=timeout)
+            call.within(timeout).result()
         except RemoteError as loss:
             silent = loss.silent_ranks if isinstance(loss, DeadlineExceeded) else []
             lost = {*silent, *(report.rank for report in loss.reports)}

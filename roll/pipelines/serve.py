@@ -21,6 +21,7 @@ from roll.pipelines.files import load_tokenizer
 from roll.serving.server import FrontOptions, HttpFront
 from roll.tracking import setup_logging
 from roll.workers import GENERATION_WORKER
+from roll.workers.generation import GenerationWorker
 
 POLL_SECONDS = 0.5
 
@@ -85,7 +86,7 @@ def serve(loaded: LoadedConfig[Any], options: ServeOptions) -> None:
             options.role, GENERATION_WORKER, resources, role, seed=config.seed, rpc_timeout=config.rpc_timeout
         )
         stack.callback(cluster.shutdown)
-        cluster.initialize()
+        cluster.call_all(GenerationWorker.initialize).result()
         front.open(cluster, load_tokenizer(path, role.model_args.trust_remote_code))
         stack.callback(front.close)
         console = Console(emoji=False, soft_wrap=True)

@@ -80,7 +80,7 @@ class DataProto:
 
     @classmethod
     def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> Self:
-        """As :meth:`from_dict`, for a dict of both: tensors go to ``batch``, the rest to ``non_tensor_batch``."""
+        """Build from one dict of both kinds: tensors go to ``batch``, the rest to ``non_tensor_batch``."""
         tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
         objects = {key: value for key, value in data.items() if key not in tensors}
         return cls(tensors, objects, meta_info)

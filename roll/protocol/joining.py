@@ -27,7 +27,7 @@ class Batch(Protocol):
 
 
 def first_difference(left: Batch, right: Batch) -> str | None:
-    """What differs first between two batches, in words; None where nothing does.
+    """First difference between two batches, in words; None where there is none.
 
     The order of columns makes no difference.
     """

@@ -298,7 +298,7 @@ WireState = tuple[list[tuple[Any, ...]], dict[str, list[Any]], dict[str, Any]]
 
 
 def to_wire(stored: Mapping[str, Column], objects: ObjectColumns, meta_info: Mapping[str, Any]) -> WireState:
-    """What of a batch is pickled; columns that arrived packed are passed on as they came."""
+    """Pickled form of a batch; columns that arrived packed are passed on as they came."""
     fresh = {key: column for key, column in stored.items() if isinstance(column, torch.Tensor)}
     packed = dict(zip(fresh, pack(list(fresh.values())), strict=True))
     states = [_state(key, packed.get(key, column)) for key, column in stored.items()]

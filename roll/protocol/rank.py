@@ -1,4 +1,4 @@
-"""Where a rank stands in every parallel dimension."""
+"""Coordinates of a rank in every parallel dimension."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where a rank stands in every parallel dimension (data, tensor, pipeline, context)."""
+    """Coordinates of a rank in every parallel dimension (data, tensor, pipeline, context)."""
 
     rank: int = 0
     world_size: int = 1

@@ -1,6 +1,6 @@
 """A DataProto in a file: safetensors for tensors and arrays, JSON for everything else, nothing that executes.
 
-One safetensors file: tensor columns stand under ``batch/NAME``, tensors and numeric arrays met inside objects under
+One safetensors file: tensor columns are under ``batch/NAME``, tensors and numeric arrays met inside objects under
 ``object/NUMBER``, and one uint8 tensor, ``structure``, holds UTF-8 JSON of ``non_tensor_batch`` and ``meta_info``.
 Objects may be None, bool, int, float, str, bytes, list, tuple, dict, numpy scalars and arrays, and tensors, nested at
 will.  What JSON has no word for is a dict of one key that starts with ``$``.
@@ -23,7 +23,7 @@ from roll.protocol.columns import ObjectColumns, TensorColumns
 
 _FORMAT = "roll.DataProto 1"
 _STRUCTURE = "structure"
-_ENCODING = ("utf-8", "surrogatepass")  # half of a character, as a cut token stream leaves, is a valid Python str
+_ENCODING = ("utf-8", "surrogatepass")  # half of a character, as a truncated token stream leaves, is a valid Python str
 
 
 def save(columns: TensorColumns, objects: ObjectColumns, meta_info: Mapping[str, Any], path: Path) -> None:

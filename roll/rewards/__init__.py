@@ -1,9 +1,17 @@
 """Rewards: rules that score responses, and the registry that finds them by name."""
 
-from roll.rewards.base import RewardFunction, RewardOptionError, RewardResult, RewardRule, RewardSample
-from roll.rewards.policy import RewardError, apply_on_error, failure_rates
+from roll.rewards.base import (
+    RewardError,
+    RewardFunction,
+    RewardOptionError,
+    RewardResult,
+    RewardRule,
+    RewardSample,
+    apply_on_error,
+    failure_rates,
+)
+from roll.rewards.composition import build_section, reward_options
 from roll.rewards.registry import build_reward, register_reward, resolve_name, reward_names
-from roll.rewards.sections import build_section, reward_options
 
 __all__ = [
     "RewardError",

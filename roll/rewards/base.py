@@ -1,11 +1,16 @@
-"""What a reward is: texts in, a scalar (or an explained failure) a sample out. Torch-free: workers start fast."""
+"""Rewards: texts in, a scalar (or an explained failure) per sample out.
+
+A failure stays with its sample, is counted, and ends the run or not as ``on_error`` says.  Torch-free: workers start
+fast.
+"""
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, Protocol
 
 from roll.config.reading.masking import masked_text
 
@@ -104,3 +109,103 @@ class RewardNameError(RewardOptionError):
     """A reward that does not exist."""
 
     key = "worker_cls"
+
+
+TIMEOUT_MARK = "timeout:"
+"""In the error of a sample whose scoring took too long."""
+
+
+def is_timeout(result: RewardResult) -> bool:
+    return result.error is not None and TIMEOUT_MARK in result.error
+
+
+logger = logging.getLogger(__name__)
+
+
+class GuardedReward:
+    """Calls a reward; what it raises becomes the error of the sample that it was raised for.
+
+    The first traceback is logged, and so is the first error that the reward reports itself; later ones are counted
+    (``error_rate``, ``timeout_rate``).
+    """
+
+    def __init__(self, name: str, reward: RewardFunction) -> None:
+        self.numbers: tuple[str, ...] = getattr(reward, "numbers", ())
+        self._name = name
+        self._reward = reward
+        self._has_raised = False
+        self._has_failed = False
+
+    def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        try:
+            results = self._checked(samples)
+        except Exception:  # one bad sample must not cost the others their reward: find it
+            results = [self._single(sample) for sample in samples]
+        if not self._has_failed:
+            self._show_first_failure(results)
+        return results
+
+    def _checked(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        results = self._reward(samples)
+        if len(results) != len(samples):
+            raise ValueError(f"returned {len(results)} results for {len(samples)} samples")
+        return results
+
+    def _single(self, sample: RewardSample) -> RewardResult:
+        try:
+            return self._checked([sample])[0]
+        except Exception as error:
+            if not self._has_raised:
+                self._has_raised = self._has_failed = True
+                logger.exception("reward %s failed; later failures are counted without a traceback", self._name)
+            return failure(f"{self._name}: {type(error).__name__}: {error}")
+
+    def _show_first_failure(self, results: Sequence[RewardResult]) -> None:
+        failed = next((result for result in results if result.error is not None), None)
+        if failed is not None:
+            self._has_failed = True
+            logger.warning("reward %s: first failure (later ones are only counted): %s", self._name, failed.error)
+
+    def check_host(self) -> None:
+        """Let a rule look at this host."""
+        if isinstance(self._reward, RewardRule):
+            self._reward.check_host()
+
+    def prepare(self) -> str:
+        """Let a rule get ready; what it raises is not the error of a sample."""
+        return self._reward.prepare() if isinstance(self._reward, RewardRule) else ""
+
+    def close(self) -> None:
+        self._reward.close()
+
+
+OnError = Literal["raise", "mask", "value"]
+
+
+class RewardError(RuntimeError):
+    """A reward failed and the configuration says ``on_error: raise``."""
+
+
+def apply_on_error(
+    results: Sequence[RewardResult], on_error: OnError, error_value: float = 0.0, name: str = "reward"
+) -> list[RewardResult]:
+    """``mask`` leaves failed samples without a score, ``value`` scores them ``error_value``; both keep the error text.
+
+    Raises:
+        RewardError: with ``raise``, for the first failure.
+    """
+    failed = [result for result in results if result.error is not None]
+    if failed and on_error == "raise":
+        raise RewardError(f"{name}: {len(failed)} of {len(results)} samples failed, the first with: {failed[0].error}")
+    if on_error == "value":
+        return [result if result.error is None else replace(result, score=error_value) for result in results]
+    return list(results)
+
+
+def failure_rates(results: Sequence[RewardResult]) -> dict[str, float]:
+    """``error_rate`` (all failures) and ``timeout_rate`` of a batch, 0..1; empty for an empty batch."""
+    if not results:
+        return {}
+    errors = sum(result.error is not None for result in results)
+    timeouts = sum(is_timeout(result) for result in results)
+    return {"error_rate": errors / len(results), "timeout_rate": timeouts / len(results)}

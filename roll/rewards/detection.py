@@ -2,13 +2,173 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+from roll.rewards.answers import after_thought, tagged_answer
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
-from roll.rewards.boxes import Box, best_matching, boxes_of, iou, read_boxes
-from roll.rewards.extraction import after_thought, tagged_answer
+
+NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?"
+_QUADRUPLE = re.compile(
+    rf"[\[(]\s*\(?\s*({NUMBER})\s*,\s*({NUMBER})\s*\)?\s*,\s*\(?\s*({NUMBER})\s*,\s*({NUMBER})\s*\)?\s*[\])]"
+)
+_BOX_TAG = re.compile(
+    rf"<(?:box|bbox|\|box_start\|)>[\s\[(]*({NUMBER})[,\s)(]+({NUMBER})[,\s)(]+({NUMBER})[,\s)(]+({NUMBER})"
+)
+_LABEL_TAG = re.compile(r"<(?:ref|label|\|object_ref_start\|)>([^<]{1,200})<[^>]{1,30}>\s*$")
+_FENCE = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
+BOX_KEYS = ("bbox_2d", "bbox", "box_2d", "box", "bounding_box", "Position")
+LABEL_KEYS = ("label", "category", "name", "class")
+CONFIDENCE_KEYS = ("confidence", "score", "Confidence")
+MAX_BOXES = 300
+"""Boxes of a response that are looked at: matching costs their product with the true ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Corners, the label if there is one, and how sure the model is."""
+
+    x1: float
+    y1: float
+    x2: float
+    y2: float
+    label: str | None = None
+    confidence: float = 1.0
+
+    @property
+    def area(self) -> float:
+        return max(0.0, self.x2 - self.x1) * max(0.0, self.y2 - self.y1)
+
+
+def iou(one: Box, other: Box) -> float:
+    """Intersection over union, 0..1; 0 for a box without area."""
+    width = min(one.x2, other.x2) - max(one.x1, other.x1)
+    height = min(one.y2, other.y2) - max(one.y1, other.y1)
+    shared = max(0.0, width) * max(0.0, height)
+    union = one.area + other.area - shared
+    return shared / union if union > 0 and math.isfinite(union) else 0.0
+
+
+def read_boxes(text: str) -> list[Box]:
+    """Boxes as models write them, in order: JSON (a list of objects or of four numbers), ``<box>`` tags, else every
+    ``[x1, y1, x2, y2]`` or ``(x1, y1), (x2, y2)`` in the text."""
+    fenced = _FENCE.findall(text)
+    inner = _outermost_list(text)
+    for candidate in (fenced[-1] if fenced else text, inner if "{" in inner else ""):
+        found = boxes_of(_json(candidate))
+        if found:
+            return found[:MAX_BOXES]
+    tagged = [make_box(match.groups(), label=_label_before(text, match.start())) for match in _BOX_TAG.finditer(text)]
+    plain = tagged or [make_box(match.groups()) for match in _QUADRUPLE.finditer(text)]
+    return [box for box in plain if box is not None][:MAX_BOXES]
+
+
+def boxes_of(value: Any) -> list[Box]:
+    """Boxes in what JSON or a data row holds: an object, four numbers, or a list of those."""
+    if isinstance(value, str):
+        return boxes_of(_json(value))
+    if isinstance(value, dict):
+        key = next((key for key in BOX_KEYS if key in value), None)
+        if key is None:
+            return [box for inner in value.values() if isinstance(inner, list | dict) for box in boxes_of(inner)]
+        label = next((str(value[name]) for name in LABEL_KEYS if value.get(name) is not None), None)
+        sure = next((value[name] for name in CONFIDENCE_KEYS if _is_number(value.get(name))), 1.0)
+        box = make_box(value[key], label, float(sure))
+        return [box] if box is not None else boxes_of(value[key])
+    if not isinstance(value, list | tuple):
+        return []
+    box = make_box(value)
+    return [box] if box is not None else [box for inner in value for box in boxes_of(inner)]
+
+
+def make_box(corners: Any, label: str | None = None, confidence: float = 1.0) -> Box | None:
+    """A box of four finite numbers, corners in order; None for anything else."""
+    if not isinstance(corners, list | tuple) or len(corners) != 4:
+        return None
+    try:
+        x1, y1, x2, y2 = (float(number) for number in corners)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if not all(map(math.isfinite, (x1, y1, x2, y2))):
+        return None
+    return Box(min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2), label, confidence)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _outermost_list(text: str) -> str:
+    """From the first opening to the last closing square bracket."""
+    return text[max(0, text.find("[")) : text.rfind("]") + 1]
+
+
+def _label_before(text: str, position: int) -> str | None:
+    match = _LABEL_TAG.search(text[max(0, position - 300) : position])
+    return match.group(1).strip() if match else None
+
+
+def best_matching(weights: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
+    """Pairs (row, column) of the greatest sum of weights, each row and column at most once; weights are at least 0.
+
+    The Hungarian method with potentials (Kuhn 1955; the form of Jonker and Volgenant 1987), O(n^2 m), n <= m.
+    """
+    rows, columns = len(weights), len(weights[0]) if weights else 0
+    if rows > columns:
+        turned = best_matching([[weights[row][column] for row in range(rows)] for column in range(columns)])
+        return sorted((row, column) for column, row in turned)
+    row_of = [-1] * columns
+    row_price, column_price = [0.0] * rows, [0.0] * columns
+    for start in range(rows):
+        _augment(weights, start, row_of, row_price, column_price)
+    return sorted((row, column) for column, row in enumerate(row_of) if row >= 0)
+
+
+def _augment(
+    weights: Sequence[Sequence[float]],
+    start: int,
+    row_of: list[int],
+    row_price: list[float],
+    column_price: list[float],
+) -> None:
+    """Match one row more along the cheapest path; costs are the negated weights, reduced by the prices."""
+    columns = len(row_of)
+    distance, came_from, is_done = [math.inf] * columns, [-1] * columns, [False] * columns
+    row, base, last = start, 0.0, -1
+    while row >= 0:
+        nearest, at = math.inf, -1
+        for column in range(columns):
+            if is_done[column]:
+                continue
+            reduced = base - weights[row][column] - row_price[row] - column_price[column]
+            if reduced < distance[column]:
+                distance[column], came_from[column] = reduced, last
+            if distance[column] < nearest:
+                nearest, at = distance[column], column
+        base, last, is_done[at] = nearest, at, True
+        row = row_of[at]
+    row_price[start] += base
+    for column in range(columns):
+        if is_done[column]:
+            gain = base - distance[column]
+            if row_of[column] >= 0:
+                row_price[row_of[column]] += gain
+            column_price[column] -= gain
+    while last >= 0:
+        before = came_from[last]
+        row_of[last] = row_of[before] if before >= 0 else start
+        last = before
 
 
 @dataclass

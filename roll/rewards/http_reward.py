@@ -1,16 +1,17 @@
-"""A reward behind HTTP: batches of samples go out as JSON, scores come back. The format is in docs/rewards.md."""
+"""Rewards computed elsewhere: by a service behind HTTP (format: docs/rewards.md) or by the role reward_model."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
-from roll.rewards.http import JsonClient, Reply, settings_of
+from roll.rewards.http_client import JsonClient, Reply, settings_of
 
 MAX_SHOWN = 500
 """Characters of a service's words in an error."""
@@ -115,3 +116,43 @@ def _is_number(value: Any) -> bool:
 def _as_json(value: Any) -> Any:
     """Arrays become lists; what JSON does not know becomes its text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+@dataclass
+class RewardModelScore(RewardRule):
+    """``scale * raw + shift``, perhaps squashed; ``raw`` is what a sequence-classification model with one label says.
+
+    The model is computed before this rule is asked (:mod:`roll.rollout.model_scores`).
+    """
+
+    numbers: ClassVar[tuple[str, ...]] = ("raw",)
+    input: Literal["chat", "tokens"] = "chat"
+    """``chat``: the row's messages and the response through the reward model's own tokenizer and chat template;
+    ``tokens``: the tokens of prompt and response as the policy has them, for a model with the same vocabulary."""
+    scale: float = 1.0
+    shift: float = 0.0
+    squash: Literal["none", "sigmoid", "tanh"] = "none"
+    """Applied last; ``sigmoid`` gives 0..1."""
+    clip: float | None = None
+    """Raw scores are clipped to plus and minus this."""
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and self.clip <= 0:
+            raise RewardOptionError(f"clip = {self.clip}: must be greater than 0, or null for none")
+
+    def judge(self, sample: RewardSample) -> RewardResult:
+        given = sample.model_result
+        if given is None:
+            return failure("reward_model: the sample was not given to the role reward_model")
+        if given.score is None:
+            return failure(f"reward_model: {given.error}")
+        raw = given.score
+        if not math.isfinite(raw):
+            return failure(f"reward_model: the model's score is {raw}")
+        value = raw if self.clip is None else max(-self.clip, min(self.clip, raw))
+        value = self.scale * value + self.shift
+        if self.squash == "sigmoid":
+            value = 0.5 * (1.0 + math.tanh(value / 2.0))
+        elif self.squash == "tanh":
+            value = math.tanh(value)
+        return RewardResult(value, {"raw": raw})

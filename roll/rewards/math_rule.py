@@ -1,18 +1,74 @@
-"""Mathematical answers: found in the response, compared as numbers or texts, else by symbolic equivalence."""
+"""Mathematical answers: found in the response, compared as numbers or texts, else by symbolic equivalence, which a
+persistent helper process decides within a hard limit of time."""
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import ClassVar, Literal
 
+from roll.rewards.answers import (
+    after_thought,
+    isolated_number,
+    last_boxed,
+    last_marked,
+    parse_number,
+    stated_answer,
+    tagged_answer,
+)
 from roll.rewards.base import RewardResult, RewardRule, RewardSample, failure
-from roll.rewards.extraction import after_thought, last_boxed, last_marked, tagged_answer
-from roll.rewards.math_text import canonical, plain, value_in_base
-from roll.rewards.numerals import parse_number
-from roll.rewards.stated import isolated_number, stated_answer
-from roll.rewards.verifier import MathVerifier
+
+_LAYOUT = re.compile(r"\\(?:left|right|displaystyle|[,;:! ])|\$|\\[()\[\]]|\s+|\.$")
+_STYLES = {"\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac"}
+_NAMES = {"\\varnothing": "\\emptyset", "°": "^\\circ", "\\degree": "^\\circ", "−": "-", "∞": "\\infty", "π": "\\pi"}
+_BOLD = re.compile(r"\\(?:boldsymbol|mathbf|bm|bf|pmb)\s*\{([^{}]*)\}")
+_PERCENT = re.compile(r"\s*(?:\\text\{\s*)?per\s?cent(?:\s*\})?\s*$", re.IGNORECASE)
+# "\textbf{(C)}\ 5", as the answers of multiple-choice contests are printed: what stands behind the letter counts.
+_CHOICE = re.compile(
+    r"^\\(?:text|textbf|mathrm|mathbf)\s*\{\s*\(?[A-Z]\)?\s*\}\s*(?:\\[ ,;:!]|\\q?quad|[:.)])?\s*(?=\S)"
+)
+_IN_BASE = re.compile(r"([0-9A-Fa-f]+)_\{?([0-9]{1,2})\}?")
+_LARGEST_BASE = 16
+
+
+def canonical(expression: str) -> str:
+    """The expression without emphasis, a choice's letter in front, and other names of the same symbol."""
+    for name, usual in _NAMES.items():
+        expression = expression.replace(name, usual)
+    expression = _CHOICE.sub("", expression.strip(), count=1)
+    expression = _BOLD.sub(r"\1", expression)
+    return _PERCENT.sub(r"\\%", expression)
+
+
+def plain(expression: str) -> str:
+    """Spelling without layout: spaces, dollars, ``\\left``, ``\\dfrac`` for ``\\frac``."""
+    for styled, simple in _STYLES.items():
+        expression = expression.replace(styled, simple)
+    return _LAYOUT.sub("", expression.strip())
+
+
+def value_in_base(expression: str) -> tuple[int, int] | None:
+    """Value and base of an integer written with its base, such as ``1011_2``; None for anything else."""
+    match = _IN_BASE.fullmatch(expression.strip())
+    if match is None or not 2 <= int(match.group(2)) <= _LARGEST_BASE:
+        return None
+    try:
+        return int(match.group(1), int(match.group(2))), int(match.group(2))
+    except ValueError:
+        return None
+
 
 MAX_ANSWER = 1000
 """Characters; no answer to a question is longer, and algebra on it would only cost time."""
@@ -105,3 +161,126 @@ def compare_quickly(gold: str, answer: str) -> bool | None:
     if None not in bases:
         return bases[0] == bases[1]
     return True if plain(gold) == plain(answer) else None
+
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT = 120.0
+"""Seconds that the process may take to start; loading the algebra packages takes about one."""
+KILL_GRACE = 1.0
+"""Seconds beyond the limit before a process that does not interrupt itself is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Exactly one of ``equal`` and ``error`` is set."""
+
+    equal: bool | None = None
+    error: str | None = None
+
+
+class MathVerifier:
+    """One helper process, started at first use and again when it had to be killed.
+
+    Calls may come from any thread; they are answered one after the other.  The limit works off the main thread, where
+    signals do not.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        """
+        Args:
+            timeout: seconds of wall time for one comparison.
+        """
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._received = b""
+
+    def equivalent(self, gold: str, answer: str) -> Verdict:
+        """Whether ``answer`` says the same as ``gold``. An error is a timeout of wall time, a crash, or an unreadable
+        ``gold``; an answer on which the process spends all of its CPU time does not say the same."""
+        verdict, cpu_is_spent = self._ask(gold, answer)
+        if cpu_is_spent and self._ask(gold, gold)[0].equal:
+            return Verdict(equal=False)
+        return verdict
+
+    def _ask(self, gold: str, answer: str) -> tuple[Verdict, bool]:
+        """The verdict, and whether the kernel ended the process for the CPU time that it used."""
+        request = json.dumps({"gold": gold, "answer": answer, "timeout": self._timeout}) + "\n"
+        with self._lock:
+            try:
+                process = self._running()
+                assert process.stdin is not None
+                process.stdin.write(request.encode())
+                process.stdin.flush()
+                line = self._read_line(process, self._timeout + KILL_GRACE)
+            except (BrokenPipeError, EOFError):
+                status = self._stop()
+                return Verdict(error="the verifier process died"), status == -signal.SIGXCPU
+            except TimeoutError:
+                self._stop()
+                return Verdict(error=f"timeout: no verdict within {self._timeout:g} s"), False
+        reply = json.loads(line)
+        if "equal" in reply:
+            return Verdict(equal=reply["equal"]), False
+        if reply.get("timeout"):
+            return Verdict(error=f"timeout: no verdict within {self._timeout:g} s"), False
+        return Verdict(error=reply["error"]), False
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self._stop()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "roll.rewards.verifier_child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        weakref.finalize(self, end_process, self._process)
+        self._read_line(self._process, START_TIMEOUT)
+        return self._process
+
+    def _read_line(self, process: subprocess.Popen[bytes], timeout: float) -> bytes:
+        """The next line.
+
+        Raises:
+            TimeoutError: none within ``timeout`` seconds.
+            EOFError: the process has ended.
+        """
+        assert process.stdout is not None
+        deadline = time.monotonic() + timeout
+        while b"\n" not in self._received:
+            ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise TimeoutError
+            chunk = os.read(process.stdout.fileno(), 65536)
+            if not chunk:
+                raise EOFError
+            self._received += chunk
+        line, _, self._received = self._received.partition(b"\n")
+        return line
+
+    def _stop(self) -> int | None:
+        """End the process; its exit status, negative for a signal."""
+        process, self._process, self._received = self._process, None, b""
+        if process is None:
+            return None
+        end_process(process)
+        return process.returncode
+
+    def close(self) -> None:
+        """End the helper process."""
+        with self._lock:
+            self._stop()
+
+
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            try:
+                stream.close()
+            except BrokenPipeError:
+                logger.debug("the verifier process had gone before its last request was written")

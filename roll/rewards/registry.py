@@ -12,23 +12,23 @@ from typing import Any, TypeVar
 
 from roll.config.names import PLANNED_REWARDS, PUBLISHED_REWARDS
 from roll.rewards.base import RewardFunction, RewardNameError, RewardOptionError, RewardRule
-from roll.rewards.deadline import Limits
+from roll.rewards.custom import Limits
 
 _RULES: dict[str, tuple[str, str]] = {
-    "gsm8k_rule": ("roll.rewards.gsm8k", "Gsm8kRule"),
+    "gsm8k_rule": ("roll.rewards.text_rules", "Gsm8kRule"),
     "math_rule": ("roll.rewards.math_rule", "MathRule"),
     "multiple_choice": ("roll.rewards.multiple_choice", "MultipleChoice"),
-    "format": ("roll.rewards.format_rule", "FormatRule"),
-    "exact_match": ("roll.rewards.text_match", "ExactMatch"),
-    "f1": ("roll.rewards.text_match", "F1"),
+    "format": ("roll.rewards.text_rules", "FormatRule"),
+    "exact_match": ("roll.rewards.text_rules", "ExactMatch"),
+    "f1": ("roll.rewards.text_rules", "F1"),
     "detection": ("roll.rewards.detection", "Detection"),
-    "reward_model": ("roll.rewards.reward_model", "RewardModelScore"),
-    "ifeval": ("roll.rewards.ifeval.rule", "IFEval"),
-    "crossthinkqa": ("roll.rewards.crossthinkqa", "CrossThinkQA"),
-    "repetition_penalty": ("roll.rewards.penalties", "RepetitionPenalty"),
-    "length_penalty": ("roll.rewards.penalties", "LengthPenalty"),
+    "reward_model": ("roll.rewards.http_reward", "RewardModelScore"),
+    "ifeval": ("roll.rewards.ifeval", "IFEval"),
+    "crossthinkqa": ("roll.rewards.multiple_choice", "CrossThinkQA"),
+    "repetition_penalty": ("roll.rewards.text_rules", "RepetitionPenalty"),
+    "length_penalty": ("roll.rewards.text_rules", "LengthPenalty"),
     "http_reward": ("roll.rewards.http_reward", "HttpReward"),
-    "llm_judge": ("roll.rewards.judge.rule", "LLMJudge"),
+    "llm_judge": ("roll.rewards.judge", "LLMJudge"),
     "code_sandbox": ("roll.rewards.code_sandbox", "CodeSandbox"),
 }
 """Short name to module and class; imported when chosen, so a worker loads only what it uses."""

@@ -18,8 +18,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from roll.rewards.base import RewardOptionError, RewardResult, RewardSample
-from roll.rewards.guard import GuardedReward
+from roll.rewards.base import GuardedReward, RewardOptionError, RewardResult, RewardSample
 from roll.rewards.registry import build_reward
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,8 @@
 """The process in which mathematical equivalence is decided: requests and verdicts as JSON lines on standard streams.
 
-Run as ``python -m roll.rewards.verifier_child`` by :class:`roll.rewards.verifier.MathVerifier`.  Symbolic algebra on
-what a model wrote may take for ever or eat all memory; here it can be interrupted, limited, and at worst killed.
-"""
+Run as ``python -m roll.rewards.verifier_child`` by :class:`roll.rewards.math_rule.MathVerifier`.  Symbolic algebra on
+what a model wrote may take for ever or eat all memory; here it can be interrupted, limited, and at worst killed, and
+the numbers that an expression would make are bounded before it is evaluated."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import json
 import logging
 import math
 import os
+import re
 import resource
 import signal
 import sys
 import types
 from typing import IO, Any
 
-from roll.rewards.math_size import MAX_BITS, TooLarge, check_spelling, height
-from roll.rewards.math_text import is_solved_inequality
+import sympy  # type: ignore[import-untyped]
+from sympy.functions.combinatorial.numbers import bell, catalan, fibonacci, harmonic, lucas  # type: ignore[import-untyped]
 
 MEMORY_LIMIT = 4 * 2**30
 """Bytes of address space."""
@@ -28,6 +29,12 @@ CPU_GRACE = 5
 """CPU seconds beyond a request's limit after which the kernel ends this process, should nobody be left to do so."""
 ANSWER_GRACE = 1
 """The same while an answer is evaluated."""
+_RELATION = r"\s*(?:<=?|>=?|\\leq?(?:slant)?|\\geq?(?:slant)?|\\lt|\\gt|≤|≥)\s*"
+_CONSTANT = r"(?:[-+]?(?:[0-9.,/^_{}()+\- ]|\\[dt]?frac|\\sqrt|\\pi|\\infty|\\cdot|\\left|\\right)+)"
+_SOLVED = re.compile(
+    rf"\s*(?:[A-Za-z]{_RELATION}{_CONSTANT}|{_CONSTANT}{_RELATION}[A-Za-z](?:{_RELATION}{_CONSTANT})?)\s*"
+)
+MAX_SOLVED = 100
 
 
 class RequestTimeout(BaseException):
@@ -119,6 +126,14 @@ def equivalent(gold: str, given: str, cpu_seconds: float) -> bool:
         return False
 
 
+def is_solved_inequality(expression: str) -> bool:
+    """Whether a single variable stands alone against constants, as in ``x > 2`` and ``-1 \\le x < 3``.
+
+    Such an answer may be compared with an interval.  Any inequality must not be: to repeat the question would be right.
+    """
+    return len(expression) <= MAX_SOLVED and _SOLVED.fullmatch(expression) is not None
+
+
 def says_the_same(truth: list[Any], given: str) -> bool:
     """
     Raises:
@@ -137,6 +152,113 @@ def says_the_same(truth: list[Any], given: str) -> bool:
 
 def boxed(expression: str) -> str:
     return f"\\boxed{{{expression}}}"
+
+
+MAX_BITS = 200_000.0
+"""Of one number: 2^200000, 10^60000, or 17000!."""
+MAX_TERMS = 10_000
+"""Of a sum or product with numbers as limits."""
+MAX_ENTRIES = 400
+"""Of a matrix."""
+MAX_DEPTH = 30
+"""Brackets in brackets: parsing takes exponential time in them."""
+_EVALUATED_AT_ONCE = re.compile(r"\\[dt]?binom\s*\{?\s*[0-9]{7}")
+"""What the parser does not leave as a tree."""
+
+_GROWING = (
+    sympy.factorial,
+    sympy.factorial2,
+    sympy.subfactorial,
+    sympy.gamma,
+    fibonacci,
+    lucas,
+    bell,
+    catalan,
+    harmonic,
+)
+_FACTORIALS_OF_TWO = (sympy.RisingFactorial, sympy.FallingFactorial)
+_ITERATED = (sympy.Sum, sympy.Product)
+
+
+class TooLarge(Exception):
+    """Evaluating the expression would make numbers beyond the bounds."""
+
+
+def check_spelling(expression: str) -> None:
+    """
+    Raises:
+        TooLarge: parsing alone would take too long.
+    """
+    depth = deepest = 0
+    for character in expression:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    if deepest > MAX_DEPTH or _EVALUATED_AT_ONCE.search(expression):
+        raise TooLarge
+
+
+def height(expression: Any, limit: float = MAX_BITS) -> float:
+    """An upper bound in bits on numerator and denominator of every number in the value of ``expression``.
+
+    A symbol counts 0 bits, a function such as sine what its argument counts.
+
+    Raises:
+        TooLarge: a part is beyond ``limit``.
+    """
+    bits = _height(expression, limit)
+    if bits > limit:
+        raise TooLarge
+    return bits
+
+
+def _height(node: Any, limit: float) -> float:
+    if isinstance(node, sympy.Rational):
+        return math.log2(max(abs(node.p), node.q))
+    if isinstance(node, sympy.Float):
+        return abs(float(sympy.log(abs(node), 2))) if node else 0.0
+    if isinstance(node, sympy.MatrixBase) and len(node) > MAX_ENTRIES:
+        raise TooLarge
+    if not isinstance(node, sympy.Basic | sympy.MatrixBase) or isinstance(node, sympy.Symbol):
+        return 0.0
+    if isinstance(node, sympy.NumberSymbol):
+        return 2.0
+    parts = list(node) if isinstance(node, sympy.MatrixBase) else list(node.args)
+    bits = [height(part, limit) for part in parts]
+    if isinstance(node, sympy.Pow):
+        return max(bits[0], float(isinstance(parts[0], sympy.MatrixBase))) * _magnitude(parts[1], bits[1])
+    if isinstance(node, sympy.exp):
+        return 2.0 * _magnitude(parts[0], bits[0])
+    if isinstance(node, _GROWING):
+        number = _magnitude(parts[0], bits[0])
+        return number * math.log2(number + 1)
+    if isinstance(node, _FACTORIALS_OF_TWO):
+        return _magnitude(parts[1], bits[1]) * (max(bits) + 1)
+    if isinstance(node, sympy.binomial):
+        return min(_magnitude(parts[0], bits[0]), _magnitude(parts[1], bits[1]) * (bits[0] + 1))
+    if isinstance(node, _ITERATED):
+        return _iterated(node, limit)
+    # The bits of a sum of fractions add up as those of a product do.
+    return sum(bits) + len(bits) - 1 if isinstance(node, sympy.Add | sympy.Mul) else max(bits, default=0.0)
+
+
+def _magnitude(node: Any, bits: float) -> float:
+    """An upper bound on the absolute value."""
+    if isinstance(node, sympy.Rational):
+        return abs(node.p) / node.q
+    # Symbols stand for small numbers: (x + y)^n is not expanded.
+    return 2.0 ** min(bits, 1000.0) if node.is_number else 1.0
+
+
+def _iterated(node: Any, limit: float) -> float:
+    """Bits of all terms together; an infinite range is left to the algebra."""
+    terms = 1.0
+    for _, low, high in node.limits:
+        if low.is_infinite or high.is_infinite:
+            continue
+        terms *= _magnitude(low, height(low, limit)) + _magnitude(high, height(high, limit)) + 1
+    if terms > MAX_TERMS:
+        raise TooLarge
+    return terms * (height(node.function, limit) + 1)
 
 
 if __name__ == "__main__":

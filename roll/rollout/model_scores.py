@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from roll.config.rewards import TOKENS
 from roll.config.roles import DataArguments
@@ -28,6 +28,12 @@ class ModelInput:
     """Why there is nothing to look at."""
 
 
+class ScoringWorker(Protocol):
+    """A reward model's worker (:class:`roll.workers.model.RewardModelWorker`)."""
+
+    def score(self, inputs: Sequence[ModelInput]) -> tuple[int, list[RewardResult]]: ...
+
+
 class ModelScorer:
     """Sends the samples of some domains to the cluster of the role ``reward_model``.
 
@@ -47,8 +53,7 @@ class ModelScorer:
     def submit(self, groups: Sequence[SampleGroup]) -> PendingCall:
         """Start scoring; every rank gets all texts and takes its share of them."""
         inputs = [one for group in groups for one in self._model_inputs(group)]
-        call: PendingCall = self._cluster.score(inputs, blocking=False)
-        return call
+        return self._cluster.call_all(ScoringWorker.score, inputs)
 
     def take(self, call: PendingCall, groups: Sequence[SampleGroup]) -> None:
         """Hand the model's scores to the groups of a call that is done."""

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from roll.config.roles import WorkerConfig
+from roll.config.strategies.registry import TRAIN_STRATEGIES, trains
 from roll.platforms import current_platform
 from roll.protocol.metrics import Metrics
 from roll.protocol.rank import RankInfo as RankInfo
@@ -38,17 +39,17 @@ class ModelHead(StrEnum):
 
 
 class Output(StrEnum):
-    """What a forward pass can be asked for; each is float32 (B, L), 0 outside ``response_mask``."""
+    """Outputs of a forward pass; each is float32 (B, L), 0 outside ``response_mask``."""
 
     LOG_PROBS = "log_probs"
     ENTROPY = "entropy"
     SUM_OF_SQUARES = "sum_of_squares"
-    """Of the probabilities of the whole vocabulary; without gradient."""
+    """Squared probabilities, summed over the whole vocabulary; without gradient."""
     VALUES = "values"
 
 
 class StateKind(StrEnum):
-    """What can be moved off the device between phases; the names are those of the YAML."""
+    """States that can be offloaded between phases; the names are those of the YAML."""
 
     MODEL_PARAMS = "model_params"
     OTHER_PARAMS = "other_params"
@@ -56,17 +57,17 @@ class StateKind(StrEnum):
     OPTIMIZER_STATES = "optimizer_states"
     """Moments, and master weights where they are not the parameters themselves."""
     KV_CACHE = "kv_cache"
-    """Of a generation engine."""
+    """KV cache of a generation engine."""
 
 
 @dataclass(frozen=True)
 class WeightSelection:
-    """Which of a model's tensors are wanted, and in what form."""
+    """Selection of a model's tensors, and their form."""
 
     trained_only: bool = False
     """Without the parameters that training never changes."""
     adapters_apart: bool = False
-    """W, A and B of a LoRA weight each by itself (:meth:`roll.models.lora.MergedWeight.apart`), not W + scaling B A."""
+    """W, A and B of a LoRA weight each by itself, not W + scaling B A; see :meth:`MergedWeight.separate`."""
 
 
 ALL_WEIGHTS = WeightSelection()
@@ -84,17 +85,43 @@ class LossFunction(Protocol):
 
 
 class ModelStrategy(ABC):
-    """A model on one rank of a cluster. ``torch.distributed`` is initialised before ``initialize`` is called."""
+    """A model on one rank of a cluster. ``torch.distributed`` is initialised before ``initialize`` is called.
 
-    def __init__(self, role: WorkerConfig, head: ModelHead = ModelHead.CAUSAL_LM, seed: int = 42) -> None:
+    One class a backend: under ``<backend>_train`` it takes optimizer steps, under ``<backend>_infer`` it holds
+    parameters in the compute dtype, which never change, and no optimizer.
+    """
+
+    compute_dtype: torch.dtype
+
+    def __init__(
+        self,
+        role: WorkerConfig,
+        head: ModelHead = ModelHead.CAUSAL_LM,
+        seed: int = 42,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        """``max_grad_norm`` is the pipeline's, used unless the role sets its own."""
         self.role = role
         self.head = head
-        self.seed = seed
+        self.seed = seed if role.training_args.seed is None else role.training_args.seed
+        self.trains = trains(role.strategy_args.strategy_name)
+        own = role.training_args.max_grad_norm
+        self.max_grad_norm = max_grad_norm if own is None else own
+        self.platform = current_platform()
+        self.platform.set_device()
+        self.device = self.platform.device()
         self._offloaded: dict[StateKind, OffloadedStorages] = {}
 
     @abstractmethod
     def initialize(self, num_training_steps: int = 0) -> None:
-        """Collective. Build and load the model; with ``num_training_steps`` > 0 also optimizer and schedule."""
+        """Collective. Build and load the model; with ``num_training_steps`` > 0 also optimizer and schedule.
+
+        Without steps a model that could train can be computed and exported, with weights as the optimizer would have
+        them.
+
+        Raises:
+            ValueError: optimizer steps asked of a forward-only strategy; a model or sizes that the backend cannot have.
+        """
 
     @property
     @abstractmethod
@@ -124,7 +151,7 @@ class ModelStrategy(ABC):
 
     @abstractmethod
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
-        """This rank's tensors of one kind that lie on the device now."""
+        """This rank's tensors of one kind that are on the device now."""
 
     def offload_states(self, include: Collection[StateKind]) -> None:
         """Move states to host memory, until :meth:`load_states`; the model must not be computed in between.
@@ -154,26 +181,6 @@ class ModelStrategy(ABC):
     def save_hf(self, path: Path) -> None:
         """Collective. Write the model in Hugging Face format (safetensors, config, generation config)."""
 
-
-class TrainStrategy(ModelStrategy):
-    """A :class:`ModelStrategy` that also learns.
-
-    A class that is built on a forward-only strategy names this one first among its bases: the constructor is here.
-    """
-
-    def __init__(
-        self,
-        role: WorkerConfig,
-        head: ModelHead = ModelHead.CAUSAL_LM,
-        seed: int = 42,
-        max_grad_norm: float | None = None,
-    ) -> None:
-        """``max_grad_norm`` is the pipeline's, used unless the role sets its own."""
-        super().__init__(role, head, seed)
-        own = role.training_args.max_grad_norm
-        self.max_grad_norm = max_grad_norm if own is None else own
-
-    @abstractmethod
     def train_step(
         self,
         batch: TensorBatch,
@@ -187,29 +194,48 @@ class TrainStrategy(ModelStrategy):
         whole model) and ``lr``; data-parallel strategies add ``tokens_per_micro_batch`` (as computed, padding
         included) and ``padding_ratio`` (the share of them on which no result depends).
         """
+        raise self._takes_no_steps()
 
-    @abstractmethod
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         """Collective. Sum over data-parallel ranks (used for loss denominators)."""
+        raise self._takes_no_steps()
 
-    @abstractmethod
     def save(self, path: Path) -> None:
         """Collective. Everything needed to continue: parameters, optimizer, schedule, RNG states of every rank.
 
         It may return when all of it is copied, and write while training goes on; see :meth:`saved`.
         """
+        raise self._takes_no_steps()
 
     def saved(self, wait: bool = True) -> bool:
-        """Whether this rank's part of the last :meth:`save` is on disk; with ``wait``, only then does it return.
+        """Return True once this rank's part of the last :meth:`save` is on disk; with ``wait``, block until it is.
 
         Raises:
             Exception: what went wrong with writing it.
         """
         return True
 
-    @abstractmethod
     def load(self, path: Path) -> None:
         """Collective. The inverse of :meth:`save`; the rank count may differ."""
+        raise self._takes_no_steps()
+
+    def _takes_no_steps(self) -> AssertionError:
+        return AssertionError(f"{self.role.strategy_args.strategy_name} computes only")
+
+    def _refuse_steps(self, num_training_steps: int) -> None:
+        """
+        Raises:
+            ValueError: optimizer steps are asked of a forward-only strategy.
+        """
+        name = self.role.strategy_args.strategy_name
+        if num_training_steps and not self.trains:
+            trainer = name.replace("_infer", "_train")
+            use = trainer if trains(trainer) else TRAIN_STRATEGIES[0]
+            raise ValueError(f"{self.role.name}.strategy_args.strategy_name: {name} cannot train; use {use}")
+
+    def _check_outputs(self, outputs: Collection[Output]) -> None:
+        wants_values = Output.VALUES in outputs
+        assert wants_values == (self.head is ModelHead.VALUE) or not outputs, (self.head, outputs)
 
 
 class OffloadedStorages:

@@ -3,31 +3,12 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 from roll.config.roles import WorkerConfig
+from roll.config.strategies.registry import BACKEND_OF
 from roll.strategies.base import ModelHead, ModelStrategy
 from roll.strategies.engines.base import GenerationStrategy
-
-MODEL_STRATEGIES = {
-    "fsdp2_train": "roll.strategies.fsdp.fsdp2.Fsdp2TrainStrategy",
-    "fsdp2_infer": "roll.strategies.fsdp.fsdp2.Fsdp2InferStrategy",
-    "fsdp_train": "roll.strategies.fsdp.fsdp1.FsdpTrainStrategy",
-    "fsdp_infer": "roll.strategies.fsdp.fsdp1.FsdpInferStrategy",
-    "deepspeed_train": "roll.strategies.deepspeed.DeepSpeedTrainStrategy",
-    "deepspeed_infer": "roll.strategies.deepspeed.DeepSpeedInferStrategy",
-    "megatron_train": "roll.strategies.megatron.MegatronTrainStrategy",
-    "megatron_infer": "roll.strategies.megatron.MegatronInferStrategy",
-    "hf_infer": "roll.strategies.hf_infer.strategy.HfForwardStrategy",
-}
-"""Strategies that compute batches."""
-
-GENERATION_STRATEGIES = {
-    "hf_infer": "roll.strategies.hf_infer.HfInferStrategy",
-    "vllm": "roll.strategies.vllm.VllmStrategy",
-    "sglang": "roll.strategies.sglang.SglangStrategy",
-}
-"""Strategies that generate."""
 
 
 def create_strategy(
@@ -44,10 +25,7 @@ def create_strategy(
     Raises:
         ValueError: an unknown name or one that cannot compute batches.
     """
-    strategy = _import(role, MODEL_STRATEGIES, "compute batches")
-    if role.strategy_args.strategy_name.endswith("_train"):
-        return strategy(role, head=head, seed=seed, max_grad_norm=max_grad_norm)
-    return strategy(role, head=head, seed=seed)
+    return _import(role, "computes", "compute batches")(role, head=head, seed=seed, max_grad_norm=max_grad_norm)
 
 
 def create_generation_strategy(role: WorkerConfig, seed: int = 42) -> GenerationStrategy:
@@ -56,13 +34,14 @@ def create_generation_strategy(role: WorkerConfig, seed: int = 42) -> Generation
     Raises:
         ValueError: an unknown name or one that cannot generate.
     """
-    return _import(role, GENERATION_STRATEGIES, "generate")(role, seed=seed)
+    return _import(role, "generates", "generate")(role, seed=seed)
 
 
-def _import(role: WorkerConfig, registry: dict[str, str], purpose: str) -> Any:
+def _import(role: WorkerConfig, kind: Literal["computes", "generates"], purpose: str) -> Any:
     name = role.strategy_args.strategy_name
-    if name not in registry:
-        rule = f"is not a strategy that can {purpose}; use one of {', '.join(registry)}"
+    paths = {strategy: getattr(backend, kind) for strategy, backend in BACKEND_OF.items() if getattr(backend, kind)}
+    if name not in paths:
+        rule = f"is not a strategy that can {purpose}; use one of {', '.join(paths)}"
         raise ValueError(f"{role.name}.strategy_args.strategy_name: {name!r} {rule}")
-    module, _, attribute = registry[name].rpartition(".")
+    module, _, attribute = paths[name].rpartition(".")
     return getattr(import_module(module), attribute)

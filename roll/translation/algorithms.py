@@ -6,11 +6,7 @@ them is translated alone.  ``tests/translation/test_algorithms.py`` computes bot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
-from roll.config.reading.schema import closest
-from roll.translation.draft import Draft
+from roll.translation.rules import Draft
 from roll.translation.sampling import put_bypass, put_correction
 
 DISCOUNTING = ("gae", "reinforce_plus_plus", "reinforce++")
@@ -40,23 +36,6 @@ LOSS_FACTS = (
 )
 
 
-def named(table: Mapping[Any, str], refusals: Mapping[str, str] | None = None) -> Callable[[Any], str]:
-    """A conversion by a table of their names; those in ``refusals`` say why they have no translation."""
-    reasons = refusals or {}
-
-    def look_up(value: Any) -> str:
-        if value in table:
-            return table[value]
-        if value in reasons:
-            raise ValueError(f"has no translation: {reasons[value]}")
-        known = [str(name) for name in table]
-        nearest = closest(str(value), known)
-        hint = f"; the nearest is {nearest}" if nearest else ""
-        raise ValueError(f"has no translation; known: {', '.join(known)}{hint}")
-
-    return look_up
-
-
 def put_algorithm(draft: Draft) -> None:
     """Every key of the algorithm that is one for all rewards."""
     steps = (put_bypass, put_advantages, put_kl, put_loss, put_aggregation, put_critic, put_passes, put_correction)
@@ -78,21 +57,41 @@ def put_advantages(draft: Draft) -> None:
         draft.put("norm_std_type", "auto", "estimator")
     if stated and not draft.whole:
         draft.put("norm_mean_type", "auto", "estimator")
-    if estimator != "grpo":
-        draft.without_effect(f"{estimator} does not divide by the spread, there as here", "grpo_std")
+    name = draft.raw.get("estimator", estimator)
+    if estimator.endswith(".grpo_passk"):
+        if draft.value_of("grpo_std") is False:
+            draft.put("adv_estimator_args.by_std", False, "grpo_std")
+    elif estimator != "grpo":
+        draft.without_effect(f"{name} does not divide by the spread, there as here", "grpo_std")
+    put_reward_weights(draft, estimator.endswith(".gdpo"))
     discounts = estimator in DISCOUNTING
     if draft.states("estimator", "gamma") and (discounts or not draft.whole):
         draft.put("gamma", draft.value_of("gamma") if discounts else 1.0, "gamma")
     if not discounts:
-        draft.without_effect(f"{estimator} does not discount there", "gamma")
+        draft.without_effect(f"{name} does not discount there", "gamma")
     if estimator == "gae" and draft.states("estimator", "lam"):
         draft.put("lambd", draft.value_of("lam"), "lam")
     elif estimator != "gae":
-        draft.without_effect(f"{estimator} has no lambda", "lam")
+        draft.without_effect(f"{name} has no lambda", "lam")
     weight = draft.first_of("reward_kl_coef", *(("kl_loss_coef",) if draft.facts.get("one_kl_coef") else ()))
     if estimator in NORMALISING and draft.get("kl_in_reward") and weight and draft.states("estimator", "kl_in_reward"):
         rule = f"subtracts the KL there before {estimator} compares the rewards of a group, here after it"
         draft.refuse("kl_in_reward", f"{rule}; put the KL into the loss, or take rloo", False)
+
+
+def put_reward_weights(draft: Draft, used: bool) -> None:
+    """Names and weights of the rewards that verl's ``gdpo`` normalises apart."""
+    if not used:
+        draft.without_effect("counts with gdpo only", "gdpo_keys", "gdpo_weights")
+        return
+    names = draft.get("gdpo_keys", default=[])
+    weights = draft.get("gdpo_weights", default=[1.0] * len(names))
+    if not names or len(names) != len(weights):
+        rule = "is needed with gdpo: the rewards to normalise apart, as many as algorithm.gdpo_reward_weights"
+        draft.problems.missing("algorithm.gdpo_reward_keys", rule, "[accuracy,format]")
+        return
+    for name, weight in zip(names, weights, strict=True):
+        draft.put(f"reward_weights.{name}", float(weight), "gdpo_keys", "gdpo_weights")
 
 
 def put_kl(draft: Draft) -> None:

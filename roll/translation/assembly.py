@@ -1,23 +1,45 @@
-"""What one key alone does not say: roles, backends, devices, batches, KL, rewards, and the frame of a whole run."""
+"""The frame of a translated run: roles, models, data, rewards, tracking, and the order in which all is put together."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 from roll.translation.algorithms import put_algorithm
-from roll.translation.draft import Draft
-from roll.translation.judging import put_reward
-from roll.translation.models import put_models
-from roll.translation.placement import device_count, put_devices, put_run_ahead
-from roll.translation.rules import OPTIONS, Dialect
+from roll.translation.placement import (
+    devices,
+    put_batches,
+    put_devices,
+    put_engine,
+    put_forward_batches,
+    put_host_memory,
+    put_optimizers,
+    put_run_ahead,
+    put_strategies,
+    put_switches,
+    put_token_budgets,
+)
+from roll.translation.rules import Dialect, Draft
 from roll.translation.sampling import put_sampling
+from roll.translation.tables import EXPERTS, MULTIMODAL
 
-CUTTING = ("tensor", "pipeline", "context")
-"""Megatron's parallel sizes that leave fewer data-parallel ranks."""
 TRACKERS_WITH_PROJECT = {"wandb", "swanlab"}
+OF_EXPERTS = re.compile(
+    r"(?i)(?<![a-z])moe(?![a-z])|-a\d+(?:\.\d+)?b\b|mixtral|671b|moonlight|gpt-oss|deepseek-(?:v[23]|r1$|r1-0528$|moe)"
+    r"|glm-4\.[5-9]|kimi-k|minimax-m|llama-4|qwen3-next|olmoe|dbrx"
+)
+"""Names of mixtures of experts."""
+OF_IMAGES = re.compile(
+    r"(?i)(?<![a-z])vl(?:a|m)?(?![a-z])|[\d.]vl(?![a-z])|vision|minicpm-?[ov]|omni(?![a-z])|llava|internvl|openvla|pixtral"
+    r"|glm-?4\.?\d?v|kimi-vl|paligemma|idefics|smolvlm"
+)
+"""Names of models that see or hear."""
+PARTS = 2
+"""Parts of a path that name the model; folders above them say nothing."""
+GSM8K = "gsm8k"
+FUNCTION_FILE = "roll.rewards.function_file.score"
+REWARD, ROLE = "rewards.reward_model", "reward_model"
 
 
 def find_roles(draft: Draft) -> None:
@@ -41,166 +63,6 @@ def assemble(draft: Draft, dialect: Dialect) -> None:
         (dialect.algorithm or step if step is put_algorithm else step)(draft)
 
 
-def strategy_of(draft: Draft, role: str) -> str:
-    """``fsdp``, ``fsdp2``, ``deepspeed`` or ``megatron``. A reference without one of its own follows the actor."""
-    if draft.get("config_name") == "megatron":
-        return str(draft.get(f"strategy.{role}.written", default="megatron"))
-    names = (f"strategy.{role}", "strategy", *(("strategy.actor",) if role == "reference" else ()))
-    return str(draft.get(*names, default="fsdp2"))
-
-
-def put_strategies(draft: Draft) -> None:
-    for role, section in draft.sections():
-        because = ["strategy", f"strategy.{role}", "config_name"]
-        because += ["strategy.actor"] if role == "reference" and not draft.states("strategy.reference") else []
-        if draft.states(*because):
-            kind = "infer" if role == "reference" else "train"
-            draft.put(f"{section}.strategy_args.strategy_name", f"{strategy_of(draft, role)}_{kind}", *because)
-
-
-def put_host_memory(draft: Draft) -> None:
-    """Parameters in host memory, an option of FSDP alone."""
-    for role, section in draft.sections():
-        fact = f"cpu_offload.{role}"
-        if not draft.states(fact):
-            continue
-        asked, strategy = bool(draft.facts[fact]), strategy_of(draft, role)
-        if not strategy.startswith("fsdp"):
-            draft.remark([fact], f"left out: has no effect under {strategy}")
-        else:
-            draft.put(f"{section}.{OPTIONS}.offload_policy", asked, fact)
-
-
-def put_switches(draft: Draft) -> None:
-    """verl's environment variables, for the roles that train under DeepSpeed."""
-    for name in ("offload_param", "fp32_grad_accumulation", "step_each_micro_batch"):
-        fact = f"env.{name}"
-        if not draft.states(fact):
-            continue
-        for role, section in draft.sections():
-            if role != "reference" and strategy_of(draft, role) == "deepspeed":
-                draft.put(f"{section}.{OPTIONS}.{name}", draft.facts[fact], fact)
-
-
-def put_engine(draft: Draft) -> None:
-    """Tensor-parallel ranks of an engine, and a length that cuts responses."""
-    if draft.states("engine_tensor") and draft.get("engine") != "hf_infer":
-        size = draft.facts["engine_tensor"]
-        name = "tp_size" if draft.get("engine") == "sglang" else "tensor_parallel_size"
-        draft.put(f"actor_infer.{OPTIONS}.{name}", size, "engine_tensor")
-        draft.put("actor_infer.num_gpus_per_worker", size, "engine_tensor")
-    longest = draft.get("max_model_len")
-    if draft.states("max_model_len") and longest is not None:
-        draft.put(f"actor_infer.{OPTIONS}.max_model_len", int(longest), "max_model_len")
-        prompt, response = draft.get("prompt_length", default=0), draft.get("response_length", default=0)
-        if longest < prompt + response:
-            text = f"is less than prompt {prompt} + response {response}: a response after a prompt of {prompt} tokens "
-            text += f"has at most {max(0, longest - prompt)} tokens"
-            if longest <= prompt:
-                kept = int(longest) - 1
-                draft.put("prompt_length", kept, "max_model_len")
-                text += f"; prompt_length becomes {kept}, which leaves room for one"
-            draft.remark(["max_model_len"], text)
-
-
-def data_parallel_size(draft: Draft, role: str) -> int:
-    """Ranks that learn from different samples."""
-    cut = 1
-    strategy = strategy_of(draft, role)
-    if strategy == "megatron":
-        for name in CUTTING:
-            cut *= int(draft.get(f"{name}.{role}", default=1))
-    elif strategy != "deepspeed":
-        cut = int(draft.get(f"ulysses.{role}", default=1))
-    return max(1, device_count(draft, role) // cut)
-
-
-def put_batches(draft: Draft) -> None:
-    """Their mini-batches are prompts; our optimizer step is micro-batch x ``gradient_accumulation_steps`` x ranks."""
-    for role, section in draft.sections():
-        sizes = (f"mini.{role}", f"micro.{role}", "micro", f"micro_of_all.{role}", "samples", f"dynamic.{role}")
-        layout = ("gpus", "nodes", f"gpus.{role}", f"nodes.{role}", f"ulysses.{role}", f"tensor.{role}")
-        if role == "reference" or not draft.states(*sizes, *layout, f"pipeline.{role}", f"context.{role}"):
-            continue
-        mini = draft.get(f"mini.{role}", "mini.actor")
-        micro = draft.get(
-            f"micro.{role}", "micro", default=1 if draft.get(f"dynamic.{role}", "dynamic.actor") else None
-        )
-        of_all = draft.get(f"micro_of_all.{role}")
-        if of_all is not None and draft.states(f"micro_of_all.{role}"):
-            micro = max(1, of_all // device_count(draft, role))
-        if mini is None or micro is None:
-            draft.problems.missing(f"micro-batch of {section}", "is needed: samples of a micro-batch on one device", 1)
-            continue
-        put_accumulation(draft, role, section, Fraction(mini), int(micro))
-
-
-def put_accumulation(draft: Draft, role: str, section: str, mini: Fraction, micro: int) -> None:
-    """Set the two keys of a trained role's batch, with the arithmetic as a remark."""
-    samples, ranks = int(draft.get("samples", default=1)), data_parallel_size(draft, role)
-    total = mini * samples
-    steps = total / (micro * ranks)
-    because = (f"mini.{role}", f"micro.{role}", "micro", f"micro_of_all.{role}")
-    text = f"{float(mini):g} prompts x {samples} = {float(total):g} samples an optimizer step"
-    if steps.denominator != 1:
-        rule = f"{text} do not divide into micro-batches of {micro} on {ranks} ranks"
-        draft.problems.add(f"{section}: mini-batch", float(mini), rule)
-        return
-    if draft.whole or draft.states(*because[1:], f"dynamic.{role}"):
-        draft.put(f"{section}.training_args.per_device_train_batch_size", micro, *because[1:])
-    draft.put(f"{section}.training_args.gradient_accumulation_steps", int(steps), *because)
-    draft.remark(because, f"{section}: {text} = {int(steps)} micro-batches of {micro} on {ranks} ranks")
-
-
-def put_forward_batches(draft: Draft) -> None:
-    """Micro-batches of passes without gradient that are given for all devices together."""
-    for role, section in draft.sections():
-        fact = f"forward_of_all.{role}"
-        if draft.states(fact) and draft.facts[fact] is not None:
-            draft.put(f"{section}.infer_batch_size", max(1, draft.facts[fact] // device_count(draft, role)), fact)
-
-
-def put_token_budgets(draft: Draft) -> None:
-    """verl's token budgets count with ``use_dynamic_bsz`` only, which critic and reference have from the actor."""
-    for role, section in draft.sections():
-        own, dynamic = f"token_budget.{role}", (f"dynamic.{role}", "dynamic.actor")
-        ranks = ranks_of_a_sequence(draft, role)
-        forward: tuple[str, ...] = (f"forward_dynamic.{role}", *dynamic)
-        phases: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-            "train": (dynamic, (own, "token_budget.actor")),
-            "infer": (forward, (f"forward_budget.{role}", own, "token_budget.actor")),
-        }
-        for phase, (switches, budgets) in phases.items():
-            if (role == "reference" and phase == "train") or not draft.states(*switches):
-                continue
-            asked = bool(draft.get(*switches, default=False))
-            if asked or draft.get(*dynamic):
-                draft.put(f"{section}.use_dynamic_batching_in_{phase}", asked, *switches)
-            budget = draft.get(*budgets)
-            if asked and budget is not None:
-                draft.put(f"{section}.max_tokens_per_microbatch_in_{phase}", int(budget) * ranks, *budgets)
-        counted: dict[str, tuple[str, ...]] = {own: dynamic, f"forward_budget.{role}": forward}
-        for fact, switches in counted.items():
-            if fact in draft.given and not (draft.states(*switches) and draft.get(*switches)):
-                draft.remark([fact], "left out: without use_dynamic_bsz it has no effect")
-
-
-def ranks_of_a_sequence(draft: Draft, role: str) -> int:
-    """Ranks that share the tokens of one sequence."""
-    strategy = strategy_of(draft, role)
-    if strategy == "megatron":
-        return int(draft.get(f"context.{role}", default=1))
-    return 1 if strategy == "deepspeed" else int(draft.get(f"ulysses.{role}", default=1))
-
-
-def put_optimizers(draft: Draft) -> None:
-    for section in ("actor_train", "critic"):
-        betas = draft.get(f"betas.{section}")
-        if draft.states(f"betas.{section}") and betas is not None:
-            for number, beta in enumerate(betas, start=1):
-                draft.put(f"{section}.training_args.adam_beta{number}", float(beta), f"betas.{section}")
-
-
 def put_steps(draft: Draft) -> None:
     """Passes over the data become steps where the number of rows is known."""
     if not draft.states("epochs") or draft.states("steps"):
@@ -219,7 +81,7 @@ def put_steps(draft: Draft) -> None:
 
 def put_data(draft: Draft) -> None:
     for fact, section in (("train_files", "actor_train"), ("val_files", "validation")):
-        if draft.states(fact):
+        if draft.states(fact) and draft.facts[fact] is not None:
             draft.put(f"{section}.data_args.file_name", [file_or_folder(name) for name in draft.facts[fact]], fact)
     if draft.get("text_key") is not None:
         draft.put("actor_train.data_args.prompt", str(draft.facts["text_key"]), "text_key")
@@ -260,6 +122,114 @@ def put_tracking(draft: Draft) -> None:
         draft.put("resume_from_checkpoint", draft.facts["resume_path"], "resume_path")
     elif draft.states("resume") and resume is not None:
         draft.put("resume_from_checkpoint", resume, "resume")
+
+
+def data_name(draft: Draft, name: str, split: str, default: str) -> str:
+    if name.startswith((".", "/", "~", "$")) or re.search(r"\.\w+$", name):
+        return name
+    config = f"/{draft.facts['hub_config']}" if draft.get("hub_config") is not None else ""
+    return f"hub:{name}{config}:{draft.get(split, default=default)}"
+
+
+def put_models(draft: Draft) -> None:
+    put_family(draft)
+    put_adapters(draft)
+
+
+def put_family(draft: Draft) -> None:
+    """Refuse families that are not supported, where the name tells."""
+    for fact in ("model", "rm_path"):
+        name = "/".join(str(draft.facts.get(fact, "")).rstrip("/").split("/")[-PARTS:])
+        for pattern, reason in ((OF_IMAGES, MULTIMODAL), (OF_EXPERTS, EXPERTS)):
+            if pattern.search(name) and draft.states(fact):
+                draft.problems.add(draft.names.get(fact, "model"), draft.facts[fact], reason)
+                break
+
+
+def put_adapters(draft: Draft) -> None:
+    """LoRA of the policy and of the critic."""
+    for suffix, section in (("", "actor_train"), (".critic", "critic")):
+        rank_fact, alpha_fact, target_fact = (f"lora_{part}{suffix}" for part in ("rank", "alpha", "target"))
+        rank, arguments = draft.get(rank_fact, default=0), f"{section}.model_args"
+        if draft.get(f"lora_path{suffix}") is not None:
+            draft.put(f"{arguments}.adapter_name_or_path", str(draft.facts[f"lora_path{suffix}"]), f"lora_path{suffix}")
+        elif draft.states(rank_fact) and rank > 0:
+            draft.put(f"{arguments}.lora_rank", rank, rank_fact)
+            draft.put(f"{arguments}.lora_target", draft.get(target_fact, default="all-linear"), rank_fact, target_fact)
+            draft.put(f"{arguments}.lora_alpha", draft.get(alpha_fact, default=16), alpha_fact, rank_fact)
+
+
+def put_reward(draft: Draft) -> None:
+    """The reward of a whole run: named by its environment, or told by the files' names."""
+    if draft.facts.get("rewards_set") or put_reward_model(draft) or put_function(draft):
+        return
+    files = [str(name) for name in draft.get("train_files", default=[])]
+    reward = draft.get("reward") or ("gsm8k_rule" if files and all(GSM8K in name.lower() for name in files) else None)
+    own = [key for key in draft.keys if key.startswith("rewards.gsm8k_rule.")]
+    if draft.whole or draft.states("reward"):
+        if reward is None:
+            reward = "gsm8k_rule" if own else "math_rule"
+            text = f"{reward} is assumed for every row: their files name the reward by their column data_source"
+            draft.remark(["train_files"], text)
+        draft.put(f"rewards.{reward}.worker_cls", reward, "reward", "train_files")
+        draft.put(f"rewards.{reward}.tag_included", None, "reward", "train_files")
+        if reward == "code_sandbox":
+            draft.put(f"rewards.{reward}.reward_kwargs.partial", False, "reward")
+        if draft.get("reward_workers") is not None:
+            draft.put(f"rewards.{reward}.world_size", max(1, draft.facts["reward_workers"]), "reward_workers")
+
+
+def put_function(draft: Draft) -> bool:
+    """A function in a file of theirs; False: there is none."""
+    path = draft.get("reward_file")
+    if path is None:
+        return False
+    draft.put("rewards.custom.worker_cls", FUNCTION_FILE, "reward_file")
+    draft.put("rewards.custom.tag_included", None, "reward_file")
+    draft.put("rewards.custom.reward_kwargs.path", str(path), "reward_file")
+    if draft.get("reward_function") is not None:
+        draft.put("rewards.custom.reward_kwargs.name", str(draft.facts["reward_function"]), "reward_function")
+    for name, value in draft.get("reward_options", default={}).items():
+        draft.put(f"rewards.custom.reward_kwargs.options.{name}", value, "reward_options")
+    if draft.get("reward_workers") is not None:
+        draft.put("rewards.custom.world_size", max(1, draft.facts["reward_workers"]), "reward_workers")
+    return True
+
+
+def put_reward_model(draft: Draft) -> bool:
+    """A classifier on the trainer's devices, or on its own; False: there is none."""
+    if not draft.get("rm"):
+        draft.remark(["rm_path"], "left out: no reward model in this run")
+        return False
+    if draft.get("reward_file") is not None:
+        rule = (
+            "cannot go with a reward model: such a function asks their server of it; rewards.<name>.components combines"
+        )
+        draft.problems.add("custom_reward_function.path", draft.facts["reward_file"], rule)
+        return True
+    path = draft.get("rm_path")
+    if path is None:
+        draft.problems.missing("reward_model.model.path", "is needed with reward_model.enable", "owner/reward-model")
+        return True
+    own = bool(draft.get("rm_own"))
+    trainers = int(draft.get("gpus.actor", "gpus", default=1)) * int(draft.get("nodes.actor", "nodes", default=1))
+    count = int(draft.get("rm_gpus", default=8)) * int(draft.get("rm_nodes", default=1)) if own else trainers
+    draft.put(f"{REWARD}.worker_cls", ROLE, "rm")
+    draft.put(f"{REWARD}.tag_included", None, "rm")
+    draft.put(f"{ROLE}.model_args.model_name_or_path", str(path), "rm_path")
+    draft.put(f"{ROLE}.model_args.model_type", "auto_sequence_classification", "rm")
+    draft.put(f"{ROLE}.model_args.dtype", "bf16", "rm")
+    draft.put(f"{ROLE}.strategy_args.strategy_name", "hf_infer", "rm")
+    mapping = devices(int(draft.facts.get("devices", trainers)) if own else 0, count)
+    draft.put(f"{ROLE}.device_mapping", mapping, "rm", "rm_own", "rm_gpus", "rm_nodes")
+    if draft.get("rm_remote_code"):
+        draft.put(f"{ROLE}.model_args.trust_remote_code", True, "rm_remote_code")
+    if "rm_tokenizer" in draft.facts and draft.facts["rm_tokenizer"] is None:
+        draft.put(f"{REWARD}.reward_kwargs.input", "tokens", "rm_tokenizer")
+    micro, of_all = draft.get("rm_micro"), draft.get("rm_micro_of_all")
+    if micro is not None or of_all is not None:
+        draft.put(f"{ROLE}.infer_batch_size", micro or max(1, of_all // count), "rm_micro", "rm_micro_of_all")
+    return True
 
 
 STEPS: tuple[Callable[[Draft], None], ...] = (

@@ -12,11 +12,11 @@ from roll.config.loader import LoadedConfig
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.strategies.registry import strategy_keys
 from roll.pipelines.rlvr.config import RLVRConfig
-from roll.translation.assembly import assemble, find_roles, strategy_of
-from roll.translation.draft import ROLES, Draft
+from roll.translation.assembly import assemble, find_roles
 from roll.translation.openrlhf import OPENRLHF
+from roll.translation.placement import strategy_of
 from roll.translation.reading import UNSET, Source
-from roll.translation.rules import Dialect, Rule
+from roll.translation.rules import ROLES, Dialect, Draft, Rule
 from roll.translation.skyrl import SKYRL, SKYRL_TRAIN
 from roll.translation.trl import TRL_GRPO, TRL_SFT
 from roll.translation.verl import VERL
@@ -230,14 +230,14 @@ def _defaults(dialect: Dialect, given: Mapping[str, Any]) -> dict[str, Any]:
     stated = {dialect.rules[key].fact for key in given if key in dialect.rules} - {""}
     return {
         key: value
-        for key, value in dialect.defaults
+        for key, value in dialect.defaults.items()
         if key not in written and dialect.find(key) is not None and not _stated(dialect, key, stated)
     }
 
 
 def _default_facts(dialect: Dialect) -> dict[str, Any]:
     """What their defaults state, by fact."""
-    rules = ((dialect.rules.get(key), value) for key, value in dialect.defaults)
+    rules = ((dialect.rules.get(key), value) for key, value in dialect.defaults.items())
     return {rule.fact: rule.value(value) for rule, value in rules if rule is not None and rule.fact}
 
 
@@ -311,7 +311,7 @@ def _put_all(
     for key, match in matches.items():
         direct[key] = []
         for template in () if match.rule.computed else match.rule.ours:
-            name = _own_key(template.replace("{rest}", match.rest), draft)
+            name = _own_key(template.replace("*", match.rest), draft)
             draft.put(name, match.value)
             direct[key] += [name] if name in draft.keys else []
     assemble(draft, dialect)

@@ -1,8 +1,58 @@
-"""Devices: nodes times devices of a node, shared or apart, as the lists that ``device_mapping`` takes."""
+"""Roles of a translated run: their backends, devices and batches.
+
+Nodes times devices of a node become the lists that ``device_mapping`` takes, and mini-batches of prompts optimizer
+steps of samples.
+"""
 
 from __future__ import annotations
 
-from roll.translation.draft import Draft
+from fractions import Fraction
+
+from roll.translation.rules import OPTIONS, Draft
+
+CUTTING = ("tensor", "pipeline", "context")
+"""Megatron's parallel sizes that leave fewer data-parallel ranks."""
+
+
+def strategy_of(draft: Draft, role: str) -> str:
+    """``fsdp``, ``fsdp2``, ``deepspeed`` or ``megatron``. A reference without one of its own follows the actor."""
+    if draft.get("config_name") == "megatron":
+        return str(draft.get(f"strategy.{role}.written", default="megatron"))
+    names = (f"strategy.{role}", "strategy", *(("strategy.actor",) if role == "reference" else ()))
+    return str(draft.get(*names, default="fsdp2"))
+
+
+def put_strategies(draft: Draft) -> None:
+    for role, section in draft.sections():
+        because = ["strategy", f"strategy.{role}", "config_name"]
+        because += ["strategy.actor"] if role == "reference" and not draft.states("strategy.reference") else []
+        if draft.states(*because):
+            kind = "infer" if role == "reference" else "train"
+            draft.put(f"{section}.strategy_args.strategy_name", f"{strategy_of(draft, role)}_{kind}", *because)
+
+
+def put_host_memory(draft: Draft) -> None:
+    """Parameters in host memory, an option of FSDP alone."""
+    for role, section in draft.sections():
+        fact = f"cpu_offload.{role}"
+        if not draft.states(fact):
+            continue
+        asked, strategy = bool(draft.facts[fact]), strategy_of(draft, role)
+        if not strategy.startswith("fsdp"):
+            draft.remark([fact], f"left out: has no effect under {strategy}")
+        else:
+            draft.put(f"{section}.{OPTIONS}.offload_policy", asked, fact)
+
+
+def put_switches(draft: Draft) -> None:
+    """verl's environment variables, for the roles that train under DeepSpeed."""
+    for name in ("offload_param", "fp32_grad_accumulation", "step_each_micro_batch"):
+        fact = f"env.{name}"
+        if not draft.states(fact):
+            continue
+        for role, section in draft.sections():
+            if role != "reference" and strategy_of(draft, role) == "deepspeed":
+                draft.put(f"{section}.{OPTIONS}.{name}", draft.facts[fact], fact)
 
 
 def device_count(draft: Draft, role: str) -> int:
@@ -70,3 +120,122 @@ def put_run_ahead(draft: Draft) -> None:
         draft.put("partial_rollout", False, "colocate")
         draft.put("enable_old_logprobs_recompute", True, "colocate")
         draft.remark(["colocate"], "their program generates a batch while it trains on the one before")
+
+
+def put_engine(draft: Draft) -> None:
+    """Tensor-parallel ranks of an engine, and a length that cuts responses."""
+    if draft.states("engine_tensor") and draft.get("engine") != "hf_infer":
+        size = draft.facts["engine_tensor"]
+        name = "tp_size" if draft.get("engine") == "sglang" else "tensor_parallel_size"
+        draft.put(f"actor_infer.{OPTIONS}.{name}", size, "engine_tensor")
+        draft.put("actor_infer.num_gpus_per_worker", size, "engine_tensor")
+    longest = draft.get("max_model_len")
+    if draft.states("max_model_len") and longest is not None:
+        draft.put(f"actor_infer.{OPTIONS}.max_model_len", int(longest), "max_model_len")
+        prompt, response = draft.get("prompt_length", default=0), draft.get("response_length", default=0)
+        if longest < prompt + response:
+            text = f"is less than prompt {prompt} + response {response}: a response after a prompt of {prompt} tokens "
+            text += f"has at most {max(0, longest - prompt)} tokens"
+            if longest <= prompt:
+                kept = int(longest) - 1
+                draft.put("prompt_length", kept, "max_model_len")
+                text += f"; prompt_length becomes {kept}, which leaves room for one"
+            draft.remark(["max_model_len"], text)
+
+
+def data_parallel_size(draft: Draft, role: str) -> int:
+    """Ranks that learn from different samples."""
+    cut = 1
+    strategy = strategy_of(draft, role)
+    if strategy == "megatron":
+        for name in CUTTING:
+            cut *= int(draft.get(f"{name}.{role}", default=1))
+    elif strategy != "deepspeed":
+        cut = int(draft.get(f"ulysses.{role}", default=1))
+    return max(1, device_count(draft, role) // cut)
+
+
+def put_batches(draft: Draft) -> None:
+    """Their mini-batches are prompts; our optimizer step is micro-batch x ``gradient_accumulation_steps`` x ranks."""
+    for role, section in draft.sections():
+        sizes = (f"mini.{role}", f"micro.{role}", "micro", f"micro_of_all.{role}", "samples", f"dynamic.{role}")
+        layout = ("gpus", "nodes", f"gpus.{role}", f"nodes.{role}", f"ulysses.{role}", f"tensor.{role}")
+        if role == "reference" or not draft.states(*sizes, *layout, f"pipeline.{role}", f"context.{role}"):
+            continue
+        mini = draft.get(f"mini.{role}", "mini.actor")
+        micro = draft.get(
+            f"micro.{role}", "micro", default=1 if draft.get(f"dynamic.{role}", "dynamic.actor") else None
+        )
+        of_all = draft.get(f"micro_of_all.{role}")
+        if of_all is not None and draft.states(f"micro_of_all.{role}"):
+            micro = max(1, of_all // device_count(draft, role))
+        if mini is None or micro is None:
+            draft.problems.missing(f"micro-batch of {section}", "is needed: samples of a micro-batch on one device", 1)
+            continue
+        put_accumulation(draft, role, section, Fraction(mini), int(micro))
+
+
+def put_accumulation(draft: Draft, role: str, section: str, mini: Fraction, micro: int) -> None:
+    """Set the two keys of a trained role's batch, with the arithmetic as a remark."""
+    samples, ranks = int(draft.get("samples", default=1)), data_parallel_size(draft, role)
+    total = mini * samples
+    steps = total / (micro * ranks)
+    because = (f"mini.{role}", f"micro.{role}", "micro", f"micro_of_all.{role}")
+    text = f"{float(mini):g} prompts x {samples} = {float(total):g} samples an optimizer step"
+    if steps.denominator != 1:
+        rule = f"{text} do not divide into micro-batches of {micro} on {ranks} ranks"
+        draft.problems.add(f"{section}: mini-batch", float(mini), rule)
+        return
+    if draft.whole or draft.states(*because[1:], f"dynamic.{role}"):
+        draft.put(f"{section}.training_args.per_device_train_batch_size", micro, *because[1:])
+    draft.put(f"{section}.training_args.gradient_accumulation_steps", int(steps), *because)
+    draft.remark(because, f"{section}: {text} = {int(steps)} micro-batches of {micro} on {ranks} ranks")
+
+
+def put_forward_batches(draft: Draft) -> None:
+    """Micro-batches of passes without gradient that are given for all devices together."""
+    for role, section in draft.sections():
+        fact = f"forward_of_all.{role}"
+        if draft.states(fact) and draft.facts[fact] is not None:
+            draft.put(f"{section}.infer_batch_size", max(1, draft.facts[fact] // device_count(draft, role)), fact)
+
+
+def put_token_budgets(draft: Draft) -> None:
+    """verl's token budgets count with ``use_dynamic_bsz`` only, which critic and reference have from the actor."""
+    for role, section in draft.sections():
+        own, dynamic = f"token_budget.{role}", (f"dynamic.{role}", "dynamic.actor")
+        ranks = ranks_of_a_sequence(draft, role)
+        forward: tuple[str, ...] = (f"forward_dynamic.{role}", *dynamic)
+        phases: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+            "train": (dynamic, (own, "token_budget.actor")),
+            "infer": (forward, (f"forward_budget.{role}", own, "token_budget.actor")),
+        }
+        for phase, (switches, budgets) in phases.items():
+            if (role == "reference" and phase == "train") or not draft.states(*switches):
+                continue
+            asked = bool(draft.get(*switches, default=False))
+            if asked or draft.get(*dynamic):
+                draft.put(f"{section}.use_dynamic_batching_in_{phase}", asked, *switches)
+            budget = draft.get(*budgets)
+            if asked and budget is not None:
+                draft.put(f"{section}.max_tokens_per_microbatch_in_{phase}", int(budget) * ranks, *budgets)
+        counted: dict[str, tuple[str, ...]] = {own: dynamic, f"forward_budget.{role}": forward}
+        for fact, switches in counted.items():
+            if fact in draft.given and not (draft.states(*switches) and draft.get(*switches)):
+                draft.remark([fact], "left out: without use_dynamic_bsz it has no effect")
+
+
+def ranks_of_a_sequence(draft: Draft, role: str) -> int:
+    """Ranks that share the tokens of one sequence."""
+    strategy = strategy_of(draft, role)
+    if strategy == "megatron":
+        return int(draft.get(f"context.{role}", default=1))
+    return 1 if strategy == "deepspeed" else int(draft.get(f"ulysses.{role}", default=1))
+
+
+def put_optimizers(draft: Draft) -> None:
+    for role, section in draft.sections():
+        betas = draft.get(f"betas.{role}")
+        if draft.states(f"betas.{role}") and betas is not None:
+            for number, beta in enumerate(betas, start=1):
+                draft.put(f"{section}.training_args.adam_beta{number}", float(beta), f"betas.{role}")

@@ -12,9 +12,8 @@ import yaml
 
 from roll.config.reading.compose import parse_override
 from roll.config.reading.errors import ConfigError, Problem
-from roll.translation.launching import Launch, launch_of
+from roll.translation.launching import Launch, Variables, commands, launch_of
 from roll.translation.recording import Command, Recording
-from roll.translation.shell import Variables, commands
 
 COMMAND = "(command)"
 FOREIGN = "is a program of its own: what it trains is in its code, not in its arguments"

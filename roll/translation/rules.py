@@ -1,29 +1,22 @@
-"""What a rule of translation says, and the conversions of values that rules use."""
+"""Rules of translation, the dialects that they make up, and a translation in the making."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from roll.config.reading.schema import Mismatch, closest, convert
-from roll.translation.draft import Draft
+import yaml
 
-ACTOR, ENGINE, REFERENCE, CRITIC = "actor_train", "actor_infer", "reference", "critic"
-STRATEGY, OPTIONS = "strategy_args.strategy_name", "strategy_args.strategy_config"
-"""Our sections and two keys that many rules end in."""
-REWARD_MODEL = "a reward model is a role and a reward of that name here; docs/rewards.md says how both are written"
+from roll.config.reading.errors import Problems
+from roll.config.reading.schema import closest
 
-MULTIMODAL = "images, video and audio are not supported yet"
-EXPERTS = "mixtures of experts are not supported yet"
-TURNS = "several turns, tools and agents are not supported yet"
-"""What whole families of configurations are refused for."""
+OPTIONS = "strategy_args.strategy_config"
+ROLES = {"actor": "actor_train", "critic": "critic", "reference": "reference"}
+"""Names of roles in facts, and their sections."""
 
 Convert = Callable[[Any], Any]
-
-REST = ".*"
-"""At the end of one of their keys: any key below it; ``{rest}`` in ours is what stands there."""
 
 
 def as_written(value: Any) -> Any:
@@ -34,8 +27,8 @@ def as_written(value: Any) -> Any:
 class Rule:
     """What one of their keys becomes."""
 
-    theirs: str
-    """The key; several spellings of the same are set apart by spaces."""
+    spellings: tuple[str, ...]
+    """The key under all its names."""
     ours: tuple[str, ...] = ()
     """The keys that get the value. None: nothing here needs it, and the note says why."""
     note: str = ""
@@ -47,29 +40,11 @@ class Rule:
     """The arithmetic sets ``ours``; the value itself goes nowhere else."""
     about: Any = None
     """The value that the note speaks of; None: any."""
+    default: str = ""
+    """Their default in YAML; empty: it is ours, or takes part in nothing."""
 
     def note_for(self, value: Any) -> str:
         return self.note if self.about is None or value == self.about else ""
-
-    @property
-    def spellings(self) -> tuple[str, ...]:
-        return tuple(self.theirs.split())
-
-
-PROJECT = Rule(
-    "trainer.project_name",
-    ("tracker_kwargs.project",),
-    "for wandb and swanlab; no effect for the others",
-    fact="project",
-    computed=True,
-)
-"""Both projects have it."""
-
-
-def epochs(theirs: str) -> Rule:
-    """Passes over the data, under the name that a project has for them."""
-    note = "rows / `train_batch_size` x epochs; needs `--train-rows`"
-    return Rule(theirs, ("max_steps",), note, whole, "epochs", computed=True)
 
 
 @dataclass(frozen=True)
@@ -80,6 +55,92 @@ class Section:
     rules: tuple[Rule, ...]
 
 
+@dataclass
+class Draft:
+    """What is known so far."""
+
+    whole: bool
+    """A run of its own, whose unwritten keys have their tool's defaults; else changes to a recipe."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Numbers and names that several keys of ours depend on; those of the recipe or the defaults first."""
+    written: set[str] = field(default_factory=set)
+    """Facts that their keys state (in a whole run: defaults too)."""
+    names: dict[str, str] = field(default_factory=dict)
+    """For each fact, their key that states it."""
+    raw: dict[str, Any] = field(default_factory=dict)
+    """For each fact, the value as their key states it."""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """For each fact, their tool's default, written or not."""
+    given: set[str] = field(default_factory=set)
+    """Facts that the text itself states."""
+    roles: set[str] = field(default_factory=set)
+    """Sections that the run has."""
+    keys: dict[str, Any] = field(default_factory=dict)
+    """Our dotted keys and their values."""
+    reasons: dict[str, set[str]] = field(default_factory=dict)
+    """For each fact, the keys that it decided."""
+    remarks: dict[str, list[str]] = field(default_factory=dict)
+    """For each fact, what else is to say of it."""
+    problems: Problems = field(default_factory=Problems)
+
+    def states(self, *names: str) -> bool:
+        """True when one of the facts is theirs rather than the recipe's."""
+        return any(name in self.written for name in names)
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        """The first of these facts that there is; theirs go before the recipe's."""
+        known = [name for name in names if self.facts.get(name) is not None]
+        return next(
+            (self.facts[name] for name in known if name in self.written), self.facts[known[0]] if known else default
+        )
+
+    def value_of(self, fact: str) -> Any:
+        """What holds for a fact: as written, else their default where a whole loss is described, else the recipe's."""
+        if fact in self.written:
+            return self.facts[fact]
+        if (self.whole or self.states("loss")) and fact in self.defaults:
+            return self.defaults[fact]
+        return self.facts.get(fact, self.defaults.get(fact))
+
+    def first_of(self, *facts: str) -> Any:
+        """The first of these facts for which a value holds."""
+        return next((value for fact in facts if (value := self.value_of(fact)) is not None), None)
+
+    def put(self, key: str, value: Any, *because: str) -> None:
+        """Set one of our keys, unless its role is not part of the run."""
+        section = key.partition(".")[0]
+        if section in ROLES.values() and section not in self.roles:
+            return
+        self.keys[key] = value
+        for fact in because:
+            self.reasons.setdefault(fact, set()).add(key)
+
+    def state(self, fact: str, value: Any) -> None:
+        """Set a fact as if a key of theirs said it."""
+        self.facts[fact] = value
+        self.written.add(fact)
+
+    def remark(self, facts: Iterable[str], text: str) -> None:
+        """Say something of those of the facts that are written."""
+        for fact in facts:
+            if fact in self.written:
+                said = self.remarks.setdefault(fact, [])
+                if text not in said:
+                    said.append(text)
+
+    def without_effect(self, because: str, *facts: str) -> None:
+        """Say of those of the facts that the text itself states that nothing comes of them."""
+        self.remark([fact for fact in facts if fact in self.given], f"left out: {because}")
+
+    def refuse(self, fact: str, rule: str, example: Any = None) -> None:
+        """Note that what states a fact has no translation."""
+        self.problems.add(self.names.get(fact, fact), self.raw.get(fact, self.facts.get(fact)), rule, example)
+
+    def sections(self) -> list[tuple[str, str]]:
+        """Fact name and section of each role of the run."""
+        return [(role, section) for role, section in ROLES.items() if section in self.roles]
+
+
 @dataclass(frozen=True)
 class Dialect:
     """The keys of one project."""
@@ -87,8 +148,6 @@ class Dialect:
     name: str
     title: str
     sections: tuple[Section, ...]
-    defaults: tuple[tuple[str, Any], ...]
-    """Their documented defaults that differ from ours or take part in the arithmetic; used for whole runs."""
     model_key: str
     """A configuration that sets this key describes a whole run."""
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -110,15 +169,21 @@ class Dialect:
         """Every spelling with its rule."""
         return {spelling: rule for section in self.sections for rule in section.rules for spelling in rule.spellings}
 
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """Their documented defaults that differ from ours or take part in the arithmetic; used for whole runs."""
+        rules = (rule for section in self.sections for rule in section.rules if rule.default)
+        return {rule.spellings[0]: yaml.safe_load(rule.default) for rule in rules}
+
     def find(self, key: str) -> tuple[Rule, str] | None:
-        """The rule for a key, and what stands in the place of its ``*``."""
+        """The rule for a key, and what stands in the place of its ``*``; the longest that fits."""
         known = self.rules
         if key in known:
             return known[key], ""
-        for spelling, rule in known.items():
-            stem = spelling.removesuffix(REST)
-            if spelling.endswith(REST) and key.startswith(f"{stem}."):
-                return rule, key.removeprefix(f"{stem}.")
+        names = key.split(".")
+        for count in range(len(names) - 1, 0, -1):
+            if rule := known.get(".".join([*names[:count], "*"])):
+                return rule, ".".join(names[count:])
         return None
 
     def nearest(self, key: str) -> str | None:
@@ -128,86 +193,3 @@ class Dialect:
         siblings = [name for name in known if name.rpartition(".")[0] == section]
         by_name = closest(last, [name.rpartition(".")[2] for name in siblings]) if siblings else None
         return f"{section}.{by_name}".lstrip(".") if by_name else closest(key, known)
-
-
-def whole(value: Any) -> int:
-    return int(_converted(value, int))
-
-
-def number(value: Any) -> float | int:
-    return float(_converted(value, float))
-
-
-def truth(value: Any) -> bool:
-    return bool(_converted(value, bool))
-
-
-def flipped(value: Any) -> bool:
-    return not truth(value)
-
-
-def switched(value: Any) -> bool:
-    """The 0 or 1 of an environment variable."""
-    if str(value).strip().lower() not in ("0", "1", "true", "false"):
-        raise ValueError("must be 0 or 1")
-    return str(value).strip().lower() in ("1", "true")
-
-
-def _converted(value: Any, hint: Any) -> Any:
-    try:
-        return convert(value, hint)
-    except Mismatch as error:
-        raise ValueError(error.rule) from None
-
-
-def never_below_zero(value: Any) -> int:
-    """An interval in which 0 and -1 both mean never."""
-    return 0 if value is False else max(0, whole(value))
-
-
-def optional(conversion: Convert) -> Convert:
-    """A conversion that leaves null as it is."""
-    return lambda value: None if value is None else conversion(value)
-
-
-def listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def one_of(names: Mapping[Any, Any]) -> Convert:
-    """A conversion by a table of their names."""
-
-    def look_up(value: Any) -> Any:
-        if value in names:
-            return names[value]
-        known = [str(name) for name in names]
-        nearest = closest(str(value), known)
-        hint = f"; the nearest is {nearest}" if nearest else ""
-        raise ValueError(f"has no translation; known: {', '.join(known)}{hint}")
-
-    return look_up
-
-
-def refused(reason: str, *neutral: Any) -> Convert:
-    """A conversion that takes ``neutral`` values only."""
-
-    def check(value: Any) -> Any:
-        if value not in neutral:
-            raise ValueError(reason)
-        return value
-
-    return check
-
-
-LOGGERS = {
-    "console": "stdout",
-    "stdout": "stdout",
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "swanlab": "swanlab",
-    "file": "jsonl",
-}
-
-
-def loggers(value: Any) -> list[Any]:
-    return [one_of(LOGGERS)(name) for name in listed(value)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from roll.translation.draft import Draft
+from roll.translation.rules import Draft
 
 DAPO_SCORES = 0.5
 """DAPO's mathematics is scored with -1 and 1 in verl, with 0 and 1 here: half the distance between right and wrong."""
@@ -172,6 +172,9 @@ def put_overlong(draft: Draft) -> None:
         draft.refuse(
             "max_response", f"must be the longest response, {response} tokens: the punishment ends there", response
         )
+    if draft.value_of("overlong_len") is None:
+        draft.problems.missing("overlong_buffer_cfg.len", "is needed with overlong_buffer_cfg.enable", 4096)
+        return
     factor = float(draft.value_of("overlong_factor"))
     files = [str(name).lower() for name in draft.get("train_files", default=[])]
     if files and all("dapo" in name for name in files) and draft.get("reward_file") is None:

@@ -1,430 +1,335 @@
-"""TRL's arguments: ``trl grpo`` and ``trl sft``, by command line or by YAML file.
+"""TRL's arguments (``trl grpo`` and ``trl sft``) beside their table, ``trl.table``: batches, losses and rewards.
 
 Defaults are those of version 1: ``loss_type: dapo``, ``beta: 0``, ``vllm_importance_sampling_mode: sequence_mask``.
 """
 
 from __future__ import annotations
 
-from roll.translation.rules import (
-    ACTOR,
-    ENGINE,
-    OPTIONS,
-    REFERENCE,
-    TURNS,
-    Dialect,
-    Rule,
-    Section,
-    epochs,
-    listed,
-    number,
-    one_of,
-    optional,
-    refused,
-    truth,
-    whole,
-)
-from roll.translation.trl_algorithm import put_trl_algorithm
-from roll.translation.trl_batches import prepare, put_sft
+import re
+from fractions import Fraction
+from typing import Any
 
-SCHEDULERS = {name: name for name in ("linear", "cosine", "constant")} | {"constant_with_warmup": "constant"}
-ATTENTION = {"flash_attention_2": "fa2", "sdpa": "sdpa", "eager": "eager", None: None}
-DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "auto": "bf16", None: "bf16"}
+from roll.translation.assembly import data_name
+from roll.translation.placement import devices
+from roll.translation.rules import Dialect, Draft
+from roll.translation.tables import Convert, listed, number, one_of, read_table, whole
+
 TRACKERS = {"wandb": "wandb", "tensorboard": "tensorboard", "swanlab": "swanlab", "none": "stdout", "all": "stdout"}
-COMPUTED = "of one process; see the batches above"
-TRAINED = "their trainer's own; the same numbers"
+MODES = {
+    "grpo": "seq-mean-token-mean",
+    "dapo": "token-mean",
+    "dr_grpo": "seq-mean-token-sum-norm",
+    "bnpo": "token-mean",
+}
+MODES |= {"cispo": "token-mean", "sapo": "seq-mean-token-mean"}
+"""How each ``loss_type`` becomes one number."""
+THINK = r"<think>(?!.*<think>)(.*?)</think>.*"
+REWARDS: dict[str, dict[str, Any]] = {
+    "accuracy_reward": {"worker_cls": "math_rule"},
+    "reasoning_accuracy_reward": {"worker_cls": "math_rule"},
+    "think_format_reward": {"worker_cls": "format", "reward_kwargs": {"pattern": THINK, "mode": "full"}},
+    "get_soft_overlong_punishment": {"worker_cls": "length_penalty", "reward_kwargs": {"free": 1024, "limit": 1280}},
+}
+"""Functions of its command line; the punishment has its own limits there, whatever ``max_completion_length``."""
 
 
-def _trackers(value: object) -> list[str]:
-    return [str(one_of(TRACKERS)(name)) for name in listed(value)]
+PROMPT_LENGTH = 1024
+"""TRL cuts no prompt: the longest that is kept, where the command does not say."""
+PEFT_DEFAULTS = {"lora_r": 16, "peft_alpha": 32, "peft_dropout": 0.05}
 
 
-def _model(role: str, *others: str) -> tuple[Rule, ...]:
-    """The model, its adapters and its optimizer."""
-    roles = (role, *others)
-    arguments = f"{role}.training_args"
-    return (
-        Rule("model_name_or_path", ("pretrain",), fact="model"),
-        Rule("model_revision", note="main", value=refused("a revision has no translation: download it", "main", None)),
-        Rule("dtype torch_dtype", tuple(f"{name}.model_args.dtype" for name in roles), value=one_of(DTYPES)),
-        Rule(
-            "attn_implementation",
-            tuple(f"{name}.model_args.attn_implementation" for name in roles),
-            value=one_of(ATTENTION),
-            fact="attention",
-            computed=True,
-        ),
-        Rule("trust_remote_code", tuple(f"{name}.model_args.trust_remote_code" for name in roles), value=truth),
-        Rule(
-            "gradient_checkpointing",
-            (f"{role}.model_args.disable_gradient_checkpointing",),
-            "the other way round",
-            lambda value: not truth(value),
-        ),
-        Rule("use_peft", (f"{role}.model_args.lora_rank",), "true: LoRA", truth, "use_peft", computed=True),
-        Rule("lora_r", (f"{role}.model_args.lora_rank",), value=whole, fact="lora_r", computed=True),
-        Rule("lora_alpha", (f"{role}.model_args.lora_alpha",), value=whole, fact="peft_alpha", computed=True),
-        Rule("lora_dropout", (f"{role}.model_args.lora_dropout",), value=number, fact="peft_dropout", computed=True),
-        Rule(
-            "lora_target_modules",
-            (f"{role}.model_args.lora_target",),
-            "null: the modules that PEFT takes for the model, `q_proj` and `v_proj` for most",
-            optional(lambda value: value[0] if isinstance(value, list) and value == ["all-linear"] else value),
-            "peft_target",
-            computed=True,
-        ),
-        Rule(
-            "lora_target_parameters lora_modules_to_save use_rslora use_dora load_in_8bit load_in_4bit",
-            note="not given or false",
-            value=refused("has no translation: adapters are plain LoRA on whole layers in full precision", None, False),
-        ),
-        Rule("lora_task_type bnb_4bit_quant_type use_bnb_nested_quant", note=TRAINED),
-        Rule("learning_rate", (f"{arguments}.learning_rate",), value=number),
-        Rule("weight_decay", (f"{arguments}.weight_decay",), value=number),
-        Rule("adam_beta1", (f"{arguments}.adam_beta1",), value=number),
-        Rule("adam_beta2", (f"{arguments}.adam_beta2",), value=number),
-        Rule("adam_epsilon", (f"{arguments}.adam_epsilon",), value=number),
-        Rule("max_grad_norm", ("max_grad_norm",), value=number),
-        Rule("lr_scheduler_type", (f"{arguments}.lr_scheduler_type",), value=one_of(SCHEDULERS)),
-        Rule("warmup_ratio", (f"{arguments}.warmup_ratio",), value=number),
-        Rule("warmup_steps", (f"{arguments}.warmup_steps",), value=whole),
-        Rule("optim", note="AdamW", value=refused("AdamW only", "adamw_torch", "adamw_torch_fused", "adamw_hf")),
-        Rule("lr_scheduler_kwargs optim_args", note="null", value=refused("has no translation", None)),
-        Rule(
-            "per_device_train_batch_size",
-            (f"{arguments}.per_device_train_batch_size",),
-            value=whole,
-            fact="micro.actor",
-            computed=True,
-        ),
-        Rule(
-            "gradient_accumulation_steps",
-            (f"{arguments}.gradient_accumulation_steps",),
-            COMPUTED,
-            whole,
-            "mini.actor",
-            computed=True,
-        ),
+def prepare(draft: Draft) -> None:
+    """Facts that the common arithmetic reads; those that have a name of theirs take its place."""
+    draft.facts["accumulation"] = int(draft.get("mini.actor", default=1))
+    draft.facts["per_device"] = int(draft.get("micro.actor", default=8))
+    world = processes(draft)
+    put_strategy(draft)
+    put_intervals(draft, put_rollouts(draft, world) if "samples" in draft.facts else Fraction(1))
+    put_data_names(draft)
+    if draft.get("use_peft"):
+        for ours, theirs in (("lora_rank", "lora_r"), ("lora_alpha", "peft_alpha")):
+            draft.state(ours, draft.get(theirs, default=PEFT_DEFAULTS[theirs]))
+        draft.state("lora_target", draft.get("peft_target", default=["q_proj", "v_proj"]))
+
+
+def processes(draft: Draft) -> int:
+    """One process a device, from the options of whatever starts them."""
+    options = draft.facts.get("launcher_options", {})
+    machines = int(draft.get("machines", default=options.get("num_machines", options.get("nnodes", 1))))
+    per_node = options.get("nproc_per_node", options.get("num_gpus"))
+    total = draft.get("processes", default=options.get("num_processes"))
+    if total is None:
+        total = int(per_node) * machines if per_node is not None and str(per_node).isdecimal() else machines
+        if per_node is None:
+            draft.remark(["micro.actor"], "one process is assumed: give --num_processes for more devices")
+    draft.state("gpus", max(1, int(total) // machines))
+    draft.state("nodes", machines)
+    return int(total)
+
+
+def put_strategy(draft: Draft) -> None:
+    """The backend by the name of the file for ``accelerate`` or DeepSpeed."""
+    options = draft.facts.get("launcher_options", {})
+    name = str(draft.get("accelerate", default=options.get("config_file", options.get("accelerate_config", ""))) or "")
+    stage = re.search(r"(?:zero|ds|stage)[-_]?(?:stage)?[-_]?(\d)", name.lower())
+    if stage or "use_deepspeed" in options:
+        draft.state("strategy", "deepspeed")
+        draft.state("zero_stage", int(stage[1]) if stage else 2)
+    else:
+        draft.state("strategy", "fsdp" if "fsdp1" in name.lower() else "fsdp2")
+    draft.remark(["accelerate"], f"{draft.facts['strategy']}, by the file's name")
+
+
+def put_rollouts(draft: Draft, world: int) -> Fraction:
+    """Completions of a generation and of an optimizer step as prompts; returns optimizer steps of a generation."""
+    samples, micro = int(draft.facts["samples"]), int(draft.get("per_device", default=8))
+    accumulation = int(draft.get("accumulation", default=1))
+    steps = draft.get("steps_per_generation", default=accumulation)
+    if draft.get("generation_batch") is not None:
+        steps = Fraction(int(draft.facts["generation_batch"]), micro * world)
+    prompts = Fraction(micro * world * steps) / samples
+    if prompts.denominator != 1 or prompts < 1:
+        rule = f"{float(micro * world * steps):g} completions of a generation do not divide into groups of {samples}"
+        draft.problems.add("num_generations", samples, f"must divide them: {rule}")
+    draft.state("prompts", max(1, int(prompts)))
+    draft.put("rollout_batch_size", max(1, int(prompts)), "steps_per_generation", "generation_batch", "micro.actor")
+    draft.state("mini.actor", Fraction(micro * world * accumulation, samples))
+    draft.state("micro.actor", micro)
+    iterations = int(draft.get("iterations", default=1))
+    draft.put("ppo_epochs", iterations, "iterations")
+    draft.state("prompt_length", draft.get("trl_prompt", default=PROMPT_LENGTH))
+    draft.put("prompt_length", draft.facts["prompt_length"], "trl_prompt")
+    draft.state("estimator", "grpo")
+    draft.state("kl_loss", bool(draft.get("beta", default=0.0)))
+    put_engine_facts(draft)
+    return Fraction(steps) / accumulation * iterations
+
+
+def put_engine_facts(draft: Draft) -> None:
+    vllm = bool(draft.get("use_vllm"))
+    draft.state("engine", "vllm" if vllm else "hf_infer")
+    draft.put("actor_infer.strategy_args.strategy_name", draft.facts["engine"], "use_vllm")
+    together = not vllm or bool(draft.get("trl_colocate", default=True))
+    draft.state("colocate", together)
+    if not together:
+        draft.state("engines", 1)
+        draft.remark(
+            ["trl_colocate"], "one engine behind the trainer's devices: more of them in actor_infer.device_mapping"
+        )
+
+
+def put_intervals(draft: Draft, updates: Fraction) -> None:
+    """Optimizer steps there are rollouts here: ``updates`` of them each."""
+    steps = draft.get("optimizer_steps", default=-1)
+    if steps is not None and steps > 0:
+        draft.state("steps", max(1, round(steps / updates)))
+        draft.put("max_steps", draft.facts["steps"], "optimizer_steps")
+    for fact, ours, default in (("save", "save_steps", 500), ("eval", "eval_steps", 10)):
+        strategy, interval = draft.get(f"{fact}_strategy", default="no"), draft.get(f"{fact}_interval")
+        value = max(1, round(Fraction(interval or default) / updates)) if strategy == "steps" else 0
+        if strategy == "epoch":
+            rows, prompts = draft.get("rows"), draft.get("prompts", default=1)
+            value = max(1, int(rows) // int(prompts)) if rows is not None else 0
+            text = "an epoch is as many steps" if value else "give --train-rows, and an epoch becomes steps"
+            draft.remark([f"{fact}_strategy"], text)
+        draft.put(ours, value, f"{fact}_strategy", f"{fact}_interval")
+
+
+def put_data_names(draft: Draft) -> None:
+    """``hub:OWNER/NAME/CONFIG:SPLIT``, or a file."""
+    name = draft.get("train_files")
+    if name is None:
+        return
+    draft.state("train_files", [data_name(draft, str(name), "train_split", "train")])
+    if draft.get("eval_strategy", default="no") != "no":
+        draft.state("val_files", [data_name(draft, str(name), "test_split", "test")])
+
+
+def put_sft(draft: Draft) -> None:
+    """All of an SFT run that no key says alone."""
+    count, role = int(draft.facts["gpus"]) * int(draft.facts["nodes"]), "sft_train"
+    draft.put("num_gpus_per_node", int(draft.facts["gpus"]), "machines")
+    draft.put(f"{role}.device_mapping", devices(0, count), "processes")
+    draft.put(f"{role}.strategy_args.strategy_name", f"{draft.facts['strategy']}_train", "accelerate")
+    if "zero_stage" in draft.facts:
+        draft.put(f"{role}.strategy_args.strategy_config.zero_stage", draft.facts["zero_stage"], "accelerate")
+    draft.put(
+        f"{role}.training_args.per_device_train_batch_size", int(draft.get("per_device", default=8)), "micro.actor"
     )
+    steps = int(draft.get("accumulation", default=1))
+    draft.put(f"{role}.training_args.gradient_accumulation_steps", steps, "mini.actor")
+    if "steps" not in draft.facts:
+        draft.put(f"{role}.training_args.num_train_epochs", float(draft.get("epochs", default=3)), "epochs")
+    if not draft.get("assistant_only"):
+        rule = "must be true: without it every token of a conversation is learned there, here the answers alone"
+        draft.problems.add("assistant_only_loss", bool(draft.get("assistant_only")), rule, True)
+    for fact, section in (("train_files", role), ("val_files", "validation")):
+        if draft.states(fact):
+            draft.put(f"{section}.data_args.file_name", draft.facts[fact], "train_files", "eval_strategy")
+            draft.put(f"{section}.data_args.messages", "messages", "train_files")
+    put_adapter(draft, role)
+    put_attention(draft, (role,))
 
 
-def _run(role: str) -> tuple[Rule, ...]:
-    """Length, places and times of a run, and its processes."""
-    return (
-        epochs("num_train_epochs"),
-        Rule(
-            "max_steps", ("max_steps",), "optimizer steps there; -1: by epochs", whole, "optimizer_steps", computed=True
-        ),
-        Rule("seed", ("seed",), value=whole),
-        Rule("output_dir", ("output_dir",)),
-        Rule("run_name", ("exp_name",)),
-        Rule("report_to", ("track_with",), "`none` is `stdout`", _trackers, "loggers"),
-        Rule("logging_steps", ("logging_steps",), value=lambda value: max(1, round(number(value)))),
-        Rule(
-            "save_strategy",
-            ("save_steps",),
-            value=one_of({"steps": "steps", "no": "no", "epoch": "epoch"}),
-            fact="save_strategy",
-            computed=True,
-        ),
-        Rule("save_steps", ("save_steps",), "optimizer steps there", whole, "save_interval", computed=True),
-        Rule("save_total_limit", ("max_ckpt_to_keep",), value=lambda value: 0 if value is None else whole(value)),
-        Rule(
-            "eval_strategy",
-            ("eval_steps",),
-            value=one_of({"steps": "steps", "no": "no", "epoch": "epoch"}),
-            fact="eval_strategy",
-            computed=True,
-        ),
-        Rule("eval_steps", ("eval_steps",), "optimizer steps there", optional(whole), "eval_interval", computed=True),
-        Rule("resume_from_checkpoint", ("resume_from_checkpoint",)),
-        Rule(
-            "num_processes", (f"{role}.device_mapping",), "processes: one a device", whole, "processes", computed=True
-        ),
-        Rule("num_machines", ("num_gpus_per_node",), value=whole, fact="machines", computed=True),
-        Rule(
-            "accelerate_config config_file",
-            (f"{role}.strategy_args.strategy_name",),
-            "`zero1`, `zero2`, `zero3`: DeepSpeed; `fsdp1`, `fsdp2`; others: `fsdp2_train`, which gives DDP's numbers",
-            fact="accelerate",
-            computed=True,
-        ),
-        Rule(
-            "deepspeed",
-            (f"{role}.strategy_args.strategy_name",),
-            "the stage by the file's name",
-            optional(str),
-            "accelerate",
-            computed=True,
-        ),
-        Rule(
-            "dataset_name",
-            (f"{role}.data_args.file_name",),
-            "of the hub: `hub:OWNER/NAME`",
-            fact="train_files",
-            computed=True,
-        ),
-        Rule("dataset_config", (f"{role}.data_args.file_name",), fact="hub_config", computed=True),
-        Rule("dataset_train_split", (f"{role}.data_args.file_name",), fact="train_split", computed=True),
-        Rule(
-            "dataset_test_split",
-            ("validation.data_args.file_name",),
-            "with `eval_strategy` only",
-            fact="test_split",
-            computed=True,
-        ),
-        Rule(
-            "dataset_streaming datasets",
-            note="null",
-            value=refused("has no translation: name files in file_name", False, None),
-        ),
-        Rule("shuffle_dataset", (f"{role}.data_args.shuffle",), value=truth),
-        Rule("chat_template_kwargs.*", (f"{role}.data_args.chat_template_kwargs.{{rest}}",)),
-        Rule(
-            "bf16 fp16 tf32 gradient_checkpointing_kwargs use_cpu ddp_timeout dataloader_num_workers "
-            "remove_unused_columns "
-            "disable_tqdm log_level log_completions num_completions_to_print log_unique_prompts push_to_hub "
-            "hub_model_id "
-            "hub_strategy ddp_find_unused_parameters dataloader_pin_memory save_only_model overwrite_output_dir "
-            "do_eval do_train "
-            "logging_first_step logging_strategy logging_dir per_device_eval_batch_size average_tokens_across_devices "
-            "disable_dropout use_liger_kernel use_liger_loss torch_compile dataset_num_proc save_safetensors "
-            "config main_process_port "
-            "num_generations_eval ds3_gather_for_generation use_transformers_paged cache_implementation "
-            "mixed_precision "
-            "dynamo_backend machine_rank same_network num_cpu_threads_per_process trackio_space_id project",
-            note="no such choice here, or the same numbers by other means",
-        ),
-    )
+def put_adapter(draft: Draft, role: str) -> None:
+    if not draft.get("use_peft"):
+        return
+    arguments = f"{role}.model_args"
+    draft.put(f"{arguments}.lora_rank", int(draft.facts["lora_rank"]), "use_peft", "lora_r")
+    draft.put(f"{arguments}.lora_alpha", int(draft.facts["lora_alpha"]), "use_peft", "peft_alpha")
+    draft.put(f"{arguments}.lora_target", draft.facts["lora_target"], "use_peft", "peft_target")
+    dropout = draft.get("peft_dropout", default=PEFT_DEFAULTS["peft_dropout"])
+    draft.put(f"{arguments}.lora_dropout", dropout, "use_peft", "peft_dropout")
 
 
-GRPO_RUN = Section("TRL: run, model and data", (*_run(ACTOR), *_model(ACTOR, ENGINE, REFERENCE)))
-GRPO = Section(
-    "TRL: GRPO",
-    (
-        Rule("num_generations", ("num_return_sequences_in_group",), value=whole, fact="samples"),
-        Rule("max_prompt_length", ("prompt_length",), "not given: 1024", optional(whole), "trl_prompt", computed=True),
-        Rule("max_completion_length", ("response_length",), value=whole, fact="response_length"),
-        Rule(
-            "steps_per_generation",
-            ("rollout_batch_size",),
-            "prompts = completions of a generation / `num_generations`",
-            optional(whole),
-            "steps_per_generation",
-            computed=True,
-        ),
-        Rule(
-            "generation_batch_size",
-            ("rollout_batch_size",),
-            value=optional(whole),
-            fact="generation_batch",
-            computed=True,
-        ),
-        Rule("num_iterations", ("ppo_epochs",), value=whole, fact="iterations", computed=True),
-        Rule("temperature", (f"{ENGINE}.generating_args.temperature",), value=number),
-        Rule("top_p", (f"{ENGINE}.generating_args.top_p",), value=number),
-        Rule(
-            "top_k",
-            (f"{ENGINE}.generating_args.top_k",),
-            "0 and null: all tokens",
-            lambda value: whole(value or 0) or -1,
-        ),
-        Rule(
-            "min_p", (f"{ENGINE}.generating_args.min_p",), value=lambda value: 0.0 if value is None else number(value)
-        ),
-        Rule("repetition_penalty", (f"{ENGINE}.generating_args.repetition_penalty",), value=number),
-        Rule("generation_kwargs", note="null", value=refused("has no translation: generating_args has keys", None)),
-        Rule("use_vllm", (f"{ENGINE}.strategy_args.strategy_name",), value=truth, fact="use_vllm", computed=True),
-        Rule(
-            "vllm_mode",
-            (f"{ENGINE}.device_mapping",),
-            "`colocate`: on the trainer's devices; `server`: on one behind them",
-            one_of({"colocate": True, "server": False}),
-            "trl_colocate",
-            computed=True,
-        ),
-        Rule("vllm_gpu_memory_utilization", (f"{ENGINE}.{OPTIONS}.gpu_memory_utilization",), value=number),
-        Rule(
-            "vllm_tensor_parallel_size",
-            (f"{ENGINE}.{OPTIONS}.tensor_parallel_size",),
-            value=whole,
-            fact="engine_tensor",
-            computed=True,
-        ),
-        Rule("vllm_max_model_length vllm_max_model_len", (f"{ENGINE}.{OPTIONS}.max_model_len",), value=optional(whole)),
-        Rule(
-            "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_server_base_url "
-            "vllm_model_impl "
-            "vllm_enable_sleep_mode",
-            note="engines are this run's own",
-        ),
-        Rule(
-            "vllm_structured_outputs_regex vllm_guided_decoding_regex",
-            note="null",
-            value=refused("has no translation", None),
-        ),
-        Rule("beta", ("use_kl_loss", "kl_loss_coef"), "0: no reference", number, "beta", computed=True),
-        Rule("epsilon", ("pg_clip_low",), value=number, fact="epsilon", computed=True),
-        Rule("epsilon_high", ("pg_clip_high",), "null: as `epsilon`", optional(number), "epsilon_high", computed=True),
-        Rule(
-            "delta",
-            ("dual_clip_coef",),
-            "bounds the ratio of negative advantages",
-            optional(number),
-            "delta",
-            computed=True,
-        ),
-        Rule(
-            "loss_type",
-            ("pg_variant", "loss_agg_mode"),
-            "`grpo`: mean of responses; `dapo`: mean of tokens; `dr_grpo`: sum over `max_completion_length`",
-            fact="loss_type",
-            computed=True,
-        ),
-        Rule(
-            "importance_sampling_level",
-            ("pg_variant",),
-            "`sequence` is GSPO",
-            one_of({"token": "token", "sequence": "sequence"}),
-            "level",
-            computed=True,
-        ),
-        Rule("sapo_temperature_pos", ("sapo_tau_pos",), value=number, fact="sapo_pos", computed=True),
-        Rule("sapo_temperature_neg", ("sapo_tau_neg",), value=number, fact="sapo_neg", computed=True),
-        Rule(
-            "scale_rewards",
-            ("norm_std_type",),
-            "1e-4 is added to the spread there, 1e-6 here: one part in 5,000 for rewards of 0 and 1",
-            one_of({True: "group", "group": "group", "batch": "batch", False: None, "none": None, "true": "group"}),
-            "scale",
-            computed=True,
-        ),
-        Rule("mask_truncated_completions", ("max_len_mask",), value=truth),
-        Rule("top_entropy_quantile", ("top_entropy_quantile",), value=number),
-        Rule(
-            "vllm_importance_sampling_correction", ("train_infer_correction",), value=truth, fact="is_on", computed=True
-        ),
-        Rule(
-            "vllm_importance_sampling_mode",
-            ("train_infer_correction",),
-            value=one_of(
-                {name: name for name in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")}
-            ),
-            fact="is_mode",
-            computed=True,
-        ),
-        Rule(
-            "vllm_importance_sampling_cap",
-            ("train_infer_correction",),
-            value=number,
-            fact="is_cap",
-            computed=True,
-        ),
-        Rule("reward_funcs", ("rewards.<name>.components",), value=listed, fact="reward_funcs", computed=True),
-        Rule(
-            "reward_weights",
-            ("rewards.<name>.components",),
-            value=optional(listed),
-            fact="reward_weights",
-            computed=True,
-        ),
-        Rule(
-            "reward_model_name_or_path", ("reward_model.model_args.model_name_or_path",), fact="rm_path", computed=True
-        ),
-        Rule(
-            "multi_objective_aggregation",
-            note="`sum_then_normalize`",
-            value=refused("rewards are added before they are compared", "sum_then_normalize"),
-        ),
-        Rule("sync_ref_model", note="false", value=refused("the reference stays as it was", False)),
-        Rule("ref_model_mixup_alpha ref_model_sync_steps", note="count with `sync_ref_model` only"),
-        Rule("off_policy_mask_threshold", note="null", value=refused("has no translation", None)),
-        Rule("use_bias_correction_kl", ("kl_loss_importance_weighted",), value=truth),
-        Rule("max_tool_calling_iterations tools environment_factory", note="null", value=refused(TURNS, None)),
-        Rule("cast_lm_head_to_fp32", note="the softmax is computed in float32", value=truth),
-    ),
-)
-SFT_TRAIN = "sft_train"
-SFT = Section(
-    "TRL: SFT",
-    (
-        *_run(SFT_TRAIN),
-        *_model(SFT_TRAIN),
-        Rule("max_length max_seq_length", ("sequence_length",), "longer rows are left out here, cut there", whole),
-        Rule("packing", (f"{SFT_TRAIN}.use_sequence_packing",), value=truth),
-        Rule("packing_strategy padding_free eval_packing pad_to_multiple_of", note="no such choice here"),
-        Rule(
-            "assistant_only_loss",
-            note="true: only answers are learned",
-            value=truth,
-            fact="assistant_only",
-            computed=True,
-        ),
-        Rule(
-            "completion_only_loss",
-            note="answers are learned",
-            value=refused("the whole text is learned there", True, None),
-        ),
-        Rule(
-            "dataset_text_field eos_token pad_token chat_template_path dataset_kwargs",
-            note="null",
-            value=refused("has no translation", None, "text", "messages"),
-        ),
-        Rule("loss_type", note="nll", value=refused("negative log-likelihood only", "nll")),
-    ),
-)
-COMMON_DEFAULTS = (
-    ("max_grad_norm", 1.0),
-    ("num_train_epochs", 3.0),
-    ("per_device_train_batch_size", 8),
-    ("gradient_accumulation_steps", 1),
-    ("lr_scheduler_type", "linear"),
-    ("save_steps", 500),
-    ("save_strategy", "steps"),
-    ("eval_strategy", "no"),
-    ("gradient_checkpointing", True),
-    ("use_peft", False),
-    ("dataset_train_split", "train"),
-    ("report_to", "none"),
-)
-GRPO_DEFAULTS = (
-    ("learning_rate", 1e-6),
-    *COMMON_DEFAULTS,
-    ("num_generations", 8),
-    ("max_completion_length", 256),
-    ("temperature", 1.0),
-    ("top_p", 1.0),
-    ("top_k", 0),
-    ("num_iterations", 1),
-    ("beta", 0.0),
-    ("epsilon", 0.2),
-    ("loss_type", "dapo"),
-    ("importance_sampling_level", "token"),
-    ("scale_rewards", "group"),
-    ("use_vllm", False),
-    ("vllm_mode", "colocate"),
-    ("vllm_gpu_memory_utilization", 0.3),
-    ("vllm_importance_sampling_correction", True),
-    ("vllm_importance_sampling_mode", "sequence_mask"),
-    ("vllm_importance_sampling_cap", 3.0),
-)
-TRL_GRPO = Dialect(
-    "trl",
-    "TRL",
-    (GRPO_RUN, GRPO),
-    GRPO_DEFAULTS,
-    "model_name_or_path",
-    programs=((r"(?:.*\.)?(?:trl\.(?:scripts\.)?grpo|scripts\.grpo)", {}),),
-    prepare=prepare,
-    algorithm=put_trl_algorithm,
-)
-TRL_SFT = Dialect(
-    "trl_sft",
-    "TRL",
-    (SFT,),
-    (("learning_rate", 2e-5), *COMMON_DEFAULTS, ("max_length", 1024)),
-    "model_name_or_path",
-    programs=((r"(?:.*\.)?(?:trl\.(?:scripts\.)?sft|scripts\.sft)", {}),),
-    prepare=prepare,
-    steps=(put_sft,),
-    pipeline="sft",
-)
+def put_attention(draft: Draft, roles: tuple[str, ...]) -> None:
+    if draft.get("attention") is not None:
+        for role in roles:
+            draft.put(f"{role}.model_args.attn_implementation", draft.facts["attention"], "attention")
+
+
+def put_trl_algorithm(draft: Draft) -> None:
+    """Every key of the algorithm."""
+    draft.put("adv_estimator", "grpo")
+    draft.put("norm_std_type", draft.facts.get("scale", "group"), "scale")
+    put_kl(draft)
+    put_loss(draft)
+    put_correction(draft)
+    put_rewards(draft)
+    put_adapter(draft, "actor_train")
+    put_attention(draft, ("actor_train", "reference"))
+    if "zero_stage" in draft.facts:
+        for section in ("actor_train", "reference"):
+            draft.put(f"{section}.strategy_args.strategy_config.zero_stage", draft.facts["zero_stage"], "accelerate")
+
+
+def put_kl(draft: Draft) -> None:
+    """``beta`` times the k3 estimate, unbounded, within the same mean as the policy's loss."""
+    beta = float(draft.get("beta", default=0.0))
+    draft.put("use_kl_loss", beta > 0, "beta")
+    if beta > 0:
+        draft.put("kl_loss_coef", beta, "beta")
+        draft.put("kl_loss_type", "k3", "beta")
+        draft.put("kl_loss_clamp", None, "beta")
+
+
+def put_loss(draft: Draft) -> None:
+    """The loss by its type and the level of its ratio."""
+    kind, level = str(draft.get("loss_type", default="dapo")), draft.get("level", default="token")
+    if kind not in MODES:
+        draft.refuse("loss_type", f"has no translation; known: {', '.join(MODES)}", "dapo")
+        return
+    if level == "sequence" and kind in ("cispo", "sapo"):
+        draft.refuse("level", f"with loss_type {kind} has no translation: it is token by token here", "token")
+        return
+    low = float(draft.get("epsilon", default=0.2))
+    high = float(draft.get("epsilon_high", default=low))
+    variant = kind if kind in ("cispo", "sapo") else "gspo_token" if level == "sequence" else "ppo"
+    draft.put("pg_variant", variant, "loss_type", "level")
+    draft.put("loss_agg_mode", MODES[kind], "loss_type")
+    if kind == "dr_grpo":
+        draft.put("loss_norm_length", int(draft.get("response_length", default=256)), "loss_type")
+    if kind == "bnpo":
+        put_local_mean(draft)
+    if variant in ("ppo", "gspo_token"):
+        draft.put("use_pg_clip_range", True, "epsilon", "epsilon_high")
+        draft.put("pg_clip_low", min(low, 1.0), "epsilon")
+        draft.put("pg_clip_high", high, "epsilon_high", "epsilon")
+        put_delta(draft, variant, high)
+    elif variant == "cispo":
+        draft.put("cispo_epsilon_low", 1.0, "loss_type")
+        draft.put("cispo_epsilon_high", high - 1.0, "epsilon_high", "epsilon")
+        draft.remark(["epsilon_high"], "the bound of the weight itself there, of what it exceeds 1 by here")
+    else:
+        draft.put("sapo_tau_pos", float(draft.get("sapo_pos", default=1.0)), "sapo_pos")
+        draft.put("sapo_tau_neg", float(draft.get("sapo_neg", default=1.05)), "sapo_neg")
+
+
+def put_local_mean(draft: Draft) -> None:
+    """``bnpo`` divides by the tokens of one micro-batch on one device."""
+    parts = int(draft.get("accumulation", default=1)) * int(draft.facts["gpus"]) * int(draft.facts["nodes"])
+    if parts > 1:
+        rule = f"divides by the tokens of each of the {parts} micro-batches of a step; denominators are global here"
+        draft.refuse("loss_type", f"{rule}: dapo divides by all tokens of the step", "dapo")
+
+
+def put_delta(draft: Draft, variant: str, high: float) -> None:
+    """``delta`` bounds the ratio before the minimum: dual clip, as long as it lies beyond the clip range."""
+    delta = draft.get("delta")
+    if delta is None:
+        return
+    if variant != "ppo" or delta <= 1.0 + high:
+        draft.refuse("delta", f"must be above 1 + epsilon_high = {1.0 + high:g}, with ratios of tokens", 4.0)
+    draft.put("dual_clip_loss", True, "delta")
+    draft.put("dual_clip_coef", float(delta), "delta")
+
+
+def put_correction(draft: Draft) -> None:
+    """Weights against the mismatch of vLLM and trainer."""
+    facts = ("is_on", "is_mode", "is_cap")
+    if not draft.get("use_vllm") or not draft.get("is_on", default=True):
+        draft.without_effect("without vLLM there is nothing to correct", *facts)
+        return
+    level, _, action = str(draft.get("is_mode", default="sequence_mask")).partition("_")
+    cap = float(draft.get("is_cap", default=3.0))
+    rule: dict[str, Any] = {"level": level, "action": "truncate", "high": cap}
+    if action == "mask":
+        rule["action"] = "both"
+    draft.put("train_infer_correction", [rule], *facts)
+
+
+def put_rewards(draft: Draft) -> None:
+    """Functions of the command line, added with their weights."""
+    draft.facts["rewards_set"] = True
+    names, weights = [str(name) for name in draft.get("reward_funcs", default=[])], draft.get("reward_weights")
+    model = draft.get("rm_path")
+    if model is not None:
+        draft.facts["rm"] = True
+        draft.facts["rewards_set"] = False
+        if names:
+            draft.refuse("reward_funcs", "together with a reward model: write both under rewards.<name>.components")
+        return
+    if not names:
+        rule = "is needed: TRL's command line has accuracy_reward, think_format_reward and others"
+        draft.problems.missing("reward_funcs", rule, "accuracy_reward")
+        return
+    if weights is not None and len(weights) != len(names):
+        draft.refuse("reward_weights", f"must be as many as reward_funcs: {len(names)}")
+        return
+    for place, name in enumerate(names):
+        if name not in REWARDS:
+            rule = (
+                f"function {name} takes whole batches as TRL calls them: write one of ours (docs/rewards.md) and "
+                f"name it in "
+            )
+            draft.refuse("reward_funcs", f"{rule}rewards.<name>.worker_cls; known: {', '.join(REWARDS)}")
+            continue
+        prefix = "rewards.trl" if len(names) == 1 and weights is None else f"rewards.trl.components.{name}"
+        for key, value in REWARDS[name].items():
+            for inner, entry in value.items() if isinstance(value, dict) else [("", value)]:
+                draft.put(f"{prefix}.{key}{'.' if inner else ''}{inner}", entry, "reward_funcs")
+        if weights is not None:
+            draft.put(f"{prefix}.weight", float(weights[place]), "reward_weights")
+    draft.put("rewards.trl.tag_included", None, "reward_funcs")
+
+
+CONVERSIONS: dict[str, Convert] = {
+    "trackers": lambda value: [one_of(TRACKERS)(name) for name in listed(value)],
+    "logging_steps": lambda value: max(1, round(number(value))),
+    "all_linear": lambda value: value[0] if value == ["all-linear"] else value,
+    "top_k": lambda value: whole(value or 0) or -1,
+}
+
+
+def _dialect(name: str, roles: str, rate: str, **rest: Any) -> Dialect:
+    """The common section of the table and the one of its own."""
+    texts = {"ROLES": f"{{{roles}}}", "ROLE": roles.partition(",")[0], "RATE": rate}
+    common, *others = read_table("trl", CONVERSIONS, texts)
+    sections = (common, others[name == "trl_sft"])
+    kind = "sft" if name == "trl_sft" else "grpo"
+    programs = ((rf"(?:.*\.)?(?:trl\.(?:scripts\.)?{kind}|scripts\.{kind})", {}),)
+    return Dialect(name, "TRL", sections, "model_name_or_path", programs=programs, prepare=prepare, **rest)
+
+
+TRL_GRPO = _dialect("trl", "actor_train,actor_infer,reference", "1.0e-6", algorithm=put_trl_algorithm)
+TRL_SFT = _dialect("trl_sft", "sft_train", "2.0e-5", steps=(put_sft,), pipeline="sft")

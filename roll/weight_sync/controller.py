@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from typing import Any, Protocol
 
 from roll.config.plan.plan import Plan
 from roll.config.roles import GenerationWorkerConfig
 from roll.config.run import RunConfig
 from roll.config.weight_sync import WeightSyncConfig, transport_name, update_mode
-from roll.distributed import Cluster, RemoteError, WorkerFailed
+from roll.distributed import Cluster, RemoteError, Worker, WorkerFailed
 from roll.distributed.failures import RankReport
 from roll.platforms import current_platform
 from roll.protocol.metrics import Mean, Metrics
@@ -40,6 +41,14 @@ def _for_hosts_of(source: Cluster, target: Cluster, options: SyncOptions) -> Syn
         return options
     logger.info("weights travel by object_store: %s has engines on other hosts than the sender", target.name)
     return replace(options, transport="object_store")
+
+
+class SendingWorker(Protocol):
+    """A trainer's worker (:class:`roll.workers.training.ActorWorker`)."""
+
+    def send_weights(
+        self, engines: dict[int, Any], version: int, base_version: int | None, options: SyncOptions
+    ) -> SyncReport | LostEngines | None: ...
 
 
 class WeightSync:
@@ -79,8 +88,9 @@ class WeightSync:
         base_version = self._held_version if can_build_on_it else None
         self._holders = set()
         begin = time.monotonic()
-        reports = self._source.send_weights(engines, version, base_version, self._options)
-        report: SyncReport | LostEngines = next(report for report in reports if report is not None)
+        call = self._source.call_all(SendingWorker.send_weights, engines, version, base_version, self._options)
+        reports = call.result()
+        report = next(report for report in reports if report is not None)
         if isinstance(report, LostEngines):
             self._lose(report, time.monotonic() - begin)
             return None
@@ -90,7 +100,7 @@ class WeightSync:
     def _leave_out_lost(self) -> None:
         """Find the engines that have been lost since they last answered; the loss of the last one is raised."""
         ping = self._options.patience
-        pings = {rank: self._target.submit(rank, "ping", deadline=ping) for rank in self._target.live_ranks}
+        pings = {rank: self._target.submit(rank, Worker.ping).within(ping) for rank in self._target.live_ranks}
         for rank, call in pings.items():
             try:
                 call.result()

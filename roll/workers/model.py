@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,9 +21,19 @@ from roll.strategies.factory import create_strategy
 MODEL_COLUMNS = ("input_ids", "attention_mask", "response_mask")
 
 
+@dataclass(frozen=True)
+class ModelSettings:
+    """Keys of the pipeline that concern a model."""
+
+    max_grad_norm: float | None = None
+    """None: that of the role."""
+
+
 class ModelWorker(Worker):
     """A forward-only model on one rank (the reference policy)."""
 
+    settings_class = ModelSettings
+    settings: ModelSettings
     head = ModelHead.CAUSAL_LM
     strategy: ModelStrategy
 
@@ -37,7 +48,7 @@ class ModelWorker(Worker):
             self.context.role,
             head=self.head,
             seed=self.context.seed,
-            max_grad_norm=self.context.extra.get("max_grad_norm"),
+            max_grad_norm=self.settings.max_grad_norm,
         )
         self.strategy.initialize(num_training_steps)
 
@@ -46,15 +57,21 @@ class ModelWorker(Worker):
         return self.strategy.rank_info if hasattr(self, "strategy") else super().rank_info
 
     @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
-    def compute_log_probs(self, batch: DataProto) -> DataProto:
-        """Log-prob of every response token, float32 (B, L); also what ``meta_info["outputs"]`` names.
+    def compute_log_probs(
+        self,
+        batch: DataProto,
+        *,
+        temperature: float = 1.0,
+        outputs: Sequence[str] = (),
+        without_adapters: bool = False,
+    ) -> DataProto:
+        """``log_probs`` float32 (B, L) of every response token, and the columns that ``outputs`` names.
 
-        With ``meta_info["without_adapters"]`` they are those of the base of a LoRA model.
+        Args:
+            without_adapters: of the base of a LoRA model.
         """
-        wanted = [Output.LOG_PROBS, *map(Output, batch.meta_info.get("outputs", ()))]
-        temperature = float(batch.meta_info.get("temperature", 1.0))
-        base_only = bool(batch.meta_info.get("without_adapters"))
-        with self.strategy.without_adapters() if base_only else nullcontext():
+        wanted = [Output.LOG_PROBS, *map(Output, outputs)]
+        with self.strategy.without_adapters() if without_adapters else nullcontext():
             return DataProto.from_dict(self.strategy.forward(batch.batch, wanted, temperature))
 
     @register(Dispatch.ONE_TO_ALL)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import cast
 
 from roll.config.rewards import RewardConfig
@@ -11,17 +11,27 @@ from roll.distributed import Dispatch, Worker, register
 from roll.rewards import RewardResult, RewardSample, apply_on_error, build_section
 
 
+@dataclass(frozen=True)
+class RewardSettings:
+    """The service of the run that a reward's judges ask, known when the run has started; None: as in the section."""
+
+    judge_api_url: str | None = None
+    judge_api_key: str | None = field(default=None, repr=False)
+    judge_model_name: str | None = None
+
+
 class RewardWorker(Worker):
     """Scores finished samples of one domain."""
 
+    settings_class = RewardSettings
+    settings: RewardSettings
+
     @register(Dispatch.ONE_TO_ALL)
     def initialize(self) -> str:
-        """Build the reward function that the section ``rewards.<name>`` describes; what it says of this host.
-
-        ``context.extra["judge"]``: the address of the service that its judges ask, if the run has it.
-        """
+        """Build the reward function that the section ``rewards.<name>`` describes; return what it says of this host."""
         section = cast(RewardConfig, self.context.role)
-        self.section = replace(section, **self.context.extra.get("judge", {}))
+        judge = {key: value for key, value in asdict(self.settings).items() if value is not None}
+        self.section = replace(section, **judge)
         self.reward = build_section(self.section.name, self.section)
         return self.reward.prepare()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,23 +18,21 @@ from roll.algorithms.aggregation import (
     needs_groups,
 )
 from roll.algorithms.loss_types import LossInputs
-from roll.algorithms.losses import ActorLossOptions, actor_loss, actor_loss_options, value_loss
+from roll.algorithms.losses import ActorLossOptions, actor_loss, value_loss
 from roll.distributed import Dispatch, register
 from roll.platforms import current_platform
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
-from roll.strategies.base import LossFunction, ModelHead, Output, TensorBatch, TrainStrategy, WeightSelection
+from roll.strategies.base import LossFunction, ModelHead, Output, TensorBatch, WeightSelection
 from roll.weight_sync.messages import LostEngines, SyncOptions, SyncReport, WeightSyncError
 from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
-from roll.workers.model import MODEL_COLUMNS, ModelWorker
+from roll.workers.model import MODEL_COLUMNS, ModelSettings, ModelWorker
 
 STEP_METRICS = ("grad_norm", "lr", "loss_scale", "tokens_per_micro_batch", "padding_ratio")
 
 
 class TrainingWorker(ModelWorker):
     """A model that learns on one rank."""
-
-    strategy: TrainStrategy
 
     def denominators(
         self,
@@ -79,8 +77,8 @@ class TrainingWorker(ModelWorker):
         self.strategy.load(Path(path))
 
 
-def mini_batches(batch: TensorBatch, count: int) -> list[TensorBatch]:
-    """Cut this rank's rows into ``count`` consecutive mini-batches of equal size."""
+def equal_parts(batch: TensorBatch, count: int) -> list[TensorBatch]:
+    """Divide this rank's rows into ``count`` consecutive mini-batches of equal size."""
     total = len(batch["input_ids"])
     assert total % count == 0, f"{total} rows do not divide into {count} mini-batches"
     rows = total // count
@@ -99,39 +97,60 @@ LOSS_COLUMNS = (
 )
 
 
-class ActorWorker(TrainingWorker):
-    """``actor_train`` on one rank. ``context.extra["loss"]``: the YAML keys that its loss is made from;
-    ``["old_is_rollout"]``: its old log-probs are the engine's."""
+@dataclass(frozen=True)
+class ActorSettings(ModelSettings):
+    """The loss of ``actor_train``."""
 
+    loss: ActorLossOptions = field(default_factory=ActorLossOptions)
+    old_is_rollout: bool = False
+    """Its old log-probs are the engine's."""
+
+
+class ActorWorker(TrainingWorker):
+    """``actor_train`` on one rank."""
+
+    settings_class = ActorSettings
+    settings: ActorSettings
     _sender: WeightSender | None = None
 
     @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS + LOSS_COLUMNS)
-    def update(self, batch: DataProto) -> Metrics:
-        """Collective. ``meta_info["mini_batches"]`` optimizer steps over the rows, ``meta_info["epochs"]`` times.
+    def update(
+        self,
+        batch: DataProto,
+        *,
+        mini_batches: int,
+        epochs: int,
+        num_groups: int,
+        norm_length: float,
+        temperature: float,
+        entropy_loss_coef: float | None = None,
+    ) -> Metrics:
+        """Collective. ``epochs`` passes over the rows, with an optimizer step on each of ``mini_batches`` equal parts.
 
-        ``meta_info["entropy_loss_coef"]``, where it is there, is the step's weight of the entropy bonus.
+        Args:
+            num_groups: prompts of the whole batch, whose rows ``group_ids`` count.
+            norm_length: denominator of the aggregation modes that divide by a fixed length.
+            entropy_loss_coef: weight of the entropy bonus in this update; None: that of the settings.
         """
-        options = actor_loss_options(self.context.extra["loss"])
-        if "entropy_loss_coef" in batch.meta_info:
-            options = replace(options, entropy_loss_coef=batch.meta_info["entropy_loss_coef"])
-        shares = mini_batches(batch.batch, batch.meta_info["mini_batches"])
+        options = self.settings.loss
+        if entropy_loss_coef is not None:
+            options = replace(options, entropy_loss_coef=entropy_loss_coef)
+        shares = equal_parts(batch.batch, mini_batches)
         groups = None
         modes = (options.loss_agg_mode, options.kl_loss_agg_mode, options.entropy_loss_agg_mode)
         if any(mode is not None and needs_groups(mode) for mode in modes):
-            groups = [share["group_ids"] for share in shares], int(batch.meta_info["num_groups"])
-        masks = [share["loss_mask"] for share in shares]
-        denominators = self.denominators(masks, batch.meta_info["norm_length"], groups)
+            groups = [share["group_ids"] for share in shares], num_groups
+        denominators = self.denominators([share["loss_mask"] for share in shares], norm_length, groups)
         outputs = [Output.LOG_PROBS] + ([Output.ENTROPY] if options.needs_entropy or options.log_entropy else [])
         metrics = []
-        for _ in range(batch.meta_info["epochs"]):
+        for _ in range(epochs):
             for share, denominator in zip(shares, denominators, strict=True):
                 loss = partial(
                     policy_update_loss,
                     options=options,
                     denominators=denominator,
-                    old_is_rollout=bool(self.context.extra.get("old_is_rollout")),
+                    old_is_rollout=self.settings.old_is_rollout,
                 )
-                temperature = batch.meta_info["temperature"]
                 metrics.append(self.optimizer_step(share, loss, outputs, temperature, prefix="actor/"))
         return merge_metrics(metrics)
 
@@ -191,10 +210,22 @@ def policy_update_loss(
     return result.loss, result.metrics
 
 
-class CriticWorker(TrainingWorker):
-    """``critic`` on one rank. ``context.extra["loss"]``: ``value_clip``, which bounds the change of a value in one
-    update, ``value_loss_type``, and ``loss_agg_mode``, the key ``value_loss_agg_mode``."""
+@dataclass(frozen=True)
+class CriticSettings(ModelSettings):
+    """The loss of ``critic``."""
 
+    value_clip: float | None = None
+    """Bound of the change of a value in one update."""
+    value_loss_type: str = "mse"
+    loss_agg_mode: str = "token-mean"
+    """The key ``value_loss_agg_mode``."""
+
+
+class CriticWorker(TrainingWorker):
+    """``critic`` on one rank."""
+
+    settings_class = CriticSettings
+    settings: CriticSettings
     head = ModelHead.VALUE
 
     @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
@@ -203,18 +234,26 @@ class CriticWorker(TrainingWorker):
         return DataProto.from_dict(self.strategy.forward(batch.batch, [Output.VALUES]))
 
     @register(Dispatch.DP_MP_COMPUTE, columns=(*MODEL_COLUMNS, "loss_mask", "values", "returns", "group_ids"))
-    def update(self, batch: DataProto) -> Metrics:
-        """Collective. ``meta_info["mini_batches"]`` optimizer steps over the rows, ``meta_info["epochs"]`` times."""
-        shares = mini_batches(batch.batch, batch.meta_info["mini_batches"])
+    def update(
+        self, batch: DataProto, *, mini_batches: int, epochs: int, num_groups: int, norm_length: float
+    ) -> Metrics:
+        """Collective. Optimizer steps as of :meth:`ActorWorker.update`."""
+        settings = self.settings
+        shares = equal_parts(batch.batch, mini_batches)
         groups = None
-        if needs_groups(self.context.extra["loss"]["loss_agg_mode"]):
-            groups = [share["group_ids"] for share in shares], int(batch.meta_info["num_groups"])
-        masks = [share["loss_mask"] for share in shares]
-        denominators = self.denominators(masks, batch.meta_info["norm_length"], groups)
+        if needs_groups(settings.loss_agg_mode):
+            groups = [share["group_ids"] for share in shares], num_groups
+        denominators = self.denominators([share["loss_mask"] for share in shares], norm_length, groups)
         metrics = []
-        for _ in range(batch.meta_info["epochs"]):
+        for _ in range(epochs):
             for share, denominator in zip(shares, denominators, strict=True):
-                loss = partial(value_update_loss, **self.context.extra["loss"], denominators=denominator)
+                loss = partial(
+                    value_update_loss,
+                    value_clip=settings.value_clip,
+                    value_loss_type=settings.value_loss_type,
+                    loss_agg_mode=settings.loss_agg_mode,
+                    denominators=denominator,
+                )
                 metrics.append(self.optimizer_step(share, loss, [Output.VALUES], 1.0, prefix="critic/"))
         return merge_metrics(metrics)
 

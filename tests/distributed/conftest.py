@@ -36,7 +36,7 @@ def make_cluster(resources: ResourceManager) -> Iterator[MakeCluster]:
     made: list[Cluster] = []
 
     def make(worker: str, name: str = "role", devices: list[int] | None = None, **settings) -> Cluster:
-        cluster_settings = {k: settings.pop(k) for k in ("seed", "extra", "rpc_timeout") if k in settings}
+        cluster_settings = {k: settings.pop(k) for k in ("seed", "settings", "rpc_timeout") if k in settings}
         role = WorkerConfig(name=name, device_mapping=devices, **settings)
         made.append(Cluster(name, worker_path(worker), resources, role, **cluster_settings))
         return made[-1]

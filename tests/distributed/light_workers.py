@@ -7,18 +7,27 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 
 from roll.distributed import Dispatch, Worker, register
 
 
+@dataclass(frozen=True)
+class Note:
+    note: str = ""
+
+
 class BasicWorker(Worker):
+    settings_class = Note
+    settings: Note
+
     @register(Dispatch.ONE_TO_ALL)
     def describe(self) -> dict:
         return {
             "rank": self.context.rank,
             "devices": self.context.device_ids,
             "world_size": self.context.world_size,
-            "extra": dict(self.context.extra),
+            "note": self.settings.note,
             "seed": self.context.seed,
             "environment": dict(os.environ),
         }

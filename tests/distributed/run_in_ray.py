@@ -22,8 +22,8 @@ from tests.distributed.light_workers import BasicWorker
 def main(how: str, result_file: Path) -> None:
     with ray_runtime(2) as runtime:
         cluster = Cluster("role", BasicWorker, ResourceManager(2), WorkerConfig(device_mapping=[0, 1]))
-        children = cluster.spawn_child()
-        mark = cluster.describe()[0]["environment"]["ROLL_RUN_MARK"]
+        children = cluster.call_all(BasicWorker.spawn_child).result()
+        mark = cluster.call_all(BasicWorker.describe).result()[0]["environment"]["ROLL_RUN_MARK"]
         locks = [os.readlink(link.path) for link in os.scandir("/proc/self/fd") if os.path.exists(link.path)]
         folder = next(Path(link).parent / RAY_FOLDER for link in locks if link.endswith("/driver.lock"))
         found = {"mark": mark, "children": children, "address": runtime.address, "folder": str(folder)}

@@ -1,30 +1,36 @@
-"""Placement, context and calls of real clusters."""
+"""Real clusters, which share one Ray: placement, calls, collectives, batches, and what is said of a lost worker."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
+import torch
 
-from roll.distributed import Cluster, WorkerDied, wait_any
-from tests.distributed.light_workers import BasicWorker
+from roll.config.roles import WorkerConfig
+from roll.distributed import Cluster, DeadlineExceeded, Worker, WorkerDied, WorkerFailed, wait_any
+from roll.distributed.dispatch import chunked, joined
+from roll.protocol import DataProto
+from tests.distributed.light_workers import BasicWorker, IndependentWorker, Note
+from tests.distributed.workers import CollectiveWorker, DataWorker
 
 
 def test_every_worker_knows_its_place(make_cluster):
-    cluster = make_cluster("BasicWorker", devices=[2, 0, 1], seed=7, extra={"note": "hello"})
-    described = cluster.describe()
+    cluster = make_cluster("BasicWorker", devices=[2, 0, 1], seed=7, settings=Note("hello"))
+    described = cluster.call_all(BasicWorker.describe).result()
     assert [d["rank"] for d in described] == [0, 1, 2]
     assert [d["devices"] for d in described] == [(2,), (0,), (1,)]
     assert {d["world_size"] for d in described} == {3}
     assert {d["seed"] for d in described} == {7}
-    assert all(d["extra"] == {"note": "hello"} for d in described)
+    assert all(d["note"] == "hello" for d in described)
     assert len({address.pid for address in cluster.addresses}) == 3
 
 
 def test_environment_of_workers(make_cluster):
     cluster = make_cluster("BasicWorker", name="actor", devices=[0, 1], system_envs={"ROLL_TEST_ROLE": "mine"})
-    for rank, described in enumerate(cluster.describe()):
+    for rank, described in enumerate(cluster.call_all(BasicWorker.describe).result()):
         environment = described["environment"]
         assert environment["RANK"] == str(rank)
         assert environment["WORLD_SIZE"] == "2"
@@ -40,38 +46,38 @@ def test_environment_of_workers(make_cluster):
 
 def test_a_rank_that_died_is_left_out_and_comes_back_as_a_new_process(make_cluster):
     cluster = make_cluster("IndependentWorker", devices=[2, 0, 1])
-    cluster.initialize()
+    cluster.call_all(IndependentWorker.initialize).result()
     before = [address.pid for address in cluster.addresses]
     os.kill(before[1], signal.SIGKILL)
     with pytest.raises(WorkerDied) as death:
-        cluster.state()
+        cluster.call_all(IndependentWorker.state).result()
     cluster.leave_out(death.value.rank)
     assert cluster.live_ranks == [0, 2]
-    assert cluster.state() == [(0, True), (2, True)]
+    assert cluster.call_all(IndependentWorker.state).result() == [(0, True), (2, True)]
     cluster.restart(1).result(timeout=60)
-    assert cluster.state() == [(0, True), (2, True)], "not yet"
+    assert cluster.call_all(IndependentWorker.state).result() == [(0, True), (2, True)], "not yet"
     cluster.rejoin(1)
-    assert cluster.state() == [(0, True), (1, True), (2, True)]
+    assert cluster.call_all(IndependentWorker.state).result() == [(0, True), (1, True), (2, True)]
     after = [address.pid for address in cluster.addresses]
     assert after[1] != before[1] and (after[0], after[2]) == (before[0], before[2])
-    assert cluster.describe()[1]["devices"] == (0,)
+    assert cluster.call_all(BasicWorker.describe).result()[1]["devices"] == (0,)
 
 
 def test_workers_with_several_devices(make_cluster):
     cluster = make_cluster("BasicWorker", devices=[3, 1, 0, 2], num_gpus_per_worker=2)
-    assert [d["devices"] for d in cluster.describe()] == [(3, 1), (0, 2)]
+    assert [d["devices"] for d in cluster.call_all(BasicWorker.describe).result()] == [(3, 1), (0, 2)]
 
 
 def test_overlapping_roles_share_devices(make_cluster):
     first = make_cluster("BasicWorker", name="first", devices=[0, 1, 2, 3])
     second = make_cluster("BasicWorker", name="second", devices=[2, 3])
-    assert [d["devices"] for d in first.describe()] == [(0,), (1,), (2,), (3,)]
-    assert [d["devices"] for d in second.describe()] == [(2,), (3,)]
+    assert [d["devices"] for d in first.call_all(BasicWorker.describe).result()] == [(0,), (1,), (2,), (3,)]
+    assert [d["devices"] for d in second.call_all(BasicWorker.describe).result()] == [(2,), (3,)]
 
 
 def test_role_without_devices(make_cluster):
     cluster = make_cluster("BasicWorker", world_size=3)
-    assert [d["devices"] for d in cluster.describe()] == [(), (), ()]
+    assert [d["devices"] for d in cluster.call_all(BasicWorker.describe).result()] == [(), (), ()]
     assert make_cluster("BasicWorker", name="single").world_size == 1
 
 
@@ -92,44 +98,64 @@ def test_wrong_device_lists(make_cluster, settings, message):
 
 def test_plain_dispatch_modes(make_cluster):
     cluster = make_cluster("BasicWorker", devices=[0, 1])
-    assert cluster.echo("x", times=2) == [["x", "x"], ["x", "x"]]
-    assert cluster.add([1, 2], right=[10, 20]) == [11, 22]
-    assert cluster.who() == 0
+    assert cluster.call_all(BasicWorker.echo, "x", times=2).result() == [["x", "x"], ["x", "x"]]
+    assert cluster.call_each(BasicWorker.add, [1, 2], right=[10, 20]).result() == [11, 22]
+    assert cluster.call(BasicWorker.who).result() == 0
     with pytest.raises(ValueError, match=r"argument 0: .* 2 ranks, got 3 entries"):
-        cluster.add([1, 2, 3], right=[0, 0])
+        cluster.call_each(BasicWorker.add, [1, 2, 3], right=[0, 0])
 
 
 def test_non_blocking_calls_and_references(make_cluster):
     cluster = make_cluster("BasicWorker", devices=[0, 1])
-    call = cluster.echo([1, 2], blocking=False)
+    call = cluster.call_all(BasicWorker.echo, [1, 2])
     assert call.result() == [[[1, 2]], [[1, 2]]]
     assert call.done()
     # A reference stands for its value in a further call.
-    first = cluster.submit(0, "unregistered", 5)
-    assert cluster.submit(1, "unregistered", first.refs[0]).result() == 6
+    first = cluster.submit(0, BasicWorker.unregistered, 5)
+    assert cluster.submit(1, BasicWorker.unregistered, first.refs[0]).result() == 6
 
 
 def test_wait_any_returns_what_is_done(make_cluster):
     slow = make_cluster("BasicWorker", name="slow", devices=[0])
     quick = make_cluster("BasicWorker", name="quick", devices=[0])
-    napping = slow.submit(0, "nap", 60.0)
-    answers = [quick.submit(0, "unregistered", i) for i in range(3)]
+    napping = slow.submit(0, BasicWorker.nap, 60.0)
+    answers = [quick.submit(0, BasicWorker.unregistered, i) for i in range(3)]
     seen = {}
     while not seen.keys() >= set(answers):  # on a busy machine the nap may end first
         pending = [call for call in [napping, *answers] if call not in seen]
         for call in wait_any(pending):
             seen[call] = call.result()
     assert [seen[call] for call in answers] == [0, 1, 2]
-    late = quick.submit(0, "nap", 0.1)
+    late = quick.submit(0, BasicWorker.nap, 0.1)
     assert wait_any([napping, late]) == [late]
     with pytest.raises(ValueError, match="no call is pending"):
         wait_any([])
 
 
-def test_misspelt_method(make_cluster):
+def test_a_method_that_the_class_of_the_ranks_does_not_have(make_cluster):
+    def ecco(worker: BasicWorker) -> None: ...
+
     cluster = make_cluster("BasicWorker")
     with pytest.raises(AttributeError, match=r"'role' register no method 'ecco'; did you mean 'echo'"):
-        cluster.ecco(1)
+        cluster.call_all(ecco)
+
+
+def test_a_call_by_another_dispatch_mode(make_cluster):
+    cluster = make_cluster("BasicWorker")
+    with pytest.raises(
+        TypeError, match=r"'echo' of 'role' is registered with Dispatch.ONE_TO_ALL: use cluster.call_all"
+    ):
+        cluster.call(BasicWorker.echo, 1)
+    with pytest.raises(TypeError, match=r"Dispatch\.RANK_ZERO: use cluster\.call$"):
+        cluster.call_all(BasicWorker.who)
+
+
+def test_settings_of_another_kind(make_cluster):
+    cluster = make_cluster("BasicWorker", name="scorer", settings=WorkerConfig())
+    with pytest.raises(
+        WorkerFailed, match="scorer: BasicWorker was started with settings of the type WorkerConfig; it"
+    ):
+        cluster.wait_ready()
 
 
 def test_class_instead_of_path(resources, make_cluster):
@@ -139,23 +165,196 @@ def test_class_instead_of_path(resources, make_cluster):
 
     template = make_cluster("BasicWorker")
     cluster = Cluster("local", Local, resources, template.role)
-    assert cluster.submit(0, "unregistered", 1).result() == 1001
+    assert cluster.submit(0, BasicWorker.unregistered, 1).result() == 1001
     cluster.shutdown()
 
 
 def test_worker_log_has_a_name_and_a_prefix(make_cluster, worker_logs):
     cluster = make_cluster("CollectiveWorker", name="chatty", devices=[0])
-    cluster.initialize()
+    cluster.call_all(CollectiveWorker.initialize).result()
     assert cluster.addresses[0].log_file == str(worker_logs / "chatty-0.log")
     assert "[chatty-0]" in (worker_logs / "chatty-0.log").read_text()
 
 
 def test_memory_of_workers(make_cluster):
-    stats = make_cluster("BasicWorker", devices=[0]).memory_stats()[0]
+    stats = make_cluster("BasicWorker", devices=[0]).call_all(Worker.memory_stats).result()[0]
     assert stats["peak"] >= stats["used"] > 1 << 20
 
 
 def test_garbage_is_collected_again_after_the_first_call(make_cluster):
     cluster = make_cluster("BasicWorker", devices=[0])
-    assert cluster.collects_garbage() == [False]
-    assert cluster.collects_garbage() == [True]
+    assert cluster.call_all(BasicWorker.collects_garbage).result() == [False]
+    assert cluster.call_all(BasicWorker.collects_garbage).result() == [True]
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_all_reduce(make_cluster, ranks):
+    cluster = make_cluster("CollectiveWorker", devices=list(range(ranks)))
+    cluster.call_all(CollectiveWorker.initialize).result()
+    cluster.call_all(CollectiveWorker.initialize).result()  # a second time does nothing
+    assert cluster.call_all(CollectiveWorker.rank_sum).result() == [ranks * (ranks + 1) / 2] * ranks
+    pids = [address.pid for address in cluster.addresses]
+    cluster.shutdown()
+    _assert_gone(pids)
+
+
+@pytest.mark.parametrize(("how", "ranks"), [("die", 3), ("exit", 2)])
+def test_death_while_others_wait_in_a_collective(make_cluster, how, ranks):
+    cluster = make_cluster("CollectiveWorker", name="actor_train", devices=list(range(ranks)))
+    cluster.call_all(CollectiveWorker.initialize).result()
+    began = time.monotonic()
+    with pytest.raises(WorkerDied) as caught:
+        cluster.call_all(CollectiveWorker.meet, 1, how).within(120).result()
+    assert time.monotonic() - began < 60, "it does not wait for the deadline"
+    error, message = caught.value, str(caught.value)
+    assert (error.cluster, error.method, error.rank) == ("actor_train", "meet", 1)
+    assert message.startswith(f"actor_train rank 1 (pid {cluster.addresses[1].pid} on 127.0.0.1) died in 'meet'")
+    if how == "die":
+        assert "these are my last words" in message
+    assert len(message.splitlines()) < 30
+
+
+def test_exception_while_others_wait_in_a_collective(make_cluster):
+    cluster = make_cluster("CollectiveWorker", name="critic", devices=[0, 1])
+    cluster.call_all(CollectiveWorker.initialize).result()
+    began = time.monotonic()
+    with pytest.raises(WorkerFailed) as caught:
+        cluster.call_all(CollectiveWorker.meet, 1, "fail").within(120).result()
+    assert time.monotonic() - began < 60
+    message = str(caught.value)
+    assert "critic rank 1" in message.splitlines()[0]
+    assert message.splitlines()[0].endswith("ValueError: the batch has no column 'scores'")
+    assert "in _fail" in message
+    assert "no answer from rank 0" in message
+    assert len(message.splitlines()) < 30
+
+
+def test_hang_names_ranks_and_shows_where_they_stand(make_cluster):
+    cluster = make_cluster("CollectiveWorker", name="actor_train", devices=[0, 1])
+    cluster.call_all(CollectiveWorker.initialize).result()
+    began = time.monotonic()
+    with pytest.raises(DeadlineExceeded) as caught:
+        cluster.call_all(CollectiveWorker.meet, 1, "hang").within(1.5).result()
+    assert 1.5 <= time.monotonic() - began < 30
+    message = str(caught.value)
+    assert caught.value.silent_ranks == [0, 1]
+    assert "'meet' was not done after" in message
+    where = message.split("rank 1 (pid")[1]
+    assert "in _hang" in where
+    assert "in all_reduce" in message.split("rank 1 (pid")[0]
+
+
+def test_deadline_and_name_of_a_registration(make_cluster):
+    cluster = make_cluster("BasicWorker", devices=[0, 1])
+    with pytest.raises(DeadlineExceeded, match="'short nap'"):
+        cluster.call_all(BasicWorker.nap, 30).result()
+
+
+def test_worker_that_cannot_be_built(make_cluster):
+    cluster = make_cluster("BrokenAtStart", name="reference", devices=[0, 1])
+    with pytest.raises(WorkerFailed, match=r"reference rank 1 .* 'start' .*OSError: cannot find the model folder"):
+        cluster.call_all(Worker.memory_stats).result()
+
+
+def test_unknown_worker_class(make_cluster):
+    with pytest.raises(WorkerFailed, match="must be the dotted path of a subclass"):
+        make_cluster("time").wait_ready()
+    with pytest.raises(WorkerFailed, match="NoSuchWorker"):
+        make_cluster("NoSuchWorker").wait_ready()
+
+
+def test_call_to_a_worker_that_is_gone(make_cluster):
+    cluster = make_cluster("BasicWorker", devices=[0, 1])
+    os.kill(cluster.addresses[1].pid, 9)
+    with pytest.raises(WorkerDied, match="rank 1"):
+        cluster.call_all(Worker.memory_stats).result()
+
+
+def _assert_gone(pids: list[int]) -> None:
+    give_up = time.monotonic() + 30
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        assert time.monotonic() < give_up, f"still there: {pids}"
+        time.sleep(0.05)
+
+
+def _batch(rows: int, width: int = 5) -> DataProto:
+    generator = torch.Generator().manual_seed(rows)
+    return DataProto.from_dict(
+        {
+            "input_ids": torch.randint(1, 100, (rows, width), generator=generator),
+            "attention_mask": torch.ones(rows, width, dtype=torch.bool),
+            "response_mask": torch.rand(rows, width, generator=generator) > 0.4,
+            "unread": torch.zeros(rows, width),
+        },
+        meta_info={"note": 7},
+    )
+
+
+@pytest.fixture(scope="module")
+def clusters(resources):
+    made = {
+        "one": Cluster("one", "tests.distributed.workers.DataWorker", resources, WorkerConfig(device_mapping=[0])),
+        "three": Cluster(
+            "three", "tests.distributed.workers.DataWorker", resources, WorkerConfig(device_mapping=[0, 1, 2])
+        ),
+        "grid": Cluster(
+            "grid", "tests.distributed.workers.GridWorker", resources, WorkerConfig(device_mapping=[0, 1, 2, 3])
+        ),
+    }
+    yield made
+    for cluster in made.values():
+        cluster.shutdown(graceful=False)
+
+
+@pytest.mark.parametrize("name", ["one", "three", "grid"])
+@pytest.mark.parametrize("rows", [1, 2, 6, 7])
+def test_result_does_not_depend_on_ranks(clusters, name, rows):
+    batch = _batch(rows)
+    result = clusters[name].call(DataWorker.double, batch, factor=3).result()
+    assert torch.equal(result.batch["doubled"], batch.batch["input_ids"] * 3)
+    assert torch.equal(result.batch["mask"], batch.batch["response_mask"])
+
+
+@pytest.mark.parametrize("name", ["one", "three", "grid"])
+@pytest.mark.parametrize("rows", [1, 6, 7])
+def test_padding_weighs_nothing_in_metrics(clusters, name, rows):
+    batch = _batch(rows)
+    metrics, first_tokens = clusters[name].call(DataWorker.measure, batch).result()
+    mask = batch.batch["response_mask"]
+    expected = float((batch.batch["input_ids"] * mask).sum()) / int(mask.sum())
+    assert metrics["mean"].value() == pytest.approx(expected, rel=1e-12)
+    assert first_tokens == batch.batch["input_ids"][:, 0].tolist()
+
+
+def test_only_data_sources_answer(clusters):
+    ranks, rows = clusters["grid"].call(DataWorker.rows, _batch(6)).result()
+    assert (ranks, rows) == ([0, 2], [3, 3])
+    assert clusters["grid"].call_all(DataWorker.all_rows, _batch(6)).result() == [6, 6, 6, 6]
+
+
+def test_dispatch_first_gives_data_to_one_rank_of_a_replica(clusters):
+    batch = _batch(4)
+    result = clusters["grid"].call(DataWorker.columns_here, batch).result()
+    assert torch.equal(result.batch["ids"], batch.batch["input_ids"])
+    with_data, without = sorted(batch.batch.keys()), []
+    assert clusters["grid"].call_all(DataWorker.last_seen).result() == [with_data, without, with_data, without]
+
+
+def test_batches_of_different_lengths_are_refused(clusters):
+    with pytest.raises(ValueError, match=r"same number of rows, got \[2, 3\]"):
+        clusters["three"].call(DataWorker.double, _batch(2), factor=_batch(3))
+
+
+def test_padding_rows_keep_attention_and_lose_other_masks():
+    chunks = chunked(_batch(4), 3)
+    assert [len(chunk) for chunk in chunks] == [2, 2, 2]
+    assert not chunks[2].batch["response_mask"].any()
+    assert chunks[2].batch["attention_mask"].all()
+    assert _batch(4).batch["response_mask"].any(), "the batch itself is unchanged"
+
+
+def test_joining_other_results():
+    assert joined([None, None], 4, 0) is None
+    assert joined(["a", "b"], 4, 0) == ["a", "b"]
+    assert joined([[1, 2], [3, 4]], 4, 1) == [1, 2, 3]
+    assert joined([[1], [2]], 4, 1) == [1, 2], "a list that has no entry a row is not shortened"

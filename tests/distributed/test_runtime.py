@@ -118,17 +118,19 @@ NODE_SCRIPT = """
 import json, os, sys
 from roll.config.roles import WorkerConfig
 from roll.distributed import Cluster, ResourceManager, ray_runtime
+from tests.distributed.light_workers import BasicWorker
+from tests.distributed.workers import CollectiveWorker
 with ray_runtime(2, num_nodes=2, join_timeout=90, system_envs={"ROLL_TEST_GLOBAL": "both"}) as runtime:
     assert os.environ["RANK"] == "0", "only node 0 runs the block"
     resources = ResourceManager(2, num_nodes=2)
     role = WorkerConfig(device_mapping=[3, 0])
     cluster = Cluster("role", "tests.distributed.workers.CollectiveWorker", resources, role)
     light = Cluster("light", "tests.distributed.light_workers.BasicWorker", resources, WorkerConfig(world_size=2))
-    cluster.initialize()
+    cluster.call_all(CollectiveWorker.initialize).result()
     print(json.dumps({
-        "sum": cluster.rank_sum(),
+        "sum": cluster.call_all(CollectiveWorker.rank_sum).result(),
         "nodes": [len({a.node_id for a in c.addresses}) for c in (cluster, light)],
-        "global": [d["environment"]["ROLL_TEST_GLOBAL"] for d in light.describe()],
+        "global": [d["environment"]["ROLL_TEST_GLOBAL"] for d in light.call_all(BasicWorker.describe).result()],
         "node_of_device_0": cluster.addresses[1].node_id == light.addresses[0].node_id,
     }))
     try:

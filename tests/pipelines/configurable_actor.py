@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from roll.algorithms.losses import actor_loss_options
 from roll.distributed import Dispatch, register
 from roll.workers.training import ActorWorker
 
 
 class ConfigurableActor(ActorWorker):
-    """As ``ActorWorker``, which makes its loss from the YAML keys in ``context.extra["loss"]`` at every update."""
+    """As ``ActorWorker``, with a loss that is made again from YAML keys."""
 
     @register(Dispatch.ONE_TO_ALL)
     def use_loss(self, keys: Mapping[str, Any]) -> None:
-        self.context = replace(self.context, extra={**self.context.extra, "loss": keys})
+        self.settings = replace(self.settings, loss=actor_loss_options(keys))

@@ -27,7 +27,7 @@ class HangingActor(ActorWorker):
     """Never comes back from its first update."""
 
     @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS + LOSS_COLUMNS)
-    def update(self, batch: DataProto) -> Metrics:
+    def update(self, batch: DataProto, **arguments: Any) -> Metrics:
         logger.info("hangs for ever")
         wait_for_ever()
         return {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from roll.pipelines.rlvr.clusters import StartingClusters, start_clusters
 from roll.pipelines.rlvr.judge import JudgeService
 from roll.pipelines.rlvr.pipeline import RLVRPipeline
 from roll.rewards import RewardSample
-from roll.workers.reward import RewardWorker
+from roll.workers.reward import RewardSettings, RewardWorker
 from tests.config.good import changed, load
 from tests.pipelines.judging import TEMPLATE, chance_of_yes
 from tests.pipelines.tiny_runs import TinyWorld, role
@@ -71,8 +72,8 @@ def test_engines_of_the_role_answer_a_reward_worker(
         # 2 x 100 tokens and 2,048 for the template do not fit the tiny model's 2,048 positions.
         assert cluster.role.strategy_args.strategy_config == {"max_model_len": 2048, "load_format": "auto"}
         section = loaded.plan.roles["rewards.judged"].section
-        extra = {"judge": service.address}
-        worker = RewardWorker(WorkerContext("rewards.judged", section, rank=0, world_size=1, extra=extra))
+        settings = RewardSettings(**service.address)
+        worker = RewardWorker(WorkerContext("rewards.judged", section, rank=0, world_size=1, settings=settings))
         worker.initialize()
         samples = [RewardSample("p", f"answer {number}", "4") for number in range(6)]
         for sample, result in zip(samples, worker.score(samples), strict=True):
@@ -82,8 +83,8 @@ def test_engines_of_the_role_answer_a_reward_worker(
         assert all(not worker.engine.num_unfinished for worker in cluster.workers)
         service.resume()
         assert worker.score([RewardSample("p", "another", "4")])[0].score is not None
-        extra = {"judge": service.address | {"judge_api_key": "guessed"}}
-        other = RewardWorker(WorkerContext("rewards.judged", section, rank=0, world_size=1, extra=extra))
+        settings = replace(settings, judge_api_key="guessed")
+        other = RewardWorker(WorkerContext("rewards.judged", section, rank=0, world_size=1, settings=settings))
         other.initialize()
         assert "status 401" in (other.score([RewardSample("p", "unasked", "4")])[0].error or "")
         cluster.dead = {0, 1}
@@ -101,9 +102,10 @@ class RecordedCluster:
 
     def __init__(self, name: str, worker: str, resources: Any, role: Any, **settings: Any) -> None:
         self.name, self.worker, self.role = name, worker, role
-        self.address = settings.get("extra", {}).get("judge", {})
+        self.settings = settings["settings"]
 
-    def initialize(self, *arguments: Any, blocking: bool = True) -> Any:
+    def call_all(self, method: Any, *arguments: Any) -> Any:
+        assert method.__name__ == "initialize"
         return SimpleNamespace(result=list)
 
 
@@ -129,12 +131,12 @@ def test_the_judge_starts_with_the_run_and_only_its_domains_hear_of_it(
     assert {cluster.worker for cluster in started} == {clusters_module.GENERATION_WORKER}
     rewards: dict[str, Any] = dict(clusters.rewards)
     assert (rewards["own"].role.device_mapping, rewards["own"].role.world_size) == (None, 2)
-    judged, rule, own = (rewards[name].address for name in ("judged", "math", "own"))
-    assert own["judge_model_name"] == "judge.own" and own["judge_api_url"] != judged["judge_api_url"]
-    assert judged["judge_api_url"].startswith("http://127.0.0.1:")
-    assert judged["judge_api_key"]
-    assert judged["judge_model_name"] == JUDGE_ROLE
-    assert rule == {}
+    judged, rule, own = (rewards[name].settings for name in ("judged", "math", "own"))
+    assert own.judge_model_name == "judge.own" and own.judge_api_url != judged.judge_api_url
+    assert judged.judge_api_url.startswith("http://127.0.0.1:")
+    assert judged.judge_api_key and judged.judge_api_key not in repr(judged)
+    assert judged.judge_model_name == JUDGE_ROLE
+    assert rule is None
 
 
 @pytest.mark.parametrize("moves", [False, True])

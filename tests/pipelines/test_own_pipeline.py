@@ -77,6 +77,8 @@ class Watched(PipelineDefinition):
         from roll.pipelines.sft.pipeline import demonstration_batch
         from roll.protocol.metrics import Mean
         from roll.workers import REFERENCE_WORKER, SFT_WORKER
+        from roll.workers.model import ModelWorker
+        from roll.workers.training import SftWorker
 
         config, plan, frame = loaded.config, loaded.plan, RunFrame(loaded)
         tokenizer = load_tokenizer(plan.roles["pupil"].model_path, trust_remote_code=False)
@@ -90,14 +92,14 @@ class Watched(PipelineDefinition):
             }
             frame.watch(list(clusters.values()))
             for name, cluster in clusters.items():
-                cluster.initialize(config.max_steps if name == "pupil" else 0)
+                cluster.call_all(ModelWorker.initialize, config.max_steps if name == "pupil" else 0).result()
             for step in frame.steps(0, config.max_steps):
                 batch = demonstration_batch(rows[step * size : (step + 1) * size], pad_token_id(tokenizer))
                 with frame.phase("imitate"):
-                    seen = clusters["onlooker"].compute_log_probs(batch).batch["log_probs"]
+                    seen = clusters["onlooker"].call(ModelWorker.compute_log_probs, batch).result().batch["log_probs"]
                     tokens = float(batch.batch["response_mask"].sum())
                     frame.record({"onlooker/nll": Mean(-float(seen.sum()), tokens)})
-                    frame.record(clusters["pupil"].update(batch))
+                    frame.record(clusters["pupil"].call(SftWorker.update, batch).result())
                 frame.end_step(step)
             frame.finish(config.max_steps)
 

@@ -1,14 +1,16 @@
 from itertools import chain
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from roll.config.plan.plan import TrainingPlan
 from roll.config.roles import WorkerConfig
-from roll.pipelines.rlvr.phases import computed, update_model
+from roll.pipelines.rlvr.phases import computed, update_actor
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean
+from roll.workers.training import ActorWorker
 
 
 @pytest.mark.parametrize("dp_size", [1, 2])
@@ -18,17 +20,16 @@ def test_what_ranks_compute_comes_back_in_the_order_of_the_batch(dp_size: int) -
     batch = DataProto.from_dict(
         {"input_ids": ids, "attention_mask": mask, "response_mask": mask, "advantages": torch.rand(8, 6)},
         non_tensors={"prompt_id": list("aabbccdd")},
-        meta_info={"temperature": 0.5},
     )
     seen: list[DataProto] = []
 
-    def compute(shares: DataProto) -> DataProto:
+    def compute(shares: DataProto) -> Any:
         seen.append(shares)
-        return DataProto.from_dict({"log_probs": shares.batch["input_ids"] * 2.0})
+        answer = DataProto.from_dict({"log_probs": shares.batch["input_ids"] * 2.0})
+        return SimpleNamespace(result=lambda: answer)
 
     cluster = SimpleNamespace(dp_size=dp_size, role=WorkerConfig())
     assert torch.equal(computed(batch, cluster, compute)["log_probs"], ids * 2.0)  # type: ignore[arg-type]
-    assert seen[0].meta_info["temperature"] == 0.5
     if dp_size == 2:
         work = seen[0].batch["attention_mask"].view(2, 4, 6).sum((1, 2))
         assert work.max() - work.min() <= 1, "each rank's share in tokens"
@@ -44,13 +45,13 @@ class FakeTrainer:
         self.role, self.dp_size = role, dp_size
         self.passes: list[list[list[int]]] = []
 
-    def update(self, shares: DataProto) -> dict[str, Mean]:
-        count, epochs = shares.meta_info["mini_batches"], shares.meta_info["epochs"]
+    def call(self, method: Any, shares: DataProto, **arguments: Any) -> Any:
+        assert method is ActorWorker.update and arguments["num_groups"] == 4
+        count, epochs = arguments["mini_batches"], arguments["epochs"]
         ranks = shares.batch["input_ids"][:, 0].view(self.dp_size, count, -1)
         mini_batches = [sorted(ranks[:, mini].flatten().tolist()) for mini in range(count)]
         self.passes += [mini_batches] * epochs
-        assert shares.meta_info["num_groups"] == 4
-        return {"actor/pg_loss": Mean(float(epochs), 1.0)}
+        return SimpleNamespace(result=lambda: {"actor/pg_loss": Mean(float(epochs), 1.0)})
 
 
 @pytest.mark.parametrize("by_prompt", [False, True])
@@ -65,7 +66,8 @@ def test_mini_batches_are_drawn_anew_in_every_pass(dp_size: int, by_prompt: bool
 
     def run(seed: tuple[int, ...] | None) -> list[list[list[int]]]:
         trainer = FakeTrainer(WorkerConfig(use_prefix_sharing=by_prompt), dp_size)
-        update_model(batch, trainer, training, seed)  # type: ignore[arg-type]
+        plan = SimpleNamespace(training={"actor_train": training}, norm_length=8)
+        update_actor(batch, trainer, plan, 1.0, 0.0, seed)  # type: ignore[arg-type]
         return trainer.passes
 
     assert run(None) == [[list(range(8)), list(range(8, 16))]] * 3

@@ -17,6 +17,7 @@ from roll.pipelines.rlvr.planning import actor_keys
 from roll.protocol.metrics import merge_metrics, to_floats
 from tests.config.good import changed, load
 from tests.config.test_preflight import ALL_KINDS
+from tests.pipelines.configurable_actor import ConfigurableActor
 from tests.pipelines.tiny_runs import GENERATING, HERE, TinyWorld
 
 pytestmark = pytest.mark.e2e
@@ -83,7 +84,7 @@ def on_clusters_of(started: RLVRPipeline, recipe: RLVRPipeline) -> RLVRPipeline:
     )
     recipe.data, recipe.residency = started.data, started.residency
     recipe.connect()
-    recipe.clusters.actor_train.use_loss(actor_keys(recipe.config))
+    recipe.clusters.actor_train.call_all(ConfigurableActor.use_loss, actor_keys(recipe.config)).result()
     return recipe
 
 

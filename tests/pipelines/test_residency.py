@@ -22,6 +22,12 @@ class Recorder:
         self.states: set[str] = set(states)
         self._told = told
 
+    def call_all(self, method: Any, *arguments: Any) -> Any:
+        getattr(self, method.__name__)(*arguments)
+        answer = SimpleNamespace(result=list)
+        answer.within = lambda seconds: answer
+        return answer
+
     def offload_states(self, kinds: list[StateKind]) -> None:
         assert self.states.issuperset(kinds), "what is away already is not sent away"
         self.states -= set(kinds)
@@ -31,11 +37,11 @@ class Recorder:
         self.states |= set(kinds)
         self._told.append(f"{self.name} +")
 
-    def sleep(self, deadline: float) -> None:
+    def sleep(self) -> None:
         self.states.clear()
         self._told.append(f"{self.name} -")
 
-    def wake(self, weights_only: bool, deadline: float) -> None:
+    def wake(self, weights_only: bool) -> None:
         self.states |= WEIGHTS if weights_only else GENERATION
         self._told.append(f"{self.name} +")
 

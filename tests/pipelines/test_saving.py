@@ -11,6 +11,7 @@ import pytest
 
 from roll.checkpoint import CheckpointManager
 from roll.pipelines.files import PendingCheckpoint
+from roll.workers.training import TrainingWorker
 
 
 class Answer:
@@ -33,8 +34,8 @@ class Writers:
         self.script = list(script)
         self.asked: list[bool] = []
 
-    def checkpoint_saved(self, wait: bool, blocking: bool) -> Answer:
-        assert not blocking
+    def call_all(self, method: Any, wait: bool) -> Answer:
+        assert method is TrainingWorker.checkpoint_saved
         self.asked.append(wait)
         return Answer(self.script.pop(0) if self.script else [True, True])
 

@@ -15,6 +15,8 @@ from roll.distributed import Cluster, ResourceManager, ray_runtime
 from roll.weight_sync.encoding import iter_buckets
 from roll.weight_sync.messages import SyncReport, WeightSyncError
 from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
+from roll.workers.generation import GenerationWorker
+from tests.pipelines.faulty_workers import FaultyEngine
 from tests.pipelines.tiny_runs import HERE, TinyWorld
 
 pytestmark = pytest.mark.e2e
@@ -35,7 +37,7 @@ def engines(shared_ray: str, world: TinyWorld) -> Iterator[Cluster]:
         with ray_runtime(2):
             resources = ResourceManager(2)
             cluster = Cluster("actor_infer", f"{HERE}.faulty_workers.FaultyEngine", resources, role, rpc_timeout=60)
-            cluster.initialize()
+            cluster.call_all(GenerationWorker.initialize).result()
             yield cluster
             cluster.shutdown(graceful=False)
             resources.close()
@@ -73,7 +75,7 @@ def send(
 ) -> SyncReport:
     """To as many engines as there are faults."""
     for rank, fault in enumerate(faults):
-        engines.submit(rank, "be_faulty", fault).result()
+        engines.submit(rank, FaultyEngine.be_faulty, fault).result()
     receivers = RayEngines(dict(enumerate(engines.workers[: len(faults)])))
     return sender.send(iter_buckets(weights.items(), 2**17), receivers, Update(3, 60, patience=patience))
 
@@ -109,7 +111,7 @@ def test_an_engine_that_fails_is_named(senders: Any, engines: Cluster, weights: 
         send(senders["object_store"], engines, weights, ["", "raise"])
     assert failure.value.lost == (1,)
     for rank in range(2):  # the update stands half done; a run would have ended
-        engines.submit(rank, "finish_weight_update").result()
+        engines.submit(rank, GenerationWorker.finish_weight_update).result()
 
 
 def test_an_engine_that_dies_is_named_and_left_out(senders: Any, engines: Cluster, weights: dict[str, Any]) -> None:
@@ -117,7 +119,7 @@ def test_an_engine_that_dies_is_named_and_left_out(senders: Any, engines: Cluste
     with pytest.raises(WeightSyncError, match="weight update 3: engine 1 died in 'update_weights'") as failure:
         send(senders["broadcast"], engines, weights, ["", "die"])
     assert failure.value.lost == (1,), "not the other one, whose connection broke"
-    engines.submit(0, "finish_weight_update").result()
+    engines.submit(0, GenerationWorker.finish_weight_update).result()
     assert send(senders["broadcast"], engines, weights, [""]).num_tensors == len(weights)
 
 

@@ -11,9 +11,8 @@ import pytest
 
 from roll.config.rewards import RewardComponentConfig, RewardConfig
 from roll.rewards import RewardOptionError, RewardResult, RewardSample, build_section, failure_rates
-from roll.rewards.base import failure
+from roll.rewards.base import GuardedReward, failure
 from roll.rewards.composition import Component, CompositeReward
-from roll.rewards.guard import GuardedReward
 
 OWN = "tests.rewards.own_rewards"
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from roll.rewards import RewardResult, RewardSample, build_reward
-from roll.rewards.custom import CustomReward
-from roll.rewards.deadline import Limits, Overdue, deadline
+from roll.rewards.custom import CustomReward, Limits, Overdue, deadline
 
 OWN = "tests.rewards.own_rewards"
 

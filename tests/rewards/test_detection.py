@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from roll.rewards import RewardOptionError, RewardSample, build_reward
-from roll.rewards.boxes import Box, best_matching, iou, read_boxes
+from roll.rewards.detection import Box, best_matching, iou, read_boxes
 
 
 @pytest.mark.parametrize(

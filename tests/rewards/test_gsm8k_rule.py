@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.rewards import RewardResult, RewardSample, build_reward
-from roll.rewards.gsm8k import _ANYWHERE, last_numeral
+from roll.rewards.text_rules import _ANYWHERE, last_numeral
 
 
 def verdict(response: str, ground_truth: object, **options: object) -> RewardResult:

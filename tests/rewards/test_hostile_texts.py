@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from roll.rewards import RewardSample, build_reward
 from roll.rewards.base import RewardFunction
-from roll.rewards.ifeval.instructions import CHECKS
+from roll.rewards.ifeval_instructions import CHECKS
 
 LENGTH = 60_000
 PIECES = [

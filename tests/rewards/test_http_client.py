@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from roll.rewards.http import AnswerCache, HttpSettings, JsonClient, Reply
-from roll.rewards.http.cache import MISSING
-from roll.rewards.http.client import MAX_REPLY
+from roll.rewards.http_client import MAX_REPLY, MISSING, AnswerCache, HttpSettings, JsonClient, Reply
 from tests.rewards.http_service import Answer, in_turn, serving
 
 QUICK: dict[str, Any] = {"backoff": 0.001, "max_backoff": 0.01, "request_timeout": 5.0, "total_timeout": 10.0}

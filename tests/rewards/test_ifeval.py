@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from roll.rewards import RewardOptionError, RewardSample, build_reward
-from roll.rewards.ifeval.functions import FUNCTIONS, as_instruction
-from roll.rewards.ifeval.instructions import CHECKS
-from roll.rewards.ifeval.rule import follows, loosened
-from roll.rewards.ifeval.text import count_capital_words, count_sentences, count_words
+from roll.rewards.ifeval import FUNCTIONS, as_instruction, follows, loosened
+from roll.rewards.ifeval_instructions import CHECKS, count_capital_words, count_sentences, count_words
 
 GERMAN = "Der Garten hinter dem Haus ist im Sommer voller Blumen und die Kinder spielen dort gern."
 ENGLISH = "The garden behind the house is full of flowers in summer and the children like to play there."

@@ -11,8 +11,8 @@ import pytest
 from roll.config.rewards import RewardComponentConfig, RewardConfig
 from roll.distributed import WorkerContext
 from roll.rewards import RewardOptionError, RewardResult, RewardSample, build_reward, failure_rates, reward_options
-from roll.rewards.judge.reading import NoScore, ScoreReader
-from roll.rewards.sections import concurrent_calls
+from roll.rewards.composition import concurrent_calls
+from roll.rewards.judge_reading import NoScore, ScoreReader
 from roll.workers.reward import RewardWorker
 from tests.rewards.http_service import Answer, Service, completion, in_turn, serving
 from tests.rewards.judge_cases import CUT, VERDICTS
@@ -122,7 +122,7 @@ def test_a_cut_answer_without_a_verdict_is_an_error_and_not_zero() -> None:
 
 
 def test_a_pattern_that_backtracks_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roll.rewards.judge.reading.PATTERN_SECONDS", 0.02)
+    monkeypatch.setattr("roll.rewards.judge_reading.PATTERN_SECONDS", 0.02)
     reader = ScoreReader("regex", pattern=r"(?P<score>(a|aa)+)$")
     with pytest.raises(NoScore, match="timeout: "):
         reader.read({"message": {"content": "a" * 1000 + "b"}})

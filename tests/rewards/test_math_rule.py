@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from roll.rewards import RewardResult, RewardSample, build_reward
+from roll.rewards.answers import after_thought, isolated_number, last_boxed, stated_answer
 from roll.rewards.base import RewardFunction
-from roll.rewards.extraction import after_thought, last_boxed
-from roll.rewards.stated import isolated_number, stated_answer
-from roll.rewards.verifier import MathVerifier, Verdict
+from roll.rewards.math_rule import MathVerifier, Verdict
 from roll.rewards.verifier_child import ANSWER_SECONDS
 from tests.rewards.math_cases import CASES, HOSTILE
 from tests.rewards.stated_cases import RIGHT, WRONG
@@ -231,7 +230,8 @@ def test_what_stands_after_the_thought(response: str, prompt: str, rest: str | N
 
 def test_the_helper_ends_when_its_owner_is_killed() -> None:
     program = (
-        "import time; from roll.rewards.verifier import MathVerifier; v = MathVerifier(60); v.equivalent('x^2', 'x*x');"
+        "import time; from roll.rewards.math_rule import MathVerifier;"
+        "v = MathVerifier(60); v.equivalent('x^2', 'x*x');"
         "print(v._process.pid, flush=True); time.sleep(600)"
     )
     owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.rewards.numerals import parse_number
+from roll.rewards.answers import parse_number
 
 
 @pytest.mark.parametrize(

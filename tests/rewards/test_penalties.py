@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from roll.rewards import RewardOptionError, RewardSample, build_reward
-from roll.rewards.penalties import repeated_share
+from roll.rewards.text_rules import repeated_share
 
 
 @pytest.mark.parametrize(

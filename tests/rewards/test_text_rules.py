@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.rewards import RewardOptionError, RewardSample, build_reward
-from roll.rewards.text_match import word_f1
+from roll.rewards.text_rules import word_f1
 
 
 def score(name: str, response: str, truth: object = None, **options: object) -> float | None:

@@ -10,7 +10,7 @@ import pytest
 from roll.config.roles import DataArguments
 from roll.rewards import RewardOptionError, RewardResult, RewardSample, build_reward
 from roll.rewards.base import failure
-from roll.rollout.model_scores import ModelInput, ModelScorer
+from roll.rollout.model_scores import ModelInput, ModelScorer, ScoringWorker
 from roll.rollout.rewarding import RewardRouter
 from tests.rollout.fake_clusters import FakeCall, FakeRewards
 from tests.rollout.helpers import make_group
@@ -23,8 +23,8 @@ class FakeModel:
     ranks: int = 2
     seen: list[ModelInput] = field(default_factory=list)
 
-    def score(self, inputs: list[ModelInput], blocking: bool) -> Any:
-        assert not blocking
+    def call_all(self, method: Any, inputs: list[ModelInput]) -> Any:
+        assert method is ScoringWorker.score
         self.seen += inputs
         shares = [(rank, [self._result(one) for one in inputs[rank :: self.ranks]]) for rank in range(self.ranks)]
         # Ranks that share sequences answer alike.

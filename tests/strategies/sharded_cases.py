@@ -24,13 +24,13 @@ def trainer(role: WorkerConfig, value: bool = False, max_grad_norm: float | None
     """The training strategy of ``role``, which keeps the whole gradient of each step as it is before clipping."""
     head = ModelHead.VALUE if value else ModelHead.CAUSAL_LM
     strategy: Any = create_strategy(role, head, max_grad_norm=max_grad_norm)
-    update = strategy._update
+    clip_and_step = strategy._clip_and_step
 
-    def recording_update() -> Metrics:
+    def recording(learning_rate: float) -> float:
         strategy.gradients = whole_gradients(strategy)
-        return update()
+        return clip_and_step(learning_rate)
 
-    strategy._update = recording_update
+    strategy._clip_and_step = recording
     strategy.initialize(num_training_steps=10)
     return strategy
 
@@ -136,7 +136,7 @@ def _state(strategy: Any, metrics: Metrics) -> dict[str, Any]:
         "metrics": to_floats(metrics),
         "weights": weights_of(strategy),
         "moments": moments,
-        "step": strategy.step,
+        "step": strategy.progress.step,
         "random": torch.rand(4),
     }
 
@@ -156,7 +156,7 @@ def poisoned(strategy: Any, batch: TensorBatch) -> dict[str, Any]:
         "skipped": first["skipped_updates"].value(),
         "unchanged": all(torch.equal(before[name], after[name]) for name in before),
         "second": to_floats(second),
-        "step": strategy.step,
+        "step": strategy.progress.step,
     }
 
 

@@ -115,7 +115,7 @@ def go_round(roles: dict[str, WorkerConfig], batch: TensorBatch, folder: Path) -
         own = settings(strategy)
         strategy.load(written)
         assert settings(strategy) == own, "hyperparameters are the configuration's"
-        assert strategy.step == 2
+        assert strategy.progress.step == 2
         written = folder / f"again_{name}"
         strategy.save(written)
         strategy.saved()

@@ -111,7 +111,7 @@ def attack(role: WorkerConfig, batch: TensorBatch, root: Path) -> list[str]:
             mark.unlink()
         shutil.rmtree(copy.parent)
     strategy.load(whole / "actor_train")
-    assert tried > 12 and strategy.step == 1, "and the right one is loaded still"
+    assert tried > 12 and strategy.progress.step == 1, "and the right one is loaded still"
     return ran
 
 

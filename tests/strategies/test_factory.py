@@ -9,7 +9,7 @@ import pytest
 from roll.config.roles import StrategyArguments, WorkerConfig
 from roll.strategies.base import ModelHead
 from roll.strategies.factory import create_generation_strategy, create_strategy
-from roll.strategies.fsdp.fsdp2 import Fsdp2InferStrategy, Fsdp2TrainStrategy
+from roll.strategies.fsdp.fsdp2 import Fsdp2Strategy
 from roll.strategies.fsdp.sharded import mesh_shape
 from tests.strategies import sharded_cases as cases
 from tests.strategies.samples import make_role
@@ -21,9 +21,10 @@ def role(name: str, **config: Any) -> WorkerConfig:
 
 def test_names_give_strategies() -> None:
     trainer = create_strategy(role("fsdp2_train"), ModelHead.VALUE, max_grad_norm=0.5)
-    assert type(trainer) is Fsdp2TrainStrategy
+    assert type(trainer) is Fsdp2Strategy and trainer.trains
     assert (trainer.head, trainer.max_grad_norm) == (ModelHead.VALUE, 0.5)
-    assert type(create_strategy(role("fsdp2_infer"), max_grad_norm=1.0)) is Fsdp2InferStrategy
+    reference = create_strategy(role("fsdp2_infer"), max_grad_norm=1.0)
+    assert type(reference) is Fsdp2Strategy and not reference.trains
 
 
 def test_the_roles_own_max_grad_norm_goes_first(tied_model: Path) -> None:

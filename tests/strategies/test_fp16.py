@@ -143,10 +143,14 @@ def overflow(role: WorkerConfig, batch: TensorBatch, folder: Path) -> dict[str, 
     strategy.saved()
     resumed = started(role)
     resumed.load(folder)
-    assert resumed.step == strategy.step
+    assert resumed.progress.step == strategy.progress.step
     if hasattr(resumed, "engine"):
-        assert resumed.engine.optimizer.loss_scale == resumed.loss_scale.value
-    return {"metrics": metrics, "unchanged": unchanged, "scales": (strategy.loss_scale, resumed.loss_scale)}
+        assert resumed.engine.optimizer.loss_scale == resumed.progress.loss_scale.value
+    return {
+        "metrics": metrics,
+        "unchanged": unchanged,
+        "scales": (strategy.progress.loss_scale, resumed.progress.loss_scale),
+    }
 
 
 def started(role: WorkerConfig) -> Any:

@@ -12,7 +12,7 @@ import torch
 from roll.config.roles import WorkerConfig
 from roll.models.build import build_model
 from roll.models.loading import TensorFiles
-from roll.strategies.fsdp.fsdp2 import Fsdp2TrainStrategy
+from roll.strategies.fsdp.fsdp2 import Fsdp2Strategy
 from roll.strategies.training.optimizer import local_tensor
 from tests.strategies.samples import make_role
 
@@ -29,13 +29,13 @@ def compare_loading(role: WorkerConfig) -> dict[str, Any]:
             sizes.append(len(tensor))
             return tensor
 
-    class Whole(Fsdp2TrainStrategy):
+    class Whole(Fsdp2Strategy):
         def _build_language_model(self, storage_dtype: torch.dtype) -> Any:
             self._meta = None
             return build_model(self.role.model_args, self.head.value, storage_dtype)
 
     with mock.patch("roll.models.loading.TensorFiles", Counting):
-        ours = Fsdp2TrainStrategy(role)
+        ours = Fsdp2Strategy(role)
         ours.initialize(num_training_steps=1)
     whole = Whole(role)
     whole.initialize(num_training_steps=1)

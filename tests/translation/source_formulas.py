@@ -25,6 +25,8 @@ class Responses:
     mask: Tensor
     group: Tensor
     scores: Tensor
+    components: Tensor
+    """(rows, 2): two rewards apart."""
     log_probs: Tensor
     """With gradient."""
     entropy: Tensor
@@ -82,6 +84,9 @@ def rewards_of(batch: Responses, kl: Tensor, weight: float, scores: Tensor) -> T
     return rewards
 
 
+GDPO_WEIGHTS = (1.0, 0.25)
+
+
 def advantages_of(batch: Responses, estimator: str, rewards: Tensor, gamma: float, lam: float, by_std: bool) -> Tensor:
     mask, total = batch.mask, rewards.sum(-1)
     if estimator == "gae":
@@ -96,7 +101,15 @@ def advantages_of(batch: Responses, estimator: str, rewards: Tensor, gamma: floa
     for i in range(len(total)):
         group = [j for j in range(len(total)) if batch.group[j] == batch.group[i]]
         own = total[group]
-        if estimator == "maxrl":
+        if estimator == "gpg":
+            result[i] = (total[i] - own.mean()) * len(total) / torch.count_nonzero(total)
+        elif estimator == "grpo_passk":
+            best, second = own.topk(2)[0]
+            result[i] = (best - second) / (own.std() + 1e-6 if by_std else 1.0) if total[i] == best else 0.0
+        elif estimator == "gdpo":
+            for weight, column in zip(GDPO_WEIGHTS, batch.components.T, strict=True):
+                result[i] += weight * (column[i] - column[group].mean()) / (column[group].std() + 1e-6)
+        elif estimator == "maxrl":
             result[i] = (total[i] - own.mean()) / (own.mean() + 1e-6)
         elif estimator == "grpo":
             result[i] = (total[i] - own.mean()) / (own.std() + 1e-6 if by_std else 1.0)
@@ -109,7 +122,7 @@ def advantages_of(batch: Responses, estimator: str, rewards: Tensor, gamma: floa
             lengths = mask[group].sum(-1)
             result[i] = total[i] - (lengths * own).sum() / lengths.sum()
     spread = result[:, None] * mask
-    return whitened(spread, mask) if estimator == "reinforce_plus_plus_baseline" else spread
+    return whitened(spread, mask) if estimator in ("reinforce_plus_plus_baseline", "gdpo") else spread
 
 
 def token_baseline(batch: Responses, returns: Tensor) -> Tensor:

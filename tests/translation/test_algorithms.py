@@ -26,8 +26,8 @@ from roll.pipelines.rlvr.planning import actor_keys
 from roll.protocol import DataProto
 from roll.rollout.batch import build_batch
 from roll.strategies.base import Output
+from roll.translation.command import tree
 from roll.translation.engine import Translation
-from roll.translation.writing import tree
 from roll.workers.training import policy_update_loss, value_update_loss
 from tests.rollout.helpers import make_group
 from tests.translation.conftest import Translate
@@ -80,6 +80,7 @@ def make_responses() -> Responses:
         mask=mask,
         group=torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor([len(group) for group in LENGTHS])),
         scores=torch.tensor([0.0, 1.0, 0.25, 1.0, 0.0, 0.0, 1.0, 0.5, 1.0, 0.75, 0.0, 1.0], dtype=torch.float64),
+        components=torch.randn(12, 2, generator=torch.Generator().manual_seed(8)).double(),
         log_probs=log_probs.requires_grad_(),
         entropy=column(0.5).abs().requires_grad_(),
         new_values=column(1.0).requires_grad_(),
@@ -128,6 +129,8 @@ class OurSide:
         if not (self.plan.needs_old_log_probs or self.plan.engine_log_probs_as_old):
             del tensors["old_log_probs"]
         tensors["ref_log_probs"], tensors["values"] = self.spread(there.reference), self.spread(there.values).float()
+        if self.config.reward_weights:
+            tensors["reward_components"] = there.components.float()
         if self.plan.needs_greedy_baseline:
             tensors["baseline_scores"] = there.greedy_scores.float()
             tensors["baseline_lengths"] = torch.ones(len(there.scores), dtype=torch.int64)
@@ -166,7 +169,7 @@ def command(base: str, settings: Settings) -> str:
 
 
 def translate_whole(translated: Translate, text: str) -> tuple[Translation, LoadedConfig[Any]]:
-    """As :func:`roll.translation.writing.load`, without the file in between, which takes ten times as long."""
+    """As :func:`roll.translation.command.load`, without the file in between, which takes ten times as long."""
     translation = translated(text)
     assert translation.whole
     composed = Composed(tree(translation), SourceFile(Path("translated.yaml")))
@@ -228,6 +231,13 @@ ADVANTAGES: list[Settings] = [
     },
     {"algorithm.adv_estimator": "reinforce_plus_plus_baseline", "algorithm.norm_adv_by_std_in_grpo": True},
     {"algorithm.adv_estimator": "rloo", "algorithm.norm_adv_by_std_in_grpo": True},
+    *({"algorithm.adv_estimator": name} | kl for name in ("gpg", "grpo_passk") for kl in ({}, IN_REWARD)),
+    {"algorithm.adv_estimator": "grpo_passk", "algorithm.norm_adv_by_std_in_grpo": False},
+    {
+        "algorithm.adv_estimator": "gdpo",
+        "algorithm.gdpo_reward_keys": "[accuracy,format]",
+        "algorithm.gdpo_reward_weights": "[1.0,0.25]",
+    },
 ]
 LOSSES: list[Settings] = [
     *({"actor.policy_loss.loss_mode": name} for name in ("vanilla", "gspo", "sapo", "geo_mean", "cispo", "gpg")),
@@ -459,14 +469,7 @@ REFUSED: list[tuple[str, Settings, str]] = [
         {"algorithm.adv_estimator": "reinforce_plus_plus_baseline"} | IN_REWARD,
         "before reinforce_plus_plus_baseline",
     ),
-    *(
-        (VERL, {"algorithm.adv_estimator": name}, message)
-        for name, message in (
-            ("grpo_passk", "2503.19595"),
-            ("gpg", "whose reward is not 0"),
-            ("gdpo", "over tokens there"),
-        )
-    ),
+    (VERL, {"algorithm.adv_estimator": "gdpo"}, "the rewards to normalise apart"),
     (VERL, TOKEN_BASELINE | {IS: "token"}, "weighs the optimal token baseline there"),
     (VERL, TOKEN_BASELINE | BYPASS, "leaves the optimal token baseline no sums"),
     (VERL, GRPO | {"actor.policy_loss.loss_mode": "up"}, "known: vanilla"),

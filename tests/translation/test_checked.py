@@ -8,8 +8,8 @@ import pytest
 
 from roll.config.loader import LoadedConfig, load_config
 from roll.config.reading.errors import ConfigError
+from roll.translation.command import load, overrides
 from roll.translation.reading import read_yaml
-from roll.translation.writing import load, overrides
 from tests.translation import commands
 from tests.translation.conftest import QUICKSTART, Translate
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from roll.config.reading.errors import ConfigError
 from roll.translation import command
-from roll.translation.writing import load
+from roll.translation.command import load
 from tests.translation.conftest import QUICKSTART, Translate
 from tests.translation.source_formulas import Responses, mean, row_means
 from tests.translation.test_algorithms import LONGEST, PROMPT, RESPONSES, OurSide, assert_equal
@@ -187,6 +187,17 @@ def openrlhf_advantages(batch: Responses, settings: Settings) -> tuple[Tensor, T
     return advantages * mask, returns
 
 
+def openrlhf_weights(log_ratio: Tensor, mask: Tensor, settings: Settings) -> Tensor:
+    """Older versions have one bound, newer ones two and three ways to use them."""
+    bounds = str(settings.get("vllm_is_truncated_threshold", "2.0")).split()
+    low, high = float(bounds[0]) if len(bounds) == 2 else 0.0, float(bounds[-1])
+    ratio, kind = log_ratio.exp(), settings.get("vllm_is_correction_type", "tis")
+    if kind == "tis" and not settings.get("use_icepop"):
+        return ratio.clamp(low, high)
+    judged = row_means(log_ratio, mask).exp()[:, None] if kind == "seq-mask-tis" else ratio
+    return ratio * ((judged >= low) & (judged <= high))
+
+
 def openrlhf_loss(batch: Responses, settings: Settings) -> Tensor:
     advantages, mask = openrlhf_advantages(batch, settings)[0], batch.mask
     log_ratio = batch.log_probs - batch.old
@@ -198,7 +209,7 @@ def openrlhf_loss(batch: Responses, settings: Settings) -> Tensor:
         surrogate = torch.where(advantages < 0, torch.maximum(surrogate, settings["dual_clip"] * advantages), surrogate)
     loss = -surrogate
     if settings.get("enable_vllm_is_correction"):
-        loss = loss * (batch.old - batch.rollout).exp().clamp(max=settings.get("vllm_is_truncated_threshold", 2.0))
+        loss = loss * openrlhf_weights((batch.old - batch.rollout) * mask, mask, settings)
     total = row_means(loss, mask).mean() if gspo else mean(loss, mask)
     if settings.get("use_kl_loss"):
         total = total + settings.get("init_kl_coef", 0.01) * mean(openrlhf_kl(batch, settings), mask)
@@ -229,6 +240,16 @@ OPENRLHF_CASES: list[Settings] = [
     {"advantage_estimator": "group_norm", **IN_LOSS, "eps_clip_low_high": "0.1 0.3", "dual_clip": 1.5},
     {"advantage_estimator": "rloo", **IN_LOSS, "enable_vllm_is_correction": True, "vllm_is_truncated_threshold": 1.1},
     {"advantage_estimator": "rloo", **IN_LOSS, "entropy_loss_coef": 0.05},
+    *(
+        {"advantage_estimator": "rloo", **IN_LOSS, "enable_vllm_is_correction": True, **weights}
+        for weights in (
+            {},
+            {"vllm_is_truncated_threshold": "0.8 1.1"},
+            {"vllm_is_truncated_threshold": "0.8 1.1", "use_icepop": True},
+            {"vllm_is_truncated_threshold": "0.8 1.1", "vllm_is_correction_type": "icepop"},
+            {"vllm_is_truncated_threshold": "0.95 1.05", "vllm_is_correction_type": "seq-mask-tis"},
+        )
+    ),
 ]
 
 

@@ -15,10 +15,10 @@ import pytest
 
 from roll.config.reading.errors import ConfigError
 from roll.rewards.sandbox import Sandbox, Settings
+from roll.translation.command import load
 from roll.translation.reading import read_recording
 from roll.translation.recording import REQUIRED, record
-from roll.translation.rules import EXPERTS, MULTIMODAL, TURNS
-from roll.translation.writing import load
+from roll.translation.tables import EXPERTS, MULTIMODAL, TURNS
 from tests.translation.conftest import QUICKSTART, Translate
 
 FOLDER = os.environ.get("PUBLIC_CONFIGS_DIR")

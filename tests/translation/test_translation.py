@@ -15,8 +15,8 @@ import yaml
 from roll import cli
 from roll.config.reading.compose import parse_override
 from roll.config.reading.errors import ConfigError
+from roll.translation.command import hydra_value
 from roll.translation.engine import Translation
-from roll.translation.writing import hydra_value
 from tests.translation import commands
 from tests.translation.conftest import Translate
 

@@ -4,8 +4,6 @@ A check is silent about keys that were wrong by themselves already, so that one 
 
 from __future__ import annotations
 
-import os
-
 from roll.config.checks.base import Checks
 from roll.config.checks.models import check_model
 from roll.config.lora import check_lora
@@ -15,21 +13,12 @@ from roll.config.plan.micro_batching import check_micro_batching
 from roll.config.plan.planning import devices_per_worker, world_size
 from roll.config.roles import WorkerConfig
 from roll.config.run import RunConfig
-from roll.config.strategies.deepspeed import check_deepspeed
-from roll.config.strategies.fsdp import check_sharded
-from roll.config.strategies.megatron import check_megatron
 from roll.config.strategies.registry import (
     AVAILABLE,
     GENERATION_STRATEGIES,
-    DeepSpeedStrategyConfig,
-    HfInferStrategyConfig,
-    MegatronStrategyConfig,
-    ShardedStrategyConfig,
     StrategyConfig,
     read_strategy_config,
 )
-from roll.config.strategies.sglang import SglangStrategyConfig, check_sglang
-from roll.config.strategies.vllm import VllmStrategyConfig, check_vllm
 
 
 def check_roles(config: RunConfig, checks: Checks) -> dict[str, StrategyConfig]:
@@ -111,28 +100,9 @@ def check_strategy(name: str, role: WorkerConfig, checks: Checks) -> StrategyCon
 
 
 def check_strategy_fit(name: str, role: WorkerConfig, options: StrategyConfig, checks: Checks) -> None:
-    """Options of a strategy against the role's devices."""
+    """Options of a strategy against the role and its devices."""
     trains = checks.pipeline.task_of(name, role) is TRAINS
-    if isinstance(options, ShardedStrategyConfig):
-        check_sharded(name, role, options, world_size(role), trains, checks.problems)
-        check_ulysses(name, role, checks)
-    if isinstance(options, DeepSpeedStrategyConfig):
-        path = f"{name}.strategy_args.strategy_config"
-        check_deepspeed(path, role, options, {**os.environ, **role.system_envs}, trains, checks.problems)
-    if isinstance(options, MegatronStrategyConfig):
-        check_megatron(name, role, options, world_size(role), checks.problems)
-    if isinstance(options, VllmStrategyConfig):
-        check_vllm(name, role, options, checks.problems)
-    if isinstance(options, SglangStrategyConfig):
-        check_sglang(name, role, options, checks.problems)
-
-
-def check_ulysses(name: str, role: WorkerConfig, checks: Checks) -> None:
-    size, world = role.model_args.ulysses_size, world_size(role)
-    if world % size:
-        best = max(number for number in range(1, world + 1) if world % number == 0 and number <= size)
-        rule = f"must divide the role's {world} ranks, which share sequences in groups of so many"
-        checks.add(f"{name}.model_args.ulysses_size", size, rule, best)
+    options.check(name, role, world_size(role), trains, checks.problems)
 
 
 def check_rows(config: RunConfig, name: str, role: WorkerConfig, checks: Checks) -> None:
@@ -157,12 +127,12 @@ def note_tracker(config: RunConfig, checks: Checks) -> None:
 def note_engine_length(options: dict[str, StrategyConfig], prompt: int, sequence: int, checks: Checks) -> None:
     """An engine shorter than the longest sequence cuts responses; one without room for a prompt cannot work."""
     engine = options.get("actor_infer")
-    engines = HfInferStrategyConfig | VllmStrategyConfig | SglangStrategyConfig
-    if not isinstance(engine, engines) or engine.max_model_len is None:
+    longest: int | None = getattr(engine, "max_model_len", None)
+    if longest is None:
         return
     key = "actor_infer.strategy_args.strategy_config.max_model_len"
-    if engine.max_model_len <= prompt:
+    if longest <= prompt:
         rule = f"leaves no room for a response after prompts of {prompt} tokens"
-        checks.add(key, engine.max_model_len, rule, sequence)
-    elif engine.max_model_len < sequence:
-        checks.note(key, f"{engine.max_model_len} is less than prompt plus response ({sequence}): responses end there")
+        checks.add(key, longest, rule, sequence)
+    elif longest < sequence:
+        checks.note(key, f"{longest} is less than prompt plus response ({sequence}): responses end there")

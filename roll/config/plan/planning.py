@@ -16,9 +16,11 @@ from roll.config.plan.plan import Folders, RolePlan, TrainingPlan
 from roll.config.reading.errors import Problems
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.run import RunConfig
-from roll.config.strategies.base import SIZE_KEYS, with_engine_size
-from roll.config.strategies.megatron import ranks_of_a_replica
-from roll.config.strategies.registry import MegatronStrategyConfig, ShardedStrategyConfig, read_strategy_config
+from roll.config.strategies.registry import (
+    is_sized_engine,
+    read_strategy_config,
+    with_engine_size,
+)
 
 INHERITED_DATA_KEYS = (
     "template",
@@ -45,7 +47,7 @@ def devices_per_worker(role: WorkerConfig) -> int:
     """An engine's own size, else ``num_gpus_per_worker``."""
     role = with_engine_size(role)
     options = read_strategy_config(role.strategy_args, role.name, Problems())
-    if role.strategy_args.strategy_name in SIZE_KEYS and options is not None:
+    if is_sized_engine(role) and options is not None:
         return options.devices_per_worker
     return role.num_gpus_per_worker
 
@@ -53,9 +55,7 @@ def devices_per_worker(role: WorkerConfig) -> int:
 def data_parallel_size(role: WorkerConfig) -> int:
     """Ranks that compute different rows: all of them, unless the model or each sequence is cut over some."""
     options = read_strategy_config(role.strategy_args, role.name, Problems())
-    cut = ranks_of_a_replica(options) if isinstance(options, MegatronStrategyConfig) else 1
-    shared = role.model_args.ulysses_size if isinstance(options, ShardedStrategyConfig) else 1
-    return max(1, world_size(role) // (cut * shared))
+    return max(1, world_size(role) // (1 if options is None else options.replica_size(role)))
 
 
 def training_plan(

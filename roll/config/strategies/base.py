@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from roll.config.reading.errors import Problems
     from roll.config.roles import WorkerConfig
+
+
+ShapeProblem = tuple[str, Any, str, Any]
+"""Key, value, rule and a value that works."""
 
 
 @dataclass(frozen=True)
@@ -20,25 +25,88 @@ class StrategyConfig:
         """Devices that one worker of the role computes on by itself."""
         return 1
 
+    def replica_size(self, role: WorkerConfig) -> int:
+        """Ranks that compute the same rows together."""
+        return 1
 
-SIZE_KEYS = {"vllm": ("tensor_parallel_size",), "sglang": ("tp_size", "tensor_parallel_size")}
-"""By strategy: the keys of an engine's tensor-parallel size."""
+    def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
+        """Report options that do not fit the role.
+
+        Args:
+            name: of the role's section.
+            world_size: the role's ranks.
+            trains: the role takes optimizer steps.
+        """
+
+    def shape_problems(self, name: str, role: WorkerConfig, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
+        """Sizes that do not fit the model.
+
+        Args:
+            name: of the role's section.
+            model: its ``config.json``.
+        """
+        yield from ()
 
 
-def with_engine_size(role: WorkerConfig) -> WorkerConfig:
-    """The role with its engines' tensor-parallel size: as ``strategy_config`` says, else ``num_gpus_per_worker``, which
-    ROLL's files often give alone."""
-    arguments, keys = role.strategy_args, SIZE_KEYS.get(role.strategy_args.strategy_name)
-    options = arguments.strategy_config
-    if keys is None or any(options.get(key) is not None for key in keys):
-        return role
-    stages = options.get("pipeline_parallel_size") if arguments.strategy_name == "vllm" else 1
-    if not isinstance(stages, int) or stages < 1:
-        stages = 1
-    if role.num_gpus_per_worker == 1 or role.num_gpus_per_worker % stages:
-        return role
-    sized = {**options, keys[0]: role.num_gpus_per_worker // stages}
-    return replace(role, strategy_args=replace(arguments, strategy_config=sized))
+def model_size(model: Mapping[str, Any], key: str) -> int:
+    """A positive number of a model's ``config.json``; 0 where it has none."""
+    value = model.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+
+def largest_divisor(size: int, count: int) -> int:
+    """The largest number up to ``size`` that divides ``count``."""
+    return max(number for number in range(1, min(size, count) + 1) if count % number == 0)
+
+
+def head_problems(key: str, size: int, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
+    """An engine's tensor-parallel ranks take whole heads; a key-value head may be held by several ranks."""
+    heads = model_size(model, "num_attention_heads")
+    groups = model_size(model, "num_key_value_heads") or heads
+    if heads and heads % size:
+        rule = f"must divide the model's {heads} attention heads"
+    elif groups and groups % size and size % groups:
+        rule = f"must divide the model's {groups} key-value heads, or be a multiple of them"
+    else:
+        return
+    yield key, size, rule, largest_divisor(size, gcd(heads, groups))
+
+
+@dataclass(frozen=True)
+class Package:
+    """An optional package that a backend needs."""
+
+    module: str
+    """Found when it is installed."""
+    install: str
+    """The command, or where to read about it."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Torch-free description of a strategy folder: what configuration, plan, checks and preflight know of it."""
+
+    name: str
+    options: type[StrategyConfig]
+    """Of ``strategy_config``."""
+    computes: str | None = None
+    """Dotted path of the class that computes batches (:class:`roll.strategies.base.ModelStrategy`)."""
+    generates: str | None = None
+    """Dotted path of the generation engine."""
+    trains: bool = False
+    """The class that computes batches takes optimizer steps as well, under ``<name>_train``; ``<name>_infer`` builds it
+    without an optimizer."""
+    checkpoints: str | None = None
+    """Format of its training checkpoints; backends of one format read each other's."""
+    package: Package | None = None
+    """None: it comes with the base install."""
+    size_keys: tuple[str, ...] = ()
+    """Options that give an engine's tensor-parallel size; its workers then take ``devices_per_worker`` devices."""
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """Values of ``strategy_name``."""
+        return (f"{self.name}_train", f"{self.name}_infer") if self.trains else (self.name,)
 
 
 def own_weights(role: WorkerConfig) -> WorkerConfig:

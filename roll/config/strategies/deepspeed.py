@@ -4,18 +4,112 @@ Torch-free, and without DeepSpeed: ``roll check`` says what will happen on a mac
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
 
 from roll.config.reading.errors import Problems
+from roll.config.reading.fields import rules, setting
 from roll.config.reading.schema import MOST_KEYS_LISTED, closest
+from roll.config.strategies.base import Backend, Package, StrategyConfig
 from roll.config.strategies.deepspeed_keys import KEYS, REMOVED, VERSION
 
 if TYPE_CHECKING:
     from roll.config.roles import WorkerConfig
-    from roll.config.strategies.registry import DeepSpeedStrategyConfig
+
+
+@dataclass(frozen=True)
+class DeepSpeedStrategyConfig(StrategyConfig):
+    """``deepspeed_train`` and ``deepspeed_infer``: shorthands for the usual choices, and DeepSpeed's own JSON keys."""
+
+    zero_stage: int | None = setting(None, ge=0, le=3, example=2)
+    """0: every rank holds everything; 1: optimizer states sharded; 2: gradients too; 3: parameters too. null:
+    ``zero_optimization.stage``, else 3. Forward-only roles shard under 3 only."""
+    offload: Literal["none", "cpu", "nvme", "auto"] | None = None
+    """Keep optimizer states in host memory or on a disk (ZeRO-2 and 3). ``auto``: cpu where there is an accelerator."""
+    offload_param: bool | None = None
+    """With ZeRO-3 and ``offload``: parameters too. null: the variable ``VERL_ENABLE_PARAM_OFFLOAD``, else false."""
+    nvme_path: str | None = setting(None, read_if={"offload": ("nvme",)})
+    """Folder on the disk, with ``offload: nvme``."""
+    fp32_grad_accumulation: bool | None = None
+    """Sum gradients of micro-batches in float32 under bf16 (ZeRO-1 to 3). null: the variable
+    ``VERL_DS_ZERO2_FP32_ACCUM_PATCH``, else true."""
+    step_each_micro_batch: bool | None = None
+    """Call the engine's step after every micro-batch instead of the last one only; same numbers. null: the variable
+    ``VERL_DS_ZERO2_STEP_EACH_MICRO``, else false."""
+    zero_optimization: dict[str, Any] = field(default_factory=dict)
+    """DeepSpeed's section, passed through; numbers such as ``1e8`` reach DeepSpeed as the ints that it needs."""
+    activation_checkpointing: dict[str, Any] = field(default_factory=dict)
+    """DeepSpeed's section, with nothing switched on: PyTorch checkpoints the layers of transformers models, and
+    ``model_args.disable_gradient_checkpointing`` says whether to."""
+    aio: dict[str, Any] = field(default_factory=dict)
+    """DeepSpeed's section for disk offload, passed through."""
+    bf16: dict[str, Any] = field(default_factory=dict)
+    """DeepSpeed's section, passed through except ``enabled``: ``model_args.dtype`` decides."""
+    data_types: dict[str, Any] = field(default_factory=dict)
+    """DeepSpeed's section, passed through; ``grad_accum_dtype`` goes before ``fp32_grad_accumulation``."""
+    comms_logger: dict[str, Any] = field(default_factory=dict)
+    """DeepSpeed's section, passed through."""
+    flops_profiler: dict[str, Any] = field(default_factory=dict)
+    """DeepSpeed's section, passed through."""
+    communication_data_type: str | None = None
+    """Type in which gradients are summed over ranks; null: DeepSpeed's choice."""
+    wall_clock_breakdown: bool = False
+    """Log the times of forward, backward and step."""
+    steps_per_print: int | None = setting(None, ge=1)
+    """Optimizer steps between two progress lines of DeepSpeed; null: none."""
+    deepspeed_config: dict[str, Any] = field(default_factory=dict)
+    """Any further key of DeepSpeed's JSON, passed through; names are checked against DeepSpeed's own."""
+    optimizer: dict[str, Any] = field(default_factory=dict, metadata=rules(inert="training_args decides"))
+    """Accepted for older files."""
+    scheduler: dict[str, Any] = field(default_factory=dict, metadata=rules(inert="training_args decides"))
+    """Accepted for older files."""
+    fp16: dict[str, Any] = field(default_factory=dict, metadata=rules(inert="model_args.dtype decides"))
+    """Accepted for older files."""
+    gradient_clipping: float | str | None = setting(None, inert="max_grad_norm decides")
+    """Accepted for older files."""
+    train_batch_size: int | str | None = setting(None, inert="training_args decides")
+    """Accepted for older files."""
+    train_micro_batch_size_per_gpu: int | str | None = setting(None, inert="training_args decides")
+    """Accepted for older files."""
+    gradient_accumulation_steps: int | str | None = setting(None, inert="training_args decides")
+    """Accepted for older files."""
+    prescale_gradients: bool = setting(False, inert="gradients are plain sums")
+    """Accepted for older files."""
+    zero_allow_untested_optimizer: bool = setting(True, inert="the optimizer is AdamW")
+    """Accepted for older files."""
+
+    def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
+        """Report mistakes, and what was asked for in vain."""
+        path, environ = f"{name}.strategy_args.strategy_config", {**os.environ, **role.system_envs}
+        _check_keys(path, self, problems)
+        _check_zero_section(path, self, problems)
+        try:
+            plan = plan_zero(self, environ, trains=trains, has_accelerator=True)
+            switch(self, "fp32_grad_accumulation", environ)
+            switch(self, "step_each_micro_batch", environ)
+        except ValueError as error:
+            problems.missing(path, str(error))
+            return
+        for key, text in plan.notices:
+            problems.note(f"{path}.{key}", text)
+        dtype = role.model_args.dtype
+        if self.offload == "nvme":
+            if plan.stage != 3:
+                problems.add(f"{path}.offload", "nvme", f"needs ZeRO-3, and this is ZeRO-{plan.stage}", "cpu")
+            elif self.nvme_path is None:
+                problems.missing(
+                    f"{path}.nvme_path", "is needed with offload: nvme: a folder on the disk", "/local_nvme"
+                )
+        if self.fp32_grad_accumulation and plan.stage == 0 and dtype == "bf16" and trains:
+            problems.note(f"{path}.fp32_grad_accumulation", "has no effect under ZeRO-0: gradients are summed in bf16")
+        if self.bf16.get("enabled") in (True, False) and self.bf16["enabled"] != (dtype == "bf16"):
+            problems.note(f"{path}.bf16.enabled", f"has no effect; model_args.dtype decides ({dtype})")
+        if role.model_args.ulysses_size > 1:
+            key = f"{name}.model_args.ulysses_size"
+            problems.note(key, "is taken as 1: context parallelism is not available under DeepSpeed")
 
 
 DEFAULT_STAGE = 3
@@ -45,7 +139,7 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 @dataclass(frozen=True)
 class ZeroPlan:
-    """What ZeRO does for one role."""
+    """Stage and offload of one role under ZeRO."""
 
     stage: int
     offload_optimizer: str = "none"
@@ -127,41 +221,6 @@ def numbers(value: Any) -> Any:
     return value
 
 
-def check_deepspeed(
-    path: str,
-    role: WorkerConfig,
-    config: DeepSpeedStrategyConfig,
-    environ: Mapping[str, str],
-    trains: bool,
-    problems: Problems,
-) -> None:
-    """Mistakes and notices of a role's DeepSpeed options; ``path`` is its ``strategy_config``."""
-    _check_keys(path, config, problems)
-    _check_zero_section(path, config, problems)
-    try:
-        plan = plan_zero(config, environ, trains=trains, has_accelerator=True)
-        switch(config, "fp32_grad_accumulation", environ)
-        switch(config, "step_each_micro_batch", environ)
-    except ValueError as error:
-        problems.missing(path, str(error))
-        return
-    for key, text in plan.notices:
-        problems.note(f"{path}.{key}", text)
-    dtype = role.model_args.dtype
-    if config.offload == "nvme":
-        if plan.stage != 3:
-            problems.add(f"{path}.offload", "nvme", f"needs ZeRO-3, and this is ZeRO-{plan.stage}", "cpu")
-        elif config.nvme_path is None:
-            problems.missing(f"{path}.nvme_path", "is needed with offload: nvme: a folder on the disk", "/local_nvme")
-    if config.fp32_grad_accumulation and plan.stage == 0 and dtype == "bf16" and trains:
-        problems.note(f"{path}.fp32_grad_accumulation", "has no effect under ZeRO-0: gradients are summed in bf16")
-    if config.bf16.get("enabled") in (True, False) and config.bf16["enabled"] != (dtype == "bf16"):
-        problems.note(f"{path}.bf16.enabled", f"has no effect; model_args.dtype decides ({dtype})")
-    if role.model_args.ulysses_size > 1:
-        key = f"{path.removesuffix('.strategy_args.strategy_config')}.model_args.ulysses_size"
-        problems.note(key, "is taken as 1: context parallelism is not available under DeepSpeed")
-
-
 def _check_zero_section(path: str, config: DeepSpeedStrategyConfig, problems: Problems) -> None:
     section, key = numbers(config.zero_optimization), f"{path}.zero_optimization"
     stage = section.get("stage")
@@ -213,3 +272,13 @@ def _unknown(owner: str, name: str, known: Sequence[str]) -> str:
     nearest = closest(name, known)
     listed = f"; its keys are {', '.join(known)}" if len(known) <= MOST_KEYS_LISTED else ""
     return f"is no key of {owner}" + (f"; the nearest is {nearest}" if nearest else listed)
+
+
+DEEPSPEED = Backend(
+    "deepspeed",
+    DeepSpeedStrategyConfig,
+    computes="roll.strategies.deepspeed.strategy.DeepSpeedStrategy",
+    trains=True,
+    checkpoints="deepspeed",
+    package=Package("deepspeed", "pip install 'roll-rl[deepspeed]'"),
+)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from roll.config.model_files import layer_classes
 from roll.config.reading.fields import parse_dtype, rules, setting
-from roll.config.strategies.base import StrategyConfig
+from roll.config.strategies.base import Backend, ShapeProblem, StrategyConfig, largest_divisor, model_size
 
 if TYPE_CHECKING:
     from roll.config.reading.errors import Problems
@@ -32,7 +34,7 @@ class WrapPolicy:
 
 @dataclass(frozen=True)
 class ShardedStrategyConfig(StrategyConfig):
-    """What FSDP1 and FSDP2 have in common."""
+    """Options of both FSDP1 and FSDP2."""
 
     fsdp_size: int = 1
     """Ranks over which parameters are sharded. 1 or less, or at least the role's world size: all ranks; between: a
@@ -56,6 +58,49 @@ class ShardedStrategyConfig(StrategyConfig):
     """Copy a checkpoint to host memory and write it from there while training goes on."""
     save_only_model: bool = False
     """Leave optimizer states out of checkpoints (such a checkpoint cannot be continued exactly)."""
+
+    def compute_type(self, role: WorkerConfig) -> str:
+        """``bf16``, ``fp16`` or ``fp32``: the type in which a role's model is computed."""
+        return self.param_dtype or role.model_args.dtype
+
+    def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
+        """Report sizes that do not divide the ranks, and types that do not go together."""
+        path, size = f"{name}.strategy_args.strategy_config", self.fsdp_size
+        if 1 < size < world_size and world_size % size:
+            divisors = [number for number in range(2, world_size + 1) if world_size % number == 0]
+            best = min(divisors, key=lambda number: abs(number - size))
+            problems.add(
+                f"{path}.fsdp_size", size, f"must divide the role's {world_size} ranks (or be 1: all of them)", best
+            )
+        if trains and self.reduce_dtype == "fp16" and self.compute_type(role) != "fp16":
+            rule = f"goes with fp16 computation, which scales the loss; this role computes in {self.compute_type(role)}"
+            problems.add(f"{path}.reduce_dtype", "fp16", rule, "fp32")
+        if self.master_dtype == "bf16" and self.compute_type(role) != "bf16":
+            rule = f"goes with bf16 computation; this role computes in {self.compute_type(role)}"
+            problems.add(f"{path}.master_dtype", "bf16", rule, "fp32")
+        size = role.model_args.ulysses_size
+        if world_size % size:
+            best = max(number for number in range(1, size) if world_size % number == 0)
+            rule = f"must divide the role's {world_size} ranks, which share sequences in groups of so many"
+            problems.add(f"{name}.model_args.ulysses_size", size, rule, best)
+
+    def replica_size(self, role: WorkerConfig) -> int:
+        return role.model_args.ulysses_size
+
+    def shape_problems(self, name: str, role: WorkerConfig, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
+        size, heads = role.model_args.ulysses_size, model_size(model, "num_attention_heads")
+        if size > 1 and heads and heads % size:
+            rule = f"must divide the model's {heads} attention heads"
+            yield f"{name}.model_args.ulysses_size", size, rule, largest_divisor(size, heads)
+        path = f"{name}.strategy_args.strategy_config"
+        classes = frozenset[str]() if model.get("auto_map") else layer_classes(str(model.get("model_type", "")))
+        policy = self.wrap_policy
+        for key in ("transformer_layer_cls_to_wrap", "moe_experts"):
+            for written in getattr(policy, key) or () if classes else ():
+                if written not in classes:
+                    layers = sorted(one for one in classes if one.endswith(("Layer", "Block")))
+                    rule = f"is no class of model_type {model['model_type']}; its layers are {', '.join(layers)}"
+                    yield f"{path}.wrap_policy.{key}", written, rule, f"[{layers[0]}]" if layers else None
 
 
 @dataclass(frozen=True)
@@ -97,39 +142,20 @@ class Fsdp1StrategyConfig(ShardedStrategyConfig):
     use_orig_params: bool = setting(True, inert="parameters keep their names and weight decay")
     """Accepted for older files."""
 
-
-def check_sharded(
-    name: str, role: WorkerConfig, options: ShardedStrategyConfig, world: int, trains: bool, problems: Problems
-) -> None:
-    """Report sizes that do not divide ``world`` ranks, and what FSDP1 cannot do.
-
-    Args:
-        name: of the role's section.
-        trains: whether the role learns.
-    """
-    path, size = f"{name}.strategy_args.strategy_config", options.fsdp_size
-    if 1 < size < world and world % size:
-        divisors = [number for number in range(2, world + 1) if world % number == 0]
-        best = min(divisors, key=lambda number: abs(number - size))
-        problems.add(f"{path}.fsdp_size", size, f"must divide the role's {world} ranks (or be 1: all of them)", best)
-    if trains and options.reduce_dtype == "fp16" and compute_type(role, options) != "fp16":
-        rule = f"goes with fp16 computation, which scales the loss; this role computes in {compute_type(role, options)}"
-        problems.add(f"{path}.reduce_dtype", "fp16", rule, "fp32")
-    if options.master_dtype == "bf16" and compute_type(role, options) != "bf16":
-        rule = f"goes with bf16 computation; this role computes in {compute_type(role, options)}"
-        problems.add(f"{path}.master_dtype", "bf16", rule, "fp32")
-    if not isinstance(options, Fsdp1StrategyConfig):
-        return
-    if not options.use_orig_params:
-        problems.note(f"{path}.use_orig_params", "is taken as true: parameters keep their names and weight decay")
-    if not trains:
-        return
-    if options.offload_policy:
-        key = "cpu_offload" if "cpu_offload" in role.strategy_args.strategy_config else "offload_policy"
-        problems.add(f"{path}.{key}", True, FSDP1_OFFLOAD, False)
-    if not options.reduce_scatter_during_grad_accumulation and compute_type(role, options) != "fp32":
-        key = f"{path}.reduce_scatter_during_grad_accumulation"
-        problems.note(key, f"FSDP1 then sums the gradients of micro-batches in {compute_type(role, options)}")
+    def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
+        """Report what FSDP1 cannot do as well."""
+        super().check(name, role, world_size, trains, problems)
+        path = f"{name}.strategy_args.strategy_config"
+        if not self.use_orig_params:
+            problems.note(f"{path}.use_orig_params", "is taken as true: parameters keep their names and weight decay")
+        if not trains:
+            return
+        if self.offload_policy:
+            key = "cpu_offload" if "cpu_offload" in role.strategy_args.strategy_config else "offload_policy"
+            problems.add(f"{path}.{key}", True, FSDP1_OFFLOAD, False)
+        if not self.reduce_scatter_during_grad_accumulation and self.compute_type(role) != "fp32":
+            key = f"{path}.reduce_scatter_during_grad_accumulation"
+            problems.note(key, f"FSDP1 then sums the gradients of micro-batches in {self.compute_type(role)}")
 
 
 FSDP1_OFFLOAD = (
@@ -139,6 +165,9 @@ FSDP1_OFFLOAD = (
 )
 
 
-def compute_type(role: WorkerConfig, options: ShardedStrategyConfig) -> str:
-    """``bf16``, ``fp16`` or ``fp32``: the type in which a role's model is computed."""
-    return options.param_dtype or role.model_args.dtype
+FSDP2 = Backend(
+    "fsdp2", Fsdp2StrategyConfig, computes="roll.strategies.fsdp.fsdp2.Fsdp2Strategy", trains=True, checkpoints="fsdp"
+)
+FSDP1 = Backend(
+    "fsdp", Fsdp1StrategyConfig, computes="roll.strategies.fsdp.fsdp1.FsdpStrategy", trains=True, checkpoints="fsdp"
+)

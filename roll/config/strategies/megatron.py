@@ -1,38 +1,168 @@
-"""Megatron's parallel sizes as far as a plan and the checks need them. Torch-free, and without Megatron."""
+"""Options of ``megatron_train`` and ``megatron_infer``. Torch-free, and without Megatron."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from roll.config.reading.fields import rules, setting
+from roll.config.strategies.base import Backend, Package, ShapeProblem, StrategyConfig, largest_divisor, model_size
 
 if TYPE_CHECKING:
     from roll.config.reading.errors import Problems
     from roll.config.roles import WorkerConfig
-    from roll.config.strategies.registry import MegatronStrategyConfig
 
 
-def ranks_of_a_replica(options: MegatronStrategyConfig) -> int:
-    """Ranks over which one copy of the model is cut."""
-    return options.tensor_model_parallel_size * options.pipeline_model_parallel_size * options.context_parallel_size
+@dataclass(frozen=True)
+class MegatronStrategyConfig(StrategyConfig):
+    """``megatron_train`` and ``megatron_infer``: Megatron Core, for tensor- and pipeline-parallel models."""
+
+    tensor_model_parallel_size: int = setting(1, ge=1)
+    """Ranks over which every matrix is sharded."""
+    pipeline_model_parallel_size: int = setting(1, ge=1)
+    """Stages into which the layers are divided."""
+    virtual_pipeline_model_parallel_size: int | None = setting(None, ge=1)
+    """Chunks of layers on each pipeline rank, taken in turn (shorter pipeline bubbles); null: one."""
+    context_parallel_size: int = setting(1, ge=1)
+    """Ranks over which the sequence is sharded, in attention and everywhere else."""
+    sequence_parallel: bool = False
+    """Spread norms and residuals over the tensor-parallel ranks too, along the sequence (less memory)."""
+    use_distributed_optimizer: bool = False
+    """Shard float32 weights and moments over data-parallel ranks (ZeRO stage 1)."""
+    overlap_grad_reduce: bool = False
+    """Sum gradients over data-parallel ranks while the backward pass still runs."""
+    ddp_bucket_size: int | None = setting(None, ge=1, read_if={"overlap_grad_reduce": (True,)})
+    """Elements of gradient summed at once with ``overlap_grad_reduce``; null: Megatron's choice."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Compute activations again in the backward pass: whole layers or ``recompute_modules``. null: whole layers,
+    unless ``model_args.disable_gradient_checkpointing``."""
+    recompute_method: Literal["uniform", "block"] | None = setting(
+        None, read_if={"recompute_granularity": ("full", None)}
+    )
+    """With ``full``: all layers in groups of ``recompute_num_layers``, or the first so many; null: ``uniform``."""
+    recompute_num_layers: int | None = setting(None, ge=1, read_if={"recompute_granularity": ("full", None)})
+    """See ``recompute_method``; null: 1."""
+    recompute_modules: list[str] | None = field(
+        default=None, metadata=rules(read_if={"recompute_granularity": ("selective",)})
+    )
+    """With ``selective``: Megatron's names (``core_attn``, ``mlp``, ``layernorm``); null: ``core_attn``."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embeddings as a layer when layers are dealt out to stages."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the output matrix as a layer when layers are dealt out to stages."""
+    pipeline_model_parallel_layout: str | None = None
+    """Megatron's own description of which layers are on which stage, such as ``Et*3|t*3L``."""
+    bias_activation_fusion: bool = False
+    """Fused activation kernel, on CUDA."""
+    additional_configs: dict[str, Any] = field(default_factory=dict)
+    """Further fields of Megatron's ``TransformerConfig``, passed through."""
+    expert_model_parallel_size: int = setting(1, ge=1)
+    """Expert-parallel ranks."""
+    expert_tensor_parallel_size: int | None = setting(None, ge=1)
+    """Tensor-parallel ranks of experts."""
+    moe_token_dispatcher_type: str = setting("alltoall", inert="experts are not available yet; dense models have none")
+    """Accepted for files of mixture-of-experts models."""
+    moe_grouped_gemm: bool = setting(False, inert="experts are not available yet; dense models have none")
+    """Accepted for files of mixture-of-experts models."""
+    moe_permute_fusion: bool = setting(False, inert="experts are not available yet; dense models have none")
+    """Accepted for files of mixture-of-experts models."""
+    moe_layer_recompute: bool = setting(False, inert="experts are not available yet; dense models have none")
+    """Accepted for files of mixture-of-experts models."""
+    moe_aux_loss_coeff: float | None = setting(None, inert="experts are not available yet; dense models have none")
+    """Accepted for files of mixture-of-experts models."""
+    moe_shared_expert_overlap: bool = setting(False, inert="experts are not available yet; dense models have none")
+    """Accepted for files of mixture-of-experts models."""
+    mtp_num_layers: int | None = None
+    """Multi-token-prediction layers."""
+    fp8: str | None = None
+    """fp8 computation."""
+    fp8_recipe: str | None = None
+    """Scaling of fp8."""
+    optimizer_cpu_offload: bool = False
+    """Keep optimizer states in host memory and update there."""
+    optimizer: Literal["adam"] = "adam"
+    """AdamW; ``training_args`` has its options."""
+    apply_rope_fusion: bool = setting(False, inert="rotary embeddings are computed by PyTorch")
+    """Accepted for older files."""
+    cross_entropy_loss_fusion: bool = setting(False, inert="log-probs have a head of their own")
+    """Accepted for older files."""
+    overlap_param_gather: bool = setting(False, inert="updated parameters are gathered after each optimizer step")
+    """Accepted for older files."""
+    delay_grad_reduce: bool = setting(False, inert="all stages reduce alike")
+    """Accepted for older files."""
+    distrib_optim_fully_reshardable: bool = setting(True, inert="checkpoints load under any parallel sizes")
+    """Accepted for older files."""
+    ckpt_format: str | None = setting(None, inert="checkpoints load under any parallel sizes")
+    """Accepted for older files."""
+    save_hf_model: bool = setting(False, inert="training_args.save_hf_model decides")
+    """Accepted for older files."""
+    save_merged_model: bool = setting(False, inert="exports are always merged")
+    """Accepted for older files."""
+    use_batched_model_update: bool = setting(False, inert="weights travel in buckets")
+    """Accepted for older files."""
+    compile_warmup: bool = setting(False, inert="nothing is compiled")
+    """Accepted for older files."""
+    bf16: bool = setting(False, inert="model_args.dtype decides")
+    """Accepted for older files."""
+    fp16: bool = setting(False, inert="model_args.dtype decides")
+    """Accepted for older files."""
+
+    def replica_size(self, role: WorkerConfig) -> int:
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
+        """Report sizes that do not make whole replicas of the role's ranks."""
+        path = f"{name}.strategy_args.strategy_config"
+        if world_size % self.replica_size(role):
+            tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+            rule = (
+                f"tensor_model_parallel_size x pipeline_model_parallel_size {pipeline} x context_parallel_size "
+                f"{self.context_parallel_size} = {self.replica_size(role)} must divide the role's {world_size} ranks"
+            )
+            problems.add(f"{path}.tensor_model_parallel_size", tensor, rule, 1)
+        if (self.virtual_pipeline_model_parallel_size or 1) > 1 and self.pipeline_model_parallel_size == 1:
+            rule = "needs pipeline_model_parallel_size of at least 2"
+            problems.add(
+                f"{path}.virtual_pipeline_model_parallel_size", self.virtual_pipeline_model_parallel_size, rule, "~"
+            )
+
+    def shape_problems(self, name: str, role: WorkerConfig, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
+        path = f"{name}.strategy_args.strategy_config"
+        tensor, context = self.tensor_model_parallel_size, self.context_parallel_size
+        heads, layers = model_size(model, "num_attention_heads"), model_size(model, "num_hidden_layers")
+        groups = model_size(model, "num_key_value_heads") or heads
+        for count, what in ((groups, "key-value heads"), (model_size(model, "intermediate_size"), "intermediate_size")):
+            if count and count % tensor:
+                yield (
+                    f"{path}.tensor_model_parallel_size",
+                    tensor,
+                    f"must divide the model's {count} {what}",
+                    largest_divisor(tensor, count),
+                )
+                return
+        if heads and heads % (tensor * context):
+            rule = f"x tensor_model_parallel_size {tensor} must divide the model's {heads} attention heads"
+            yield f"{path}.context_parallel_size", context, rule, largest_divisor(context, heads // tensor or 1)
+        if not layers or self.pipeline_model_parallel_layout is not None:
+            return
+        virtual = self.virtual_pipeline_model_parallel_size or 1
+        stages = self.pipeline_model_parallel_size * virtual
+        shares = layers + self.account_for_embedding_in_pipeline_split + self.account_for_loss_in_pipeline_split
+        if shares % stages:
+            times = f" x virtual_pipeline_model_parallel_size {virtual}" if virtual > 1 else ""
+            counted = f"{layers} layers" if shares == layers else f"{layers} layers and {shares - layers} for its ends"
+            rule = f"{times.lstrip()}{' ' if times else ''}must divide the model's {counted}"
+            pipeline = self.pipeline_model_parallel_size
+            example = largest_divisor(pipeline, 1 if shares % virtual else shares // virtual)
+            yield f"{path}.pipeline_model_parallel_size", pipeline, rule, example
 
 
-def check_megatron(
-    name: str, role: WorkerConfig, options: MegatronStrategyConfig, world_size: int, problems: Problems
-) -> None:
-    """Report what this backend does not do, and sizes that do not make whole replicas of ``world_size`` ranks.
-
-    Args:
-        name: of the role's section.
-    """
-    path = f"{name}.strategy_args.strategy_config"
-    if world_size % ranks_of_a_replica(options):
-        tensor, pipeline = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
-        rule = (
-            f"tensor_model_parallel_size x pipeline_model_parallel_size {pipeline} x context_parallel_size "
-            f"{options.context_parallel_size} = {ranks_of_a_replica(options)} must divide the role's {world_size} ranks"
-        )
-        problems.add(f"{path}.tensor_model_parallel_size", tensor, rule, 1)
-    if (options.virtual_pipeline_model_parallel_size or 1) > 1 and options.pipeline_model_parallel_size == 1:
-        rule = "needs pipeline_model_parallel_size of at least 2"
-        problems.add(
-            f"{path}.virtual_pipeline_model_parallel_size", options.virtual_pipeline_model_parallel_size, rule, "~"
-        )
+MEGATRON = Backend(
+    "megatron",
+    MegatronStrategyConfig,
+    computes="roll.strategies.megatron.MegatronStrategy",
+    trains=True,
+    checkpoints="megatron",
+    package=Package("megatron.core", "pip install 'roll-rl[megatron]'"),
+)

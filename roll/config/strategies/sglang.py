@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from roll.config.reading.fields import rules, setting
-from roll.config.strategies.base import StrategyConfig, check_engine_args
+from roll.config.strategies.base import Backend, Package, ShapeProblem, StrategyConfig, check_engine_args, head_problems
 
 if TYPE_CHECKING:
     from roll.config.reading.errors import Problems
@@ -78,22 +79,30 @@ class SglangStrategyConfig(StrategyConfig):
         """Ranks of an engine."""
         return self.tp_size
 
+    def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
+        """Report server arguments that have a key of their own, and ranks that do not fit the role's devices."""
+        path = f"{name}.strategy_args.strategy_config"
+        check_engine_args(path, self, OWN_ENGINE_ARGS, problems)
+        several = {
+            "pp_size": "pipeline parallelism of an engine",
+            "dp_size": "copies inside an engine; every worker of the role is an engine of its own",
+        }
+        for key, feature in several.items():
+            if getattr(self, key) > 1:
+                problems.not_available(f"{path}.{key}", getattr(self, key), feature, 1)
+        if role.num_gpus_per_worker not in (1, self.tp_size):
+            rule = f"must be the devices of one engine, {path}.tp_size ({self.tp_size}): leave one of them out"
+            problems.add(f"{name}.num_gpus_per_worker", role.num_gpus_per_worker, rule, self.tp_size)
 
-def check_sglang(name: str, role: WorkerConfig, options: SglangStrategyConfig, problems: Problems) -> None:
-    """Report server arguments that have a key of their own, and ranks that do not fit the role's devices.
+    def shape_problems(self, name: str, role: WorkerConfig, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
+        key = f"{name}.strategy_args.strategy_config.tp_size"
+        yield from head_problems(key, self.tp_size, model)
 
-    Args:
-        name: of the role's section.
-    """
-    path = f"{name}.strategy_args.strategy_config"
-    check_engine_args(path, options, OWN_ENGINE_ARGS, problems)
-    several = {
-        "pp_size": "pipeline parallelism of an engine",
-        "dp_size": "copies inside an engine; every worker of the role is an engine of its own",
-    }
-    for key, feature in several.items():
-        if getattr(options, key) > 1:
-            problems.not_available(f"{path}.{key}", getattr(options, key), feature, 1)
-    if role.num_gpus_per_worker not in (1, options.tp_size):
-        rule = f"must be the devices of one engine, {path}.tp_size ({options.tp_size}): leave one of them out"
-        problems.add(f"{name}.num_gpus_per_worker", role.num_gpus_per_worker, rule, options.tp_size)
+
+SGLANG = Backend(
+    "sglang",
+    SglangStrategyConfig,
+    generates="roll.strategies.sglang.SglangStrategy",
+    package=Package("sglang", "on GPUs pip install 'roll-rl[sglang]'; see docs/sglang.md"),
+    size_keys=("tp_size", "tensor_parallel_size"),
+)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from roll.config.reading.fields import rules, setting
-from roll.config.strategies.base import StrategyConfig, check_engine_args
+from roll.config.strategies.base import Backend, Package, ShapeProblem, StrategyConfig, check_engine_args, head_problems
 
 if TYPE_CHECKING:
     from roll.config.reading.errors import Problems
@@ -93,25 +94,37 @@ class VllmStrategyConfig(StrategyConfig):
         """Ranks of an engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
+        """Report engine arguments that have a key of their own, and sizes that do not agree."""
+        path = f"{name}.strategy_args.strategy_config"
+        check_engine_args(path, self, OWN_ENGINE_ARGS, problems)
+        if self.data_parallel_size > 1:
+            feature = "copies inside an engine; every worker of the role is an engine of its own"
+            problems.not_available(f"{path}.data_parallel_size", self.data_parallel_size, feature, 1)
+        ranks = self.devices_per_worker
+        if role.num_gpus_per_worker not in (1, ranks):
+            text = (
+                f"has no effect: strategy_config makes engines of {ranks} devices (tensor_parallel_size "
+                f"{self.tensor_parallel_size} x pipeline_parallel_size {self.pipeline_parallel_size})"
+            )
+            problems.note(f"{name}.num_gpus_per_worker", text)
+        if self.pipeline_parallel_size > 1 and self.in_flight_update == "keep":
+            rule = (
+                "needs an engine without stages: some tokens of a batch are under way between them when weights arrive"
+            )
+            problems.add(f"{path}.in_flight_update", "keep", rule, "recompute")
 
-def check_vllm(name: str, role: WorkerConfig, options: VllmStrategyConfig, problems: Problems) -> None:
-    """Report engine arguments that have a key of their own, and sizes that do not agree.
+    def shape_problems(self, name: str, role: WorkerConfig, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
+        key = f"{name}.strategy_args.strategy_config.tensor_parallel_size"
+        yield from head_problems(key, self.tensor_parallel_size, model)
 
-    Args:
-        name: of the role's section.
-    """
-    path = f"{name}.strategy_args.strategy_config"
-    check_engine_args(path, options, OWN_ENGINE_ARGS, problems)
-    if options.data_parallel_size > 1:
-        feature = "copies inside an engine; every worker of the role is an engine of its own"
-        problems.not_available(f"{path}.data_parallel_size", options.data_parallel_size, feature, 1)
-    ranks = options.devices_per_worker
-    if role.num_gpus_per_worker not in (1, ranks):
-        text = (
-            f"has no effect: strategy_config makes engines of {ranks} devices (tensor_parallel_size "
-            f"{options.tensor_parallel_size} x pipeline_parallel_size {options.pipeline_parallel_size})"
-        )
-        problems.note(f"{name}.num_gpus_per_worker", text)
-    if options.pipeline_parallel_size > 1 and options.in_flight_update == "keep":
-        rule = "needs an engine without stages: some tokens of a batch are under way between them when weights arrive"
-        problems.add(f"{path}.in_flight_update", "keep", rule, "recompute")
+
+VLLM = Backend(
+    "vllm",
+    VllmStrategyConfig,
+    generates="roll.strategies.vllm.VllmStrategy",
+    package=Package(
+        "vllm", "on GPUs pip install 'roll-rl[vllm]', on a CPU make install-vllm; see docs/installation.md"
+    ),
+    size_keys=("tensor_parallel_size",),
+)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
+from roll.algorithms.losses import actor_loss_options
 from roll.config.loader import LoadedConfig
 from roll.config.rewards import RewardConfig, judge_role, model_inputs
 from roll.distributed import Cluster, PendingCall, ResourceManager
@@ -24,6 +25,10 @@ from roll.workers import (
     REWARD_MODEL_WORKER,
     REWARD_WORKER,
 )
+from roll.workers.generation import GenerationWorker
+from roll.workers.model import ModelSettings, ModelWorker
+from roll.workers.reward import RewardSettings, RewardWorker
+from roll.workers.training import ActorSettings, CriticSettings
 
 logger = logging.getLogger(__name__)
 
@@ -66,15 +71,15 @@ class StartingClusters:
 
     def begin(self, residency: Residency) -> None:
         """Let the roles that have their devices to themselves load, all at once, while the caller does other work."""
-        self.pending.extend(m.cluster.initialize(*m.arguments, blocking=False) for m in self._models(residency, False))
+        self.pending.extend(model.initialize() for model in self._models(residency, False))
 
     def finish(self, residency: Residency) -> Clusters:
         """Wait for them, then build the roles that share devices one by one: each leaves before the next comes."""
         results = [call.result() for call in self.pending]
-        for line in dict.fromkeys(line for told in results for line in told if line and isinstance(line, str)):
+        for line in dict.fromkeys(line for lines in results for line in lines if line and isinstance(line, str)):
             logger.info("%s", line)
         for model in self._models(residency, True):
-            model.cluster.initialize(*model.arguments)
+            model.initialize().result()
             residency.admit(model.cluster, model.states)
         for name, judge in self.clusters.judges.items():
             judge.open(self.clusters.judge_engines[name])
@@ -86,10 +91,10 @@ class StartingClusters:
 
 @dataclass(frozen=True)
 class StartingModel:
-    """A role's cluster, what its ``initialize`` is given, and which states it will hold on its devices."""
+    """A role's cluster, the call that builds its model, and the states that it will hold on its devices."""
 
     cluster: Cluster
-    arguments: tuple[Any, ...]
+    initialize: Callable[[], PendingCall]
     states: frozenset[StateKind]
 
 
@@ -100,22 +105,17 @@ def start_clusters(loaded: LoadedConfig[RLVRConfig], resources: ResourceManager)
     asked = judge_roles(config)
     judges = {name: JudgeService(config, plan, name) for name in plan.roles if name in asked}
     starter = _Starter(config, plan, resources, judges)
-    actor_extra = {
-        "loss": actor_keys(config),
-        "max_grad_norm": config.max_grad_norm,
-        "old_is_rollout": plan.engine_log_probs_as_old,
-    }
-    critic_loss = {
-        "value_clip": config.value_clip,
-        "value_loss_type": config.value_loss_type,
-        "loss_agg_mode": config.value_loss_agg_mode,
-    }
-    critic_extra = {"loss": critic_loss, "max_grad_norm": config.max_grad_norm}
+    actor = ActorSettings(
+        config.max_grad_norm, actor_loss_options(actor_keys(config)), old_is_rollout=plan.engine_log_probs_as_old
+    )
+    critic = CriticSettings(
+        config.max_grad_norm, config.value_clip, config.value_loss_type, loss_agg_mode=config.value_loss_agg_mode
+    )
     has_reference = "reference" in plan.roles
     clusters = Clusters(
-        actor_train=starter.start("actor_train", ACTOR_WORKER, actor_extra),
+        actor_train=starter.start("actor_train", ACTOR_WORKER, actor),
         reference=starter.start("reference", REFERENCE_WORKER) if has_reference else None,
-        critic=starter.start("critic", CRITIC_WORKER, critic_extra) if plan.needs_critic else None,
+        critic=starter.start("critic", CRITIC_WORKER, critic) if plan.needs_critic else None,
         reward_model=starter.start("reward_model", REWARD_MODEL_WORKER) if model_inputs(config.rewards) else None,
         # Last: an engine may size its cache by what is free on the device when it is built.
         judge_engines={name: starter.start(name, GENERATION_WORKER) for name in judges},
@@ -137,7 +137,7 @@ class _Starter:
         self.models: list[StartingModel] = []
         self.pending: list[PendingCall] = []
 
-    def start(self, name: str, worker: str, extra: Mapping[str, Any] | None = None) -> Cluster:
+    def start(self, name: str, worker: str, settings: ModelSettings | None = None) -> Cluster:
         role = self._plan.roles[name].section
         cluster = Cluster(
             name,
@@ -145,13 +145,17 @@ class _Starter:
             self._resources,
             role,
             seed=self._config.seed,
-            extra=dict(extra or {}),
+            settings=settings,
             rpc_timeout=self._config.rpc_timeout,
         )
-        training = self._plan.training.get(name)
-        arguments = (training.total_optimizer_steps,) if training is not None else ()
-        states = GENERATION if worker == GENERATION_WORKER else TRAINING if training is not None else WEIGHTS
-        self.models.append(StartingModel(cluster, arguments, states))
+        if worker == GENERATION_WORKER:
+            initialize, states = partial(cluster.call_all, GenerationWorker.initialize), GENERATION
+        else:
+            training = self._plan.training.get(name)
+            steps = (training.total_optimizer_steps if training is not None else None) or 0
+            initialize = partial(cluster.call_all, ModelWorker.initialize, steps)
+            states = TRAINING if training is not None else WEIGHTS
+        self.models.append(StartingModel(cluster, initialize, states))
         return cluster
 
     def start_reward(self, name: str, section: RewardConfig) -> Cluster:
@@ -163,8 +167,8 @@ class _Starter:
             self._resources,
             role,
             seed=self._config.seed,
-            extra={"judge": judge.address} if judge is not None else {},
+            settings=RewardSettings(**judge.address) if judge is not None else None,
             rpc_timeout=self._config.rpc_timeout,
         )
-        self.pending.append(cluster.initialize(blocking=False))
+        self.pending.append(cluster.call_all(RewardWorker.initialize))
         return cluster

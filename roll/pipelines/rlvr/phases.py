@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -38,14 +38,16 @@ from roll.algorithms.samples import (
 )
 from roll.config.plan.plan import TrainingPlan
 from roll.datasets.types import DataError
-from roll.distributed import Cluster
+from roll.distributed import Cluster, PendingCall
 from roll.pipelines.rlvr.config import RLVRConfig
+from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.pipelines.rlvr.planning import recorded_rollouts, rollout_file
 from roll.pipelines.row_order import length_metrics, order_for
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
 from roll.rollout.filters import build_filter, response_mask
-from roll.workers.model import MODEL_COLUMNS
+from roll.workers.model import MODEL_COLUMNS, ModelWorker
+from roll.workers.training import ActorWorker, CriticWorker
 
 
 def add_reference_log_probs(
@@ -56,8 +58,13 @@ def add_reference_log_probs(
     Args:
         without_adapters: ``reference`` is the LoRA actor, whose base is the reference policy.
     """
-    batch.meta_info |= {"temperature": temperature, "outputs": (), "without_adapters": without_adapters}
-    batch.batch["ref_log_probs"] = computed(batch, reference, reference.compute_log_probs)["log_probs"]
+
+    def compute(rows: DataProto) -> PendingCall[DataProto]:
+        return reference.call(
+            ModelWorker.compute_log_probs, rows, temperature=temperature, without_adapters=without_adapters
+        )
+
+    batch.batch["ref_log_probs"] = computed(batch, reference, compute)["log_probs"]
 
 
 def add_old_log_probs(batch: DataProto, actor: Cluster, temperature: float, more: tuple[str, ...] = ()) -> None:
@@ -66,8 +73,11 @@ def add_old_log_probs(batch: DataProto, actor: Cluster, temperature: float, more
     Args:
         more: ``entropy`` and ``sum_of_squares``, which become ``old_entropy`` and ``old_sum_of_squares``.
     """
-    batch.meta_info |= {"temperature": temperature, "outputs": more, "without_adapters": False}
-    outputs = computed(batch, actor, actor.compute_log_probs)
+
+    def compute(rows: DataProto) -> PendingCall[DataProto]:
+        return actor.call(ModelWorker.compute_log_probs, rows, temperature=temperature, outputs=more)
+
+    outputs = computed(batch, actor, compute)
     batch.batch["old_log_probs"] = outputs["log_probs"]
     for name in more:
         batch.batch[f"old_{name}"] = outputs[name]
@@ -75,27 +85,81 @@ def add_old_log_probs(batch: DataProto, actor: Cluster, temperature: float, more
 
 def add_values(batch: DataProto, critic: Cluster) -> None:
     """``values`` float32 (B, L)."""
-    batch.batch["values"] = computed(batch, critic, critic.compute_values)["values"]
+    batch.batch["values"] = computed(batch, critic, lambda rows: critic.call(CriticWorker.compute_values, rows))[
+        "values"
+    ]
 
 
-def computed(batch: DataProto, cluster: Cluster, call: Callable[[DataProto], DataProto]) -> Mapping[str, torch.Tensor]:
+def computed(
+    batch: DataProto, cluster: Cluster, compute: Callable[[DataProto], PendingCall[DataProto]]
+) -> Mapping[str, torch.Tensor]:
     """Columns (B, L) that the ranks compute, each on an equal share of the work; rows in the batch's own order."""
     if cluster.dp_size == 1:
-        return call(batch).batch
+        return compute(batch).result().batch
     order = order_for(batch, cluster.role.use_prefix_sharing, cluster.dp_size)
-    return call(batch.select(MODEL_COLUMNS, [])[order])[np.argsort(order)].batch
+    return compute(batch.select(MODEL_COLUMNS, [])[order]).result()[np.argsort(order)].batch
+
+
+def update_actor(
+    batch: DataProto,
+    actor: Cluster,
+    plan: RLVRPlan,
+    temperature: float,
+    entropy_coef: float,
+    shuffle_seed: tuple[int, ...] | None = None,
+) -> Metrics:
+    """All optimizer steps of the policy on one batch; see :func:`update_model`."""
+
+    def start(rows: DataProto, *, mini_batches: int, epochs: int, num_groups: int) -> PendingCall[Metrics]:
+        return actor.call(
+            ActorWorker.update,
+            rows,
+            mini_batches=mini_batches,
+            epochs=epochs,
+            num_groups=num_groups,
+            norm_length=float(plan.norm_length),
+            temperature=temperature,
+            entropy_loss_coef=entropy_coef,
+        )
+
+    return update_model(batch, actor, plan.training["actor_train"], start, shuffle_seed)
+
+
+def update_critic(
+    batch: DataProto, critic: Cluster, plan: RLVRPlan, shuffle_seed: tuple[int, ...] | None = None
+) -> Metrics:
+    """All optimizer steps of the value model on one batch; see :func:`update_model`."""
+
+    def start(rows: DataProto, *, mini_batches: int, epochs: int, num_groups: int) -> PendingCall[Metrics]:
+        return critic.call(
+            CriticWorker.update,
+            rows,
+            mini_batches=mini_batches,
+            epochs=epochs,
+            num_groups=num_groups,
+            norm_length=float(plan.norm_length),
+        )
+
+    return update_model(batch, critic, plan.training["critic"], start, shuffle_seed)
+
+
+class StartUpdate(Protocol):
+    """Starts ``epochs`` passes of a model over the mini-batches of rows, which ``num_groups`` prompts share."""
+
+    def __call__(self, rows: DataProto, *, mini_batches: int, epochs: int, num_groups: int) -> PendingCall[Metrics]: ...
 
 
 def update_model(
     batch: DataProto,
     cluster: Cluster,
     training: TrainingPlan,
+    start: StartUpdate,
     shuffle_seed: tuple[int, ...] | None = None,
-    **meta_info: float,
 ) -> Metrics:
     """All optimizer steps of one model on one batch: ``epochs`` passes over its mini-batches.
 
     Args:
+        start: calls ``update`` of the cluster's workers.
         shuffle_seed: mini-batches are drawn anew for every pass, from this seed; None: consecutive rows, each pass the
             same.
     """
@@ -104,17 +168,13 @@ def update_model(
     passes = [batch] if shuffle_seed is None else []
     for epoch in range(training.epochs if shuffle_seed is not None else 0):
         passes.append(batch[shuffled_rows(batch, (*(shuffle_seed or ()), epoch), by_prompt)])
-    meta_info |= {
-        "mini_batches": num_mini_batches,
-        "epochs": training.epochs // len(passes),
-        "num_groups": int(batch.batch["group_ids"].max()) + 1,
-    }
+    epochs, num_groups = training.epochs // len(passes), int(batch.batch["group_ids"].max()) + 1
     metrics: list[Metrics] = []
     for rows in passes:
         order = order_for(rows, by_prompt, training.dp_size, num_mini_batches)
         shares = rows[order] if training.dp_size > 1 else rows
-        shares.meta_info |= meta_info
-        metrics.append(cluster.update(shares))
+        call = start(shares, mini_batches=num_mini_batches, epochs=epochs, num_groups=num_groups)
+        metrics.append(call.result())
     return merge_metrics(metrics) | length_metrics(rows, order, cluster.name, training.dp_size)
 
 

@@ -28,7 +28,8 @@ from roll.pipelines.rlvr.phases import (
     add_old_log_probs,
     add_reference_log_probs,
     add_values,
-    update_model,
+    update_actor,
+    update_critic,
 )
 from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.pipelines.rlvr.rollout import RolloutPhase
@@ -36,6 +37,7 @@ from roll.pipelines.rlvr.validation import Validation
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean
 from roll.weight_sync.controller import WeightSync, sync_options
+from roll.workers.training import TrainingWorker
 
 
 class RLVRPipeline:
@@ -162,26 +164,15 @@ class RLVRPipeline:
 
     def learn(self, batch: DataProto, step: int) -> None:
         """All optimizer steps of actor and critic on this batch."""
-        norm_length = float(self.plan.norm_length)
         seed = (self.config.seed, step) if self.config.shuffle_mini_batches else None
         with self.frame.phase("step_train"):
             if self.clusters.critic is not None:
                 self.residency.bring({"critic": TRAINING})
-                training = self.plan.training["critic"]
-                self.frame.record(update_model(batch, self.clusters.critic, training, seed, norm_length=norm_length))
+                self.frame.record(update_critic(batch, self.clusters.critic, self.plan, seed))
             if step >= self.config.critic_warmup or self.clusters.critic is None:
                 self.residency.bring({"actor_train": TRAINING})
-                self.frame.record(
-                    update_model(
-                        batch,
-                        self.clusters.actor_train,
-                        self.plan.training["actor_train"],
-                        seed,
-                        temperature=self.temperature,
-                        norm_length=norm_length,
-                        entropy_loss_coef=self.scoring.entropy_coef,
-                    )
-                )
+                actor, entropy_coef = self.clusters.actor_train, self.scoring.entropy_coef
+                self.frame.record(update_actor(batch, actor, self.plan, self.temperature, entropy_coef, seed))
 
     def is_validation_due(self, step: int) -> bool:
         """Every ``eval_steps`` steps, the first of them before any training unless ``before_train`` is false."""
@@ -241,10 +232,10 @@ class RLVRPipeline:
         writers = [cluster for cluster in (self.clusters.actor_train, self.clusters.critic) if cluster is not None]
         with self.frame.writing_checkpoint(step, state, writers) as path:
             self.residency.bring({"actor_train": TRAINING})
-            self.clusters.actor_train.save_checkpoint(str(path / "actor_train"))
+            self.clusters.actor_train.call_all(TrainingWorker.save_checkpoint, str(path / "actor_train")).result()
             if self.clusters.critic is not None:
                 self.residency.bring({"critic": TRAINING})
-                self.clusters.critic.save_checkpoint(str(path / "critic"))
+                self.clusters.critic.call_all(TrainingWorker.save_checkpoint, str(path / "critic")).result()
 
     def restore(self) -> int:
         """Continue from a checkpoint if the configuration asks for it; the number of steps already done."""
@@ -252,10 +243,11 @@ class RLVRPipeline:
         if checkpoint is None:
             return 0
         self.residency.bring({"actor_train": TRAINING})
-        self.clusters.actor_train.load_checkpoint(str(checkpoint.role("actor_train")))
+        folder = str(checkpoint.role("actor_train"))
+        self.clusters.actor_train.call_all(TrainingWorker.load_checkpoint, folder).result()
         if self.clusters.critic is not None:
             self.residency.bring({"critic": TRAINING})
-            self.clusters.critic.load_checkpoint(str(checkpoint.role("critic")))
+            self.clusters.critic.call_all(TrainingWorker.load_checkpoint, str(checkpoint.role("critic"))).result()
         self.load_state_dict(self.frame.load_state(checkpoint))
         return checkpoint.step
 

@@ -25,13 +25,13 @@ from roll.config.rewards import (
     reward_workers,
 )
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.base import own_weights, with_engine_size
-from roll.config.strategies.registry import GENERATION_STRATEGIES
+from roll.config.strategies.base import own_weights
+from roll.config.strategies.registry import GENERATION_STRATEGIES, with_engine_size
 from roll.config.strategies.vllm import adapter_engine_args
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import RLVRPlan, beside_training, validation_sets
 from roll.rewards.base import RewardOptionError
-from roll.rewards.sections import concurrent_calls
+from roll.rewards.composition import concurrent_calls
 
 
 def needs_reference(config: RLVRConfig) -> bool:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from roll.rewards.extraction import after_thought, last_boxed, last_marked, tagged_answer
-from roll.rewards.numerals import parse_number
-from roll.rewards.stated import isolated_number, stated_answer
+from roll.rewards.answers import (
+    after_thought,
+    isolated_number,
+    last_boxed,
+    last_marked,
+    parse_number,
+    stated_answer,
+    tagged_answer,
+)
 
 LONGEST = 200
 """Characters: what is longer is no answer that two samples would share."""

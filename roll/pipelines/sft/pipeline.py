@@ -21,6 +21,8 @@ from roll.pipelines.sft.config import SFTConfig, SFTPlan
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, merge_metrics
 from roll.workers import SFT_WORKER
+from roll.workers.model import ModelSettings
+from roll.workers.training import SftWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,7 +40,7 @@ class SFTPipeline:
         self.plan = loaded.plan
         self.frame = RunFrame(loaded)
         self.held_out: Sequence[SftRow] = ()
-        self.in_flight: deque[PendingCall] = deque()
+        self.in_flight: deque[PendingCall[Metrics]] = deque()
 
     def run(self) -> None:
         """Train for all steps; everything that was started is stopped again, however it ends."""
@@ -48,7 +50,7 @@ class SFTPipeline:
             for step in self.frame.steps(first_step, self.num_steps):
                 ahead = 1 if self.frame.stopping else min(STEPS_IN_FLIGHT, self.steps_until_pause(step))
                 while len(self.in_flight) < ahead:
-                    self.in_flight.append(self.sft_train.update(self.next_batch(), blocking=False))
+                    self.in_flight.append(self.sft_train.call(SftWorker.update, self.next_batch()))
                 with self.frame.phase("step_train"):
                     self.frame.record(self.in_flight.popleft().result())
                 self.frame.end_step(step)
@@ -58,23 +60,22 @@ class SFTPipeline:
     def start(self, resources: ResourceManager) -> int:
         """Start the cluster, read the data, continue from a checkpoint if there is one; the steps already done."""
         role = self.plan.roles["sft_train"].section
-        extra = {"max_grad_norm": self.config.max_grad_norm}
         self.sft_train = Cluster(
             "sft_train",
             role.worker_cls or SFT_WORKER,
             resources,
             role,
             seed=self.config.seed,
-            extra=extra,
+            settings=ModelSettings(self.config.max_grad_norm),
             rpc_timeout=self.config.rpc_timeout,
         )
         self.frame.watch([self.sft_train])
         self.load_data()
-        self.sft_train.initialize(self.num_steps)
+        self.sft_train.call_all(SftWorker.initialize, self.num_steps).result()
         checkpoint = self.frame.checkpoint_to_resume()
         if checkpoint is None:
             return 0
-        self.sft_train.load_checkpoint(str(checkpoint.role("sft_train")))
+        self.sft_train.call_all(SftWorker.load_checkpoint, str(checkpoint.role("sft_train"))).result()
         self.demonstrations.load_state_dict(self.frame.load_state(checkpoint)["demonstrations"])
         return checkpoint.step
 
@@ -114,7 +115,7 @@ class SFTPipeline:
     def save(self, steps_done: int, state: dict[str, Any]) -> None:
         """A checkpoint after ``steps_done`` steps, with what the driver must remember."""
         with self.frame.writing_checkpoint(steps_done, state, [self.sft_train]) as path:
-            self.sft_train.save_checkpoint(str(path / "sft_train"))
+            self.sft_train.call_all(SftWorker.save_checkpoint, str(path / "sft_train")).result()
 
     def state_dict(self) -> dict[str, Any]:
         """What the driver must remember: plain JSON values."""
@@ -128,10 +129,10 @@ class SFTPipeline:
         """Loss on the held-out demonstrations."""
         size = self.config.sft_train.infer_batch_size * self.sft_train.world_size
         with self.frame.phase("val_step"):
-            parts: list[Metrics] = [
-                self.sft_train.evaluate(demonstration_batch(self.held_out[begin : begin + size], self.pad_token_id))
-                for begin in range(0, len(self.held_out), size)
-            ]
+            parts: list[Metrics] = []
+            for begin in range(0, len(self.held_out), size):
+                rows = demonstration_batch(self.held_out[begin : begin + size], self.pad_token_id)
+                parts.append(self.sft_train.call(SftWorker.evaluate, rows).result())
         self.frame.record_validation({k: m.value() for k, m in merge_metrics(parts).items()}, steps_done)
 
     def finish(self) -> None:

@@ -1,5 +1,5 @@
 """DeepSpeed ZeRO: optimizer states, gradients and parameters sharded stage by stage, some of them in host memory."""
 
-from roll.strategies.deepspeed.strategy import DeepSpeedInferStrategy, DeepSpeedTrainStrategy
+from roll.strategies.deepspeed.strategy import DeepSpeedStrategy
 
-__all__ = ["DeepSpeedInferStrategy", "DeepSpeedTrainStrategy"]
+__all__ = ["DeepSpeedStrategy"]

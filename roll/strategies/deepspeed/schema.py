@@ -41,7 +41,7 @@ class _Recorder(dict[str, Any]):
 
 
 def known_keys() -> tuple[dict[str, list[str]], dict[str, str]]:
-    """By section's path (``""``: the top) its keys, and of keys that DeepSpeed has given up its own words."""
+    """Keys by path of their section (``""``: the top), and DeepSpeed's own words about keys that it has removed."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.monitor.config import DeepSpeedMonitorConfig
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError

@@ -60,7 +60,7 @@ class Run:
     """The consecutive elements of a trained parameter, flattened, whose float32 weight and moments this rank keeps."""
 
     name: str
-    """Of the parameter, in the Hugging Face model."""
+    """Name of the parameter in the Hugging Face model."""
     parameter: Any
     start: int
     length: int
@@ -79,7 +79,7 @@ class Run:
 class MasterStates:
     """Float32 weights and AdamW moments by parameter, the same for every ZeRO stage."""
 
-    # Four ways to keep them: ZeRO-3 cuts every parameter; ZeRO-1 and 2 cut a flat tensor of all of a group's
+    # Four ways to keep them: ZeRO-3 shards every parameter; ZeRO-1 and 2 shard a flat tensor of all of a group's
     # parameters; ZeRO-0 has a float32 copy of each on every rank, or in float32 the parameters themselves.
 
     def __init__(self, engine: Any) -> None:
@@ -104,7 +104,7 @@ class MasterStates:
         return int(max(steps, default=0.0))
 
     def writes(self, run: Run) -> bool:
-        """Whether it is for this rank to write the run: under ZeRO-0 all ranks have all of it."""
+        """True where this rank writes the run: under ZeRO-0 all ranks have all of it."""
         return bool(run.length) and (self._stage > 0 or dist.get_rank() == 0)
 
     def get(self, run: Run, moment: str | None) -> Tensor:
@@ -200,7 +200,7 @@ class MasterStates:
 
 
 def _device_of_step(state: dict[str, Any], master: Tensor) -> torch.device:
-    """The fused AdamW counts where the weights are, others on the host; as it has begun, it goes on."""
+    """The fused AdamW counts where the weights are, others on the host; keep it where it is."""
     return state["step"].device if isinstance(state.get("step"), Tensor) else master.device
 
 
@@ -235,7 +235,7 @@ def gather_partitions(parameters: list[Any], dtype: torch.dtype, device: torch.d
 _FOLDER = "model_and_optimizer"
 _WEIGHT = "weight"
 _STARTS = "starts"
-"""In a file's metadata: of each parameter the number of the first element that it holds."""
+"""Metadata of a file: for each parameter the number of the first element that it holds."""
 
 
 def save_states(path: Path, engine: Any, contents: ModelContents, state: dict[str, Any]) -> None:
@@ -272,7 +272,7 @@ def load_states(path: Path, engine: Any, contents: ModelContents) -> dict[str, A
         masters.make_moments(updates)
     with _opened(path / _FOLDER) as written:
         for run in masters.runs():
-            # A parameter that lies whole on this rank is its master rounded, also where another rank keeps the master.
+            # A parameter that is whole on this rank is its master rounded, also where another rank keeps the master.
             begin, end = (0, run.size) if run.has_whole_parameter else (run.start, run.start + run.length)
             weight = written.read(_WEIGHT, run.name, begin, end)
             masters.set_weight(run, weight)

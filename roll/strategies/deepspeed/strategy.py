@@ -20,7 +20,6 @@ from roll.models.build import DTYPES, enable_gradient_checkpointing
 from roll.models.layouts import TokenLayout
 from roll.models.log_probs import run_head_when_called
 from roll.platforms import Platform
-from roll.protocol.metrics import Mean, Metrics, Sum
 from roll.strategies.base import ModelHead, StateKind
 from roll.strategies.deepspeed.states import (
     full_size,
@@ -30,11 +29,10 @@ from roll.strategies.deepspeed.states import (
     save_states,
     set_master_weights,
 )
-from roll.strategies.training.data_parallel import DataParallelStrategy, DataParallelTrainStrategy
+from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.optimizer import (
     INITIAL_SCALE,
-    DynamicLossScale,
-    LearningRateSchedule,
+    TrainingProgress,
     build_adamw,
     state_tensors,
 )
@@ -42,33 +40,55 @@ from roll.strategies.training.optimizer import (
 logger = logging.getLogger(__name__)
 
 
-class DeepSpeedInferStrategy(DataParallelStrategy):
-    """Forward passes only. ZeRO-3 shards the parameters; any other stage leaves the whole model on each rank."""
+class DeepSpeedStrategy(DataParallelStrategy):
+    """Parameters in the compute dtype; where it trains, float32 master weights and AdamW moments.
 
-    trains = False
+    ZeRO-3 shards parameters, also of forward-only roles; any other stage leaves the whole model on each rank.
+    """
 
-    def __init__(self, role: WorkerConfig, head: ModelHead = ModelHead.CAUSAL_LM, seed: int = 42) -> None:
-        super().__init__(role, head, seed)
+    def __init__(
+        self,
+        role: WorkerConfig,
+        head: ModelHead = ModelHead.CAUSAL_LM,
+        seed: int = 42,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(role, head, seed, max_grad_norm)
         config = typed_strategy_config(role.strategy_args)
         assert isinstance(config, DeepSpeedStrategyConfig), config
         self.config = config
         self.compute_dtype = DTYPES[role.model_args.dtype]
         self.environ = {**os.environ, **role.system_envs}
         self.plan = self._plan(self.trains)
+        self.steps_each_micro_batch = self.trains and switch(config, "step_each_micro_batch", self.environ)
 
     def _plan(self, trains: bool) -> ZeroPlan:
         has_accelerator = self.platform.device_type != "cpu"
         return plan_zero(self.config, self.environ, trains=trains, has_accelerator=has_accelerator)
 
     def initialize(self, num_training_steps: int = 0) -> None:
-        """Collective. Build the model, and under ZeRO-3 partition it.
+        """Collective. Build the model, and under ZeRO-3 partition it; see :meth:`ModelStrategy.initialize`.
 
         Raises:
-            ValueError: optimizer steps asked of a forward-only strategy; see also :func:`build_model`.
             ImportError: DeepSpeed is not installed.
         """
-        self._refuse_training(num_training_steps, "deepspeed_train")
-        self._load_for_forward_passes()
+        self._refuse_steps(num_training_steps)
+        if not num_training_steps:
+            self.plan = self._plan(trains=False)
+            self._load_for_forward_passes()
+            return
+        self._load_model(torch.float32)
+        enable_gradient_checkpointing(self.model.language_model, self.role.model_args)
+        self.progress = TrainingProgress(self.role.training_args, num_training_steps, self.compute_dtype)
+        parameters = {name: p.data for name, p in self.model.named_parameters() if p.requires_grad}
+        self.engine = self._start_engine(
+            build_adamw(self.model, self.role.training_args),
+            fp32_accumulation=switch(self.config, "fp32_grad_accumulation", self.environ),
+            max_grad_norm=self.max_grad_norm,
+        )
+        if self.compute_dtype is not torch.float32:
+            self._restore_master_weights(parameters)
+        self.model.train()
 
     def _load_for_forward_passes(self) -> None:
         """An engine where parameters are to be partitioned; a plain module on the device otherwise."""
@@ -117,69 +137,6 @@ class DeepSpeedInferStrategy(DataParallelStrategy):
         module = self.engine if hasattr(self, "engine") else self.model
         return module(layout, outputs, temperature)
 
-    def _full_size(self, tensor: torch.Tensor) -> int:
-        return full_size(tensor)
-
-    def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        partitioned = [tensor for tensor in tensors if is_partitioned(tensor)]
-        gathered = iter(gather_partitions(partitioned, self.compute_dtype, self.device) if partitioned else [])
-        return [next(gathered) if is_partitioned(tensor) else self._whole(tensor) for tensor in tensors]
-
-    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(self.device, self._wire_dtype(tensor))
-
-    def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
-        """Parameters, this rank's parts of them under ZeRO-3; none where ZeRO keeps them in host memory."""
-        if kind is not StateKind.MODEL_PARAMS:
-            return []
-        parameters: list[Any] = [*self.model.parameters(), *self.model.buffers()]
-        parts = [parameter.ds_tensor for parameter in parameters if is_partitioned(parameter)]
-        return self._on_device([*parameters, *parts])
-
-    def _on_device(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        return [tensor.detach() for tensor in tensors if tensor.device.type == self.device.type]
-
-
-class DeepSpeedTrainStrategy(DataParallelTrainStrategy, DeepSpeedInferStrategy):
-    """Float32 master weights and AdamW moments; forward and backward in the compute dtype."""
-
-    trains = True
-
-    def __init__(
-        self,
-        role: WorkerConfig,
-        head: ModelHead = ModelHead.CAUSAL_LM,
-        seed: int = 42,
-        max_grad_norm: float | None = None,
-    ) -> None:
-        super().__init__(role, head, seed, max_grad_norm)
-        self.loss_scale = DynamicLossScale() if self.compute_dtype is torch.float16 else None
-        self.steps_each_micro_batch = switch(self.config, "step_each_micro_batch", self.environ)
-
-    def initialize(self, num_training_steps: int = 0) -> None:
-        """Collective. With ``num_training_steps`` 0 the model can be computed and exported, but not trained.
-
-        Raises:
-            ImportError: DeepSpeed is not installed.
-        """
-        self.step = 0
-        if not num_training_steps:
-            self.plan = self._plan(trains=False)
-            self._load_for_forward_passes()
-            return
-        self._load_model(torch.float32)
-        enable_gradient_checkpointing(self.model.language_model, self.role.model_args)
-        self.schedule = LearningRateSchedule.from_arguments(self.role.training_args, num_training_steps)
-        parameters = {name: p.data for name, p in self.model.named_parameters() if p.requires_grad}
-        self.engine = self._start_engine(
-            build_adamw(self.model, self.role.training_args),
-            fp32_accumulation=switch(self.config, "fp32_grad_accumulation", self.environ),
-            max_grad_norm=self.max_grad_norm,
-        )
-        if self.compute_dtype is not torch.float32:
-            self._restore_master_weights(parameters)
-        self.model.train()
-
     def _restore_master_weights(self, loaded: dict[str, torch.Tensor]) -> None:
         """DeepSpeed made its float32 weights from those it had just rounded; put the loaded ones in."""
         if self.plan.stage == 0:
@@ -198,33 +155,25 @@ class DeepSpeedTrainStrategy(DataParallelTrainStrategy, DeepSpeedInferStrategy):
     def _begin_micro_batch(self, last: bool) -> None:
         self._is_last = last
         self.engine.set_gradient_accumulation_boundary(last)
+        self._set_loss_scale()
+
+    def _set_loss_scale(self) -> None:
+        if self.progress.loss_scale is not None:
+            self.engine.optimizer.loss_scale = self.progress.scale
 
     def _differentiate(self, loss: torch.Tensor) -> None:
         """DeepSpeed takes the mean over ranks; the loss is this rank's share of a sum."""
         share = loss * self.world_size
-        if self.loss_scale is not None and self.plan.stage == 0:
-            share = share * self.loss_scale.value  # the higher stages' optimizers multiply by it themselves
+        if self.progress.loss_scale is not None and self.plan.stage == 0:
+            share = share * self.progress.scale  # the higher stages' optimizers multiply by it themselves
         self.engine.backward(share, scale_wrt_gas=False)
         if self.steps_each_micro_batch and not self._is_last:
             self.engine.step()
 
-    def _update(self) -> Metrics:
-        """Clip, step and clear. A gradient that is not finite is dropped: the step counts, the weights stay."""
-        learning_rate = self.schedule(self.step)
+    def _clip_and_step(self, learning_rate: float) -> float:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate
-        norm = self._step_plain() if self._is_plain() else self._step_zero()
-        metrics: Metrics = {"grad_norm": Mean(norm), "lr": Mean(learning_rate)}
-        finite = math.isfinite(norm)
-        if not finite:
-            logger.warning("optimizer step %d: gradient norm is %s; the update is skipped", self.step, norm)
-            metrics["skipped_updates"] = Sum(1.0 / self.world_size)
-        if self.loss_scale is not None:
-            metrics["loss_scale"] = Mean(self.loss_scale.value)
-            self.loss_scale.adapt(finite)
-            self.engine.optimizer.loss_scale = self.loss_scale.value
-        self.step += 1
-        return metrics
+        return self._step_plain() if self._is_plain() else self._step_zero()
 
     def _is_plain(self) -> bool:
         """ZeRO-0 in float32: DeepSpeed sums the gradients, and torch's optimizer does the rest."""
@@ -242,28 +191,48 @@ class DeepSpeedTrainStrategy(DataParallelTrainStrategy, DeepSpeedInferStrategy):
     def _step_zero(self) -> float:
         self.engine.step()
         norm = float(self.engine.get_global_grad_norm())
-        # ZeRO-0 tells the norm of the scaled gradient.
-        return norm / self.loss_scale.value if self.loss_scale is not None and self.plan.stage == 0 else norm
+        # ZeRO-0 gives the norm of the scaled gradient.
+        return norm / self.progress.scale if self.plan.stage == 0 else norm
 
     def save(self, path: Path) -> None:
-        scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}
-        save_states(path, self.engine, self.contents, {"step": self.step, **scale})
+        save_states(path, self.engine, self.contents, self.progress.state())
 
     def load(self, path: Path) -> None:
-        state = load_states(path, self.engine, self.contents)
-        self.step = int(state["step"])
-        if self.loss_scale is not None and "loss_scale" in state:
-            self.loss_scale.restore(state["loss_scale"])
-            self.engine.optimizer.loss_scale = self.loss_scale.value
+        self.progress.restore(load_states(path, self.engine, self.contents))
+        self._set_loss_scale()
+
+    def _full_size(self, tensor: torch.Tensor) -> int:
+        return full_size(tensor)
+
+    def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        partitioned = [tensor for tensor in tensors if is_partitioned(tensor)]
+        gathered = iter(gather_partitions(partitioned, self.compute_dtype, self.device) if partitioned else [])
+        return [next(gathered) if is_partitioned(tensor) else self._whole(tensor) for tensor in tensors]
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(self.device, self._wire_dtype(tensor))
 
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
-        optimizer = self.engine.basic_optimizer if hasattr(self, "engine") else None
-        if kind is not StateKind.OPTIMIZER_STATES or optimizer is None:
-            return super()._device_tensors(kind)
+        """Parameters, this rank's parts of them under ZeRO-3; none where ZeRO keeps them in host memory."""
+        if kind is StateKind.OPTIMIZER_STATES and hasattr(self, "engine"):
+            return self._optimizer_tensors()
+        if kind is not StateKind.MODEL_PARAMS:
+            return []
+        parameters: list[Any] = [*self.model.parameters(), *self.model.buffers()]
+        parts = [parameter.ds_tensor for parameter in parameters if is_partitioned(parameter)]
+        return self._on_device([*parameters, *parts])
+
+    def _optimizer_tensors(self) -> list[torch.Tensor]:
+        optimizer = self.engine.basic_optimizer
+        if optimizer is None:
+            return []
         masters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         # Under ZeRO-3 the groups are filled during a step only.
         masters += getattr(self.engine.optimizer, "fp32_partitioned_groups_flat", [])
         return self._on_device([*masters, *state_tensors(optimizer)])
+
+    def _on_device(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor.detach() for tensor in tensors if tensor.device.type == self.device.type]
 
 
 def import_deepspeed(platform: Platform) -> Any:
@@ -273,7 +242,7 @@ def import_deepspeed(platform: Platform) -> Any:
         ImportError: DeepSpeed is not installed; the message names the extra.
     """
     if platform.device_type == "cpu":
-        # Read while the package is imported; without it DeepSpeed guesses from whatever tools lie on the host.
+        # Read while the package is imported; without it DeepSpeed guesses from whatever tools the host has.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # Its collectives call torch's by names that torch 2.13 has renamed, one warning a call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
@@ -318,7 +287,7 @@ def engine_options(
 
     Args:
         dtype: ``bf16``, ``fp16`` or ``fp32``, the compute type.
-        pin_memory: whether host memory can be page-locked.
+        pin_memory: host memory can be page-locked.
     """
     options: dict[str, Any] = numbers(config.deepspeed_config)
     for name in PASSED_THROUGH:

@@ -28,18 +28,27 @@ from roll.models.build import DTYPES
 from roll.models.layouts import TokenLayout
 from roll.models.log_probs import ResponseModel, output_matrices, run_head_when_called
 from roll.platforms import current_platform
-from roll.strategies.fsdp.sharded import ShardedStrategy, ShardedTrainStrategy, build_mesh, compute_dtype, wrapped_units
+from roll.strategies.fsdp.sharded import ShardedStrategy, build_mesh, compute_dtype, wrapped_units
 from roll.strategies.training.checkpoint import Checkpointed
 from roll.strategies.training.gather import Pieces, exchange_sizes
 from roll.strategies.training.optimizer import decay_groups
 
 
-class FsdpInferStrategy(ShardedStrategy):
+class FsdpStrategy(ShardedStrategy):
     """Shards made by ``FullyShardedDataParallel``."""
 
     config: Fsdp1StrategyConfig
-    trainer = "fsdp_train"
     mixes_types = False
+
+    def initialize(self, num_training_steps: int = 0) -> None:
+        """Collective. See :meth:`ShardedStrategy.initialize`.
+
+        Raises:
+            ValueError: training with parameters in host memory, which FSDP1 cannot do.
+        """
+        if self.trains and num_training_steps and self.config.offload_policy:
+            raise ValueError(f"{self.role.name}.strategy_args.strategy_config.offload_policy: {FSDP1_OFFLOAD}")
+        super().initialize(num_training_steps)
 
     def _build(self, storage_dtype: torch.dtype) -> None:
         self._load_model(storage_dtype)
@@ -62,6 +71,31 @@ class FsdpInferStrategy(ShardedStrategy):
         if self.root is not None:
             free_gathered(self.root)
 
+    def _decay_groups(self) -> list[dict[str, Any]]:
+        # Every parameter is a run of elements here: which of them is a matrix shows in its whole shape.
+        return decay_groups(self.model, self.role.training_args.weight_decay, self._num_dims)
+
+    def _num_dims(self, parameter: torch.Tensor) -> int:
+        return len(self._pieces[parameter].shape) if parameter in self._pieces else parameter.ndim
+
+    def _begin_micro_batch(self, last: bool) -> None:
+        self._reduces = last or self.config.reduce_scatter_during_grad_accumulation
+
+    def _differentiate(self, loss: torch.Tensor) -> None:
+        """FSDP1 takes the mean over ranks; the loss is this rank's share of a sum."""
+        if self.root is None:
+            super()._differentiate(loss)
+            return
+        with nullcontext() if self._reduces else self.root.no_sync():
+            super()._differentiate(loss * self.world_size)
+
+    def _checkpointed(self, optimizer: torch.optim.Optimizer) -> Checkpointed:
+        self._reshard()
+        if self.root is None:
+            return Checkpointed(self.model.language_model, optimizer)
+        # FSDP1 takes back whole units only, frozen parameters among them.
+        return Checkpointed(self.root, optimizer, prefix="language_model.", with_frozen=True)
+
     def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self.root is None:
             yield from super()._named_tensors()
@@ -81,50 +115,11 @@ class FsdpInferStrategy(ShardedStrategy):
         return [next(whole) if tensor in self._pieces else self._on_wire(tensor) for tensor in tensors]
 
 
-class FsdpTrainStrategy(ShardedTrainStrategy, FsdpInferStrategy):
-    """Learns with shards made by ``FullyShardedDataParallel``."""
-
-    def initialize(self, num_training_steps: int = 0) -> None:
-        """Collective. With ``num_training_steps`` 0 the model can be computed and saved, but not trained.
-
-        Raises:
-            ValueError: training with parameters in host memory, which FSDP1 cannot do.
-        """
-        if num_training_steps and self.config.offload_policy:
-            raise ValueError(f"{self.role.name}.strategy_args.strategy_config.offload_policy: {FSDP1_OFFLOAD}")
-        super().initialize(num_training_steps)
-
-    def _decay_groups(self) -> list[dict[str, Any]]:
-        # Every parameter is a run of elements here: which of them is a matrix shows in its whole shape.
-        return decay_groups(self.model, self.role.training_args.weight_decay, self._num_dims)
-
-    def _num_dims(self, parameter: torch.Tensor) -> int:
-        return len(self._pieces[parameter].shape) if parameter in self._pieces else parameter.ndim
-
-    def _begin_micro_batch(self, last: bool) -> None:
-        self._reduces = last or self.config.reduce_scatter_during_grad_accumulation
-
-    def _differentiate(self, loss: torch.Tensor) -> None:
-        """FSDP1 takes the mean over ranks; the loss is this rank's share of a sum."""
-        if self.root is None:
-            super()._differentiate(loss)
-            return
-        with nullcontext() if self._reduces else self.root.no_sync():
-            super()._differentiate(loss * self.world_size)
-
-    def _checkpointed(self) -> Checkpointed:
-        self._reshard()
-        if self.root is None:
-            return Checkpointed(self.model.language_model, self.optimizer)
-        # FSDP1 takes back whole units only, frozen parameters among them.
-        return Checkpointed(self.root, self.optimizer, prefix="language_model.", with_frozen=True)
-
-
 # Of the runtime: torch has no public way to free what a forward pass without a backward pass leaves gathered.
 
 
 WRAPPER = "_fsdp_wrapped_module."
-"""What the wrapper of a module puts into the names of its parameters."""
+"""Part that the wrapper of a module adds to the names of its parameters."""
 
 
 def wrap_model(
@@ -157,7 +152,7 @@ def wrap_model(
         if len(output_matrices(model.language_model)) > 1:
             raise ValueError(
                 "strategy_config.wrap_policy.wrap_lm_output: does not go with additional_target (the output matrix "
-                "trained in full beside adapters) under FSDP1; set it to false"
+                "trained in full alongside adapters) under FSDP1; set it to false"
             )
         run_head_when_called(model.language_model)
     with warnings.catch_warnings():

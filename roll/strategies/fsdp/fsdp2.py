@@ -23,7 +23,7 @@ from roll.models.layouts import TokenLayout
 from roll.models.loading import MetaModel, build_on_meta
 from roll.models.log_probs import ResponseModel, output_matrices
 from roll.platforms import current_platform
-from roll.strategies.fsdp.sharded import ShardedStrategy, ShardedTrainStrategy, build_mesh, compute_dtype, wrapped_units
+from roll.strategies.fsdp.sharded import ShardedStrategy, build_mesh, compute_dtype, wrapped_units
 from roll.strategies.training.checkpoint import Checkpointed
 from roll.strategies.training.gather import Pieces
 
@@ -31,11 +31,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Fsdp2InferStrategy(ShardedStrategy):
+class Fsdp2Strategy(ShardedStrategy):
     """Shards made by ``fully_shard``."""
 
     config: Fsdp2StrategyConfig
-    trainer = "fsdp2_train"
     _meta: MetaModel | None
 
     def _build(self, storage_dtype: torch.dtype) -> None:
@@ -66,6 +65,18 @@ class Fsdp2InferStrategy(ShardedStrategy):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
+    def _begin_micro_batch(self, last: bool) -> None:
+        """Sum gradients over shards at every micro-batch or at the last one only; over replicas at the last one."""
+        if self.root is None or self.world_size == 1:
+            return
+        if not self.config.reduce_scatter_during_grad_accumulation:
+            self.root.set_requires_gradient_sync(last)
+        elif self.mesh.ndim == 2:
+            self.root.set_requires_all_reduce(last)
+
+    def _checkpointed(self, optimizer: torch.optim.Optimizer) -> Checkpointed:
+        return Checkpointed(self.model.language_model, optimizer)
+
     def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         by_dtype: dict[torch.dtype, list[tuple[int, torch.Tensor, Pieces]]] = {}
         whole: dict[int, torch.Tensor] = {}
@@ -82,26 +93,10 @@ class Fsdp2InferStrategy(ShardedStrategy):
 
 
 def row_pieces(tensor: DTensor) -> Pieces:
-    """How the rows of a parameter lie on the ranks of its shard group: as ``torch.chunk`` divides them."""
+    """Rows of a parameter on the ranks of its shard group: as ``torch.chunk`` divides them."""
     num_ranks = tensor.device_mesh.size(tensor.device_mesh.ndim - 1)
     rows = -(-tensor.shape[0] // num_ranks)
     return Pieces.even(tensor.shape, rows * tensor.shape[1:].numel(), num_ranks)
-
-
-class Fsdp2TrainStrategy(ShardedTrainStrategy, Fsdp2InferStrategy):
-    """Learns with shards made by ``fully_shard``."""
-
-    def _begin_micro_batch(self, last: bool) -> None:
-        """Sum gradients over shards at every micro-batch or at the last one only; over replicas at the last one."""
-        if self.root is None or self.world_size == 1:
-            return
-        if not self.config.reduce_scatter_during_grad_accumulation:
-            self.root.set_requires_gradient_sync(last)
-        elif self.mesh.ndim == 2:
-            self.root.set_requires_all_reduce(last)
-
-    def _checkpointed(self) -> Checkpointed:
-        return Checkpointed(self.model.language_model, self.optimizer)
 
 
 def shard_model(

@@ -8,13 +8,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from abc import abstractmethod
 from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,14 +26,12 @@ from roll.config.strategies.fsdp import ShardedStrategyConfig, WrapPolicy
 from roll.config.strategies.registry import typed_strategy_config
 from roll.models.build import DTYPES, enable_gradient_checkpointing, has_tied_embeddings
 from roll.models.log_probs import ResponseModel, output_matrices
-from roll.protocol.metrics import Mean, Metrics, Sum
 from roll.strategies.base import ModelHead, StateKind
 from roll.strategies.training.checkpoint import Checkpointed, load_sharded, save_sharded
-from roll.strategies.training.data_parallel import DataParallelStrategy, DataParallelTrainStrategy
+from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.gather import Pieces, gather_to_rank0
 from roll.strategies.training.optimizer import (
-    DynamicLossScale,
-    LearningRateSchedule,
+    TrainingProgress,
     adamw,
     clip_factor,
     decay_groups,
@@ -72,7 +69,7 @@ def compute_dtype(args: ModelArguments, config: ShardedStrategyConfig) -> torch.
 
 
 def wrapped_units(model: ResponseModel, policy: WrapPolicy) -> list[nn.Module]:
-    """The modules to shard apart from the root, innermost first.
+    """The modules to shard as units of their own, innermost first.
 
     Raises:
         ValueError: a wrap policy that names no module of this model.
@@ -108,40 +105,55 @@ def _check_found(names: set[str], units: list[nn.Module], model: nn.Module) -> N
         )
 
 
-logger = logging.getLogger(__name__)
-
-
 class ShardedStrategy(DataParallelStrategy):
-    """Forward passes only: parameters are held sharded in the compute dtype and never change."""
+    """A model sharded over ranks: parameters in the compute dtype, or in ``master_dtype`` where it trains, with AdamW
+    moments likewise and forward and backward in the compute dtype."""
 
     config: ShardedStrategyConfig
-    trainer: ClassVar[str]
-    """The strategy that trains with shards of this kind."""
     mesh: DeviceMesh
+    optimizer: torch.optim.AdamW | None = None
 
-    def __init__(self, role: WorkerConfig, head: ModelHead = ModelHead.CAUSAL_LM, seed: int = 42) -> None:
-        super().__init__(role, head, seed)
+    def __init__(
+        self,
+        role: WorkerConfig,
+        head: ModelHead = ModelHead.CAUSAL_LM,
+        seed: int = 42,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(role, head, seed, max_grad_norm)
         config = typed_strategy_config(role.strategy_args)
         assert isinstance(config, ShardedStrategyConfig), config
         self.config = config
         self.compute_dtype = compute_dtype(role.model_args, config)
         # A second view of the same ranks: parameters are sharded over all of them, as ever.
         self.context_size = role.model_args.ulysses_size
+        self._background: ProcessGroup | None = None
+        self._writing: Future[Any] | None = None
 
     def initialize(self, num_training_steps: int = 0) -> None:
-        """Collective. Build and shard the model.
-
-        Raises:
-            ValueError: optimizer steps asked of a forward-only strategy; see also :func:`build_model`, ``build_mesh``.
-        """
-        self._refuse_training(num_training_steps, self.trainer)
-        self._build(storage_dtype=self.compute_dtype)
-        self.model.requires_grad_(False)
-        self.model.eval()
+        """Collective. Build and shard the model, and make its optimizer; see :meth:`ModelStrategy.initialize`."""
+        self._refuse_steps(num_training_steps)
+        self._build(DTYPES[self.config.master_dtype] if self.trains else self.compute_dtype)
+        if not self.trains:
+            self.model.requires_grad_(False)
+        if num_training_steps:
+            args = self.role.training_args
+            enable_gradient_checkpointing(self.model.language_model, self.role.model_args)
+            self.progress = TrainingProgress(args, num_training_steps, self.compute_dtype)
+            self.optimizer = adamw(self._decay_groups(), args)
+            self.trainable = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        self.model.train(num_training_steps > 0)
 
     @abstractmethod
     def _build(self, storage_dtype: torch.dtype) -> None:
         """Collective. Load the model and shard it."""
+
+    @abstractmethod
+    def _checkpointed(self, optimizer: torch.optim.Optimizer) -> Checkpointed:
+        """Contents of a checkpoint."""
+
+    def _decay_groups(self) -> list[dict[str, Any]]:
+        return decay_groups(self.model, self.role.training_args.weight_decay)
 
     def _shard_group(self) -> ProcessGroup | None:
         """The ranks that hold the other shards of this rank's parameters; None when there are none."""
@@ -159,6 +171,8 @@ class ShardedStrategy(DataParallelStrategy):
 
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
         """Shards; none where ``offload_policy`` keeps them in host memory."""
+        if kind is StateKind.OPTIMIZER_STATES and self.optimizer is not None:
+            return self._on_device(state_tensors(self.optimizer))
         if kind is not StateKind.MODEL_PARAMS:
             return []
         self._reshard()
@@ -168,77 +182,33 @@ class ShardedStrategy(DataParallelStrategy):
         local = [local_tensor(tensor.detach()) for tensor in tensors]
         return [tensor for tensor in local if tensor.device.type == self.device.type]
 
-
-class ShardedTrainStrategy(DataParallelTrainStrategy, ShardedStrategy):
-    """Master weights and AdamW moments in ``master_dtype``, sharded; forward and backward in the compute dtype."""
-
-    def __init__(
-        self,
-        role: WorkerConfig,
-        head: ModelHead = ModelHead.CAUSAL_LM,
-        seed: int = 42,
-        max_grad_norm: float | None = None,
-    ) -> None:
-        super().__init__(role, head, seed, max_grad_norm)
-        self.loss_scale = DynamicLossScale() if self.compute_dtype is torch.float16 else None
-        self._background: ProcessGroup | None = None
-        self._writing: Future[Any] | None = None
-
-    @abstractmethod
-    def _checkpointed(self) -> Checkpointed:
-        """What a checkpoint holds."""
-
-    def _decay_groups(self) -> list[dict[str, Any]]:
-        return decay_groups(self.model, self.role.training_args.weight_decay)
-
-    def initialize(self, num_training_steps: int = 0) -> None:
-        """Collective. With ``num_training_steps`` 0 the model can be computed and saved, but not trained."""
-        self._build(storage_dtype=DTYPES[self.config.master_dtype])
-        self.step = 0
-        if num_training_steps:
-            enable_gradient_checkpointing(self.model.language_model, self.role.model_args)
-            self.schedule = LearningRateSchedule.from_arguments(self.role.training_args, num_training_steps)
-            self.optimizer = adamw(self._decay_groups(), self.role.training_args)
-            self.trainable = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-            self.model.train()
-        else:
-            self.model.eval()
-
     def _differentiate(self, loss: torch.Tensor) -> None:
-        (loss if self.loss_scale is None else loss * self.loss_scale.value).backward()
+        scale = self.progress.scale
+        (loss if scale == 1.0 else loss * scale).backward()
 
-    def _update(self) -> Metrics:
-        """Clip, step and clear. A gradient that is not finite is dropped: the step counts, the weights stay."""
+    def _clip_and_step(self, learning_rate: float) -> float:
+        assert self.optimizer is not None
         gradients = local_gradients(self.trainable)
-        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        scale = self.progress.scale
         norm = float(global_norm(gradients, self._shard_group(), self.device)) / scale
-        learning_rate = self.schedule(self.step)
-        metrics: Metrics = {"grad_norm": Mean(norm), "lr": Mean(learning_rate)}
-        finite = math.isfinite(norm)
-        if finite:
+        if math.isfinite(norm):
             scale_(gradients, clip_factor(norm, self.max_grad_norm) / scale)
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step()
-        else:
-            logger.warning("optimizer step %d: gradient norm is %s; the update is skipped", self.step, norm)
-            metrics["skipped_updates"] = Sum(1.0 / self.rank_info.dp_size)
-        if self.loss_scale is not None:
-            metrics["loss_scale"] = Mean(scale)
-            self.loss_scale.adapt(finite)
         self.optimizer.zero_grad(set_to_none=True)
-        self.step += 1
-        return metrics
+        return norm
 
     def save(self, path: Path) -> None:
+        assert self.optimizer is not None
         self.saved()
         if self.config.async_save_ckpt and self._background is None:
             self._background = dist.new_group(backend="gloo")
         self._writing = save_sharded(
             path,
-            self._checkpointed(),
+            self._checkpointed(self.optimizer),
             self.contents,
-            self._state(),
+            self.progress.state(),
             model_only=self.config.save_only_model,
             background=self._background,
         )
@@ -253,17 +223,6 @@ class ShardedTrainStrategy(DataParallelTrainStrategy, ShardedStrategy):
         return True
 
     def load(self, path: Path) -> None:
+        assert self.optimizer is not None
         self.saved()
-        state = load_sharded(path, self._checkpointed(), self.contents)
-        self.step = int(state["step"])
-        if self.loss_scale is not None and "loss_scale" in state:
-            self.loss_scale.restore(state["loss_scale"])
-
-    def _state(self) -> dict[str, Any]:
-        scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}
-        return {"step": self.step, **scale}
-
-    def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
-        if kind is StateKind.OPTIMIZER_STATES and hasattr(self, "optimizer"):
-            return self._on_device(state_tensors(self.optimizer))
-        return super()._device_tensors(kind)
+        self.progress.restore(load_sharded(path, self._checkpointed(self.optimizer), self.contents))

@@ -1,4 +1,4 @@
-"""Keys and values: a row of fixed length for each running sample, and a store of sequences whose samples have ended."""
+"""Keys and values: a row of fixed length for each running sample, and the prefix cache."""
 
 from __future__ import annotations
 
@@ -102,74 +102,126 @@ class DecodeSlots:
 
 
 _WORTHWHILE = 16  # a shorter beginning is computed again sooner than copied
+_GROWTH = 1.25  # of a buffer that is full
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
+    """A sequence of ``length`` tokens in buffers that have room for more.
+
+    ``token_ids``: int64 (capacity,); ``keys_values``: (num_layers, 2, num_kv_heads, capacity, head_dim).
+    """
+
     token_ids: np.ndarray
     keys_values: torch.Tensor
+    length: int
+
+    @property
+    def capacity(self) -> int:
+        return len(self.token_ids)
+
+    def common(self, token_ids: np.ndarray) -> int:
+        """Tokens that the sequence and ``token_ids`` have in common at their beginning."""
+        shorter = min(self.length, len(token_ids))
+        different = np.flatnonzero(self.token_ids[:shorter] != token_ids[:shorter])
+        return int(different[0]) if len(different) else shorter
 
 
-class PrefixStore:
-    """Holds what the weights of the moment have made of token sequences.
+class PrefixCache:
+    """Keys and values of prompts and ended samples, for prompts that begin with them (the next turn of a conversation).
+
+    A sequence that goes on is appended to in place, so a turn copies its new tokens, and the whole sequence only into
+    the rows that it is decoded in.
 
     Args:
-        max_tokens: of all sequences together; those used longest ago leave first. 0: nothing is held.
+        max_tokens: capacity of all sequences together; the least recently used leave first. 0: nothing is held.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._entries: list[_Entry] = []
-        """The one used last is the last."""
-        self.num_tokens = 0
+        """The most recently used is the last."""
         self.num_reused = 0
-        """Tokens that need not be computed, since the store was made."""
+        """Tokens that did not have to be computed, since the cache was made."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that there is room for in all sequences."""
+        return sum(entry.capacity for entry in self._entries)
 
     def accepts(self, length: int) -> bool:
         """Whether a sequence of this length can be held."""
         return _WORTHWHILE <= length <= self._max_tokens
 
     def put(self, token_ids: Sequence[int], keys_values: torch.Tensor) -> None:
-        """Hold a sequence; one that is a beginning of it leaves.
+        """Hold a sequence, behind the longest held one that is a beginning of it; others that are leave.
 
         Args:
             keys_values: (num_layers, 2, num_kv_heads, length, head_dim) of its tokens; copied.
         """
         new = np.asarray(token_ids, dtype=np.int64)
-        for entry in [entry for entry in self._entries if _common(entry.token_ids, new) == len(entry.token_ids)]:
-            self._drop(entry)
-        while self.num_tokens + len(new) > self._max_tokens:
-            self._drop(self._entries[0])
-        self._entries.append(_Entry(new, keys_values.clone()))
-        self.num_tokens += len(new)
+        common = [entry.common(new) for entry in self._entries]
+        if len(new) in common:
+            self._touch(self._entries[common.index(len(new))])
+            return
+        beginnings = [entry for entry, count in zip(self._entries, common, strict=True) if count == entry.length]
+        longest = max(beginnings, key=lambda entry: entry.length, default=None)
+        self._entries = [entry for entry in self._entries if entry is longest or entry not in beginnings]
+        known = longest.length if longest is not None else 0
+        entry = self._with_room(longest, known, new, keys_values)
+        entry.keys_values[:, :, :, known : len(new)] = keys_values[:, :, :, known:]
 
-    def longest(self, token_ids: Sequence[int]) -> torch.Tensor | None:
-        """Keys and values of the longest beginning of a prompt that is there, (num_layers, 2, num_kv_heads, length,
-        head_dim); never of the whole prompt, whose last token must be computed for its logits."""
-        if not self._entries:
+    def extended(self, token_ids: Sequence[int]) -> tuple[torch.Tensor, int] | None:
+        """Room for the keys and values of a prompt, of which the longest beginning that is held is there.
+
+        Returns:
+            keys_values (num_layers, 2, num_kv_heads, length of the prompt, head_dim), whose last tokens the caller has
+            to fill in; and how many tokens are there, never all of them: the last one must be computed for its logits.
+            None: no beginning is worth it.
+        """
+        prompt = np.asarray(token_ids, dtype=np.int64)
+        common = [min(entry.common(prompt), len(prompt) - 1) for entry in self._entries]
+        known = max(common, default=0)
+        if known < _WORTHWHILE:
             return None
-        prompt = np.asarray(token_ids[:-1], dtype=np.int64)
-        lengths = [_common(entry.token_ids, prompt) for entry in self._entries]
-        length = max(lengths)
-        if length < _WORTHWHILE:
-            return None
-        entry = self._entries.pop(lengths.index(length))
-        self._entries.append(entry)
-        self.num_reused += length
-        return entry.keys_values[:, :, :, :length]
+        self.num_reused += known
+        found = self._entries[common.index(known)]
+        if known < found.length or not self.accepts(len(prompt)):
+            # What stands behind the beginning belongs to another sequence, which may be in use.
+            self._touch(found)
+            room = found.keys_values.new_empty(_shape(found.keys_values, len(prompt)))
+            room[:, :, :, :known] = found.keys_values[:, :, :, :known]
+            return room, known
+        entry = self._with_room(found, known, prompt, found.keys_values)
+        return entry.keys_values[:, :, :, : len(prompt)], known
 
     def clear(self) -> None:
         """Drop everything."""
         self._entries.clear()
-        self.num_tokens = 0
 
-    def _drop(self, entry: _Entry) -> None:
+    def _with_room(self, entry: _Entry | None, known: int, token_ids: np.ndarray, like: torch.Tensor) -> _Entry:
+        """``entry``, or a new one, as the most recently used, with ``token_ids`` and room for their keys and values."""
+        length = len(token_ids)
+        if entry is not None:
+            self._entries.remove(entry)
+        if entry is None or entry.capacity < length:
+            # A longer buffer each time, so that all copies of a growing sequence cost a constant times its length.
+            spare = self._max_tokens - self.num_tokens
+            capacity = length if entry is None else max(length, min(int(entry.capacity * _GROWTH), spare))
+            grown = _Entry(np.empty(capacity, np.int64), like.new_empty(_shape(like, capacity)), length)
+            if entry is not None:
+                grown.keys_values[:, :, :, :known] = entry.keys_values[:, :, :, :known]
+            entry = grown
+        entry.token_ids[:length], entry.length = token_ids, length
+        while self.num_tokens + entry.capacity > self._max_tokens:
+            self._entries.pop(0)
+        self._entries.append(entry)
+        return entry
+
+    def _touch(self, entry: _Entry) -> None:
         self._entries.remove(entry)
-        self.num_tokens -= len(entry.token_ids)
+        self._entries.append(entry)
 
 
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens two sequences have in common at their beginning."""
-    shorter = min(len(a), len(b))
-    different = np.flatnonzero(a[:shorter] != b[:shorter])
-    return int(different[0]) if len(different) else shorter
+def _shape(keys_values: torch.Tensor, length: int) -> tuple[int, ...]:
+    return (*keys_values.shape[:3], length, keys_values.shape[4])

@@ -59,12 +59,11 @@ class Decoder(ABC):
         """Compute whole prompts."""
 
     @abstractmethod
-    def extend(self, beginning: torch.Tensor, prompt: Sequence[int]) -> PromptStates:
-        """Compute a whole prompt of which a beginning is there.
+    def extend(self, keys_values: torch.Tensor, known: int, prompt: Sequence[int]) -> PromptStates:
+        """Compute the rest of a prompt whose first ``known`` tokens are there; at least one is not.
 
         Args:
-            beginning: keys and values of its first tokens, (num_layers, 2, num_kv_heads, length, head_dim); at least
-                one token of the prompt is not among them.
+            keys_values: (num_layers, 2, num_kv_heads, length of the prompt, head_dim); those of the rest are filled in.
         """
 
     @abstractmethod
@@ -214,28 +213,25 @@ class FusedDecoder(Decoder):
             x = self._finish_layer(layer, x, mixed)
         return PromptStates(keys_values, self._logits(x)[: grid.num_prompts])
 
-    def extend(self, beginning: torch.Tensor, prompt: Sequence[int]) -> PromptStates:
-        first, length = beginning.shape[3], len(prompt)
-        x = F.embedding(torch.tensor(prompt[first:], device=self.device), self._embedding)
-        cos, sin = self._cos[first:length], self._sin[first:length]
-        shape = (len(self._layers), 2, 1, self._num_kv_heads, length, self._head_dim)
-        keys_values = torch.empty(shape, dtype=self.dtype, device=self.device)
-        keys_values[:, :, 0, :, :first] = beginning
-        mask = torch.ones(length - first, length, dtype=torch.bool, device=self.device).tril(first)
+    def extend(self, keys_values: torch.Tensor, known: int, prompt: Sequence[int]) -> PromptStates:
+        length = len(prompt)
+        x = F.embedding(torch.tensor(prompt[known:], device=self.device), self._embedding)
+        cos, sin = self._cos[known:length], self._sin[known:length]
+        mask = torch.ones(length - known, length, dtype=torch.bool, device=self.device).tril(known)
         for index, layer in enumerate(self._layers):
             queries, keys, values = self._split(self._heads(layer, x, cos, sin))
-            for part, new in zip(keys_values[index, :, 0], (keys, values), strict=True):
-                part[:, first:] = new.transpose(0, 1)
+            for part, new in zip(keys_values[index], (keys, values), strict=True):
+                part[:, known:] = new.transpose(0, 1)
             mixed = F.scaled_dot_product_attention(
                 queries.transpose(0, 1)[None],
-                keys_values[index, 0],
-                keys_values[index, 1],
+                keys_values[index, 0, None],
+                keys_values[index, 1, None],
                 attn_mask=mask,
                 scale=self._scale,
                 enable_gqa=self._num_heads != self._num_kv_heads,
             )
             x = self._finish_layer(layer, x, mixed[0].transpose(0, 1).flatten(1))
-        return PromptStates(keys_values, self._logits(x[-1:]))
+        return PromptStates(keys_values[:, :, None], self._logits(x[-1:]))
 
     def decode(self, tokens: torch.Tensor, slots: DecodeSlots) -> torch.Tensor:
         x = F.embedding(tokens, self._embedding)

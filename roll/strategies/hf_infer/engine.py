@@ -19,7 +19,7 @@ from roll.strategies.engines.requests import (
     check_request,
 )
 from roll.strategies.engines.sampling import stream_key
-from roll.strategies.hf_infer.cache import DecodeSlots, PrefixStore, SlotCache
+from roll.strategies.hf_infer.cache import DecodeSlots, PrefixCache, SlotCache
 from roll.strategies.hf_infer.decoder import Decoder, PromptStates, round_up
 from roll.strategies.hf_infer.rows import RunningRows, RunningSample, Sampler
 
@@ -102,7 +102,7 @@ class GenerationEngine:
         self._unfinished: dict[str, int] = {}
         self._rows = RunningRows(max_num_seqs, max_model_len)
         self._cache = self._new_cache()
-        self._prefixes = PrefixStore(prefix_cache_tokens)
+        self._prefixes = PrefixCache(prefix_cache_tokens)
         self._sampler = Sampler(self._rows, decoder.vocab_size, decoder.device)
 
     @property
@@ -158,6 +158,8 @@ class GenerationEngine:
 
     def _note_failures(self, rows: np.ndarray) -> set[str]:
         """The requests of rows without a distribution to draw from."""
+        if len(rows):
+            self._prefixes.clear()  # their prompts may be in it
         for row in rows:
             sample = self._rows.samples[row]
             sample.stale = True
@@ -270,9 +272,9 @@ class GenerationEngine:
     def _known_prompt(self, group: _QueuedGroup) -> PromptStates | None:
         """The states of a prompt that was computed for some of the samples already, or begins with what is held."""
         if group.prompt is None:
-            beginning = self._prefixes.longest(group.token_ids)
-            if beginning is not None:
-                group.prompt = self._decoder.extend(beginning, group.token_ids)
+            extended = self._prefixes.extended(group.token_ids)
+            if extended is not None:
+                group.prompt = self._decoder.extend(*extended, group.token_ids)
         return group.prompt
 
     def _select(self) -> _Admission:

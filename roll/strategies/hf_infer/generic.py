@@ -53,19 +53,15 @@ class GenericDecoder(Decoder):
         keys_values = torch.stack([torch.stack(pair) for pair in _written(cache)])
         return PromptStates(keys_values, logits[torch.arange(len(prompts), device=self.device), which])
 
-    def extend(self, beginning: torch.Tensor, prompt: Sequence[int]) -> PromptStates:
-        first = beginning.shape[3]
-        cache = DynamicCache()
-        for index, (keys, values) in enumerate(beginning):
-            cache.update(keys[None], values[None], index)
+    def extend(self, keys_values: torch.Tensor, known: int, prompt: Sequence[int]) -> PromptStates:
         logits = self.model(
-            input_ids=torch.tensor([prompt[first:]], device=self.device),
-            position_ids=torch.arange(first, len(prompt), device=self.device)[None],
-            past_key_values=cache,
+            input_ids=torch.tensor([prompt[known:]], device=self.device),
+            position_ids=torch.arange(known, len(prompt), device=self.device)[None],
+            past_key_values=Cache(layers=[_PromptLayer(part, known) for part in keys_values]),
             use_cache=True,
             logits_to_keep=1,
         ).logits
-        return PromptStates(torch.stack([torch.stack(pair) for pair in _written(cache)]), logits[:, -1])
+        return PromptStates(keys_values[:, :, None], logits[:, -1])
 
     def decode(self, tokens: torch.Tensor, slots: DecodeSlots) -> torch.Tensor:
         bias = slots.bias()
@@ -102,18 +98,50 @@ def _written(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
-class _RowsLayer(CacheLayerMixin):
-    """One layer's view of the engine's cache during a decoding step."""
+class _EngineLayer(CacheLayerMixin):
+    """One layer of a cache in tensors that the engine has allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing is left to allocate."""
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class _PromptLayer(_EngineLayer):
+    """One prompt of which ``known`` tokens are there: ``keys_values`` (2, num_kv_heads, length, head_dim)."""
+
+    def __init__(self, keys_values: torch.Tensor, known: int) -> None:
+        super().__init__()
+        self._keys_values = keys_values
+        self._known = known
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self._keys_values
+        keys[:, self._known :], values[:, self._known :] = key_states[0], value_states[0]
+        return keys[None], values[None]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._keys_values.shape[2], 0
+
+    def get_seq_length(self) -> int:
+        return self._known
+
+
+class _RowsLayer(_EngineLayer):
+    """The engine's rows during a decoding step."""
 
     slots: DecodeSlots
 
     def __init__(self, index: int) -> None:
         super().__init__()
         self._index = index
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """The rows are allocated by the engine."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -125,9 +153,6 @@ class _RowsLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         return self.slots.end - 1
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 def create_decoder(model: PreTrainedModel, max_model_len: int) -> Decoder:

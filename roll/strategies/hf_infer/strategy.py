@@ -16,13 +16,12 @@ from roll.models.build import DTYPES, attention_implementation, build_model, loa
 from roll.models.layouts import TokenLayout
 from roll.platforms import current_platform
 from roll.protocol.columns import copy_into
-from roll.strategies.base import ModelHead, OffloadedStorages, StateKind
+from roll.strategies.base import OffloadedStorages, StateKind
 from roll.strategies.engines.base import GenerationStrategy, end_token_ids
-from roll.strategies.engines.requests import GenerationOutput, GenerationRequest
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, longest_sequence
 from roll.strategies.hf_infer.decoder import Decoder
 from roll.strategies.hf_infer.engine import GenerationEngine
 from roll.strategies.hf_infer.generic import create_decoder
-from roll.strategies.sequence_length import longest_sequence
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.weight_sync.encoding import tensor_checksum
 
@@ -190,17 +189,14 @@ def _load_model(role: WorkerConfig, load_format: str) -> Any:
 class HfForwardStrategy(DataParallelStrategy):
     """Forward passes of a plain Hugging Face model in the compute dtype; ranks share rows and nothing else."""
 
-    def __init__(self, role: WorkerConfig, head: ModelHead = ModelHead.CAUSAL_LM, seed: int = 42) -> None:
-        super().__init__(role, head, seed)
-        self.compute_dtype = DTYPES[role.model_args.dtype]
-
     def initialize(self, num_training_steps: int = 0) -> None:
         """Load the model.
 
         Raises:
             ValueError: optimizer steps asked of a forward-only strategy; see also :func:`build_model`.
         """
-        self._refuse_training(num_training_steps, "fsdp2_train")
+        self._refuse_steps(num_training_steps)
+        self.compute_dtype = DTYPES[self.role.model_args.dtype]
         self._load_model(self.compute_dtype)
         self.model.requires_grad_(False)
         self.model.eval()

@@ -1,4 +1,4 @@
-"""Megatron Core: a model cut over tensor-, pipeline-, context- and data-parallel ranks.
+"""Megatron Core: a model parallel over tensor-, pipeline-, context- and data-parallel ranks.
 
 Raises:
     ImportError: on import, where megatron-core is not installed.
@@ -31,9 +31,6 @@ from roll.strategies.megatron import cpu_compat  # noqa: E402 (Megatron comes fi
 
 cpu_compat.install()
 
-from roll.strategies.megatron.strategy import (  # noqa: E402 (needs what was installed)
-    MegatronInferStrategy,
-    MegatronTrainStrategy,
-)
+from roll.strategies.megatron.strategy import MegatronStrategy  # noqa: E402 (needs what was installed)
 
-__all__ = ["MegatronInferStrategy", "MegatronTrainStrategy"]
+__all__ = ["MegatronStrategy"]

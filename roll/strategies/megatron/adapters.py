@@ -1,10 +1,10 @@
-"""LoRA in Megatron's fused and cut linear layers.
+"""LoRA in Megatron's fused and sharded linear layers.
 
 A Hugging Face projection has its own A (r, in) and B (out, r), as under every other backend, also where Megatron keeps
 several projections as one matrix (query, key and value; gate and up).  With tensor parallelism
 
-    cut by rows (column-parallel):      A whole on each rank, B this rank's rows;  B_part (A x)
-    cut by columns (row-parallel):      A this rank's columns, B whole;            B sum_ranks(A_part x_part)
+    column-parallel (rows of W sharded):   A whole on each rank, B this rank's rows;  B_part (A x)
+    row-parallel (columns of W sharded):   A this rank's columns, B whole;            B sum_ranks(A_part x_part)
 
 so ranks exchange the r numbers of ``A x`` for each token, never whole hidden states.  A gradient of what is whole comes
 out whole on each rank; with sequence parallelism it is of the rank's tokens only, and Megatron sums what is marked so.
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from roll.models.lora import Adapters, adapter_names, add_adapters, is_trained_whole
-from roll.strategies.megatron.weights import LINEARS, CutByGroup, in_layer
+from roll.strategies.megatron.weights import LINEARS, FusedHeads, in_layer
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -49,7 +49,7 @@ class Adapter(nn.Module):
 
 
 class AdaptedColumnLinear(ColumnParallelLinear):
-    """Cut by rows; its outputs are those of one or more projections."""
+    """Column-parallel; its outputs are those of one or more projections."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -99,7 +99,7 @@ class AdaptedColumnLinear(ColumnParallelLinear):
 
 
 class AdaptedRowLinear(RowParallelLinear):
-    """Cut by columns; one projection."""
+    """Row-parallel; one projection."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -138,7 +138,7 @@ def adapted_skeleton(model: PreTrainedModel, args: ModelArguments, seed: int, dt
     Raises:
         ValueError: see :func:`roll.models.lora.add_adapters`; modules to be trained in full.
     """
-    # peft puts an adapter where its base lies. One zero stands for each tensor of the base and takes no memory.
+    # peft puts an adapter on the device of its base. One zero stands for each tensor of the base and takes no memory.
     model._apply(lambda tensor: torch.zeros((), dtype=dtype if tensor.is_floating_point() else None).expand_as(tensor))
     model.tie_weights()
     adapters = add_adapters(model, args, seed, torch.float32)
@@ -146,8 +146,8 @@ def adapted_skeleton(model: PreTrainedModel, args: ModelArguments, seed: int, dt
     if whole:
         where = "adapter_name_or_path" if args.adapter_name_or_path else "additional_target"
         raise ValueError(
-            f"model_args.{where}: {whole[0]} is to be trained in full beside adapters, which the Megatron backend does "
-            "not do; leave it out, or use strategy_name: fsdp2_train"
+            f"model_args.{where}: {whole[0]} is to be trained in full alongside adapters, which the Megatron backend "
+            "does not do; leave it out, or use strategy_name: fsdp2_train"
         )
     return adapters
 
@@ -176,7 +176,7 @@ def add_to_chunk(
                 module.adapt(ranks, factors)
             else:
                 widths = {name: shapes[weight][0] // tensor_size for name, weight in weights.items()}
-                groups = layout.groups // tensor_size if isinstance(layout, CutByGroup) else 1
+                groups = layout.groups // tensor_size if isinstance(layout, FusedHeads) else 1
                 module.adapt(ranks, factors, widths, groups)
 
 

@@ -30,10 +30,10 @@ from roll.strategies.training.micro_batches import (
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Who sees whom, and at which position, in a flat run of tokens.
+    """Attention pattern and positions of a flat run of tokens.
 
-    It travels where Megatron's layers hand on their own description of packed sequences, which tells them nothing: of
-    the names that they ask for it has only these, with values that mean rows.
+    It travels where Megatron's layers pass on their own description of packed sequences, which they do not interpret:
+    of the names that they ask for it has only these, with values that mean rows.
     """
 
     qkv_format: ClassVar[str] = "sbhd"
@@ -42,7 +42,7 @@ class Arrangement:
     position_ids: Tensor
     """int64 (s / ranks,), of this context-parallel rank's chunk."""
     pattern: AttentionPattern
-    """Of the whole run."""
+    """Pattern of the whole run."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Chunking:
-    """How micro-batches are padded and cut."""
+    """Padding of micro-batches, and their chunks along the sequence."""
 
     context_rank: int
     context_size: int
@@ -134,7 +134,7 @@ class Chunking:
 
 
 Finish = Callable[..., Any]
-"""What the last stage does with the outputs of a micro-batch."""
+"""Function of the last stage on the outputs of a micro-batch."""
 
 
 def run_forward(

@@ -162,7 +162,7 @@ class ResponseGPT(GPTModel):
 
 
 def _start_of_gradients(module: nn.Module, inputs: tuple[Any, ...], hidden: Tensor) -> Tensor:
-    """Where the embeddings are frozen, let gradients come back to them all the same.
+    """Let gradients come back to frozen embeddings all the same.
 
     Megatron gives a recomputed layer no gradient, and a pipeline stage no backward pass, unless its input wants one.
     """
@@ -184,7 +184,7 @@ def _block(config: TransformerConfig, virtual_stage: int | None) -> TransformerB
 
 
 class LogProbHead(ColumnParallelLinear):
-    """An output matrix cut over the vocabulary that never gathers logits."""
+    """An output matrix sharded over the vocabulary that never gathers logits."""
 
     def __init__(self, config: TransformerConfig, padded_vocab_size: int, vocab_size: int, tied: bool) -> None:
         super().__init__(

@@ -60,7 +60,7 @@ class ParallelSizes:
 
     @property
     def sequence_divisor(self) -> int:
-        """What the padded length of a micro-batch must divide by."""
+        """Divisor of the padded length of a micro-batch."""
         return self.context * (self.tensor if self.sequence_parallel else 1)
 
     def check_world(self, world_size: int) -> None:
@@ -180,7 +180,7 @@ def _parallelism(options: MegatronStrategyConfig, sizes: ParallelSizes, dtype: t
         # Every weight is read from a file.
         "perform_initialization": False,
         "use_cpu_initialization": not torch.cuda.is_available(),
-        # Stages tell each other the shapes of micro-batches, except in the interleaved schedule, whose ranks exchange
+        # Stages exchange the shapes of micro-batches, except in the interleaved schedule, whose ranks exchange
         # in both directions at once: there all micro-batches are padded to one shape.
         "variable_seq_lengths": sizes.pipeline > 1 and not interleaved,
         "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths asks for it, also without experts

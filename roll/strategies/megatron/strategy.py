@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,10 +24,9 @@ from roll.config.plan.micro_batching import micro_batching
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import MegatronStrategyConfig, typed_strategy_config
 from roll.models.build import DTYPES
-from roll.models.loading import TensorFiles, fingerprint
+from roll.models.loading import TensorFiles
 from roll.models.lora import Adapters, base_name
-from roll.platforms import current_platform
-from roll.protocol.metrics import Mean, Metrics, Sum
+from roll.protocol.metrics import Metrics
 from roll.strategies.base import (
     ALL_WEIGHTS,
     LossFunction,
@@ -39,7 +36,6 @@ from roll.strategies.base import (
     RankInfo,
     StateKind,
     TensorBatch,
-    TrainStrategy,
     WeightSelection,
 )
 from roll.strategies.megatron import adapters as megatron_adapters
@@ -64,66 +60,67 @@ from roll.strategies.megatron.weights import (
     parameters_of,
     read_parameter,
 )
-from roll.strategies.training.data_parallel import ADAPTER_FOLDER
+from roll.strategies.training.checkpoint import describe_model
+from roll.strategies.training.gather import ADAPTER_FOLDER, EXPORT_BUCKET_BYTES
 from roll.strategies.training.micro_batches import merged_floats, row_index
-from roll.strategies.training.optimizer import DynamicLossScale, LearningRateSchedule, clip_factor, scale_
-
-EXPORT_BUCKET_BYTES = 2**30
+from roll.strategies.training.optimizer import TrainingProgress, clip_factor, scale_
 
 
-class MegatronInferStrategy(ModelStrategy):
-    """Forward passes only: parameters are held in the compute dtype and never change.
+class MegatronStrategy(ModelStrategy):
+    """A model-parallel model in the compute dtype; where it trains, float32 gradients, master weights and moments.
 
     One process holds one such strategy: Megatron keeps its process groups in global variables.
     """
 
-    trainer_name = "megatron_train"
     adapters: Adapters | None = None
+    masters: MasterStates | None = None
+    progress: TrainingProgress
 
-    def __init__(self, role: WorkerConfig, head: ModelHead = ModelHead.CAUSAL_LM, seed: int = 42) -> None:
-        super().__init__(role, head, seed)
+    def __init__(
+        self,
+        role: WorkerConfig,
+        head: ModelHead = ModelHead.CAUSAL_LM,
+        seed: int = 42,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(role, head, seed, max_grad_norm)
         config = typed_strategy_config(role.strategy_args)
         assert isinstance(config, MegatronStrategyConfig), config
         self.config = config
         self.sizes = ParallelSizes.from_config(config)
         self.compute_dtype = DTYPES[role.model_args.dtype]
-        self.platform = current_platform()
-        self.platform.set_device()
-        self.device = self.platform.device()
 
     def initialize(self, num_training_steps: int = 0) -> None:
-        """Collective. Cut the model over the ranks and read this rank's part of the weights.
+        """Collective. Divide the model over the ranks and read this rank's part of the weights.
 
         Raises:
             ValueError: optimizer steps asked of a forward-only strategy; sizes that do not fit the ranks or the model;
                 a model that is not translated.
             OSError: no such folder, or a folder without a model.
         """
-        if num_training_steps:
-            raise ValueError(
-                f"{self.role.name}.strategy_args.strategy_name: {self.role.strategy_args.strategy_name} cannot train; "
-                f"use {self.trainer_name}"
-            )
+        self._refuse_steps(num_training_steps)
         self._build()
+        if not self.trains:
+            for chunk in self.chunks:
+                chunk.requires_grad_(False)
+        if num_training_steps:
+            self._prepare_training(num_training_steps)
         for chunk in self.chunks:
-            chunk.requires_grad_(False)
-            chunk.eval()
+            chunk.train(num_training_steps > 0)
 
     def _build(self) -> None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         self.sizes.check_world(world_size)
         self._info = rank_info(rank, world_size, self.sizes)
         args = self.role.model_args
-        seed = self.role.training_args.seed
-        seed = self.seed if seed is None else seed
         self._skeleton = skeleton(args, self.head)
         self._shapes = {name: parameter.shape for name, parameter in self._skeleton.named_parameters()}
         names = list(self._shapes)
         self._adapter_tensors: dict[str, torch.Tensor] = {}
         if uses_lora(args):
-            self._adapt_skeleton(seed)
-        create_groups(self.sizes, seed)
-        torch.manual_seed(seed + self._info.dp_rank)
+            self._adapt_skeleton()
+        create_groups(self.sizes, self.seed)
+        torch.manual_seed(self.seed + self._info.dp_rank)
         self.transformer_config = build_transformer_config(
             self._skeleton.config, args, self.config, self.sizes, self.compute_dtype
         )
@@ -136,7 +133,7 @@ class MegatronInferStrategy(ModelStrategy):
             for correspondence, parameter in parameters_of(chunk, self._skeleton.config, self.head)
         ]
         for own in self.parameters:
-            # Megatron marks what its own initialisation has cut; the gradient norm counts all else on one rank only.
+            # Megatron marks what its own initialisation shards; the gradient norm counts all else on one rank only.
             own.parameter.tensor_model_parallel = not isinstance(own.correspondence.layout, Replicated)  # type: ignore[attr-defined]
         freeze(self.parameters, names, args.freeze_module_prefix)
         if self.adapters is not None:
@@ -148,13 +145,13 @@ class MegatronInferStrategy(ModelStrategy):
             self.parameters, self._info, self._shapes, self.compute_dtype, self.adapter_scalings()
         )
 
-    def _adapt_skeleton(self, seed: int) -> None:
+    def _adapt_skeleton(self) -> None:
         """Draw or load the adapters, whole: they are small."""
         args = self.role.model_args
-        self.adapters = megatron_adapters.adapted_skeleton(self._skeleton, args, seed, self.compute_dtype)
+        self.adapters = megatron_adapters.adapted_skeleton(self._skeleton, args, self.seed, self.compute_dtype)
         named = {name: p.detach() for name, p in self._skeleton.named_parameters() if p.requires_grad}
         self._shapes |= {base_name(name): tensor.shape for name, tensor in named.items()}
-        # A critic's head is the model folder's, unless it goes on from an adapter that has one.
+        # A critic's head is the model folder's, unless it continues from an adapter that has one.
         from_adapter = args.adapter_name_or_path is not None
         self._adapter_tensors = {
             base_name(name): tensor for name, tensor in named.items() if from_adapter or base_name(name) == name
@@ -182,7 +179,10 @@ class MegatronInferStrategy(ModelStrategy):
             self._set_weight(own, weight)
 
     def _set_weight(self, own: OwnParameter, weight: torch.Tensor) -> None:
-        own.parameter.copy_(weight)
+        if self.masters is None:
+            own.parameter.copy_(weight)
+        else:
+            self.masters.set_weight(own.parameter, weight.to(self.device))
 
     def without_adapters(self) -> AbstractContextManager[None]:
         return megatron_adapters.disabled(self.gpt_chunks)
@@ -228,10 +228,6 @@ class MegatronInferStrategy(ModelStrategy):
             dist.broadcast(whole, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
         return dict(zip(names, whole.to(batch["input_ids"].device).unbind(), strict=True))
 
-    def _check_outputs(self, outputs: Collection[Output]) -> None:
-        wants_values = Output.VALUES in outputs
-        assert wants_values == (self.head is ModelHead.VALUE) or not outputs, (self.head, outputs)
-
     def named_full_weights(
         self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
@@ -263,42 +259,21 @@ class MegatronInferStrategy(ModelStrategy):
             own_tensors = adapters.own((name, whole[base_name(name)]) for name in trained)
             adapters.save(path, dict(own_tensors), str(self.role.model_args.model_name_or_path))
 
-    def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
-        return [own.parameter.data for own in self.parameters] if kind is StateKind.MODEL_PARAMS else []
-
-
-logger = logging.getLogger(__name__)
-
-
-class MegatronTrainStrategy(TrainStrategy, MegatronInferStrategy):
-    """Float32 master weights and AdamW moments; forward and backward in the compute dtype, gradients in float32."""
-
-    masters: MasterStates | None = None
-    loss_scale: DynamicLossScale | None = None
-
-    def initialize(self, num_training_steps: int = 0) -> None:
-        """Collective. With ``num_training_steps`` 0 the model can be computed and saved, but not trained."""
-        self._build()
-        self.step = 0
-        if not num_training_steps:
-            for chunk in self.chunks:
-                chunk.eval()
-            return
+    def _prepare_training(self, num_training_steps: int) -> None:
+        """Gradient buffers, optimizer and schedule."""
         args = self.role.training_args
-        self.schedule = LearningRateSchedule.from_arguments(args, num_training_steps)
+        self.progress = TrainingProgress(args, num_training_steps, self.compute_dtype)
         self.ddp_chunks = [self._with_gradients(chunk, index) for index, chunk in enumerate(self.gpt_chunks)]
-        self.chunks: list[nn.Module] = list(self.ddp_chunks)
+        self.chunks = list(self.ddp_chunks)
         self._set_reductions()
-        if self.compute_dtype is torch.float16:
-            self.loss_scale = scale = DynamicLossScale()
-            self.transformer_config.grad_scale_func = lambda loss: loss * scale.value
-        distributed = self.config.use_distributed_optimizer
-        self.optimizer = build_optimizer(self.chunks, args, self.compute_dtype, distributed)
+        if self.progress.loss_scale is not None:
+            self.transformer_config.grad_scale_func = lambda loss: loss * self.progress.scale
+        self.optimizer = build_optimizer(
+            self.chunks, args, self.compute_dtype, distributed=self.config.use_distributed_optimizer
+        )
         self.masters = MasterStates(self.optimizer)
         if self.compute_dtype is not torch.float32:
             self._read_weights()  # master weights as the files have them, not rounded
-        for chunk in self.chunks:
-            chunk.train()
 
     def _with_gradients(self, chunk: nn.Module, index: int) -> DistributedDataParallel:
         """Wrap a chunk with float32 gradient buffers that are summed over data- and context-parallel ranks."""
@@ -318,12 +293,6 @@ class MegatronTrainStrategy(TrainStrategy, MegatronInferStrategy):
             functions = [chunk.no_sync for chunk in self.ddp_chunks]
             config.no_sync_func = functions if len(functions) > 1 else functions[0]
 
-    def _set_weight(self, own: OwnParameter, weight: torch.Tensor) -> None:
-        if self.masters is None:
-            super()._set_weight(own, weight)
-        else:
-            self.masters.set_weight(own.parameter, weight.to(self.device))
-
     def train_step(
         self,
         batch: TensorBatch,
@@ -339,31 +308,22 @@ class MegatronTrainStrategy(TrainStrategy, MegatronInferStrategy):
             chunk.zero_grad_buffer()
         parts = self._chunking().micro_batches(batch, micro_batching(self.role, trains=True))
         metrics = run_training(self.chunks, parts, [str(name) for name in outputs], temperature, loss_fn)
-        metrics.append(self._update())
+        norm = self._clip_and_step(self.progress.learning_rate)
+        metrics.append(self.progress.finish_step(norm, self._info.dp_size))
         return merged_floats(metrics)
 
-    def _update(self) -> Metrics:
-        """Clip and step. A gradient that is not finite is dropped: the step counts, the weights stay."""
+    def _clip_and_step(self, learning_rate: float) -> float:
+        """Clip, and step unless the gradient is not finite; its norm, unscaled, before that."""
         self.optimizer.prepare_grads()
-        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        scale = self.progress.scale
         norm = float(self.optimizer.get_grad_norm()) / scale
-        learning_rate = self.schedule(self.step)
-        metrics: Metrics = {"grad_norm": Mean(norm), "lr": Mean(learning_rate)}
-        finite = math.isfinite(norm)
-        if finite:
+        if math.isfinite(norm):
             gradients = [main.grad for main in self.optimizer.get_parameters() if main.grad is not None]
             scale_(gradients, clip_factor(norm, self.max_grad_norm) / scale)
             for group in self.optimizer.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step_with_ready_grads()
-        else:
-            logger.warning("optimizer step %d: gradient norm is %s; the update is skipped", self.step, norm)
-            metrics["skipped_updates"] = Sum(1.0 / self._info.dp_size)
-        if self.loss_scale is not None:
-            metrics["loss_scale"] = Mean(scale)
-            self.loss_scale.adapt(finite)
-        self.step += 1
-        return metrics
+        return norm
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         total = value.to(self.device, copy=True)
@@ -373,43 +333,29 @@ class MegatronTrainStrategy(TrainStrategy, MegatronInferStrategy):
 
     def save(self, path: Path) -> None:
         assert self.masters is not None
-        state: dict[str, Any] = {"step": self.step}
-        if self.loss_scale is not None:
-            state["loss_scale"] = self.loss_scale.state()
-        save_states(path, self.parameters, self.masters, self._info, self.contents, state)
+        save_states(path, self.parameters, self.masters, self._info, self.contents, self.progress.state())
 
     def load(self, path: Path) -> None:
         assert self.masters is not None
-        state = load_states(path, self.parameters, self.masters, self._info, self.contents)
-        self.step = int(state["step"])
-        if self.loss_scale is not None and "loss_scale" in state:
-            self.loss_scale.restore(state["loss_scale"])
+        self.progress.restore(load_states(path, self.parameters, self.masters, self._info, self.contents))
 
     @cached_property
     def contents(self) -> ModelContents:
-        """What a checkpoint says of the model."""
-        args = self.role.model_args
+        """Description of the model in a checkpoint."""
         named = dict(self._skeleton.named_parameters())
-        shapes = {name: list(parameter.shape) for name, parameter in named.items()}
         if self.adapters is None:
-            trained = trained_under(shapes, args.freeze_module_prefix)
+            trained = trained_under(named, self.role.model_args.freeze_module_prefix)
         else:
             trained = {name for name, parameter in named.items() if parameter.requires_grad}
-        frozen = [name for name in shapes if name not in trained]
-        return ModelContents(
-            strategy=self.role.strategy_args.strategy_name,
-            trained={name: shape for name, shape in shapes.items() if name in trained},
-            frozen=frozen,
-            scalings=self.adapter_scalings(),
-            base=fingerprint(args.model_name_or_path) if frozen else None,
-        )
+        shapes = {name: parameter.shape for name, parameter in named.items()}
+        return describe_model(self.role, shapes, trained, self.adapter_scalings())
 
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
         if kind is StateKind.OTHER_PARAMS and self.masters is not None:
             return [buffer.grad_data for chunk in self.ddp_chunks for buffer in chunk.buffers]
         if kind is StateKind.OPTIMIZER_STATES and self.masters is not None:
             return list(self.masters.tensors())
-        return super()._device_tensors(kind)
+        return [own.parameter.data for own in self.parameters] if kind is StateKind.MODEL_PARAMS else []
 
 
 def _sum_gradients(chunks: list[nn.Module], num_tokens: torch.Tensor | None, **options: object) -> None:

@@ -37,7 +37,7 @@ _ADAPTERS = ".adapters."
 
 
 class Layout(ABC):
-    """How one parameter is made from one or more Hugging Face tensors."""
+    """Conversion between one parameter and one or more Hugging Face tensors."""
 
     @abstractmethod
     def split(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
@@ -60,8 +60,8 @@ class Replicated(Layout):
 
 
 @dataclass(frozen=True)
-class Cut(Layout):
-    """Cut into equal parts along one dimension."""
+class Sharded(Layout):
+    """Sharded into equal parts along one dimension."""
 
     dim: int
 
@@ -73,7 +73,7 @@ class Cut(Layout):
 
 
 @dataclass(frozen=True)
-class CutVocabulary(Layout):
+class ShardedVocabulary(Layout):
     """Rows of the vocabulary, padded with zeros to a multiple of the ranks."""
 
     vocab_size: int
@@ -88,8 +88,8 @@ class CutVocabulary(Layout):
 
 
 @dataclass(frozen=True)
-class CutTogether(Layout):
-    """Several tensors, each cut along its rows, a rank's parts one below the other (gate and up)."""
+class FusedRows(Layout):
+    """Several tensors, each sharded along its rows, a rank's parts one below the other (gate and up)."""
 
     count: int
 
@@ -102,8 +102,8 @@ class CutTogether(Layout):
 
 
 @dataclass(frozen=True)
-class CutByGroup(Layout):
-    """Queries, keys and values: for each group, its query heads, its key head and its value head; cut over groups."""
+class FusedHeads(Layout):
+    """Queries, keys and values: for each group, its query heads, its key and value head; sharded over groups."""
 
     groups: int
     head_dim: int
@@ -122,7 +122,7 @@ class CutByGroup(Layout):
 
 @dataclass(frozen=True)
 class Correspondence:
-    """One parameter's name, the same for every way of cutting the model, and where its numbers come from."""
+    """One parameter's name, the same under all parallel sizes, and the tensors that it is made of."""
 
     name: str
     sources: tuple[str, ...]
@@ -155,30 +155,30 @@ def in_layer(name: str, hf: PretrainedConfig) -> tuple[tuple[str, ...], Layout]:
         "input_layernorm": (("input_layernorm",), Replicated()),
         "self_attention.linear_qkv": (
             ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            CutByGroup(hf.num_key_value_heads, head_dim(hf)),
+            FusedHeads(hf.num_key_value_heads, head_dim(hf)),
         ),
         "self_attention.q_layernorm": (("self_attn.q_norm",), Replicated()),
         "self_attention.k_layernorm": (("self_attn.k_norm",), Replicated()),
-        "self_attention.linear_proj": (("self_attn.o_proj",), Cut(1)),
+        "self_attention.linear_proj": (("self_attn.o_proj",), Sharded(1)),
         "pre_mlp_layernorm": (("post_attention_layernorm",), Replicated()),
-        "mlp.linear_fc1": (("mlp.gate_proj", "mlp.up_proj"), CutTogether(2)),
-        "mlp.linear_fc2": (("mlp.down_proj",), Cut(1)),
+        "mlp.linear_fc1": (("mlp.gate_proj", "mlp.up_proj"), FusedRows(2)),
+        "mlp.linear_fc2": (("mlp.down_proj",), Sharded(1)),
     }
     sources, layout = table[name.rpartition(".")[0]]
     return tuple(f"{source}.{kind}" for source in sources), layout
 
 
 def _of_adapter(name: str, hf: PretrainedConfig) -> tuple[tuple[str, ...], Layout]:
-    """A is cut where the inputs of its layer are, B where the outputs are."""
+    """A is sharded where the inputs of its layer are, B where the outputs are."""
     path, _, rest = name.partition(_ADAPTERS)
     projection, _, part = rest.partition(".")
     weights, layout = in_layer(f"{path}.weight", hf)
     (weight,) = (one for one in weights if one.endswith(f".{projection}.weight"))
     down, up = adapter_names(weight)
-    cuts_inputs = isinstance(layout, Cut)
+    shards_inputs = isinstance(layout, Sharded)
     if part == "down":
-        return (down,), Cut(1) if cuts_inputs else Replicated()
-    return (up,), Replicated() if cuts_inputs else Cut(0)
+        return (down,), Sharded(1) if shards_inputs else Replicated()
+    return (up,), Replicated() if shards_inputs else Sharded(0)
 
 
 def _outside_layers(name: str, hf: PretrainedConfig, head: ModelHead, is_copy: bool) -> Correspondence:
@@ -186,12 +186,12 @@ def _outside_layers(name: str, hf: PretrainedConfig, head: ModelHead, is_copy: b
     if name == "decoder.final_layernorm.weight":
         return Correspondence(name, ("model.norm.weight",), Replicated())
     if name == "embedding.word_embeddings.weight":
-        return Correspondence(name, (embeddings,), CutVocabulary(hf.vocab_size))
+        return Correspondence(name, (embeddings,), ShardedVocabulary(hf.vocab_size))
     assert name in ("output_layer.weight", "output_layer.bias"), name
     if head is ModelHead.VALUE:
         return Correspondence(name, (f"score.{name.rpartition('.')[2]}",), Replicated())
     source = embeddings if is_copy else "lm_head.weight"
-    return Correspondence(name, (source,), CutVocabulary(hf.vocab_size), is_copy)
+    return Correspondence(name, (source,), ShardedVocabulary(hf.vocab_size), is_copy)
 
 
 @dataclass(frozen=True)

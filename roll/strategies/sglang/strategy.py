@@ -26,9 +26,9 @@ from roll.strategies.engines.requests import (
     PartialSample,
     StopStringMatcher,
     check_request,
+    longest_sequence,
 )
 from roll.strategies.engines.sampling import stream_key
-from roll.strategies.sequence_length import longest_sequence
 from roll.strategies.sglang.arguments import Sample, bound_threads, engine_arguments, sampling_settings
 from roll.strategies.sglang.scheduler import TokenEngine
 from roll.strategies.sglang.weights import WeightUpdates, check

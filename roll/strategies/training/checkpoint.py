@@ -5,7 +5,7 @@ the same under every strategy.  FSDP adds ``model_and_optimizer/``, in which eac
 makes the folder appear at once or not at all.  Tensors have their Hugging Face names, so that what FSDP2 wrote can be
 continued under FSDP1 and the other way round.
 
-Only tensors are written: hyperparameters of the optimizer are those of the configuration that goes on.  PyTorch keeps
+Only tensors are written: hyperparameters of the optimizer are those of the configuration that resumes.  PyTorch keeps
 the index of the tensors as a pickle; it is read by :class:`SafeReader`, which knows the few classes of an index and no
 other, so that a rewritten file cannot run code.
 """
@@ -17,7 +17,7 @@ import json
 import logging
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,8 +56,30 @@ from roll.checkpoint.contents import (
     read_trainer_state,
 )
 from roll.checkpoint.state import capture_rng_state, load_state, restore_rng_state, save_state
+from roll.config.roles import WorkerConfig
+from roll.models.loading import fingerprint
 
 logger = logging.getLogger(__name__)
+
+
+def describe_model(
+    role: WorkerConfig, shapes: Mapping[str, Sequence[int]], trained: Collection[str], scalings: dict[str, float]
+) -> ModelContents:
+    """Description of a model in a checkpoint.
+
+    Args:
+        shapes: of all parameters, whole, by name.
+        trained: names of those that training changes.
+        scalings: see :attr:`ModelContents.scalings`.
+    """
+    frozen = [name for name in shapes if name not in trained]
+    return ModelContents(
+        strategy=role.strategy_args.strategy_name,
+        trained={name: list(shape) for name, shape in shapes.items() if name in trained},
+        frozen=frozen,
+        scalings=scalings,
+        base=fingerprint(role.model_args.model_name_or_path) if frozen else None,
+    )
 
 
 def save_trainer_state(path: Path, contents: ModelContents, state: dict[str, Any]) -> None:
@@ -70,7 +92,7 @@ def save_trainer_state(path: Path, contents: ModelContents, state: dict[str, Any
 
 
 def load_trainer_state(path: Path, contents: ModelContents) -> dict[str, Any]:
-    """What :func:`save_trainer_state` was given, and ``world_size``.
+    """The state given to :func:`save_trainer_state`, and ``world_size``.
 
     Raises:
         FileNotFoundError: ``path`` is no such checkpoint.
@@ -101,13 +123,13 @@ _METADATA = metadata.__name__
 
 @dataclass(frozen=True)
 class Checkpointed:
-    """What a checkpoint holds."""
+    """Contents of a checkpoint."""
 
     module: nn.Module
     """Sharded, no parameter gathered."""
     optimizer: Optimizer
     prefix: str = ""
-    """What ``module`` puts before the Hugging Face names."""
+    """Prefix of ``module`` to the Hugging Face names."""
     with_frozen: bool = False
     """Hold frozen parameters too, such as the base under LoRA, though they are what they were loaded as."""
 
@@ -220,7 +242,7 @@ class SafeReader(FileSystemReader):
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Knows what PyTorch puts into the index of a checkpoint of tensors."""
+    """Unpickler of the few classes that PyTorch puts into the index of a checkpoint of tensors."""
 
     _CLASSES: ClassVar[dict[tuple[str, str], Any]] = {
         **{
@@ -269,7 +291,7 @@ def _tensors_of(state: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what these functions have to say about FSDP1's own state dicts, which they use themselves."""
+    """Suppress warnings of these functions about FSDP1's own state dicts, which they use themselves."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"FSDP\.state_dict_type", category=FutureWarning)
         warnings.filterwarnings("ignore", message="When using ``NO_SHARD``", category=UserWarning)

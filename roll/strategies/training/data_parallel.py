@@ -7,7 +7,7 @@ that they give the same numbers.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -20,26 +20,23 @@ from torch.distributed import ProcessGroup
 from roll.checkpoint.contents import ModelContents
 from roll.config.lora import uses_lora
 from roll.config.plan.micro_batching import MicroBatching, micro_batching
-from roll.config.roles import WorkerConfig
 from roll.models.attention import check_context_size, sum_of_parts, use_layout_attention
 from roll.models.build import build_model, has_tied_embeddings
 from roll.models.layouts import TokenLayout, padded
-from roll.models.loading import fingerprint
 from roll.models.log_probs import ResponseModel
 from roll.models.lora import Adapters, MergedWeight, add_adapters
-from roll.platforms import current_platform
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import (
     ALL_WEIGHTS,
     LossFunction,
-    ModelHead,
     ModelStrategy,
     Output,
     RankInfo,
     TensorBatch,
-    TrainStrategy,
     WeightSelection,
 )
+from roll.strategies.training.checkpoint import describe_model
+from roll.strategies.training.gather import ADAPTER_FOLDER, EXPORT_BUCKET_BYTES, in_buckets
 from roll.strategies.training.micro_batches import (
     Rows,
     is_empty,
@@ -50,34 +47,22 @@ from roll.strategies.training.micro_batches import (
     plan_micro_batches,
     row_index,
 )
+from roll.strategies.training.optimizer import TrainingProgress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-EXPORT_BUCKET_BYTES = 2**30
-"""Device memory that an export may hold gathered at once; the whole model is put together in host memory."""
-
-ADAPTER_FOLDER = "adapter"
-"""Where an export has the adapter by itself, in peft's format, beside the merged model."""
 
 
 class DataParallelStrategy(ModelStrategy):
     """Every rank computes its own rows with the whole model, of which it may hold a shard only."""
 
     model: ResponseModel
-    compute_dtype: torch.dtype
+    adapters: Adapters | None = None
+    progress: TrainingProgress
     mixes_types = True
-    """Whether parameters of two types may stand side by side in a layer: a frozen base and what is trained."""
+    """A layer may hold parameters of two types: a frozen base and what is trained."""
     context_size = 1
     """Consecutive ranks that share each sequence, and so are given the same rows."""
-
-    def __init__(self, role: WorkerConfig, head: ModelHead = ModelHead.CAUSAL_LM, seed: int = 42) -> None:
-        super().__init__(role, head, seed)
-        self.adapters: Adapters | None = None
-        self.platform = current_platform()
-        self.platform.set_device()
-        self.device = self.platform.device()
 
     @abstractmethod
     def _compute(self, layout: TokenLayout, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
@@ -94,23 +79,21 @@ class DataParallelStrategy(ModelStrategy):
         """The number of elements of a tensor of which this rank may hold a shard."""
         return tensor.numel()
 
-    def _refuse_training(self, num_training_steps: int, trainer: str) -> None:
-        """For forward-only strategies.
+    def _begin_micro_batch(self, last: bool) -> None:
+        """Called before each micro-batch of a training step; ``last``: the optimizer step follows it."""
 
-        Raises:
-            ValueError: optimizer steps are asked for.
-        """
-        if num_training_steps:
-            raise ValueError(
-                f"{self.role.name}.strategy_args.strategy_name: {self.role.strategy_args.strategy_name} cannot train; "
-                f"use {trainer}"
-            )
+    def _differentiate(self, loss: torch.Tensor) -> None:
+        """Collective. Add the gradient of ``loss`` to what the step has so far."""
+        loss.backward()
+
+    def _clip_and_step(self, learning_rate: float) -> float:
+        """Collective. Clip, step unless the gradient is not finite, and clear it; its norm, unscaled, before that."""
+        raise self._takes_no_steps()
 
     def _load_model(self, storage_dtype: torch.dtype) -> None:
         """The response model on the host, not yet sharded; seeds this rank's random numbers."""
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        seed = self.role.training_args.seed
-        torch.manual_seed((self.seed if seed is None else seed) + self.rank)
+        torch.manual_seed(self.seed + self.rank)
         language_model = self._build_language_model(storage_dtype)
         layout_keys = ("use_prefix_sharing", "use_sequence_packing", "use_remove_padding")
         needed_by = [key for key in layout_keys if getattr(self.role, key)]
@@ -143,8 +126,7 @@ class DataParallelStrategy(ModelStrategy):
             return build_model(args, self.head.value, storage_dtype)
         base_dtype = self.compute_dtype if self.mixes_types else storage_dtype
         language_model = build_model(args, self.head.value, base_dtype)
-        seed = self.role.training_args.seed
-        self.adapters = add_adapters(language_model, args, self.seed if seed is None else seed, storage_dtype)
+        self.adapters = add_adapters(language_model, args, self.seed, storage_dtype)
         return language_model
 
     @contextmanager
@@ -175,11 +157,11 @@ class DataParallelStrategy(ModelStrategy):
         rule = micro_batching(self.role, trains=False)
         for rows in self._rows_of_passes(batch, rule):
             part = micro_batch(batch, rows)
-            cut = part["input_ids"].shape
-            computed = self._outputs(self._layout(part, rule), results.keys(), temperature, cut)
+            shape_of_part = part["input_ids"].shape
+            computed = self._outputs(self._layout(part, rule), results.keys(), temperature, shape_of_part)
             if rows:
                 for name, values in computed.items():
-                    results[name][row_index(rows), : cut[1]] = values.to(device)
+                    results[name][row_index(rows), : shape_of_part[1]] = values.to(device)
         self._reshard()
         self.model.train(was_training)
         return results
@@ -188,7 +170,7 @@ class DataParallelStrategy(ModelStrategy):
         self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Collective. Full tensors in the compute dtype (float32 master weights stay here); tied weights come once."""
-        for bucket in _buckets(self._selected_weights(selection), bucket_bytes, self._num_bytes):
+        for bucket in in_buckets(self._selected_weights(selection), bucket_bytes, self._num_bytes):
             whole = iter(self._gather([part for weight in bucket for part in weight.parts]))
             parts = [[next(whole) for _ in weight.parts] for weight in bucket]
             is_sender = self.rank == 0
@@ -199,7 +181,7 @@ class DataParallelStrategy(ModelStrategy):
 
     def _selected_weights(self, selection: WeightSelection) -> Iterator[MergedWeight]:
         for weight in self._merged_weights():
-            for part in weight.apart() if selection.adapters_apart else [weight]:
+            for part in weight.separate() if selection.adapters_apart else [weight]:
                 if part.is_trained or not selection.trained_only:
                     yield part
 
@@ -276,10 +258,6 @@ class DataParallelStrategy(ModelStrategy):
         sequences, length = layout.input_ids.shape
         return padded(layout, sequences, length + -length % self.context_size)
 
-    def _check_outputs(self, outputs: Collection[Output]) -> None:
-        wants_values = Output.VALUES in outputs
-        assert wants_values == (self.head is ModelHead.VALUE) or not outputs, (self.head, outputs)
-
     def _max_over_ranks(self, count: int) -> int:
         """The number of passes that every rank must make, so that none waits for another's collective."""
         if self.world_size == 1:
@@ -288,33 +266,10 @@ class DataParallelStrategy(ModelStrategy):
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return int(largest)
 
-
-class DataParallelTrainStrategy(TrainStrategy, DataParallelStrategy):
-    """One optimizer step is a plain sum of gradients over micro-batches and ranks, then the backend's update."""
-
-    @abstractmethod
-    def _begin_micro_batch(self, last: bool) -> None:
-        """Called before each micro-batch; ``last``: the optimizer step follows it."""
-
-    @abstractmethod
-    def _differentiate(self, loss: torch.Tensor) -> None:
-        """Collective. Add the gradient of ``loss`` to what the step has so far."""
-
-    @abstractmethod
-    def _update(self) -> Metrics:
-        """Collective. Clip, step and clear; ``grad_norm`` and ``lr``."""
-
     @cached_property
     def contents(self) -> ModelContents:
-        """What a checkpoint says of the model."""
-        frozen = [name for name in self._shapes if name not in self._trained_names]
-        return ModelContents(
-            strategy=self.role.strategy_args.strategy_name,
-            trained={name: shape for name, shape in self._shapes.items() if name in self._trained_names},
-            frozen=frozen,
-            scalings=self.adapter_scalings(),
-            base=fingerprint(self.role.model_args.model_name_or_path) if frozen else None,
-        )
+        """Description of the model in a checkpoint."""
+        return describe_model(self.role, self._shapes, self._trained_names, self.adapter_scalings())
 
     def train_step(
         self,
@@ -330,7 +285,8 @@ class DataParallelTrainStrategy(TrainStrategy, DataParallelStrategy):
         for index, rows in enumerate(plan):
             self._begin_micro_batch(last=index == len(plan) - 1)
             metrics += self._backward(micro_batch(batch, rows), rule, loss_fn, outputs, temperature)
-        metrics.append(self._update())
+        norm = self._clip_and_step(self.progress.learning_rate)
+        metrics.append(self.progress.finish_step(norm, self.rank_info.dp_size))
         return merged_floats(metrics)
 
     def _backward(
@@ -359,23 +315,6 @@ class DataParallelTrainStrategy(TrainStrategy, DataParallelStrategy):
         if self.world_size > 1:
             dist.all_reduce(total)
         return total.to(value.device)
-
-
-def _buckets(
-    weights: Iterable[MergedWeight], bucket_bytes: int, num_bytes: Callable[[MergedWeight], int]
-) -> Iterator[list[MergedWeight]]:
-    """Runs of consecutive weights of at most ``bucket_bytes`` together; a larger one stands alone."""
-    bucket: list[MergedWeight] = []
-    size = 0
-    for weight in weights:
-        more = num_bytes(weight)
-        if bucket and size + more > bucket_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(weight)
-        size += more
-    if bucket:
-        yield bucket
 
 
 def _zero_loss(outputs: TensorBatch) -> torch.Tensor:

@@ -7,7 +7,7 @@ and nothing is copied on the way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -15,7 +15,31 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from roll.models.lora import MergedWeight
 from roll.protocol.columns import copy_into, flat_view
+
+EXPORT_BUCKET_BYTES = 2**30
+"""Device memory that an export may hold gathered at once; the whole model is put together in host memory."""
+
+ADAPTER_FOLDER = "adapter"
+"""Folder of the adapter by itself, in peft's format, next to the merged model of an export."""
+
+
+def in_buckets(
+    weights: Iterable[MergedWeight], bucket_bytes: int, num_bytes: Callable[[MergedWeight], int]
+) -> Iterator[list[MergedWeight]]:
+    """Runs of consecutive weights of at most ``bucket_bytes`` together; a larger one is alone."""
+    bucket: list[MergedWeight] = []
+    size = 0
+    for weight in weights:
+        more = num_bytes(weight)
+        if bucket and size + more > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(weight)
+        size += more
+    if bucket:
+        yield bucket
 
 
 @dataclass(frozen=True)
@@ -50,7 +74,7 @@ def exchange_sizes(
 def gather_to_rank0(
     parts: list[torch.Tensor], pieces: list[Pieces], group: ProcessGroup, dtype: torch.dtype, device: torch.device
 ) -> list[torch.Tensor]:
-    """Collective over ``group``, which rank 0 of the world is in. The tensors whole, by messages all under way at once.
+    """Collective over ``group``, which rank 0 of the world is in. The tensors whole, by messages all in flight at once.
 
     Args:
         parts: this rank's elements of each tensor, flat or not; more than the rank's share are ignored.

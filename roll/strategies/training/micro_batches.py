@@ -32,7 +32,7 @@ def fixed_rows(num_rows: int, rows_per_micro_batch: int) -> list[Rows]:
 def plan_micro_batches(
     batch: TensorBatch, rule: MicroBatching, largest_count: Callable[[int], int], shares_prompts: bool = False
 ) -> list[Rows]:
-    """Cut a rank's rows into micro-batches.
+    """Divide a rank's rows into micro-batches.
 
     Args:
         largest_count: collective; the largest of the ranks' numbers of micro-batches.
@@ -99,7 +99,7 @@ def rows_of_like_lengths(lengths: np.ndarray, max_tokens: int, width_multiple: i
 
 
 def _prompt_groups(batch: TensorBatch, lengths: np.ndarray, capacity: int) -> list[tuple[list[int], int]]:
-    """Adjacent rows behind one prompt with their tokens (the prompt once), cut where they exceed ``capacity``."""
+    """Adjacent rows behind one prompt with their tokens (the prompt once), split where they exceed ``capacity``."""
     mask = batch["response_mask"]
     leads = leads_a_group(batch["input_ids"], mask).tolist()
     answers = mask.any(1).tolist()
@@ -119,7 +119,7 @@ def _filled(plan: list[Rows], count: int) -> list[Rows]:
 
 
 def micro_batch(batch: TensorBatch, rows: Rows) -> TensorBatch:
-    """Some rows, cut to the longest of them; without rows an empty micro-batch.
+    """Some rows, truncated to the longest of them; without rows an empty micro-batch.
 
     An empty micro-batch is one row of one token with nothing to predict: it lets a rank take part in the others'
     collectives and adds nothing to any sum.
@@ -138,7 +138,7 @@ def micro_batch(batch: TensorBatch, rows: Rows) -> TensorBatch:
 
 
 def row_index(rows: Rows) -> slice | list[int]:
-    """What picks the rows out of a tensor: without a copy where they are consecutive."""
+    """Index of the rows in a tensor: without a copy where they are consecutive."""
     return slice(rows.start, rows.stop) if isinstance(rows, range) else list(rows)
 
 

@@ -9,6 +9,7 @@ The norm and the clipping work on local shards: one collective, no DTensor dispa
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,9 +22,12 @@ from torch.distributed.tensor import DTensor
 
 from roll.config.names import LR_SCHEDULER_OPTIONS
 from roll.config.roles import TrainingArguments
+from roll.protocol.metrics import Mean, Metrics, Sum
+
+logger = logging.getLogger(__name__)
 
 INVERSE_SQRT_TIMESCALE = 10_000
-"""Of ``inverse_sqrt`` without a warm-up."""
+"""Steps of ``inverse_sqrt`` without a warm-up."""
 POLYNOMIAL_LR_END = 1e-7
 
 
@@ -157,7 +161,7 @@ class DynamicLossScale:
     float32.  A gradient that is not finite halves the scale and its update is left out; ``growth_interval`` good
     updates in a row double it (Micikevicius et al., 2018, Mixed Precision Training, arXiv:1710.03740, section 3.2).
 
-    Every rank sees the same gradient norm, so all keep the same scale without speaking about it.
+    Every rank sees the same gradient norm, so all keep the same scale without communication.
     """
 
     value: float = INITIAL_SCALE
@@ -260,7 +264,7 @@ def global_norm(gradients: list[Tensor], shard_group: ProcessGroup | None, devic
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
-    """By what to multiply a gradient of global norm ``norm``, so that the norm is at most ``max_norm``."""
+    """Factor of a gradient of global norm ``norm`` that makes the norm at most ``max_norm``."""
     return max_norm / (norm + 1e-6) if max_norm is not None and norm > max_norm else 1.0
 
 
@@ -268,3 +272,46 @@ def scale_(gradients: list[Tensor], factor: float) -> None:
     """Multiply the gradients in place."""
     if factor != 1.0 and gradients:
         torch._foreach_mul_(gradients, factor)
+
+
+class TrainingProgress:
+    """Optimizer steps of a run: their number, the learning rate of each and, in fp16, the loss scale."""
+
+    def __init__(self, args: TrainingArguments, num_training_steps: int, compute_dtype: torch.dtype) -> None:
+        self.schedule = LearningRateSchedule.from_arguments(args, num_training_steps)
+        self.loss_scale = DynamicLossScale() if compute_dtype is torch.float16 else None
+        self.step = 0
+
+    @property
+    def learning_rate(self) -> float:
+        return self.schedule(self.step)
+
+    @property
+    def scale(self) -> float:
+        """Factor of the loss, and so of the gradients; 1 but in fp16."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    def finish_step(self, norm: float, dp_size: int) -> Metrics:
+        """Count a step whose gradient, unscaled, had this norm. A gradient that is not finite was dropped: the step
+        counts, the weights stay."""
+        metrics: Metrics = {"grad_norm": Mean(norm), "lr": Mean(self.learning_rate)}
+        finite = math.isfinite(norm)
+        if not finite:
+            logger.warning("optimizer step %d: gradient norm is %s; the update is skipped", self.step, norm)
+            metrics["skipped_updates"] = Sum(1.0 / dp_size)
+        if self.loss_scale is not None:
+            metrics["loss_scale"] = Mean(self.loss_scale.value)
+            self.loss_scale.adapt(finite)
+        self.step += 1
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        """JSON values."""
+        scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}
+        return {"step": self.step, **scale}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state`."""
+        self.step = int(state["step"])
+        if self.loss_scale is not None and "loss_scale" in state:
+            self.loss_scale.restore(state["loss_scale"])

@@ -23,8 +23,13 @@ from roll.config.strategies.vllm import VllmStrategyConfig
 from roll.models.build import load_config
 from roll.platforms import current_platform
 from roll.strategies.engines.base import GenerationStrategy, RankWatch, check_version, model_end_token_ids
-from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PartialSample, check_request
-from roll.strategies.sequence_length import longest_sequence
+from roll.strategies.engines.requests import (
+    GenerationOutput,
+    GenerationRequest,
+    PartialSample,
+    check_request,
+    longest_sequence,
+)
 from roll.strategies.vllm.arguments import behind, engine_arguments, generation_output, sampling_params, show_begun_text
 from roll.strategies.vllm.verification import quieten
 from roll.strategies.vllm.worker import POLICY, SharedBucket, check_answers, joined_checksums

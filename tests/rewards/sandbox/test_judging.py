@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from roll.rewards import RewardOptionError, RewardSample, build_reward
-from roll.rewards.code_blocks import last_code_block
+from roll.rewards.code_sandbox import last_code_block
 from roll.rewards.sandbox import CaseError, Sandbox, Settings, read_cases
 from tests.rewards.sandbox.conftest import Verdict
 

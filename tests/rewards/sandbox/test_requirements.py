@@ -14,9 +14,9 @@ import pytest
 
 from roll.config.loader import load_config
 from roll.rewards import RewardOptionError, RewardSample, build_reward, code_sandbox
+from roll.rewards.base import GuardedReward
 from roll.rewards.code_sandbox import CodeSandbox
 from roll.rewards.composition import Component, CompositeReward
-from roll.rewards.guard import GuardedReward
 from roll.rewards.sandbox import PROTECTIONS, MissingProtection, Sandbox, Settings
 from roll.rewards.sandbox.protections import CONSEQUENCES, MEANS, PROMISED
 

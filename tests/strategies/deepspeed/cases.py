@@ -12,24 +12,24 @@ import torch
 from roll.config.roles import WorkerConfig
 from roll.protocol.metrics import Metrics, to_floats
 from roll.strategies.base import ModelHead, Output
-from roll.strategies.deepspeed import DeepSpeedTrainStrategy
+from roll.strategies.deepspeed import DeepSpeedStrategy
 from roll.strategies.factory import create_strategy
 from tests.strategies.samples import TensorBatch, policy_loss, value_loss
 from tests.strategies.sharded_cases import POLICY, poisoned, weights_of
 from tests.strategies.sharded_cases import forward as fsdp2_forward
 
 
-class RecordingStrategy(DeepSpeedTrainStrategy):
+class RecordingStrategy(DeepSpeedStrategy):
     """Keeps the whole gradient of each optimizer step, gathered before it is clipped."""
 
     gradients: dict[str, torch.Tensor]
 
-    def _update(self) -> Metrics:
+    def _clip_and_step(self, learning_rate: float) -> float:
         from deepspeed.utils import safe_get_full_grad
 
         named = [(name, p) for name, p in self.model.language_model.named_parameters() if p.requires_grad]
         self.gradients = {name: safe_get_full_grad(parameter).float().clone() for name, parameter in named}
-        return super()._update()
+        return super()._clip_and_step(learning_rate)
 
 
 def trainer(role: WorkerConfig) -> RecordingStrategy:
@@ -61,7 +61,7 @@ def train(
     }
 
 
-def masters_of(strategy: DeepSpeedTrainStrategy) -> dict[str, torch.Tensor]:
+def masters_of(strategy: DeepSpeedStrategy) -> dict[str, torch.Tensor]:
     """The optimizer's own float32 weights, whole."""
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -73,7 +73,7 @@ def masters_of(strategy: DeepSpeedTrainStrategy) -> dict[str, torch.Tensor]:
 def train_and_save(role: WorkerConfig, batch: TensorBatch, path: Path, steps: int) -> dict[str, Any]:
     """Train, save half-way, train on; the state at the end, and a random number drawn there."""
     torch.manual_seed(7)
-    strategy = DeepSpeedTrainStrategy(role, max_grad_norm=1.0)
+    strategy = DeepSpeedStrategy(role, max_grad_norm=1.0)
     strategy.initialize(num_training_steps=10)
     for step in range(2 * steps):
         if step == steps:
@@ -83,14 +83,14 @@ def train_and_save(role: WorkerConfig, batch: TensorBatch, path: Path, steps: in
     return state_of(strategy, metrics)
 
 
-def whole_state(strategy: DeepSpeedTrainStrategy) -> dict[str, torch.Tensor]:
+def whole_state(strategy: DeepSpeedStrategy) -> dict[str, torch.Tensor]:
     """Master weights and moments by parameter, whole, and AdamW's step count."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     named = dict(strategy.model.language_model.named_parameters())
     adam, optimizer = strategy.engine.basic_optimizer, strategy.engine.optimizer
     steps = {float(state["step"]) for state in adam.state.values()}
-    counts = {"steps": torch.tensor(sorted(steps)), "step": torch.tensor(float(strategy.step))}
+    counts = {"steps": torch.tensor(sorted(steps)), "step": torch.tensor(float(strategy.progress.step))}
     if strategy.plan.stage == 0:
         masters = {id(parameter): parameter for parameter in named.values()}
         if optimizer is not adam:
@@ -131,19 +131,19 @@ def between_stages(roles: dict[str, WorkerConfig], batch: TensorBatch, path: Pat
                 strategy.load(path / writer)
                 results[writer, reader] = {"state": whole_state(strategy), "weights": weights_of(strategy)}
                 metrics = to_floats(strategy.train_step(batch, policy_loss, POLICY))
-                assert 0 < metrics["grad_norm"] < 1e3 and strategy.step == 3
+                assert 0 < metrics["grad_norm"] < 1e3 and strategy.progress.step == 3
     return results
 
 
-def started(role: WorkerConfig) -> DeepSpeedTrainStrategy:
-    strategy = DeepSpeedTrainStrategy(role, max_grad_norm=1.0)
+def started(role: WorkerConfig) -> DeepSpeedStrategy:
+    strategy = DeepSpeedStrategy(role, max_grad_norm=1.0)
     strategy.initialize(num_training_steps=10)
     return strategy
 
 
 def train_save_and_show(role: WorkerConfig, batch: TensorBatch, path: Path, after: TensorBatch) -> dict[str, Any]:
     """Two steps, a checkpoint, and one more step: the state at the checkpoint, and the weights at the end."""
-    strategy = DeepSpeedTrainStrategy(role, max_grad_norm=1.0)
+    strategy = DeepSpeedStrategy(role, max_grad_norm=1.0)
     strategy.initialize(num_training_steps=10)
     for _ in range(2):
         strategy.train_step(batch, policy_loss, POLICY)
@@ -155,7 +155,7 @@ def train_save_and_show(role: WorkerConfig, batch: TensorBatch, path: Path, afte
 
 def load_and_show(role: WorkerConfig, batch: TensorBatch, path: Path) -> dict[str, Any]:
     """The state that a checkpoint gives, the log-probs under it, and the weights after one more step."""
-    strategy = DeepSpeedTrainStrategy(role, max_grad_norm=1.0)
+    strategy = DeepSpeedStrategy(role, max_grad_norm=1.0)
     strategy.initialize(num_training_steps=10)
     strategy.load(path)
     loaded = whole_state(strategy)
@@ -164,7 +164,7 @@ def load_and_show(role: WorkerConfig, batch: TensorBatch, path: Path) -> dict[st
 
 
 def load_and_train(role: WorkerConfig, batch: TensorBatch, path: Path, steps: int) -> dict[str, Any]:
-    strategy = DeepSpeedTrainStrategy(role, max_grad_norm=1.0)
+    strategy = DeepSpeedStrategy(role, max_grad_norm=1.0)
     strategy.initialize(num_training_steps=10)
     strategy.load(path)
     for _ in range(steps):
@@ -173,7 +173,7 @@ def load_and_train(role: WorkerConfig, batch: TensorBatch, path: Path, steps: in
     return state_of(strategy, metrics)
 
 
-def _optimizer_shards(strategy: DeepSpeedTrainStrategy) -> dict[str, torch.Tensor]:
+def _optimizer_shards(strategy: DeepSpeedStrategy) -> dict[str, torch.Tensor]:
     """This rank's part of float32 weights, moments and Adam's step counts."""
     shards = {}
     for index, (master, state) in enumerate(strategy.engine.basic_optimizer.state.items()):
@@ -182,12 +182,12 @@ def _optimizer_shards(strategy: DeepSpeedTrainStrategy) -> dict[str, torch.Tenso
     return shards
 
 
-def state_of(strategy: DeepSpeedTrainStrategy, metrics: Metrics) -> dict[str, Any]:
+def state_of(strategy: DeepSpeedStrategy, metrics: Metrics) -> dict[str, Any]:
     return {
         "metrics": to_floats(metrics),
         "weights": weights_of(strategy),
         "optimizer": _optimizer_shards(strategy),
-        "step": strategy.step,
+        "step": strategy.progress.step,
         "random": torch.rand(4),
     }
 
@@ -204,7 +204,7 @@ def poison_each(roles: dict[str, WorkerConfig], batch: TensorBatch) -> dict[str,
 
 def _poison(role: WorkerConfig, batch: TensorBatch) -> dict[str, Any]:
     """A step whose gradient is infinite on one rank only, then a good one."""
-    strategy = DeepSpeedTrainStrategy(role, max_grad_norm=1.0)
+    strategy = DeepSpeedStrategy(role, max_grad_norm=1.0)
     strategy.initialize(num_training_steps=10)
     return poisoned(strategy, batch)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
-from roll.strategies.hf_infer.cache import PrefixStore
+from roll.strategies.hf_infer.cache import PrefixCache
 from roll.strategies.hf_infer.engine import GenerationEngine
 from tests.strategies.hf_infer.helpers import (
     EOS,
@@ -23,7 +23,7 @@ from tests.strategies.hf_infer.helpers import (
 
 
 def keeping(engine: GenerationEngine, tokens: int = 1000) -> GenerationEngine:
-    engine._prefixes = PrefixStore(tokens)
+    engine._prefixes = PrefixCache(tokens)
     return engine
 
 
@@ -117,24 +117,53 @@ def sequence(*tokens: int) -> tuple[list[int], torch.Tensor]:
     return ids, torch.tensor(ids, dtype=torch.float32).view(1, 1, 1, -1, 1).expand(3, 2, 2, -1, 4)
 
 
-def test_the_store_is_bounded_and_keeps_what_was_used_last() -> None:
-    store = PrefixStore(60)
-    store.put(*sequence(1, 2))
-    store.put(*sequence(1, 2, 3))
-    assert store.num_tokens == 30, "the first is a beginning of the second"
-    store.put(*sequence(4, 5))
-    found = store.longest([1] * 10 + [2] * 10 + [9])
-    assert found is not None and found[0, 0, 0, :, 0].tolist() == [1.0] * 10 + [2.0] * 10
-    store.put(*sequence(6, 7))
-    assert store.num_tokens == 50, "4 5 was used longest ago"
-    assert store.longest([4] * 10 + [5] * 10) is None
-    assert store.longest([6] * 10 + [9] * 10) is None, "ten tokens are not worth the copy"
-    found = store.longest(sequence(6, 7)[0])
-    assert found is not None and found.shape[3] == 19, "the last token is to be computed"
-    assert not store.accepts(61) and not store.accepts(10)
-    assert not PrefixStore(0).accepts(16)
-    store.clear()
-    assert store.num_tokens == 0 and store.longest(sequence(6, 7)[0]) is None
+def known(cache: PrefixCache, tokens: list[int]) -> list[float]:
+    """What the cache has of the keys of a prompt."""
+    extended = cache.extended(tokens)
+    return [] if extended is None else extended[0][0, 0, 0, : extended[1], 0].tolist()
+
+
+def test_the_cache_is_bounded_and_keeps_what_was_used_last() -> None:
+    cache = PrefixCache(60)
+    cache.put(*sequence(1, 2))
+    cache.put(*sequence(1, 2, 3))
+    assert cache.num_tokens == 30, "the first is a beginning of the second"
+    cache.put(*sequence(4, 5))
+    assert known(cache, [1] * 10 + [2] * 10 + [9]) == [1.0] * 10 + [2.0] * 10
+    cache.put(*sequence(6, 7))
+    assert cache.num_tokens == 50, "4 5 was used longest ago"
+    assert known(cache, [4] * 10 + [5] * 10) == []
+    assert known(cache, [6] * 10 + [9] * 10) == [], "ten tokens are not worth the copy"
+    assert len(known(cache, sequence(6, 7)[0])) == 19, "the last token is to be computed"
+    cache.put(*sequence(1, 2))
+    assert cache.num_tokens == 50, "it is there already"
+    assert not cache.accepts(61) and not cache.accepts(10)
+    assert not PrefixCache(0).accepts(16)
+    cache.clear()
+    assert cache.num_tokens == 0 and known(cache, sequence(6, 7)[0]) == []
+
+
+def test_a_growing_conversation_is_not_copied_at_each_turn() -> None:
+    """Turns are appended in place; over 50 of them a full buffer is exchanged for a longer one a few times."""
+    cache, turn = PrefixCache(2000), [7] * 20
+    cache.put(turn, sequence(*turn[:2])[1])
+    buffers = []
+    for number in range(1, 50):
+        prompt = turn + [number] * 10
+        extended = cache.extended(prompt)
+        assert extended is not None and extended[1] == len(turn)
+        keys_values = extended[0]
+        assert keys_values[0, 0, 0, : len(turn), 0].tolist() == [float(token) for token in turn]
+        keys_values[:, :, :, len(turn) :] = number
+        buffers.append(keys_values)
+        turn = prompt + [100 + number] * 10
+        cache.put(turn, torch.tensor(turn, dtype=torch.float32).view(1, 1, 1, -1, 1).expand(3, 2, 2, -1, 4))
+    assert len({keys_values.untyped_storage().data_ptr() for keys_values in buffers}) < 18
+    # Another conversation that begins alike leaves the first as it is, also while it is being computed.
+    other = cache.extended([*turn[:-10], 9])
+    assert other is not None and other[1] == len(turn) - 10
+    other[0].fill_(-1)
+    assert known(cache, [*turn, 5]) == [float(token) for token in turn]
 
 
 def test_the_longest_prompt_still_fits() -> None:

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from roll.config.roles import WorkerConfig
 from roll.protocol.metrics import Metrics, to_floats
 from roll.strategies.base import ModelHead, Output, WeightSelection
-from roll.strategies.megatron import MegatronInferStrategy, MegatronTrainStrategy
+from roll.strategies.megatron import MegatronStrategy
 from roll.strategies.megatron.optimizer import MOMENTS
 from roll.strategies.megatron.weights import FullWeights, OwnParameter
 from tests.strategies import lora_cases
@@ -32,15 +32,15 @@ def fresh_groups() -> Iterator[None]:
         parallel_state.destroy_model_parallel()
 
 
-class RecordingStrategy(MegatronTrainStrategy):
+class RecordingStrategy(MegatronStrategy):
     """Keeps the whole gradient of each optimizer step on rank 0, gathered before it is clipped."""
 
     gradients: dict[str, torch.Tensor]
 
-    def _update(self) -> Metrics:
+    def _clip_and_step(self, learning_rate: float) -> float:
         self.optimizer.prepare_grads()
         self.gradients = self.whole(self._gradient, lambda own: own.parameter.requires_grad)
-        return super()._update()
+        return super()._clip_and_step(learning_rate)
 
     def whole(self, value: Any, keep: Any = lambda own: True) -> dict[str, torch.Tensor]:
         """``value(own)`` of each parameter, as whole float32 tensors under Hugging Face names, on rank 0."""
@@ -100,21 +100,21 @@ def train(
 
 def forward(role: WorkerConfig, batch: TensorBatch, temperature: float = 1.0) -> TensorBatch:
     with fresh_groups():
-        strategy = MegatronInferStrategy(role)
+        strategy = MegatronStrategy(role)
         strategy.initialize()
         return strategy.forward(batch, POLICY, temperature)
 
 
 def buckets(role: WorkerConfig, rows: TensorBatch, bucket_bytes: int) -> list[dict[str, torch.Tensor]]:
     with fresh_groups():
-        strategy = MegatronInferStrategy(role)
+        strategy = MegatronStrategy(role)
         strategy.initialize()
         return [dict(bucket) for bucket in strategy.named_full_weights(bucket_bytes)]
 
 
 def export(role: WorkerConfig, rows: TensorBatch, path: Path, value: bool = False) -> None:
     with fresh_groups():
-        strategy = MegatronInferStrategy(role, ModelHead.VALUE if value else ModelHead.CAUSAL_LM)
+        strategy = MegatronStrategy(role, ModelHead.VALUE if value else ModelHead.CAUSAL_LM)
         strategy.initialize()
         strategy.save_hf(path)
 
@@ -149,7 +149,7 @@ def _end(strategy: RecordingStrategy, metrics: Metrics) -> dict[str, Any]:
         "metrics": to_floats(metrics),
         "state": strategy.state(),
         "weights": weights_of(strategy),
-        "step": strategy.step,
+        "step": strategy.progress.step,
         "random": torch.rand(4),
     }
 
@@ -176,7 +176,7 @@ def refused(role: WorkerConfig, rows: TensorBatch) -> str:
     """The message of the ValueError that building the strategy raises."""
     with fresh_groups():
         try:
-            MegatronInferStrategy(role).initialize()
+            MegatronStrategy(role).initialize()
         except ValueError as error:
             return str(error)
         raise AssertionError("not refused")

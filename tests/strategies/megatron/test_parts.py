@@ -16,12 +16,12 @@ from roll.strategies.megatron import cpu_compat
 from roll.strategies.megatron.micro_batches import Chunking
 from roll.strategies.megatron.parallel import ParallelSizes, rank_info
 from roll.strategies.megatron.weights import (
-    Cut,
-    CutByGroup,
-    CutTogether,
-    CutVocabulary,
+    FusedHeads,
+    FusedRows,
     Layout,
     Replicated,
+    Sharded,
+    ShardedVocabulary,
 )
 from tests.strategies.samples import make_batch
 
@@ -32,13 +32,13 @@ def numbered(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
 
 LAYOUTS: list[tuple[Layout, list[tuple[int, ...]]]] = [
     (Replicated(), [(6,)]),
-    (Cut(0), [(8, 3)]),
-    (Cut(1), [(3, 8)]),
-    (CutVocabulary(7), [(7, 3)]),
-    (CutVocabulary(5), [(5, 3)]),
-    (CutTogether(2), [(8, 3), (8, 3)]),
-    (CutByGroup(groups=4, head_dim=2), [(16, 3), (8, 3), (8, 3)]),
-    (CutByGroup(groups=4, head_dim=2), [(16,), (8,), (8,)]),
+    (Sharded(0), [(8, 3)]),
+    (Sharded(1), [(3, 8)]),
+    (ShardedVocabulary(7), [(7, 3)]),
+    (ShardedVocabulary(5), [(5, 3)]),
+    (FusedRows(2), [(8, 3), (8, 3)]),
+    (FusedHeads(groups=4, head_dim=2), [(16, 3), (8, 3), (8, 3)]),
+    (FusedHeads(groups=4, head_dim=2), [(16,), (8,), (8,)]),
 ]
 
 
@@ -54,7 +54,7 @@ def test_joined_parts_are_the_whole(layout: Layout, shapes: list[tuple[int, ...]
 
 def test_a_group_has_its_queries_then_key_then_value() -> None:
     queries, keys, values = (torch.arange(n)[:, None] + base for n, base in ((8, 0), (4, 100), (4, 200)))
-    part = CutByGroup(groups=2, head_dim=2).split([queries, keys, values], rank=1, size=2)
+    part = FusedHeads(groups=2, head_dim=2).split([queries, keys, values], rank=1, size=2)
     assert part[:, 0].tolist() == [4, 5, 6, 7, 102, 103, 202, 203]
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from jinja2 import Template, TemplateError
+from jinja2 import StrictUndefined, Template, TemplateError, meta
+from jinja2.sandbox import SandboxedEnvironment
 
+from roll.rewards.answers import after_thought
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
-from roll.rewards.http import AnswerCache, JsonClient, Reply, settings_of
-from roll.rewards.http.cache import MISSING
-from roll.rewards.judge.reading import NoScore, ScoreReader
-from roll.rewards.judge.templates import BUILT_IN, load_template, shown_response, variables
+from roll.rewards.http_client import MISSING, AnswerCache, JsonClient, Reply, settings_of
+from roll.rewards.judge_reading import NoScore, ScoreReader
 
 Extract = Literal["yes_no", "number", "boxed", "json", "regex", "logprob"]
 TOP_LOG_PROBS = 20
@@ -183,3 +186,103 @@ class LLMJudge(RewardRule):
 
     def close(self) -> None:
         self._client.close()
+
+
+VARIABLES = (
+    "question",
+    "prompt",
+    "response",
+    "full_response",
+    "reference",
+    "finish_reason",
+    "row",
+    "positive",
+    "negative",
+)
+"""What a template may use."""
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A template that comes with the package, and how its answers are read where nothing else is said."""
+
+    file: str
+    extract: str
+    min_score: float | None = None
+    max_score: float | None = None
+
+
+BUILT_IN = {
+    "correctness": BuiltIn("correctness.jinja", "yes_no"),
+    "score_1_to_10": BuiltIn("score_1_to_10.jinja", "number", 1.0, 10.0),
+    "yes_or_no": BuiltIn("yes_or_no.jinja", "logprob"),
+    # The name in ROLL's published files, of a prompt that asks for correctness too.
+    "Qwen2.5-7B-Instruct-RLVR-prompt": BuiltIn("correctness.jinja", "yes_no"),
+}
+
+
+def load_template(prompt: str) -> Template:
+    """The template that the option ``prompt`` means: a built-in name, a file, or the text itself.
+
+    Raises:
+        RewardOptionError: no such name or file, a mistake in the template, or a variable that it is not given.
+    """
+    text = _text(prompt)
+    environment = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=False, trim_blocks=True)
+    try:
+        used = meta.find_undeclared_variables(environment.parse(text))
+        template = environment.from_string(text)
+    except TemplateError as error:
+        raise RewardOptionError(f"prompt: not a Jinja template: {error}") from error
+    for name in sorted(used - {*VARIABLES}):
+        near = difflib.get_close_matches(name, VARIABLES, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise RewardOptionError(f"prompt: no variable {name!r}; {hint}there are {', '.join(VARIABLES)}")
+    return template
+
+
+def _text(prompt: str) -> str:
+    if prompt in BUILT_IN:
+        return (resources.files(__package__) / "judge_templates" / BUILT_IN[prompt].file).read_text(encoding="utf-8")
+    if "{{" in prompt or "{%" in prompt:
+        return prompt
+    file = Path(prompt).expanduser()
+    if not file.is_file():
+        rule = "is no file, no template text (with {{ response }}), and no built-in prompt"
+        raise RewardOptionError(f"prompt = {prompt!r}: {rule}; those are {', '.join(BUILT_IN)}")
+    return file.read_text(encoding="utf-8")
+
+
+def variables(sample: RewardSample, answer: str, positive: str, negative: str) -> dict[str, Any]:
+    """What a template sees of a sample; ``answer`` is the response without its thought."""
+    return {
+        "question": question_of(sample),
+        "prompt": sample.prompt,
+        "response": answer,
+        "full_response": sample.response,
+        "reference": "" if sample.ground_truth is None else sample.ground_truth,
+        "finish_reason": sample.finish_reason,
+        "row": sample.row,
+        "positive": positive,
+        "negative": negative,
+    }
+
+
+def question_of(sample: RewardSample) -> str:
+    """What the user asked: the last user message of the row, else its ``question``, else the prompt as templated."""
+    messages = sample.row.get("messages")
+    if isinstance(messages, str):
+        try:
+            messages = json.loads(messages)
+        except json.JSONDecodeError:
+            messages = None
+    for message in reversed(messages if isinstance(messages, list) else []):
+        if isinstance(message, dict) and message.get("role") == "user":
+            return str(message.get("content", ""))
+    return str(sample.row.get("question") or sample.prompt)
+
+
+def shown_response(sample: RewardSample) -> str | None:
+    """The response without its thought; None where the thought never ended."""
+    answer = after_thought(sample.response, sample.prompt)
+    return None if answer is None else answer.strip()

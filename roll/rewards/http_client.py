@@ -1,19 +1,25 @@
-"""Posts JSON to a service that may be slow, busy or broken, and says of every request what came of it."""
+"""Client of reward services: JSON with retries, deadlines, bounded concurrency, and a cache of answers."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
 import math
-from collections.abc import Sequence
+import os
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import httpx2
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from roll.config.reading.masking import masked_text, register_secrets
-from roll.rewards.http.loop_thread import LoopThread
 
 logger = logging.getLogger(__name__)
 
@@ -236,3 +242,107 @@ def retry_after(response: httpx2.Response) -> float | None:
     except ValueError:
         return None
     return None if math.isnan(seconds) else max(0.0, seconds)
+
+
+MISSING = object()
+
+
+class AnswerCache:
+    """Least recently used answers leave memory; what is on disk stays. Safe to use from several threads and processes.
+
+    Args:
+        folder: where answers are kept between runs, one JSON file each; None: in memory only.
+        max_entries: answers held in memory.
+    """
+
+    def __init__(self, folder: Path | None = None, max_entries: int = 100_000) -> None:
+        self._folder = folder
+        self._max_entries = max_entries
+        self._entries: OrderedDict[str, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def key(*content: Any) -> str:
+        """The same for the same content, in every process: SHA-256 of its JSON."""
+        text = json.dumps(content, sort_keys=True, ensure_ascii=False, default=str)
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+    def get(self, key: str) -> Any:
+        """The answer, or :data:`MISSING`."""
+        with self._lock:
+            if key in self._entries:
+                self._entries.move_to_end(key)
+                return self._entries[key]
+        answer = self._read(key)
+        if answer is not MISSING:
+            self._remember(key, answer)
+        return answer
+
+    def put(self, key: str, answer: Any) -> None:
+        """Keep an answer, which must be JSON."""
+        self._remember(key, answer)
+        if self._folder is not None:
+            self._write(self._file(self._folder, key), answer)
+
+    def _remember(self, key: str, answer: Any) -> None:
+        with self._lock:
+            self._entries[key] = answer
+            self._entries.move_to_end(key)
+            while len(self._entries) > self._max_entries:
+                self._entries.popitem(last=False)
+
+    def _read(self, key: str) -> Any:
+        if self._folder is None:
+            return MISSING
+        try:
+            return json.loads(self._file(self._folder, key).read_text(encoding="utf-8"))
+        except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):  # a damaged file is asked for again
+            return MISSING
+
+    @staticmethod
+    def _file(folder: Path, key: str) -> Path:
+        return folder / key[:2] / f"{key}.json"
+
+    @staticmethod
+    def _write(file: Path, answer: Any) -> None:
+        """Whole or not at all: other workers may read the folder."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as temporary:
+            json.dump(answer, temporary)
+        os.replace(temporary.name, file)
+
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Starts with the first coroutine; several threads may run coroutines on it at the same time."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Wait for a coroutine, from any thread but the loop's own."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._running()).result()
+
+    def close(self) -> None:
+        """End the thread; a later :meth:`run` would start another."""
+        with self._lock:
+            if self._loop is None or self._thread is None:
+                return
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+            self._loop = self._thread = None
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                # A daemon: a reward that nobody closed does not keep its process alive.
+                self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
+                self._thread.start()
+            return self._loop

@@ -1,17 +1,100 @@
-r"""The answer that a text states without a box: ``The final answer is $\frac{3}{4}$.``, ``Thus x = \sqrt{2}.``
-
-Formulas are found first and each is replaced by one character, so that what is said around them can be read as plain
-sentences.  A statement of the answer decides; without one the last sentence that has a formula or a number does.  Of a
-sentence without a formula only what is introduced as a value, and looks like one, is taken.
-"""
+"""Answers in responses: after the thought, in a box, behind ``####``, in tags, stated in prose; and numbers as they are
+written."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 
-from roll.rewards.numerals import NUMERAL
+from roll.datasets.converters.math import last_boxed
+
+__all__ = [
+    "THOUGHT_END",
+    "THOUGHT_START",
+    "after_thought",
+    "last_boxed",
+    "last_marked",
+    "tagged_answer",
+]
+
+THOUGHT_START, THOUGHT_END = "<think>", "</think>"
+_MARKED = re.compile(r"####[ \t]*([^\n]+)")
+
+
+def after_thought(response: str, prompt: str = "") -> str | None:
+    """The part of a response that is meant for the reader, or None if the thought never ended.
+
+    A thought is opened in the response, or by the end of the prompt (templates that write ``<think>`` themselves).
+    """
+    _, closed, answer = response.rpartition(THOUGHT_END)
+    if closed:
+        return None if THOUGHT_START in answer else answer
+    opened = THOUGHT_START in response or prompt.rstrip().endswith(THOUGHT_START)
+    return None if opened else response
+
+
+def last_marked(text: str) -> str | None:
+    """What stands behind the last ``####`` on its line."""
+    found = _MARKED.findall(text)
+    return found[-1].strip() if found else None
+
+
+def tagged_answer(text: str) -> str | None:
+    """The contents of the last ``<answer>...</answer>``."""
+    end = text.rfind("</answer>")
+    begin = text.rfind("<answer>", 0, max(end, 0))
+    return text[begin + len("<answer>") : end].strip() if begin >= 0 else None
+
+
+MAX_LENGTH = 60
+"""Longer numerals are not answers, and exact arithmetic on them would only cost time."""
+
+_SIGN = r"[-+−–]?"
+_MONEY = r"(?:\\?[$€£¥]\s?)?"
+_DIGITS = r"(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)"
+NUMERAL = rf"{_SIGN}{_MONEY}{_SIGN}{_DIGITS}(?:\s?/\s?[0-9][0-9,]*(?![.,]?[0-9]))?"
+"""Regular expression of one numeral; :func:`parse_number` reads what it matches."""
+
+_GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
+_PARTS = re.compile(rf"({_SIGN}){_MONEY}({_SIGN})({_DIGITS})(?:\s?/\s?([0-9][0-9,]*))?\s?(?:\\?%)?")
+
+
+def parse_number(text: str) -> Fraction | None:
+    """The exact value of a numeral, or None if ``text`` is not one.
+
+    A comma must group thousands (``1,234``); a percent sign and a currency sign are dropped, so ``25%`` is 25.
+    """
+    text = text.strip()
+    if len(text) > MAX_LENGTH:
+        return None
+    match = _PARTS.fullmatch(text.rstrip(",").rstrip())
+    if match is None:
+        return None
+    outer, inner, numerator, denominator = match.groups()
+    if outer and inner:
+        return None
+    value = _decimal(numerator)
+    if value is not None and denominator:
+        divisor = _decimal(denominator)
+        value = value / divisor if divisor else None
+    if value is None:
+        return None
+    return -value if (outer or inner) in ("-", "−", "–") else value
+
+
+def _decimal(digits: str) -> Fraction | None:
+    whole, _, decimals = digits.rstrip(",").partition(".")
+    if "," in whole:
+        if _GROUPED.fullmatch(whole) is None:
+            return None
+        whole = whole.replace(",", "")
+    if not decimals:
+        return Fraction(int(whole or "0"))
+    scale = 10 ** len(decimals)
+    return Fraction(int(whole or "0") * scale + int(decimals), scale)
+
 
 TAIL = 2000
 """Characters at the end of a text in which the answer is looked for."""

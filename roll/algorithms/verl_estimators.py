@@ -1,0 +1,79 @@
+"""Advantage estimators as verl computes them where that differs from the paper of the same name.
+
+Chosen by their path, ``adv_estimator: roll.algorithms.verl_estimators.gpg``, which is what ``roll translate`` writes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions
+from roll.algorithms.masked import masked_whiten
+
+EPS = 1e-6
+"""Added to the spread of a group."""
+
+
+def gpg(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+    """R minus its group's mean, times B / (rows whose reward is not 0).
+
+    The paper (2504.02546) counts the rows of groups with a signal instead.
+    """
+    rewards = inputs.response_rewards
+    scale = len(rewards) / rewards.count_nonzero().clamp(min=1)
+    return inputs.spread(_centred(rewards, inputs) * scale), inputs.spread(rewards)
+
+
+def grpo_passk(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+    """Best reward of a group minus the second best, for the best response alone; arXiv 2503.19595.
+
+    ``adv_estimator_args: {by_std: false}`` leaves out the division by the group's standard deviation.
+
+    Raises:
+        ValueError: a group of one.
+    """
+    rewards, groups = inputs.response_rewards, inputs.groups
+    if bool((groups.counts < 2).any()):
+        raise ValueError("grpo_passk compares the two best responses to a prompt: num_return_sequences_in_group >= 2")
+    rows = torch.arange(len(rewards), device=rewards.device)
+    first = _best(rewards, inputs)
+    winners = torch.where(rewards == first[groups.index], rows, len(rewards))
+    winner = winners.new_full(first.shape, len(rewards)).scatter_reduce(0, groups.index, winners, "amin")
+    best = rows == winner[groups.index]
+    lead = first - _best(torch.where(best, -torch.inf, rewards), inputs)
+    if options.adv_estimator_args.get("by_std", True):
+        lead = lead / (groups.std(rewards) + EPS)
+    advantages = torch.where(best, lead[groups.index], 0.0)
+    return inputs.spread(advantages), inputs.spread(rewards)
+
+
+def gdpo(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+    """Each reward normalised in its group apart, then their weighted sum whitened over tokens.
+
+    The paper (2601.05242) whitens over responses.
+
+    Raises:
+        ValueError: ``reward_weights`` and the rewards differ in number.
+    """
+    components, groups = inputs.require("reward_components", "gdpo").double(), inputs.groups
+    weights = options.reward_weights or (1.0,) * components.shape[1]
+    total = torch.zeros_like(components[:, 0])
+    for weight, rewards in zip(weights, components.unbind(1), strict=True):
+        std = torch.where(groups.sizes > 1, groups.std(rewards)[groups.index], 1.0)
+        total += weight * _centred(rewards, inputs) / (std + EPS)
+    advantages = masked_whiten(inputs.spread(total), inputs.mask)
+    return advantages, inputs.spread(inputs.response_rewards)
+
+
+def _centred(rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
+    """R minus its group's mean: (B,) -> (B,); a group of one keeps its reward."""
+    groups = inputs.groups
+    return torch.where(groups.sizes > 1, rewards - groups.mean(rewards)[groups.index], rewards)
+
+
+def _best(rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
+    """The largest reward of each group: (B,) -> (G,)."""
+    groups = inputs.groups
+    lowest = rewards.new_full((len(groups.counts),), -torch.inf)
+    return lowest.scatter_reduce(0, groups.index, rewards, "amax")

@@ -1,1 +1,0 @@
-"""IFEval: instructions whose following can be verified (arXiv 2311.07911)."""

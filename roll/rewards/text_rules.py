@@ -1,0 +1,287 @@
+"""Rules on texts: GSM8K's number, short answers in words, a format, penalties for repetition and length."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, ClassVar, Literal
+
+import regex  # type: ignore[import-untyped]
+
+from roll.rewards.answers import NUMERAL, after_thought, last_boxed, last_marked, parse_number, tagged_answer
+from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
+
+TAIL = 300
+"""Characters at the end of a response in which the answer is looked for: it comes last, and searching is then quick."""
+
+WINDOW, MARGIN = 70, 12
+"""The last number is looked for in so many characters first; what begins in the margin may have been cut."""
+
+# What follows a numeral may not continue it: in "3.5.2" and "2e9" there is no answer 3.5 or 2.
+_END = r"(?![0-9]|[.,][0-9]|[eE][-+]?[0-9]|\s?/)"
+
+_STRICT = re.compile(rf"####\s*({NUMERAL}){_END}")
+_MARK = "####"
+_ANYWHERE = re.compile(rf"(?<![0-9A-Za-z_.,])({NUMERAL}){_END}")
+# A part of a formula is no answer: 4 in "\\frac{3}{4}", 10 in "2^{10}".
+_IN_FORMULA = re.compile(r"(?:[\^_]\{?|\\[dtc]?frac\{|\}\{|\\sqrt\{?)$")
+_STRICT_TEXT = re.compile(r"#### (-?[0-9.,]+)")
+_ANYWHERE_TEXT = re.compile(r"-?[0-9.,]+")
+
+
+@lru_cache(maxsize=4096)
+def _truth(ground_truth: str) -> Fraction | None:
+    return parse_number(ground_truth.rpartition(_MARK)[2])
+
+
+@dataclass(frozen=True)
+class Gsm8kRule(RewardRule):
+    """1 for the right number, ``format_score`` for a wrong one, 0 where no answer is found.
+
+    Source of the answer format: Cobbe et al., "Training Verifiers to Solve Math Word Problems", arXiv 2110.14168.
+    """
+
+    numbers: ClassVar[tuple[str, ...]] = ("correct", "answered")
+    method: Literal["strict", "flexible"] = "strict"
+    """``strict``: the number must stand behind ``####``. ``flexible``: without that mark, the last number counts."""
+    score: float = 1.0
+    format_score: float = 0.0
+    """Score of an answer that is found but wrong."""
+    compare: Literal["number", "string"] = "number"
+    """``string``: compare the characters after removing commas and dollar signs, as verl does, so ``72.`` is not 72."""
+
+    def judge(self, sample: RewardSample) -> RewardResult:
+        if sample.ground_truth is None:
+            return failure("gsm8k_rule: the row has no ground_truth")
+        if self.compare == "string":
+            return self._score_text(sample.response, str(sample.ground_truth))
+        truth = _truth(str(sample.ground_truth))
+        if truth is None:
+            return failure(f"gsm8k_rule: ground_truth {sample.ground_truth!r} is not a number")
+        answer = extract_number(sample.response, self.method)
+        return self._verdict(answer is not None, answer == truth)
+
+    def _score_text(self, response: str, ground_truth: str) -> RewardResult:
+        answer = extract_text(response, self.method)
+        return self._verdict(answer is not None, answer == ground_truth.rpartition(_MARK)[2].strip())
+
+    def _verdict(self, answered: bool, right: bool) -> RewardResult:
+        if right:
+            return RewardResult(self.score, {"correct": 1.0, "answered": 1.0})
+        score = self.format_score if answered else 0.0
+        return RewardResult(score, {"correct": 0.0, "answered": float(answered)})
+
+
+def extract_number(response: str, method: str) -> Fraction | None:
+    """The answer of a response, or None.
+
+    The last ``####`` that is followed by a number decides; only ``flexible`` looks further, for the last number.
+    """
+    tail = response[-TAIL:]
+    marked = _STRICT.findall(tail) if _MARK in tail else []
+    if marked:
+        return parse_number(marked[-1])
+    if method == "strict":
+        return None
+    last = last_numeral(tail)
+    return parse_number(last) if last is not None else None
+
+
+def last_numeral(text: str) -> str | None:
+    """The last numeral of ``text``, looked for in its last characters first; None where it is part of a formula."""
+    for begin in (max(0, len(text) - WINDOW), 0):
+        matches = list(_ANYWHERE.finditer(text, begin))
+        # A match near the cut might be the end of a longer numeral: then the whole text decides.
+        if matches and (begin == 0 or matches[-1].start() >= begin + MARGIN):
+            last = matches[-1]
+            return None if _IN_FORMULA.search(text, max(0, last.start() - MARGIN), last.start()) else last.group(1)
+    return None
+
+
+def extract_text(response: str, method: str) -> str | None:
+    """The characters of the answer as verl's rule takes them, for ``compare: string``."""
+    tail = response[-TAIL:]
+    if method == "strict":
+        marked = _STRICT_TEXT.findall(tail)
+        return marked[-1].replace(",", "").replace("$", "") if marked else None
+    numbers = [text for text in _ANYWHERE_TEXT.findall(tail) if text not in ("", ".")]
+    return numbers[-1] if numbers else None
+
+
+Source = Literal["response", "boxed", "marked", "tagged"]
+
+_SOURCES: dict[str, Callable[[str], str | None]] = {
+    "response": str.strip,
+    "boxed": last_boxed,
+    "marked": last_marked,
+    "tagged": tagged_answer,
+}
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalized(text: str) -> str:
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def word_f1(answer: str, truth: str) -> float:
+    """Harmonic mean of precision and recall of the words, counted with multiplicity; two empty texts agree."""
+    given, wanted = normalized(answer).split(), normalized(truth).split()
+    if not given or not wanted:
+        return float(given == wanted)
+    shared = sum((Counter(given) & Counter(wanted)).values())
+    return 2 * shared / (len(given) + len(wanted))
+
+
+def truths(ground_truth: Any) -> list[str]:
+    """Acceptable answers: one, or any of a list."""
+    values = ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
+    return [str(value) for value in values if value is not None]
+
+
+@dataclass
+class ExactMatch(RewardRule):
+    """1 where the answer equals (one of) the ground truth, else 0."""
+
+    numbers: ClassVar[tuple[str, ...]] = ("correct", "answered")
+    score: float = 1.0
+    source: Source = "response"
+    """What is compared: the whole ``response`` after the thought, or its ``boxed``, ``marked`` or ``tagged`` answer."""
+    normalize: bool = True
+    """Compare without case, punctuation, articles and spacing; false: character by character."""
+
+    def judge(self, sample: RewardSample) -> RewardResult:
+        wanted = truths(sample.ground_truth)
+        if not wanted:
+            return failure("exact_match: the row has no ground_truth")
+        answer = answer_text(sample, self.source)
+        if answer is None:
+            return RewardResult(0.0, {"correct": 0.0, "answered": 0.0})
+        if self.normalize:
+            right = normalized(answer) in [normalized(truth) for truth in wanted]
+        else:
+            right = answer in wanted
+        return RewardResult(self.score if right else 0.0, {"correct": float(right), "answered": 1.0})
+
+
+@dataclass
+class F1(RewardRule):
+    """The F1 of the words shared with the ground truth (the best of several), times ``score``."""
+
+    numbers: ClassVar[tuple[str, ...]] = ("f1", "answered")
+    score: float = 1.0
+    source: Source = "response"
+    """As for ``exact_match``."""
+
+    def judge(self, sample: RewardSample) -> RewardResult:
+        wanted = truths(sample.ground_truth)
+        if not wanted:
+            return failure("f1: the row has no ground_truth")
+        answer = answer_text(sample, self.source)
+        if answer is None:
+            return RewardResult(0.0, {"f1": 0.0, "answered": 0.0})
+        best = max(word_f1(answer, truth) for truth in wanted)
+        return RewardResult(self.score * best, {"f1": best, "answered": 1.0})
+
+
+def answer_text(sample: RewardSample, source: Source) -> str | None:
+    text = after_thought(sample.response, sample.prompt)
+    return None if text is None else _SOURCES[source](text)
+
+
+THINK_THEN_ANSWER = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
+
+
+@dataclass
+class FormatRule(RewardRule):
+    """``score`` where the pattern matches, ``miss_score`` elsewhere. The ground truth plays no part."""
+
+    numbers: ClassVar[tuple[str, ...]] = ("format",)
+    pattern: str = THINK_THEN_ANSWER
+    """Regular expression; ``.`` matches line ends too. The default asks for ``<think>`` and then ``<answer>``."""
+    mode: Literal["full", "search"] = "full"
+    """``full``: the whole response must match; ``search``: some part of it."""
+    score: float = 1.0
+    miss_score: float = 0.0
+    timeout: float = 1.0
+    """Seconds for one match: a pattern that backtracks for ever is the user's, but the text is the model's."""
+
+    def __post_init__(self) -> None:
+        try:
+            compiled = regex.compile(self.pattern, regex.DOTALL)
+        except regex.error as error:
+            raise RewardOptionError(f"pattern = {self.pattern!r}: not a regular expression: {error}") from error
+        self._match = compiled.fullmatch if self.mode == "full" else compiled.search
+
+    def judge(self, sample: RewardSample) -> RewardResult:
+        try:
+            matched = self._match(sample.response, timeout=self.timeout) is not None
+        except TimeoutError:
+            return failure(f"format: timeout: the pattern took more than {self.timeout:g} s")
+        return RewardResult(self.score if matched else self.miss_score, {"format": float(matched)})
+
+
+def repeated_share(parts: list[str], n: int) -> float:
+    """Share of the n-grams of ``parts`` that stood there before, 0..1: ``1 - different / all``; 0 if there are none.
+
+    Source: Yeo et al., "Demystifying Long Chain-of-Thought Reasoning in LLMs", arXiv 2502.03373 (a repetition penalty
+    on n-grams); the share over the whole response is the form that open implementations use.
+    """
+    count = len(parts) - n + 1
+    if count <= 0:
+        return 0.0
+    different = set(zip(*(parts[offset : offset + count] for offset in range(n)), strict=True))
+    return 1.0 - len(different) / count
+
+
+@dataclass
+class RepetitionPenalty(RewardRule):
+    """``-max_penalty`` times the share of repeated n-grams, less what is tolerated."""
+
+    numbers: ClassVar[tuple[str, ...]] = ("repeated",)
+    n: int = 20
+    """Length of an n-gram; short ones repeat in any text."""
+    unit: Literal["word", "character"] = "word"
+    """What n counts; languages without spaces need ``character``."""
+    tolerated: float = 0.0
+    """Share that costs nothing."""
+    max_penalty: float = 1.0
+    """What a response of nothing but repetition loses."""
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise RewardOptionError(f"n = {self.n}: must be at least 1, for example 20")
+        if not 0 <= self.tolerated < 1:
+            raise RewardOptionError(f"tolerated = {self.tolerated}: must be at least 0 and less than 1")
+
+    def judge(self, sample: RewardSample) -> RewardResult:
+        text = sample.response.lower()
+        share = repeated_share(text.split() if self.unit == "word" else list(text), self.n)
+        beyond = max(0.0, share - self.tolerated) / (1.0 - self.tolerated)
+        return RewardResult(-self.max_penalty * beyond, {"repeated": share})
+
+
+@dataclass
+class LengthPenalty(RewardRule):
+    """0 up to ``free`` tokens, then falling linearly to ``-max_penalty`` at ``limit`` tokens."""
+
+    numbers: ClassVar[tuple[str, ...]] = ("over_length",)
+    limit: int
+    """Tokens of a response that loses all of ``max_penalty``; longer ones lose no more."""
+    free: int = 0
+    """Tokens that cost nothing."""
+    max_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.free < self.limit:
+            raise RewardOptionError(f"free = {self.free}: must be at least 0 and less than limit {self.limit}")
+
+    def judge(self, sample: RewardSample) -> RewardResult:
+        share = (sample.num_tokens - self.free) / (self.limit - self.free)
+        share = min(1.0, max(0.0, share))
+        return RewardResult(-self.max_penalty * share, {"over_length": share})

@@ -1,0 +1,238 @@
+"""Tables of translation rules, and the conversions that their rows name.
+
+A line of a ``.table`` file is a rule::
+
+    their keys | our keys | conversion > fact | their default | note
+
+- Several keys in a cell are set apart by blanks; ``a.{b,c}`` is ``a.b a.c``. ``*`` at the end of one of their keys is
+  any key below it, and in ours what stands there. ``none: note`` in the place of our keys: nothing here needs it.
+- A conversion is a name (``whole``), a list of names that stay (``[cpu, nvme]``), a mapping of names
+  (``{bfloat16: bf16}``), several in turn (``truth {true: fa2}``), or ``only [1, null]: reason``, which refuses every
+  other value. ``whole?`` leaves null as it is, ``whole?0`` takes it for 0.
+- ``= fact`` names the value for the arithmetic of :mod:`roll.translation.assembly`; with ``> fact`` that arithmetic
+  alone sets our keys.
+- A default is YAML, written out where a whole run does not give the key. A note that begins with ``[fsdp]`` speaks of
+  that value only.
+- ``# title`` begins a section, ``$NAME = text`` defines a text, ``@NAME = theirs ours role; ...`` roles: a row with
+  ``@NAME`` is one rule for each of them, whose third part completes the fact. An indented line goes on with the one
+  before it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from roll.config.reading.schema import Mismatch, closest, convert
+from roll.config.strategies.deepspeed import numbers
+from roll.translation.rules import OPTIONS, Convert, Rule, Section, as_written
+
+TEXTS = {
+    "STRATEGY": "strategy_args.strategy_name",
+    "OPTIONS": OPTIONS,
+    "MULTIMODAL": "images, video and audio are not supported yet",
+    "EXPERTS": "mixtures of experts are not supported yet",
+    "TURNS": "several turns, tools and agents are not supported yet",
+}
+"""``$NAME`` in every table: the ends of many of our keys, and what whole families of configurations are refused for."""
+MULTIMODAL, EXPERTS, TURNS = TEXTS["MULTIMODAL"], TEXTS["EXPERTS"], TEXTS["TURNS"]
+TABLES = Path(__file__).parent
+DEFINED = re.compile(r"\$([A-Z_]+)")
+FACT = re.compile(r"(.*?)(?:(?:^| )([>=]) (\S+))?")
+
+
+def read_table(
+    name: str, conversions: Mapping[str, Convert], texts: Mapping[str, str] | None = None
+) -> tuple[Section, ...]:
+    """Sections of the file ``name.table``.
+
+    Args:
+        conversions: of its own, by name; those of :data:`CONVERSIONS` are known everywhere.
+        texts: for ``$NAME``, besides :data:`TEXTS` and those that the table defines.
+    """
+    known, written = CONVERSIONS | conversions, TEXTS | dict(texts or {})
+    roles: dict[str, list[list[str]]] = {}
+    sections: list[tuple[str, list[Rule]]] = []
+    for line in re.sub(r"\n[ \t]+", " ", (TABLES / f"{name}.table").read_text(encoding="utf-8")).splitlines():
+        definition = re.match(r"([$@])([A-Z_]+) = ", line)
+        text = DEFINED.sub(lambda found: written[found[1]], line[definition.end() :] if definition else line)
+        if definition and definition[1] == "$":
+            written[definition[2]] = text
+        elif definition:
+            roles[definition[2]] = [role.split() for role in text.split(";")]
+        elif text.startswith("# "):
+            sections.append((text[2:], []))
+        elif text:
+            group = re.search(r"@([A-Z]+)", text)
+            for parts in roles[group[1]] if group else [[]]:
+                sections[-1][1].append(_rule(text, group[0] if group else "", parts, known))
+    return tuple(Section(title, tuple(rules)) for title, rules in sections)
+
+
+def _rule(row: str, mark: str, parts: Sequence[str], conversions: Mapping[str, Convert]) -> Rule:
+    """A row as a rule, for one role where ``mark`` stands for it: its prefix there, here, and in facts."""
+    cells = [cell.strip() for cell in re.split(r"(?:^|\s)\|(?=\s|$)", row)]
+    cells += [""] * (5 - len(cells))
+    if mark:
+        cells[:3] = [cell.replace(mark, part) for cell, part in zip(cells[:3], parts, strict=True)]
+    theirs, ours, how, default, note = cells
+    if ours.startswith("none: "):
+        ours, note = "", ours.removeprefix("none: ")
+    conversion, sign, fact = FACT.fullmatch(how).groups(default="")  # type: ignore[union-attr]
+    about = re.match(r"\[(\w+)\] ", note)
+    return Rule(
+        tuple(expanded(theirs)),
+        tuple(expanded(ours)),
+        note[about.end() :] if about else note,
+        conversion_of(conversion, conversions),
+        fact,
+        sign == ">",
+        about[1] if about else None,
+        default,
+    )
+
+
+def expanded(cell: str) -> Iterator[str]:
+    """The keys of a cell: ``a.{b,c}`` is ``a.b`` and ``a.c``."""
+    for word in cell.split():
+        head, brace, rest = word.partition("{")
+        names, _, tail = rest.partition("}")
+        yield from (f"{head}{name}{tail}" for name in names.split(",")) if brace else (word,)
+
+
+def conversion_of(cell: str, known: Mapping[str, Convert]) -> Convert:
+    """The conversion that a cell names."""
+    if cell.startswith("only "):
+        values, _, reason = cell.removeprefix("only ").partition("]: ")
+        return refused(reason, *yaml.safe_load(f"{values}]"))
+    if cell.startswith("["):
+        return one_of({name: name for name in yaml.safe_load(cell)})
+    if cell.startswith("{"):
+        return one_of(yaml.safe_load(cell))
+    name, _, then = cell.partition(" ")
+    name, question, null = name.partition("?")
+    first = known[name] if name else as_written
+    if question:
+        first = optional(first, yaml.safe_load(null) if null else None)
+    return chained(first, conversion_of(then, known)) if then else first
+
+
+def whole(value: Any) -> int:
+    return int(_converted(value, int))
+
+
+def count(value: Any) -> int:
+    """A number of things of which there is one at least."""
+    found = whole(value)
+    if found < 1:
+        raise ValueError("must be 1 at least")
+    return found
+
+
+def number(value: Any) -> float | int:
+    return float(_converted(value, float))
+
+
+def pair(value: Any) -> list[float | int]:
+    """Two numbers."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError("must be two numbers")
+    return [number(entry) for entry in value]
+
+
+def truth(value: Any) -> bool:
+    return bool(_converted(value, bool))
+
+
+def flipped(value: Any) -> bool:
+    return not truth(value)
+
+
+def switched(value: Any) -> bool:
+    """The 0 or 1 of an environment variable."""
+    if str(value).strip().lower() not in ("0", "1", "true", "false"):
+        raise ValueError("must be 0 or 1")
+    return str(value).strip().lower() in ("1", "true")
+
+
+def _converted(value: Any, hint: Any) -> Any:
+    try:
+        return convert(value, hint)
+    except Mismatch as error:
+        raise ValueError(error.rule) from None
+
+
+def never_below_zero(value: Any) -> int:
+    """An interval in which 0 and -1 both mean never."""
+    return 0 if value is False else max(0, whole(value))
+
+
+def optional(conversion: Convert, null: Any = None) -> Convert:
+    """A conversion that takes null for ``null``."""
+    return lambda value: null if value is None else conversion(value)
+
+
+def chained(first: Convert, then: Convert) -> Convert:
+    """One conversion behind another."""
+    return lambda value: then(first(value))
+
+
+def listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def one_of(names: Mapping[Any, Any], refusals: Mapping[Any, str] | None = None) -> Convert:
+    """A conversion by a table of their names; those in ``refusals`` say why they have no translation."""
+
+    def look_up(value: Any) -> Any:
+        if value in names:
+            return names[value]
+        if refusals and value in refusals:
+            raise ValueError(f"has no translation: {refusals[value]}")
+        known = [str(name) for name in names]
+        nearest = closest(str(value), known)
+        hint = f"; the nearest is {nearest}" if nearest else ""
+        raise ValueError(f"has no translation; known: {', '.join(known)}{hint}")
+
+    return look_up
+
+
+def refused(reason: str, *neutral: Any) -> Convert:
+    """A conversion that takes ``neutral`` values only."""
+
+    def check(value: Any) -> Any:
+        if value not in neutral:
+            raise ValueError(reason)
+        return value
+
+    return check
+
+
+LOGGERS = {
+    "console": "stdout",
+    "stdout": "stdout",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "swanlab": "swanlab",
+    "file": "jsonl",
+}
+
+
+def loggers(value: Any) -> list[Any]:
+    return [one_of(LOGGERS)(name) for name in listed(value)]
+
+
+CONVERSIONS: dict[str, Convert] = {
+    **{
+        f.__name__: f
+        for f in (whole, count, number, pair, truth, flipped, switched, never_below_zero, listed, numbers, loggers)
+    },
+    "text": str,
+    "yes": lambda value: True,
+    "no": lambda value: False,
+}
+"""Those that every table knows."""

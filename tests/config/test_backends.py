@@ -1,0 +1,45 @@
+"""The registry of backends: every descriptor names classes that are there, and is all that the configuration asks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from roll.config.strategies import registry
+from roll.config.strategies.base import Backend
+from roll.config.strategies.registry import BACKENDS, checkpoint_readers, trains
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_every_class_is_there(backend: Backend) -> None:
+    """Read as text: the packages of most backends are optional."""
+    paths = [path for path in (backend.computes, backend.generates) if path]
+    assert paths and (not backend.trains or (backend.computes and backend.checkpoints))
+    for path in paths:
+        module, _, name = path.rpartition(".")
+        file = ROOT / (module.replace(".", "/") + ".py")
+        text = (file if file.is_file() else file.with_suffix("") / "__init__.py").read_text(encoding="utf-8")
+        assert f"class {name}(" in text or f'"{name}"' in text, path
+
+
+def test_names_of_every_task() -> None:
+    assert registry.TRAIN_STRATEGIES == ("fsdp2_train", "fsdp_train", "deepspeed_train", "megatron_train")
+    assert registry.INFER_STRATEGIES[:2] == ("fsdp2_infer", "fsdp2_train") and "vllm" not in registry.INFER_STRATEGIES
+    assert registry.GENERATION_STRATEGIES == ("hf_infer", "vllm", "sglang")
+    assert [name for name in registry.AVAILABLE if trains(name)] == list(registry.TRAIN_STRATEGIES)
+
+
+def test_backends_of_one_format_read_each_others_checkpoints() -> None:
+    assert checkpoint_readers("fsdp_train") == checkpoint_readers("fsdp2_train") == ("fsdp2_train", "fsdp_train")
+    assert checkpoint_readers("megatron_train") == ("megatron_train",)
+    assert checkpoint_readers("of_another_version") == ("of_another_version",)
+
+
+def test_descriptors_need_neither_torch_nor_ray() -> None:
+    code = "import sys, roll.config.strategies.registry; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
