@@ -35,7 +35,8 @@ class BuildWithRecipes(build_py):
 BASE = [
     "torch>=2.13",
     "transformers>=5.19",
-    "ray>=2.60",
+    # Bounded above: roll/distributed/ray_node.py uses private parts of it, and says which.
+    "ray>=2.60,<2.61",
     "hydra-core>=1.3.2",
     "omegaconf>=2.3",
     "dacite>=1.9",

@@ -31,17 +31,17 @@ class Platform(ABC):
     name: ClassVar[str]
     """``cpu``, ``cuda``, ``rocm`` or ``npu``."""
     device_type: ClassVar[str]
-    """What ``torch.device`` calls it; ROCm devices are ``cuda`` to torch."""
+    """Its name for ``torch.device``; ROCm devices are ``cuda`` to torch."""
     collective_backend: ClassVar[str]
     """The ``torch.distributed`` backend for tensors on these devices."""
     process_group_backend: ClassVar[str]
-    """What ``init_process_group`` is given: collectives of CPU tensors and objects work on every platform."""
+    """The backend for ``init_process_group``: collectives of CPU tensors and objects work on every platform."""
     visible_devices_env: ClassVar[str | None]
     """The variable that selects a process's devices; None where devices are logical slots."""
     ray_resource: ClassVar[str | None]
     """The resource under which Ray counts these devices; None where Ray knows none."""
     pin_memory: ClassVar[bool]
-    """Whether page-locked host memory exists and speeds copies to the device."""
+    """True where page-locked host memory exists and speeds copies to the device."""
 
     @abstractmethod
     def device_count(self) -> int:
@@ -70,7 +70,7 @@ class Platform(ABC):
         """Bytes: ``used`` now and ``peak`` since :meth:`reset_peak_memory` (or the start of the process).
 
         On CPU the resident set of this process; on accelerators what torch allocated on the current device, with
-        ``reserved`` and ``peak_reserved`` (the allocator's share) and ``total`` (the device) beside it.
+        ``reserved`` and ``peak_reserved`` (the allocator's share) and ``total`` (the device) in addition.
         """
 
     @abstractmethod

@@ -11,8 +11,7 @@ from benchmarks.traced_files import FOLDER, PHASES, ROOT, prepare, read
 
 PROGRAM = """
 from benchmarks.traced_files import _mapped
-from roll.config.reading.errors import count
-from roll.config.reading.errors import Problems
+from roll.config.reading.errors import Problems, count
 from pathlib import Path
 from threading import Thread
 import os
@@ -36,6 +35,6 @@ def test_functions_are_counted_by_phase_in_all_threads(tmp_path: Path) -> None:
     assert environment[FOLDER] == str(tmp_path)
     subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, check=True)
     found = read(tmp_path)
-    assert found[PHASES[0]] == {"config/wording.py": {"count"}}
-    assert found[PHASES[1]] == {"config/errors.py": {"Problems.add"}}
+    assert found[PHASES[0]] == {"config/reading/errors.py": {"count"}}
+    assert found[PHASES[1]] == {"config/reading/errors.py": {"Problems.add"}}
     assert found[PHASES[2]] == {}

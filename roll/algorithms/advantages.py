@@ -10,44 +10,26 @@ reward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from roll.algorithms.masked import Groups, masked_whiten, segment_starts
+from roll.algorithms.masked import Groups, masked_whiten, row_blocks, segment_starts
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.registry import Registry
 from roll.algorithms.returns import discounted_returns, generalized_advantages, reverse_discounted_sum
 from roll.algorithms.samples import EPS, NormType, token_level_rewards
+from roll.config.algorithm import ADV_ESTIMATORS, PLANNED_ADV_ESTIMATORS, Estimator, PPOConfig, estimator
 from roll.protocol.metrics import Metrics
 
 
 @dataclass(frozen=True)
-class AdvantageOptions:
-    """Options of all estimators; each reads its own."""
+class AdvantageOptions(PPOConfig):
+    """The algorithm's keys, of which each estimator reads its own, and those of work in turns."""
 
-    adv_estimator: str = "gae"
-    """Name in the registry, or the dotted path of a function."""
-    gamma: float = 1.0
-    """Discount per token."""
-    lambd: float = 0.95
-    """lambda of GAE."""
-    whiten_rewards: bool = False
-    """Bring token-level rewards to zero mean and unit variance over the batch's tokens first."""
-    whiten_advantages: bool = False
-    """The same for advantages afterwards. reinforce++ and its baseline form always do."""
-    advantage_clip: float | None = None
-    """Advantages stay within +- this bound, after whitening."""
-    pass_k: int = 4
-    """k of ``pass@k``; below the size of the groups."""
-    reward_weights: tuple[float, ...] | None = None
-    """``gdpo``: weight of each reward; null: 1 each."""
-    adv_estimator_args: Mapping[str, Any] = field(default_factory=dict)
-    """Options of an estimator of one's own."""
     episode_reward_weight: float = 1.0
     """``gigpo``: weight of the advantage of the whole episode within its group."""
     step_reward_weight: float = 1.0
@@ -102,8 +84,11 @@ class AdvantageInputs:
 
     def spread(self, per_row: Tensor) -> Tensor:
         """Give every masked token its row's number, which must be finite: (B,) -> float32 (B, L)."""
-        # A product in place takes half the time of torch.where, and bytes become floats in half the time of booleans.
-        return self.mask.view(torch.uint8).float().mul_(per_row.float().unsqueeze(-1))
+        # Bytes become floats in half the time of booleans, and a product takes half the time of torch.where.
+        result = torch.empty(self.mask.shape, device=self.mask.device)
+        for out, mask, number in row_blocks(result, self.mask.view(torch.uint8), per_row.float().unsqueeze(-1)):
+            out.copy_(mask).mul_(number)
+        return result
 
     def require(self, name: str, estimator: str) -> Tensor:
         """The optional input ``name``; raises ``ValueError`` when it is missing."""
@@ -124,20 +109,9 @@ class AdvantageOutputs:
     metrics: Metrics
 
 
-Estimator = Callable[[AdvantageInputs, AdvantageOptions], tuple[Tensor, Tensor]]
+EstimatorFunction = Callable[[AdvantageInputs, AdvantageOptions], tuple[Tensor, Tensor]]
 
-
-@dataclass(frozen=True)
-class Traits:
-    """What an estimator brings along besides its function; see :func:`register_advantage`."""
-
-    norm: tuple[NormType, NormType] = (None, None)
-    whitens: bool = False
-    needs_values: bool = False
-
-
-advantage_estimators: Registry[Estimator] = Registry("adv_estimator")
-_traits: dict[Estimator, Traits] = {}
+advantage_estimators: Registry[EstimatorFunction] = Registry("adv_estimator", ADV_ESTIMATORS)
 
 
 def register_advantage(
@@ -147,8 +121,10 @@ def register_advantage(
     norm: tuple[NormType, NormType] = (None, None),
     whitens: bool = False,
     needs_values: bool = False,
-) -> Callable[[Estimator], Estimator]:
+) -> Callable[[EstimatorFunction], EstimatorFunction]:
     """Decorator: make an estimator selectable as ``adv_estimator: name``.
+
+    A name of :data:`roll.config.algorithm.ADV_ESTIMATORS` has everything else there; another one is added to it.
 
     Args:
         name, aliases: how the YAML spells it.
@@ -157,17 +133,18 @@ def register_advantage(
         needs_values: it needs a critic.
     """
 
-    def decorate(function: Estimator) -> Estimator:
-        advantage_estimators.add(function, name, aliases)
-        _traits[function] = Traits(norm, whitens, needs_values)
+    def decorate(function: EstimatorFunction) -> EstimatorFunction:
+        row = None if name in PLANNED_ADV_ESTIMATORS else Estimator(name, aliases, norm, whitens, needs_values)
+        advantage_estimators.add(function, name, aliases, row)
         return function
 
     return decorate
 
 
-def traits_of(adv_estimator: str) -> Traits:
-    """Traits by name; a plain function found by dotted path has none."""
-    return _traits.get(advantage_estimators.resolve(adv_estimator), Traits())
+def traits_of(adv_estimator: str) -> Estimator:
+    """What is known of an estimator; raises ``ValueError`` for an unknown one."""
+    advantage_estimators.resolve(adv_estimator)
+    return estimator(adv_estimator)
 
 
 def resolve_norm_types(
@@ -188,7 +165,7 @@ def needs_values(adv_estimator: str) -> bool:
     return traits_of(adv_estimator).needs_values
 
 
-@register_advantage("gae", needs_values=True)
+@register_advantage("gae")
 def gae(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation; arXiv 1506.02438."""
     values = inputs.require("values", "gae")
@@ -210,21 +187,19 @@ def reinforce(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tenso
     return returns_as_advantages(inputs, options)
 
 
-@register_advantage("grpo", norm=("group", "group"))
+@register_advantage("grpo")
 def grpo(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
     """The group-normalised reward for every token; arXiv 2402.03300 section 4.1.2."""
     return returns_as_advantages(inputs, options)
 
 
-@register_advantage("reinforce++", aliases=("reinforce_plus_plus",), whitens=True)
+@register_advantage("reinforce++")
 def reinforce_plus_plus(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
     """Discounted return (divergence inside the reward), whitened over the batch; arXiv 2501.03262 eq. 8-9."""
     return returns_as_advantages(inputs, options)
 
 
-@register_advantage(
-    "reinforce++_baseline", aliases=("reinforce_plus_plus_baseline",), norm=("group", None), whitens=True
-)
+@register_advantage("reinforce++_baseline")
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
     """The reward minus its group's mean, then whitened over the batch; arXiv 2501.03262 eq. 10-11."""
     return returns_as_advantages(inputs, options)
@@ -271,7 +246,7 @@ def opo(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Ten
     return inputs.spread(advantages), inputs.spread(rewards)
 
 
-@register_advantage("optimal_token_baseline", aliases=("tir_optimal_token_baseline",))
+@register_advantage("optimal_token_baseline")
 def optimal_token_baseline(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
     r"""Reward from each token on, minus a baseline of least variance for each position; arXiv 2602.07078.
 
@@ -323,7 +298,7 @@ def maxrl(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, T
     return inputs.spread(advantages), inputs.spread(rewards)
 
 
-@register_advantage("pass@k", aliases=("pass_at_k",))
+@register_advantage("pass@k")
 def pass_at_k(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
     """Advantage of a response for the chance that one of k is right, in closed form; arXiv 2508.10751 eq. 11-14.
 
@@ -361,7 +336,7 @@ def gdpo(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Te
     """
     components = inputs.require("reward_components", "gdpo").double()
     count = components.shape[1]
-    weights = options.reward_weights or (1.0,) * count
+    weights = tuple(options.reward_weights.values()) or (1.0,) * count
     if len(weights) != count:
         raise ValueError(f"gdpo has {count} rewards but reward_weights has {len(weights)}; give one weight for each")
     groups = inputs.groups

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from roll.algorithms.masked import Keep, clear_, row_blocks, within
 from roll.algorithms.metrics import MetricBuilder
-from roll.algorithms.options import PPOOptions
 from roll.algorithms.registry import Registry
+from roll.config.algorithm import POLICY_LOSSES, PolicyLoss, PPOConfig
 from roll.protocol.metrics import Metrics
 
 LOG_RATIO_BOUND = 20.0
@@ -145,19 +145,22 @@ class LossOutputs:
     metrics: Metrics
 
 
-PolicyLoss = Callable[[LossInputs, Any, MetricBuilder], Tensor]
+PolicyLossFunction = Callable[[LossInputs, Any, MetricBuilder], Tensor]
 
-policy_losses: Registry[PolicyLoss] = Registry("pg_variant")
-_options_classes: dict[PolicyLoss, type] = {}
+policy_losses: Registry[PolicyLossFunction] = Registry("pg_variant", POLICY_LOSSES)
+_options_classes: dict[PolicyLossFunction, type] = {}
 
 
 def register_policy_loss(
-    name: str, *, options: type = PPOOptions, aliases: tuple[str, ...] = ()
-) -> Callable[[PolicyLoss], PolicyLoss]:
-    """Decorator: make a policy loss selectable as ``pg_variant: name``; ``options`` is its dataclass of YAML keys."""
+    name: str, *, options: type = PPOConfig, aliases: tuple[str, ...] = ()
+) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
+    """Decorator: make a policy loss selectable as ``pg_variant: name``; ``options`` is its dataclass of YAML keys.
 
-    def decorate(function: PolicyLoss) -> PolicyLoss:
-        policy_losses.add(function, name, aliases)
+    A name of :data:`roll.config.algorithm.POLICY_LOSSES` has its aliases there; another one is added to it.
+    """
+
+    def decorate(function: PolicyLossFunction) -> PolicyLossFunction:
+        policy_losses.add(function, name, aliases, PolicyLoss(name, aliases))
         _options_classes[function] = options
         return function
 
@@ -165,5 +168,5 @@ def register_policy_loss(
 
 
 def options_class_of(pg_variant: str) -> type:
-    """The options dataclass of a variant; PPO's for a plain function found by dotted path."""
-    return _options_classes.get(policy_losses.resolve(pg_variant), PPOOptions)
+    """The options dataclass of a variant: the algorithm's keys, or that of a loss of the user's own."""
+    return _options_classes.get(policy_losses.resolve(pg_variant), PPOConfig)

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from roll.algorithms import policy_losses as _policy_losses  # noqa: F401  registers the variants
 from roll.algorithms.aggregation import LossDenominators, aggregate
-from roll.algorithms.corrections import CorrectionOptions, correct_mismatch, correction_options, mismatch_metrics
+from roll.algorithms.corrections import correct_mismatch, mismatch_metrics
 from roll.algorithms.kl import KLOptions, kl_estimate
 from roll.algorithms.loss_types import LossInputs, LossOutputs, options_class_of, policy_losses, register_policy_loss
 from roll.algorithms.metrics import MetricBuilder
-from roll.algorithms.options import PPOOptions
 from roll.algorithms.registry import Registry
+from roll.config.algorithm import POLICY_LOSSES, PPOConfig
+from roll.config.corrections import CorrectionOptions, correction_options
+from roll.config.reading.schema import rules_of
 
 POLICY_LOSS_NAMES = policy_losses.names
 
@@ -29,36 +31,13 @@ __all__ = ["POLICY_LOSS_NAMES", "actor_loss", "actor_loss_options", "register_po
 
 
 @dataclass(frozen=True)
-class ActorLossOptions:
-    """Everything the actor's loss depends on."""
+class ActorLossOptions(PPOConfig):
+    """Everything the actor's loss depends on: the algorithm's keys, and what follows from them."""
 
-    pg_variant: str = "ppo"
-    """Name in the registry of policy losses, or the dotted path of a function."""
-    pg: Any = field(default_factory=PPOOptions)
-    """Options of the variant, of its own dataclass."""
-    loss_agg_mode: str = "seq-mean-token-mean"
-    """One of :data:`roll.algorithms.aggregation.AGGREGATION_MODES`."""
-    kl_loss_agg_mode: str | None = None
-    """The mode of the divergence; null: ``loss_agg_mode``."""
-    entropy_loss_agg_mode: str | None = None
-    """The mode of the entropy bonus; null: ``loss_agg_mode``."""
-    rl_loss_coef: float = 1.0
-    """Weight of the policy-gradient term."""
-    use_kl_loss: bool = False
-    """Add the divergence from the reference to the loss."""
-    kl_loss_coef: float = 0.0
-    kl_loss_type: str = "k3"
-    """Estimator of the divergence (:data:`roll.algorithms.kl.KL_ESTIMATORS`)."""
-    kl_loss_clamp: float | None = 10.0
-    """Bound of k3's value in the loss (see :class:`roll.algorithms.kl.KLOptions`)."""
-    kl_loss_importance_weighted: bool = False
-    """Weight the estimate by pi / pi_old: unbiased after the first update of a batch."""
-    entropy_loss_coef: float = 0.0
-    """Weight of the entropy bonus (subtracted from the loss)."""
-    log_entropy: bool = True
-    """Compute the entropy also where it has no weight: for the metric, outside the graph of the loss."""
+    pg: Any = field(default_factory=PPOConfig)
+    """What the variant is given: the algorithm's keys, or its own dataclass."""
     correction: CorrectionOptions = field(default_factory=CorrectionOptions)
-    """What to do about a rollout engine whose probabilities differ from the trainer's."""
+    """The meaning of ``train_infer_correction``."""
 
     @property
     def needs_reference(self) -> bool:
@@ -75,6 +54,19 @@ def options_from(options_class: type[Options], settings: Mapping[str, Any]) -> O
     return options_class(**{name: value for name, value in settings.items() if name in names})
 
 
+def option_names(pg_variant: str) -> tuple[str, ...]:
+    """The options of a variant: the keys that say that they are read with it, or the fields of its own dataclass.
+
+    Raises ``ValueError`` for an unknown variant.
+    """
+    options_class = options_class_of(pg_variant)
+    if options_class is not PPOConfig or pg_variant not in POLICY_LOSSES or POLICY_LOSSES.is_own(pg_variant):
+        return tuple(option.name for option in fields(options_class))
+    return tuple(
+        item.name for item in fields(PPOConfig) if pg_variant in dict(rules_of(item).read_if).get("pg_variant", ())
+    )
+
+
 def actor_loss_options(settings: Mapping[str, Any]) -> ActorLossOptions:
     """From a flat mapping of YAML keys (``pg_variant``, ``pg_clip``, ``train_infer_correction`` ...).
 
@@ -85,19 +77,14 @@ def actor_loss_options(settings: Mapping[str, Any]) -> ActorLossOptions:
     """
     variant = settings.get("pg_variant") or "ppo"
     arguments = settings.get("pg_variant_args") or {}
-    known = [option.name for option in fields(options_class_of(variant))]
+    known = option_names(variant)
     for name in arguments:
         if name not in known:
             raise ValueError(f"pg_variant_args.{name} is no option of {variant}; known: {', '.join(known) or 'none'}")
-    return options_from(
-        ActorLossOptions,
-        {
-            **settings,
-            "pg_variant": variant,
-            "pg": options_from(options_class_of(variant), {**settings, **arguments}),
-            "correction": correction_options(settings.get("train_infer_correction")),
-        },
-    )
+    settings = {**settings, **arguments, "pg_variant": variant}
+    pg: Any = options_from(options_class_of(variant), settings)
+    correction = correction_options(settings.get("train_infer_correction"))
+    return options_from(ActorLossOptions, {**settings, "pg": pg, "correction": correction})
 
 
 def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: LossDenominators) -> LossOutputs:

@@ -14,29 +14,14 @@ from torch import Tensor
 from roll.algorithms.loss_types import LOG_RATIO_BOUND, LossInputs, linearised, register_policy_loss
 from roll.algorithms.masked import level_log_ratio, masked_mean, row_blocks, row_mean
 from roll.algorithms.metrics import MetricBuilder
-from roll.algorithms.options import (
-    CISPOOptions,
-    ClipCovOptions,
-    DPPOOptions,
-    DROOptions,
-    GMPOOptions,
-    Kimi15Options,
-    KLCovOptions,
-    M2POOptions,
-    PPOOptions,
-    SAPOOptions,
-    TISOptions,
-    TOPROptions,
-    VanillaOptions,
-    VESPOOptions,
-)
+from roll.config.algorithm import PPOConfig
 
 
 def _count_clipped(metrics: MetricBuilder, clipped: Tensor, inputs: LossInputs) -> None:
     metrics.mean("actor/clipfrac", (clipped & inputs.mask).sum(), inputs.num_tokens)
 
 
-def _clipped_surrogate(inputs: LossInputs, log_ratio: Tensor, options: PPOOptions, metrics: MetricBuilder) -> Tensor:
+def _clipped_surrogate(inputs: LossInputs, log_ratio: Tensor, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """PPO's loss of the ratio exp(log_ratio); the derivative is -A r where the clip does not bind, else 0."""
     low, high = 1.0 - options.clip_low, 1.0 + options.clip_high
     bound = options.dual_clip_bound
@@ -71,34 +56,34 @@ def _clipped_surrogate(inputs: LossInputs, log_ratio: Tensor, options: PPOOption
 
 
 @register_policy_loss("ppo")
-def ppo(inputs: LossInputs, options: PPOOptions, metrics: MetricBuilder) -> Tensor:
+def ppo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """-min(r A, clip(r, 1 - low, 1 + high) A); arXiv 1707.06347 eq. 7, dual clip 1912.09729 eq. 5."""
     log_ratio = level_log_ratio(inputs.log_ratio, inputs.mask, options.importance_sampling)
     return _clipped_surrogate(inputs, log_ratio, options, metrics)
 
 
-@register_policy_loss("vanilla", options=VanillaOptions)
-def vanilla(inputs: LossInputs, options: VanillaOptions, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("vanilla")
+def vanilla(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """-A log pi: REINFORCE."""
     return -inputs.advantages * inputs.log_probs
 
 
 @register_policy_loss("gspo")
-def gspo(inputs: LossInputs, options: PPOOptions, metrics: MetricBuilder) -> Tensor:
+def gspo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """PPO's clip on s = exp(mean log r) of the response; arXiv 2507.18071 eq. 5. Made for seq-mean-token-mean."""
     return _clipped_surrogate(inputs, level_log_ratio(inputs.log_ratio, inputs.mask, "seq"), options, metrics)
 
 
-@register_policy_loss("gspo_token", aliases=("gspo-token",))
-def gspo_token(inputs: LossInputs, options: PPOOptions, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("gspo_token")
+def gspo_token(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """sg(s) pi / sg(pi): the value of GSPO's ratio with each token's own gradient; arXiv 2507.18071 eq. 13-14."""
     sequence = level_log_ratio(inputs.log_ratio, inputs.mask, "seq").detach()
     own = torch.where(inputs.mask, inputs.log_probs - inputs.log_probs.detach(), 0.0)
     return _clipped_surrogate(inputs, sequence + own, options, metrics)
 
 
-@register_policy_loss("tis", options=TISOptions)
-def tis(inputs: LossInputs, options: TISOptions, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("tis")
+def tis(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """-sg(clip(r, low, high)) A log pi: REINFORCE with truncated importance weights."""
     ratio = inputs.ratio
     weight = ratio.clamp(options.tis_lower_bound, options.tis_upper_bound)
@@ -106,8 +91,8 @@ def tis(inputs: LossInputs, options: TISOptions, metrics: MetricBuilder) -> Tens
     return -weight * inputs.advantages * inputs.log_probs
 
 
-@register_policy_loss("cispo", options=CISPOOptions)
-def cispo(inputs: LossInputs, options: CISPOOptions, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("cispo")
+def cispo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """-sg(clip(r, 1 - low, 1 + high)) A log pi; arXiv 2506.13585 eq. 4-5.
 
     With ``cispo_unified_mask``, eq. 6-7: -M sg(r) A log pi, M dropping what PPO's clip takes the gradient of.
@@ -123,8 +108,8 @@ def cispo(inputs: LossInputs, options: CISPOOptions, metrics: MetricBuilder) -> 
     return -weight * inputs.advantages * inputs.log_probs
 
 
-@register_policy_loss("m2po", options=M2POOptions)
-def m2po(inputs: LossInputs, options: M2POOptions, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("m2po")
+def m2po(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """-M r A: M drops the largest squared log-ratios until the mean of the others is in bounds; arXiv 2510.01161.
 
     Only tokens whose update leads further away (A > 0 and r > 1, or A < 0 and r < 1) are bounded and dropped.  Which
@@ -148,8 +133,8 @@ def m2po(inputs: LossInputs, options: M2POOptions, metrics: MetricBuilder) -> Te
     return -(inputs.log_ratio.exp() * inputs.advantages).masked_fill(dropped, 0.0)
 
 
-@register_policy_loss("vespo", options=VESPOOptions)
-def vespo(inputs: LossInputs, options: VESPOOptions, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("vespo")
+def vespo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """-sg(phi(w)) A log pi, w the response's ratio, phi(w) = w^k exp(lambda (1 - w)) by the sign of A; 2602.10693.
 
     A smooth weight with its largest value at w = k / lambda, where others clip.
@@ -164,8 +149,8 @@ def vespo(inputs: LossInputs, options: VESPOOptions, metrics: MetricBuilder) -> 
     return -phi * inputs.advantages * inputs.log_probs
 
 
-@register_policy_loss("topr", options=TOPROptions)
-def topr(inputs: LossInputs, options: TOPROptions, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("topr")
+def topr(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """Positives: -A log pi; negatives: the response's ratio truncated to [a, b] as weight; arXiv 2503.14286 eq. 8."""
     ratio = level_log_ratio(inputs.log_ratio.detach(), inputs.mask, "sequence").exp()
     truncated = ratio.clamp(options.topr_lower_bound, options.topr_upper_bound)
@@ -175,8 +160,8 @@ def topr(inputs: LossInputs, options: TOPROptions, metrics: MetricBuilder) -> Te
     return -weight * inputs.advantages * inputs.log_probs
 
 
-@register_policy_loss("raft++", aliases=("raft_plus_plus", "raftpp"))
-def raft_plus_plus(inputs: LossInputs, options: PPOOptions, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("raft++")
+def raft_plus_plus(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """PPO's clip on responses of positive advantage only; arXiv 2504.11343 section 3.
 
     With raw rewards (no normalisation) these are the right answers, as in the paper.
@@ -188,8 +173,8 @@ def raft_plus_plus(inputs: LossInputs, options: PPOOptions, metrics: MetricBuild
     return -torch.minimum(ratio, clipped) * positive
 
 
-@register_policy_loss("kimi15", options=Kimi15Options)
-def kimi15(inputs: LossInputs, options: Kimi15Options, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("kimi15")
+def kimi15(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """-A log pi + tau/2 (sum_t log r)^2, the square shared equally by the response's tokens; arXiv 2501.12599 eq. 3.
 
     With seq-mean-token-sum this is the paper's loss; with another mode both terms are scaled alike.
@@ -199,8 +184,8 @@ def kimi15(inputs: LossInputs, options: Kimi15Options, metrics: MetricBuilder) -
     return -inputs.advantages * inputs.log_probs + 0.5 * options.kimi15_tau * total.square() / lengths
 
 
-@register_policy_loss("sapo", options=SAPOOptions)
-def sapo(inputs: LossInputs, options: SAPOOptions, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("sapo")
+def sapo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """-(4/tau) sigmoid(tau (r - 1)) A with tau by the sign of A: a soft gate instead of a clip; arXiv 2511.20347."""
     tau = torch.full_like(inputs.advantages, options.sapo_tau_neg)
     tau = tau.masked_fill_(inputs.advantages > 0, options.sapo_tau_pos)
@@ -208,8 +193,8 @@ def sapo(inputs: LossInputs, options: SAPOOptions, metrics: MetricBuilder) -> Te
     return -gate * inputs.advantages
 
 
-@register_policy_loss("gmpo", options=GMPOOptions)
-def gmpo(inputs: LossInputs, options: GMPOOptions, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("gmpo")
+def gmpo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """-A exp(mean of the clipped log r): geometric instead of arithmetic mean of token ratios; arXiv 2507.20673 eq. 4.
 
     Made for seq-mean-token-mean.
@@ -221,8 +206,8 @@ def gmpo(inputs: LossInputs, options: GMPOOptions, metrics: MetricBuilder) -> Te
     return -level_log_ratio(clipped, inputs.mask, "geometric").exp() * inputs.advantages
 
 
-@register_policy_loss("dro", options=DROOptions)
-def dro(inputs: LossInputs, options: DROOptions, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("dro")
+def dro(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """(A - tau log(pi/pi_ref))^2 / 2 of the response, shared equally by its tokens; arXiv 2405.19107 eq. 5.
 
     The reference is ``ref_log_probs`` where given, else the old policy; A is the response's mean advantage.
@@ -236,8 +221,8 @@ def dro(inputs: LossInputs, options: DROOptions, metrics: MetricBuilder) -> Tens
     return 0.5 * residual.square() / inputs.mask.sum(-1, keepdim=True).clamp(min=1)
 
 
-@register_policy_loss("dppo", options=DPPOOptions)
-def dppo(inputs: LossInputs, options: DPPOOptions, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("dppo")
+def dppo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """-M sg(min(r, c)) A log pi; M drops tokens beyond the divergence whose update leads further away; 2602.04879.
 
     The divergence is that of the two-outcome distribution (this token, any other).
@@ -268,8 +253,8 @@ def token_covariance(inputs: LossInputs) -> Tensor:
     return torch.where(inputs.mask, log_probs * advantages, 0.0)
 
 
-@register_policy_loss("clip_cov", options=ClipCovOptions, aliases=("clip-cov",))
-def clip_cov(inputs: LossInputs, options: ClipCovOptions, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("clip_cov")
+def clip_cov(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """PPO's clip, and no gradient for a random share of the tokens whose covariance lies in (low, high); arXiv
     2505.22617 eq. 10-13.
 
@@ -286,14 +271,14 @@ def clip_cov(inputs: LossInputs, options: ClipCovOptions, metrics: MetricBuilder
     return ppo(inputs, options, metrics) * keep.view_as(inputs.mask)
 
 
-def _clipped_by_ppo(inputs: LossInputs, options: ClipCovOptions) -> Tensor:
+def _clipped_by_ppo(inputs: LossInputs, options: PPOConfig) -> Tensor:
     """bool (B, L): the clipped surrogate is the smaller one."""
     clipped = inputs.ratio.clamp(1.0 - options.clip_low, 1.0 + options.clip_high)
     return clipped * inputs.advantages < inputs.ratio * inputs.advantages
 
 
-@register_policy_loss("kl_cov", options=KLCovOptions, aliases=("kl-cov",))
-def kl_cov(inputs: LossInputs, options: KLCovOptions, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("kl_cov")
+def kl_cov(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """-r A, plus coef |log r| on the tokens of highest covariance in the micro-batch; arXiv 2505.22617 eq. 10-13."""
     covariance = token_covariance(inputs).masked_fill(~inputs.mask, -torch.inf).flatten()
     count = int(inputs.num_tokens)

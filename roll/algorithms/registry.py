@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
+
+from roll.config.reading.errors import closest
+from roll.config.reading.names import Named, Table
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -15,21 +17,34 @@ class Registry(Generic[F]):
 
     ``name`` may be a registered name, an alias, or the path of a function in an importable module
     (``my_package.losses.my_loss`` or ``my_package.losses:my_loss``).
+
+    Args:
+        kind: the key of the YAML, for messages.
+        table: the configuration's table of these names, where there is one: it knows their aliases, and learns names
+            that are registered in addition.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, table: Table[Any] | None = None) -> None:
         self.kind = kind
+        self._table = table
         self._entries: dict[str, F] = {}
         self._names: list[str] = []
 
-    def add(self, function: F, name: str, aliases: tuple[str, ...] = ()) -> None:
-        """Register ``function``; raises ``ValueError`` when a name is taken by another function."""
-        for key in (name, *aliases):
+    def add(self, function: F, name: str, aliases: tuple[str, ...] = (), row: Named | None = None) -> None:
+        """Register ``function``; raises ``ValueError`` when a name is taken by another function.
+
+        Args:
+            row: what the table learns of a name that it does not have.
+        """
+        known = self._table.get(name) if self._table is not None else None
+        for key in (name, *(aliases if known is None else known.aliases)):
             if key in self._entries and self._entries[key] is not function:
                 raise ValueError(f"{self.kind} {key!r} is registered already; choose another name")
             self._entries[key] = function
         if name not in self._names:
             self._names.append(name)
+        if row is not None and known is None and self._table is not None:
+            self._table.add(row)
 
     def decorator(self, name: str, aliases: tuple[str, ...] = ()) -> Callable[[F], F]:
         """A decorator that registers what it stands on."""
@@ -56,9 +71,10 @@ class Registry(Generic[F]):
             return self._entries[name]
         if "." in name or ":" in name:
             return self._import(name)
-        near = difflib.get_close_matches(name, self._entries, n=1, cutoff=0.0)
+        near = closest(name, self._entries)
+        meant = f"nearest known: {near!r}; " if near else ""
         raise ValueError(
-            f"unknown {self.kind} {name!r}; nearest known: {near[0]!r}; known: {', '.join(self._names)}; "
+            f"unknown {self.kind} {name!r}; {meant}known: {', '.join(self._names)}; "
             "or the dotted path of your own function"
         )
 

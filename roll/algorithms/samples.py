@@ -12,6 +12,7 @@ from torch import Tensor
 from roll.algorithms.masked import Groups
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.registry import Registry
+from roll.config.algorithm import PPOConfig
 from roll.protocol.metrics import Metrics
 
 NORM_TYPES = ("batch", "group", "running", None)
@@ -181,33 +182,6 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
     return -factor * excess.clamp(0.0, 1.0)
 
 
-@dataclass(frozen=True)
-class SampleMaskOptions:
-    """Reasons to leave a response out of the loss."""
-
-    max_len_mask: bool = False
-    """Leave out responses that were cut off at the length limit (DAPO's over-long filtering)."""
-    difficulty_mask: bool = False
-    """Leave out groups whose mean score is not strictly between the two thresholds."""
-    difficulty_low_threshold: float = 0.0
-    difficulty_high_threshold: float = 1.0
-    error_max_len_clip: bool = False
-    """Leave out wrong responses longer than ``error_max_len_threshold`` tokens."""
-    error_max_len_threshold: int = 9_999_999_999
-
-
-@dataclass(frozen=True)
-class SampleWeightOptions:
-    """Reasons to weigh responses differently; weights multiply."""
-
-    difficulty_loss_weight: bool = False
-    """0.5 + 1.5 d with d = 1 - mean score of the group: hard prompts count up to 4 times as much as easy ones."""
-    length_loss_weight: bool = False
-    """1.5 - l with l the length scaled to [0, 1] over the batch: short responses count more."""
-    sample_weighting: str | None = None
-    """Dotted path of a :data:`WeightFunction` of one's own."""
-
-
 WeightFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(scores, lengths, group_ids) -> weights``, each (B,); a weight of 0 leaves the response out of the policy loss."""
 
@@ -215,7 +189,7 @@ weight_functions: Registry[WeightFunction] = Registry("sample_weighting")
 
 
 def sample_mask(
-    options: SampleMaskOptions,
+    options: PPOConfig,
     scores: Tensor,
     lengths: Tensor,
     truncated: Tensor,
@@ -262,13 +236,13 @@ def sample_mask(
     return keep, metrics.build()
 
 
-def _mixed(options: SampleMaskOptions, scores: Tensor, group_ids: Tensor) -> Tensor:
+def _mixed(options: PPOConfig, scores: Tensor, group_ids: Tensor) -> Tensor:
     groups = Groups.of(group_ids)
     mean = groups.mean(scores.double())[groups.index]
     return (mean > options.difficulty_low_threshold) & (mean < options.difficulty_high_threshold)
 
 
-def sample_weights(options: SampleWeightOptions, scores: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor | None:
+def sample_weights(options: PPOConfig, scores: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor | None:
     """Weight of each response, float32 (B,), or None when nothing weighs.
 
     ``scores`` float (B,) in [0, 1] (others are clamped for the difficulty), ``lengths`` int64 (B,) response tokens.

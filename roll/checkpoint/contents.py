@@ -1,4 +1,4 @@
-"""What the checkpoint of a role says of itself, and whether another configuration takes up all of it.
+"""Contents of a role's checkpoint, and their check against another configuration.
 
 Each role's folder has a ``trainer_state.json``.  Besides counters it lists the trained parameters with their shapes, so
 that a configuration under which some of them would be left behind, or start from somewhere else, is refused by name.
@@ -117,7 +117,7 @@ def trained_under(names: Iterable[str], prefixes: str | None) -> set[str]:
 
 
 def frozen_mismatches(written: ModelContents, trained: Collection[str]) -> list[str]:
-    """What another choice of trained parameters means for a checkpoint, in words."""
+    """Consequences of another choice of trained parameters for a checkpoint, in words."""
     lost = [name for name in written.trained if name not in trained]
     new = [name for name in trained if name not in written.trained]
     problems = []

@@ -1,7 +1,7 @@
 """Folders that appear whole or not at all, with a manifest of all files: size and hash, so that a torn copy is noticed.
 
 A writer first takes the lock ``.NAME.RANDOM.lock``, then writes into ``.NAME.RANDOM.partial``, which is renamed at the
-end. One that dies leaves a hidden folder whose lock nobody holds; :func:`sweep` finds and removes it. The lock is the
+end. One that dies leaves a hidden folder whose lock is free; :func:`sweep` finds and removes it. The lock is the
 kernel's (``flock``), so a killed process cannot keep it, and a folder that another living run is writing is left alone.
 """
 
@@ -42,7 +42,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a finished folder holds; ``files`` maps POSIX paths relative to the folder to their entries."""
+    """The contents of a finished folder; ``files`` maps POSIX paths relative to the folder to their entries."""
 
     step: int
     created: str
@@ -185,7 +185,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def sweep(parent: Path) -> None:
-    """Remove what killed writers left in ``parent``; put back a folder whose replacement was cut short."""
+    """Remove what killed writers left in ``parent``; put back a folder whose replacement was interrupted."""
     for replaced in sorted(parent.glob(f".*{_REPLACED_SUFFIX}")):
         original = parent / replaced.name.removeprefix(".").removesuffix(_REPLACED_SUFFIX)
         if original.exists():

@@ -121,7 +121,7 @@ class CheckpointManager:
         return _latest(self._folders())
 
     def resolve(self, resume_from_checkpoint: bool | str) -> Checkpoint | None:
-        """What the YAML key of this name asks for: False nothing, True :meth:`latest`, a path that checkpoint.
+        """Resolve the YAML key of this name: False nothing, True :meth:`latest`, a path that checkpoint.
 
         The path may be a checkpoint, or a folder of checkpoints whose latest one is meant. None: start anew.
 
@@ -165,7 +165,7 @@ class CheckpointManager:
                     logger.warning("resuming from step %d: %s is now %s", step, checkpoint.path, aside.name)
 
     def close(self) -> None:
-        """Wait for uploads under way, and prune what had to be kept for them.
+        """Wait for uploads in flight, and prune what had to be kept for them.
 
         Raises:
             OSError, CheckpointDamagedError: what kept the first of the uploads that failed from being whole. It was

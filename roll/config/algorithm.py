@@ -1,159 +1,138 @@
-"""``train_infer_correction``: its three spellings, checked; the value itself stays as written.
+"""The algorithm's keys: advantages, policy loss, KL, clipping; and the tables of estimators and policy losses.
 
-:func:`roll.algorithms.corrections.correction_options` gives it its meaning."""
+A new policy loss is a row of :data:`POLICY_LOSSES`, its options as keys of :class:`PolicyLossConfig`, and a function in
+:mod:`roll.algorithms.policy_losses`; a new estimator is a row of :data:`ADV_ESTIMATORS` and a function in
+:mod:`roll.algorithms.advantages`. The functions are given these dataclasses.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from roll.config.names import (
-    ADV_ESTIMATORS,
-    CORRECTION_PRESETS,
-    DISCOUNTING_ESTIMATORS,
-    KL_PENALTIES,
-    LOSS_AGG_MODES,
-    NORM_TYPES,
-    PG_VARIANTS,
-    PLANNED_ADV_ESTIMATORS,
-    VALUE_LOSSES,
+from roll.config.corrections import parse_correction
+from roll.config.reading.fields import parse_dotted_path, rules, setting
+from roll.config.reading.names import Table
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A policy loss, ``pg_variant``."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    clips: bool = False
+    """PPO's clipped surrogate, with a dual clip where asked."""
+
+
+POLICY_LOSSES = Table(
+    "pg_variant",
+    PolicyLoss("ppo", clips=True),
+    PolicyLoss("vanilla"),
+    PolicyLoss("gspo", clips=True),
+    PolicyLoss("gspo_token", ("gspo-token",), clips=True),
+    PolicyLoss("tis"),
+    PolicyLoss("cispo"),
+    PolicyLoss("m2po"),
+    PolicyLoss("vespo"),
+    PolicyLoss("topr"),
+    PolicyLoss("raft++", ("raft_plus_plus", "raftpp")),
+    PolicyLoss("kimi15"),
+    PolicyLoss("sapo"),
+    PolicyLoss("gmpo"),
+    PolicyLoss("dro"),
+    PolicyLoss("dppo"),
+    PolicyLoss("clip_cov", ("clip-cov",), clips=True),
+    PolicyLoss("kl_cov", ("kl-cov",)),
 )
-from roll.config.reading.errors import Problems
-from roll.config.reading.fields import DOTTED_PATH, parse_dotted_path, rules, setting
-from roll.config.reading.schema import SchemaReader, closest
-
-Level = Literal["token", "segment", "geometric", "sequence"]
-RuleLevel = Literal["token", "segment", "geometric", "sequence", "max"]
+CLIPPED = tuple(name for name, row in POLICY_LOSSES.items() if row.clips and row.name == name)
 
 
 @dataclass(frozen=True)
-class ImportanceWeightConfig:
-    """``train_infer_correction.is_weight``: weigh tokens by trainer / engine probability."""
+class Estimator:
+    """An advantage estimator, ``adv_estimator``."""
 
-    enabled: bool = False
-    """Switch it on."""
-    weight_type: Level = "token"
-    """Level at which the ratio is taken."""
-    upper_bound: float | None = setting(1.2, gt=0)
-    """Weights are truncated at this value; null: not truncated."""
-    detach: bool = True
-    """No gradient through the weight."""
-
-
-@dataclass(frozen=True)
-class MismatchFilterConfig:
-    """An entry of ``train_infer_correction.filters``: mask what the trainer and the engine disagree on."""
-
-    enabled: bool = True
-    """Switch it on."""
-    agg_type: Level = "token"
-    """Level at which the comparison is made."""
-    ratio_enabled: bool = False
-    """Compare the probability ratio with the bounds below."""
-    ratio_low: float = setting(0.8, ge=0)
-    """Least ratio kept."""
-    ratio_high: float = setting(1.2, gt=0)
-    """Greatest ratio kept."""
-    diff_enabled: bool = False
-    """Compare the difference of probabilities with the bounds below."""
-    diff_low: float = -0.2
-    """Least difference kept."""
-    diff_high: float = 0.2
-    """Greatest difference kept."""
+    name: str
+    aliases: tuple[str, ...] = ()
+    norm: tuple[str | None, str | None] = (None, None)
+    """``norm_mean_type`` and ``norm_std_type`` of the rewards where the file leaves them open."""
+    whitens: bool = False
+    """Whitening of the advantages is part of it."""
+    needs_values: bool = False
+    """It needs a critic."""
+    discounts: bool = False
+    """It reads ``gamma``."""
+    leaves_one_out: bool = False
+    """It compares the samples of a prompt with one another and so needs two."""
+    is_pass_at_k: bool = False
+    """It asks whether one of ``pass_k`` samples is right."""
+    needs_squares: bool = False
+    """It reads the sum of squared probabilities before every token."""
+    needs_greedy: bool = False
+    """It compares every sample with the greedy response to its prompt."""
+    weighs_rewards: bool = False
+    """It normalises the rewards of ``reward_weights`` apart."""
 
 
-@dataclass(frozen=True)
-class CorrectionConfig:
-    """The section form of ``train_infer_correction``."""
+ADV_ESTIMATORS = Table(
+    "adv_estimator",
+    Estimator("gae", needs_values=True, discounts=True),
+    Estimator("grpo", norm=("group", "group"), discounts=True),
+    Estimator("reinforce", discounts=True),
+    Estimator("reinforce++", ("reinforce_plus_plus",), whitens=True, discounts=True),
+    Estimator(
+        "reinforce++_baseline",
+        ("reinforce_plus_plus_baseline",),
+        norm=("group", None),
+        whitens=True,
+        discounts=True,
+    ),
+    Estimator("rloo", leaves_one_out=True),
+    Estimator("opo"),
+    Estimator("optimal_token_baseline", ("tir_optimal_token_baseline",), needs_squares=True),
+    Estimator("gpg"),
+    Estimator("maxrl", leaves_one_out=True),
+    Estimator("pass@k", ("pass_at_k",), is_pass_at_k=True),
+    Estimator("remax", needs_greedy=True),
+    Estimator("gdpo", weighs_rewards=True),
+)
+PLANNED_ADV_ESTIMATORS = ("gigpo", "step_reinforce", "agentic_reinforce")
+"""Estimators that need what no pipeline supplies yet: turns."""
 
-    is_weight: ImportanceWeightConfig = field(default_factory=ImportanceWeightConfig)
-    """Importance weights."""
-    filters: list[MismatchFilterConfig] = field(default_factory=list)
-    """Masks, applied one after the other."""
-
-
-@dataclass(frozen=True)
-class CorrectionRuleConfig:
-    """An entry of the list form of ``train_infer_correction``."""
-
-    level: RuleLevel = "token"
-    """Level at which trainer and engine are compared."""
-    action: Literal["truncate", "mask", "both"] = "truncate"
-    """Weigh by the ratio, mask what lies outside the bounds, or both."""
-    metric: Literal["ratio", "log_diff", "prob_diff", "k1", "k2", "k3"] = "ratio"
-    """What the bounds speak of."""
-    low: float | None = None
-    """Lower bound; null: none."""
-    high: float | None = None
-    """Upper bound; null: none."""
-    only_negative: bool = False
-    """Only where the advantage is negative."""
-    policy: Literal["old", "current"] = "old"
-    """Which policy of the trainer is compared with the engine: the one before the update or the current one."""
-
-
-def check_rule(rule: CorrectionRuleConfig, path: str, problems: Problems) -> None:
-    """Keys of a rule against one another."""
-    if rule.action != "mask" and rule.metric != "ratio":
-        problems.add(f"{path}.metric", rule.metric, f"needs action: mask; {rule.action} weighs by the ratio", "ratio")
-    if rule.action != "mask" and rule.level == "max":
-        problems.add(f"{path}.level", rule.level, f"needs action: mask; {rule.action} has no weight there", "sequence")
-    if rule.low is not None and rule.high is not None and rule.low > rule.high:
-        problems.add(f"{path}.low", rule.low, f"must not be greater than high {rule.high:g}", rule.high)
-
-
-def parse_correction(value: Any) -> Any:
-    """The value unchanged.
-
-    Raises:
-        ValueError: neither a preset nor a dotted path, nor a list of rules, nor a section with ``is_weight`` and
-            ``filters``; or a mistake inside one of them.
-    """
-    problems = Problems()
-    reader = SchemaReader(problems)
-    if isinstance(value, str):
-        if value not in CORRECTION_PRESETS and not DOTTED_PATH.fullmatch(value):
-            nearest = closest(value, CORRECTION_PRESETS)
-            meant = f" (nearest: {nearest})" if nearest else ""
-            presets = ", ".join(CORRECTION_PRESETS)
-            raise ValueError(
-                f"must be one of the presets {presets}{meant}, the dotted path of your own function, a list of rules "
-                "or a section"
-            )
-    elif isinstance(value, list):
-        for index, rule in enumerate(value):
-            values = reader.read(CorrectionRuleConfig, rule, f"[{index}]")
-            if not problems.errors:
-                check_rule(CorrectionRuleConfig(**values), f"[{index}]", problems)
-    elif isinstance(value, Mapping):
-        reader.read(CorrectionConfig, value, "")
-        for index, entry in enumerate(value.get("filters") or []):
-            reader.read(MismatchFilterConfig, entry, f"filters[{index}]")
-    else:
-        raise ValueError("must be a preset's name, a list of rules or a section")
-    if problems.errors:
-        raise ValueError("; ".join(str(problem) for problem in problems.errors))
-    return value
-
-
-SPELLINGS = {
-    "gspo_token": ("gspo-token",),
-    "raft++": ("raft_plus_plus", "raftpp"),
-    "clip_cov": ("clip-cov",),
-    "kl_cov": ("kl-cov",),
-}
-"""Other spellings of policy losses."""
-CLIPPED = ("ppo", "gspo", "gspo_token", "clip_cov")
-"""Policy losses that are PPO's clipped surrogate, with a dual clip where asked."""
+KL_PENALTIES = (
+    *("kl", "k1", "k2", "k3", "abs", "mse", "low_var_kl"),
+    *("k1+", "kl+", "abs+", "k3+", "low_var_kl+", "full"),
+)
+"""Estimators of the KL, which are those of :mod:`roll.algorithms.kl`."""
+LOSS_AGG_MODES = (
+    "seq-mean-token-mean",
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "prompt-mean",
+    "token-sum",
+)
+VALUE_LOSSES = ("mse", "huber")
+NORM_TYPES = ("batch", "group", "running")
 
 
 def readers(*variants: str) -> dict[str, tuple[str, ...]]:
     """``read_if`` of a key that these policy losses read, in all their spellings."""
-    return {"pg_variant": tuple(name for one in variants for name in (one, *SPELLINGS.get(one, ())))}
+    return {"pg_variant": tuple(name for one in variants for name in (one, *POLICY_LOSSES[one].aliases))}
 
 
-@dataclass(frozen=True)
+def estimators(holds: Callable[[Estimator], bool]) -> dict[str, tuple[str, ...]]:
+    """``read_if`` of a key that these estimators read."""
+    return {"adv_estimator": ADV_ESTIMATORS.where(holds)}
+
+
+def estimator(name: str) -> Estimator:
+    """What is known of an estimator; a function found by its dotted path has no special needs."""
+    return ADV_ESTIMATORS.get(name) or Estimator(name)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicyLossConfig:
     """Keys at the top of an RLVR configuration that belong to one ``pg_variant`` each."""
 
@@ -218,7 +197,7 @@ class PolicyLossConfig:
     """``kl_cov``: weight of that penalty."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PPOConfig(PolicyLossConfig):
     """The algorithm's keys, at the top of an RLVR configuration."""
 
@@ -234,15 +213,15 @@ class PPOConfig(PolicyLossConfig):
         "gae", choices=ADV_ESTIMATORS, planned=PLANNED_ADV_ESTIMATORS, dotted_path=True, example="grpo"
     )
     """Advantage estimator: ``gae`` (needs a critic), ``grpo``, ``reinforce``, ``reinforce++``, ``rloo`` ..."""
-    pg_variant: str = setting("ppo", choices=PG_VARIANTS, dotted_path=True)
+    pg_variant: str = setting("ppo", choices=POLICY_LOSSES, dotted_path=True)
     """Policy loss; ``actor_train.pg_variant`` counts where it is set."""
     pg_variant_args: dict[str, Any] = field(default_factory=dict)
     """Options of a policy loss of your own: the fields of its options class that are no keys here."""
     adv_estimator_args: dict[str, Any] = field(default_factory=dict)
     """Options of an advantage estimator of your own: ``options.adv_estimator_args`` of the function."""
-    gamma: float = setting(1.0, ge=0, le=1, read_if={"adv_estimator": DISCOUNTING_ESTIMATORS})
+    gamma: float = setting(1.0, ge=0, le=1, read_if=estimators(lambda row: row.discounts))
     """Discount of later rewards."""
-    lambd: float = setting(0.95, ge=0, le=1, read_if={"adv_estimator": ("gae",)})
+    lambd: float = setting(0.95, ge=0, le=1, read_if=estimators(lambda row: row.needs_values))
     """GAE's lambda."""
     pg_clip: float = setting(0.2, ge=0, example=0.2, read_if=readers(*CLIPPED, "raft++"))
     """Clip range of the probability ratio, on both sides."""
@@ -317,7 +296,7 @@ class PPOConfig(PolicyLossConfig):
     norm_std_type: str | None = setting("auto", choices=("auto", *NORM_TYPES), example="group")
     """Spread that response rewards are divided by: ``batch``, ``group``, ``running`` or null (none; with ``grpo``
     that is Dr. GRPO). ``auto``: what the estimator's paper asks for."""
-    pass_k: int = setting(4, ge=1, read_if={"adv_estimator": ("pass@k", "pass_at_k")})
+    pass_k: int = setting(4, ge=1, read_if=estimators(lambda row: row.is_pass_at_k))
     """``pass@k``: the k, less than ``num_return_sequences_in_group``. Right is a raw score of 1 or more."""
     reward_weights: dict[str, float] = field(default_factory=dict)
     """``gdpo``: the rewards to normalise apart, with their weights. Names are those of the numbers that the reward
@@ -366,3 +345,20 @@ class PPOConfig(PolicyLossConfig):
     """Weigh samples by the length of their response, short ones more."""
     sample_weighting: str | None = field(default=None, metadata=rules(parse=parse_dotted_path, example="~"))
     """Dotted path of your own function of scores, lengths and groups that gives each sample its weight."""
+
+    @property
+    def clip_low(self) -> float:
+        """How far the ratio may fall below 1."""
+        return self.pg_clip_low if self.use_pg_clip_range else self.pg_clip
+
+    @property
+    def clip_high(self) -> float:
+        """How far the ratio may rise above 1."""
+        return self.pg_clip_high if self.use_pg_clip_range else self.pg_clip
+
+    @property
+    def dual_clip_bound(self) -> float | None:
+        """Bound of the dual clip (arXiv 1912.09729); None: it is off."""
+        if not self.dual_clip_loss:
+            return None
+        return 1.0 + 2.0 * self.pg_clip if self.dual_clip_coef is None else self.dual_clip_coef

@@ -23,10 +23,10 @@ from roll.config.pipelines import (
 )
 from roll.config.plan.plan import Plan
 from roll.config.reading.compose import Composed, compose_file
-from roll.config.reading.errors import ConfigError, Notice, Problem, Problems
+from roll.config.reading.errors import ConfigError, Notice, Problem, Problems, closest
 from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.masking import register_secrets
-from roll.config.reading.schema import SchemaReader, build, closest, known_keys
+from roll.config.reading.schema import SchemaReader, build, known_keys
 from roll.config.reading.yaml_files import SourceFile
 from roll.config.run import RunConfig
 

@@ -15,11 +15,11 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from roll.config.algorithm import CorrectionConfig, CorrectionRuleConfig, ImportanceWeightConfig, MismatchFilterConfig
+from roll.config.corrections import CorrectionConfig, CorrectionRule, ImportanceWeightConfig, MismatchFilterConfig
 from roll.config.data import CurriculumArguments, DataArguments
 from roll.config.pipelines import definitions
-from roll.config.reading.errors import ConfigError, Problem
-from roll.config.reading.schema import closest, mapped_section, nested_section, rules_of, type_hints
+from roll.config.reading.errors import ConfigError, Problem, closest
+from roll.config.reading.schema import mapped_section, nested_section, rules_of, type_hints
 from roll.config.roles import (
     GeneratingArguments,
     ModelArguments,
@@ -70,7 +70,7 @@ PAGES: tuple[tuple[str, type, tuple[type, ...]], ...] = (
     ("`train_infer_correction` as a section", CorrectionConfig, ()),
     ("`train_infer_correction.is_weight`", ImportanceWeightConfig, ()),
     ("`train_infer_correction.filters[]`", MismatchFilterConfig, ()),
-    ("`train_infer_correction` as a list of rules", CorrectionRuleConfig, ()),
+    ("`train_infer_correction` as a list of rules", CorrectionRule, ()),
     ("`rollout_mock`", RolloutMockConfig, ()),
     ("`transfer_backend`", TransferBackendConfig, ()),
 )

@@ -7,8 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from roll.config.algorithm import POLICY_LOSSES
 from roll.config.data import CurriculumArguments, DataArguments
-from roll.config.names import ATTENTION, DECAYING_SCHEDULERS, LR_SCHEDULERS, PG_VARIANTS
+from roll.config.names import ATTENTION, DECAYING_SCHEDULERS, LR_SCHEDULERS
 from roll.config.reading.fields import parse_device_mapping, parse_dtype, parse_temperature, rules, setting
 
 
@@ -213,7 +214,7 @@ class WorkerConfig:
     """Name in logs and metrics; empty: the section's own name."""
     worker_cls: str | None = None
     """Worker class or reward: a short name, a dotted path of your own, or one of ROLL's published paths."""
-    pg_variant: str | None = setting(None, choices=PG_VARIANTS, dotted_path=True)
+    pg_variant: str | None = setting(None, choices=POLICY_LOSSES, dotted_path=True)
     """Policy loss of this actor; null: the pipeline's ``pg_variant``."""
     model_args: ModelArguments = field(default_factory=ModelArguments)
     """Which model, and how it is built."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from roll.config.reading.fields import setting
+from roll.config.strategies.base import UpdateMode as UpdateMode
+from roll.config.strategies.registry import BACKEND_OF
 
-UpdateMode = Literal["full", "trained", "delta"]
 TransportName = Literal["shared_memory", "object_store", "broadcast", "safetensors", "cuda_ipc"]
 
 
@@ -36,15 +37,11 @@ class WeightSyncConfig:
     update writes there is deleted when the engines have it."""
 
 
-UPDATED_IN_PARTS = {"hf_infer": ("trained", "delta"), "sglang": ("trained",)}
-"""Modes beside ``full``, by engine: it takes some of a model's tensors by themselves, or some of their elements."""
-
-
 def update_mode(options: WeightSyncConfig, engine: str) -> UpdateMode:
     """The mode of updates to an engine of this strategy."""
     if options.mode != "auto":
         return options.mode
-    return "trained" if engine == "hf_infer" or options.lora == "adapter" else "full"
+    return "trained" if options.lora == "adapter" else BACKEND_OF[engine].updates[0]
 
 
 def transport_name(

@@ -85,19 +85,19 @@ _DRIVERS_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class WorkerRaised(Exception):
-    """What a worker's method raised, in words; it carries no object that the driver might fail to unpickle."""
+    """An exception of a worker's method, in words; it carries no object that the driver might fail to unpickle."""
 
     def __init__(self, error: str, stack: str, when: float) -> None:
         super().__init__(error, stack, when)
         self.error = error
         self.stack = stack
         self.when = when
-        """Seconds since the epoch on the worker's clock: the earliest of several is the likelier cause."""
+        """Seconds since the epoch on the worker's clock: the earliest of several is the most probable cause."""
 
 
 @dataclass(frozen=True)
 class WorkerAddress:
-    """Where a worker's process runs."""
+    """The process of a worker, and its host."""
 
     pid: int
     node_id: str

@@ -55,11 +55,11 @@ class Cluster:
         settings: Any = None,
         rpc_timeout: float = 3600.0,
     ) -> None:
-        """Start the workers; returns while they start, so that several clusters start side by side.
+        """Start the workers; returns while they start, so that several clusters start concurrently.
 
         Args:
             worker_cls: Dotted path of the class (imported in the workers only) or the class.
-            settings: What the workers need besides their role: an instance of the class's ``settings_class``.
+            settings: Values that the workers need besides their role: an instance of the class's ``settings_class``.
             rpc_timeout: Seconds that a call may take unless the call or its registration says otherwise.
 
         Raises:
@@ -67,7 +67,7 @@ class Cluster:
         """
         self.name = name
         self.meanwhile: Callable[[PendingCall], None] | None = None
-        """What the caller does until a blocking call is answered, in place of waiting idly."""
+        """Work of the caller until a call is answered, in place of waiting idly."""
         self.role = role
         self.rpc_timeout = rpc_timeout
         self._resources = resource_manager
@@ -142,7 +142,7 @@ class Cluster:
 
     @property
     def rank_infos(self) -> list[RankInfo]:
-        """Where every rank stands; asked of the workers once, on first use (so: after their model is built)."""
+        """The place of every rank; asked of the workers once, on first use (so: after their model is built)."""
         if self._rank_infos is None:
             self.wait_ready()
             refs = {rank: actor.rank_info.remote() for rank, actor in enumerate(self.workers)}

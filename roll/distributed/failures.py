@@ -1,4 +1,4 @@
-"""What can go wrong with a call, as exceptions that say who, where, how long, and why first."""
+"""Failures of a call, as exceptions that say first who, where, how long, and why."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from roll.config.reading.masking import masked_text
 
 @dataclass(frozen=True)
 class RankReport:
-    """What is known of one rank when a call fails."""
+    """Evidence about one rank when a call fails."""
 
     rank: int
     where: str = ""

@@ -2,7 +2,7 @@
 
 Ray ends a driver whose node daemon has died on the spot; the kernel ends one that wants too much memory; and a second
 Ctrl-C ends it at once. None of them leaves the driver time to end its processes, to say what happened, or to draw its
-curves. The guard, a small process, waits for the driver's end at a pipe. Closed without a farewell, it ends what is
+curves. The guard, a small process, waits for the driver's end at a pipe. Closed without notice, it ends what is
 left of the run, writes what the driver has left with it to standard error and into the run's log, and runs the command
 that it was given for this case.
 
@@ -70,7 +70,7 @@ def _has_open(entry: Path, folder: Path) -> bool:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs; one that has ended and was not yet fetched by its parent does not."""
+    """True while the process runs; one that has ended and was not yet fetched by its parent does not."""
     try:
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
@@ -201,7 +201,7 @@ def main() -> None:
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[str]:
-    """What the driver says, until it ends. A daemon that ends before it is noted as the cause."""
+    """The driver's messages, until it ends. A daemon that ends before it is noted as the cause."""
     poll = select.poll()
     watched: dict[int, str] = {}
     poll.register(0, select.POLLIN | select.POLLHUP)
@@ -241,7 +241,7 @@ def _succeed(facts: Mapping[str, Any]) -> None:
 
 
 def _from_ray(folder: Path | None) -> str | None:
-    """Why Ray's client has ended the driver, from its log, where that came before anybody had seen the daemon's end."""
+    """The reason for which Ray's client has ended the driver, from its log, if it noticed the daemon's end first."""
     for log in [] if folder is None else folder.glob("session_2*/logs/python-core-driver-*.log"):
         with suppress(OSError):
             text = log.read_text(encoding="utf-8", errors="replace")

@@ -1,9 +1,18 @@
 """One Ray node (head or joining) started in this process: its folder, its daemons, and the watch over them.
 
 ``ray.init()`` also starts an autoscaler, a dashboard server and a log forwarder, which cost about 1.5 CPU-seconds at
-start on top of what is needed and bind to the host's outward address. Ray offers no public switch for that, so this
-module (and no other) uses Ray's own node class, the one behind ``ray start``. The daemons are watched because without
-them calls hang or fail in ways that do not name the cause.
+start on top of what is needed and bind to the host's outward address. The daemons are watched because without them
+calls hang or fail in ways that do not name the cause.
+
+Private parts of Ray are used here and in no other module; ``setup.py`` bounds its version for their sake. Ray has no
+public way to any of this:
+
+- ``Node``, ``RayParams``: start a node without those three processes, and learn the daemons' process ids. They are
+  behind ``ray start``, which starts the processes too.
+- ``Config``, ``AuthenticationTokenLoader``: read the access token again, which Ray does when it is imported.
+- ``worker.print_to_stdstream``: keep notices of dead workers off the driver's standard output.
+- ``ray_constants.ENABLE_RAY_CLUSTER``: join a cluster at a loopback address.
+- the arguments ``_system_config`` and ``_node_ip_address``.
 """
 
 from __future__ import annotations
@@ -52,7 +61,7 @@ def session_dir() -> Iterator[Path]:
     """A fresh folder for Ray, removed at the end; folders that killed runs left behind are removed first.
 
     The folder lies in one that only this user may enter. The driver holds a lock on a file there, so a folder whose
-    lock is free belongs to nobody.
+    lock is free has no owner.
     """
     base = tempfile.gettempdir()
     base = base if len(base) <= _LONGEST_BASE else "/tmp"
@@ -101,7 +110,7 @@ class RayWatch:
         threading.Thread(target=self._watch, name="ray watch", daemon=True).start()
 
     def look(self) -> RayLost | None:
-        """What has happened to them; None: they run."""
+        """The loss of one of them; None: they run."""
         with self._lock:
             if self._lost is None and not self._stopped.is_set():
                 dead = [(name, process) for name, process in self._node.dead_processes() if name in DAEMONS]
@@ -139,13 +148,13 @@ _current: RayWatch | None = None
 
 
 def set_current(watch: RayWatch | None) -> None:
-    """Whom :func:`ray_lost` asks: a process has one connection to Ray at a time."""
+    """Set the watch that :func:`ray_lost` asks: a process has one connection to Ray at a time."""
     global _current
     _current = watch
 
 
 def ray_lost() -> RayLost | None:
-    """What has happened to the daemons of the Ray that this process has started; None: nothing. Where they are gone,
+    """The loss of a daemon of the Ray that this process has started; None: they run. Where one is gone,
     Ray must not be called any more: it would look for them for a minute."""
     return None if _current is None else _current.look()
 
@@ -162,7 +171,7 @@ _MEBIBYTE = 1 << 20
 _SMALL_SHM = 256 * _MEBIBYTE
 
 SYSTEM_CONFIG: Mapping[str, Any] = {
-    # Workers start when an actor needs one, not by the number of CPUs; nobody reads metrics or event statistics.
+    # Workers start when an actor needs one, not by the number of CPUs; metrics and event statistics have no reader.
     "enable_worker_prestart": False,
     "prestart_worker_first_driver": False,
     "enable_metrics_collection": False,
@@ -181,7 +190,7 @@ class _LeanNode(Node):
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """How a node is started."""
+    """Parameters of a node."""
 
     address: str
     """The IP address that the node's servers bind to and announce."""
@@ -258,7 +267,7 @@ def _allow_loopback(address: str) -> None:
 
 
 def reachable(host: str, port: int) -> bool:
-    """Whether something listens at this address."""
+    """True if something listens at this address."""
     try:
         with socket.create_connection((host, port), timeout=2.0):
             return True

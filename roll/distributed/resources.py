@@ -16,7 +16,7 @@ _ACCELERATORS = ("GPU", "NPU")
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one worker runs."""
+    """The place of one worker."""
 
     rank: int
     node: int

@@ -133,7 +133,7 @@ class RayRuntime:
     """False for a cluster that ran before and goes on afterwards."""
     log_dir: Path | None
     mark: str
-    """What ``ROLL_RUN_MARK`` is in the environment of every process of the run."""
+    """The value of ``ROLL_RUN_MARK`` in the environment of every process of the run."""
     guard: Guard
     """Outlives this process where that ends hard."""
 
@@ -186,11 +186,11 @@ def ray_runtime(
         options = _node_options(nodes, num_devices_per_node, object_store_bytes)
         if nodes.rank > 0:
             _serve(options, inherited, mark, join_timeout)
-        # Workers on this node inherit the environment; those of other nodes must be told.
-        told = inherited if nodes.world_size > 1 else None
+        # Workers on this node inherit the environment; those of other nodes get it from Ray.
+        passed_on = inherited if nodes.world_size > 1 else None
         with session_dir() as folder, _guarded(mark, folder) as guard, _own_node(options, inherited, folder) as node:
             guard.tell({"daemons": daemon_pids(node)})
-            with _watched(node, folder, guard), _connected(node.address, options.address, told):
+            with _watched(node, folder, guard), _connected(node.address, options.address, passed_on):
                 _wait_for_nodes(nodes.world_size, num_nodes, join_timeout)
                 yield RayRuntime(node.address, owned=True, log_dir=log_dir, mark=mark, guard=guard)
 
@@ -245,8 +245,8 @@ def _own_node(options: NodeOptions, inherited: Mapping[str, str], folder: Path) 
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """What starts in the block inherits that: a signal to the whole process group, or to all processes of a job, is the
-    driver's, which needs the others to save a checkpoint."""
+    """Block the signals in processes that start in the block: one to the whole process group, or to all processes of a
+    job, is the driver's, which needs the others to save a checkpoint."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         yield
@@ -278,10 +278,10 @@ def _watched(node: Node, folder: Path, guard: Guard) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _connected(address: str, node_ip: str | None, told: Mapping[str, str] | None) -> Iterator[None]:
+def _connected(address: str, node_ip: str | None, passed_on: Mapping[str, str] | None) -> Iterator[None]:
     excepthook = sys.excepthook
     try:
-        connect(address, node_ip, {"env_vars": dict(told)} if told else None)
+        connect(address, node_ip, {"env_vars": dict(passed_on)} if passed_on else None)
         sys.excepthook = excepthook  # Ray's asks the cluster first
         ending.install()  # ray.init() installs a handler of its own
         yield

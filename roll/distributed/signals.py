@@ -41,7 +41,7 @@ class Interrupted(SystemExit):
 
 
 class EndingSignals:
-    """What the process does about SIGINT, SIGTERM and SIGHUP within :meth:`handled`.
+    """The process's reaction to SIGINT, SIGTERM and SIGHUP within :meth:`handled`.
 
     Where the work may be abandoned the first signal raises :class:`Interrupted`; within :meth:`holding` it is only
     noted (:attr:`received`). The second one ends the process, without any tidying up of its own.
@@ -58,7 +58,7 @@ class EndingSignals:
         self.received: signal.Signals | None = None
         """The first signal."""
         self.received_at = 0.0
-        """When it came, on the monotonic clock."""
+        """Its time, on the monotonic clock."""
         self.on_first: Callable[[signal.Signals], None] | None = None
         """Called with the first signal, in the main thread, before anything is raised."""
         self.on_second: Callable[[str], None] | None = None
@@ -144,7 +144,7 @@ class EndingSignals:
             signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
 
     def meant(self, error: BaseException) -> BaseException:
-        """What a handler raised, where a library that was interrupted by it raises an error of its own: Ray's calls end
+        """The exception of a handler, where a library interrupted by it raises an error of its own: Ray's calls end
         in a ``KeyboardInterrupt`` or ``SystemExit`` whatever the handler raises."""
         foreign = isinstance(error, KeyboardInterrupt | SystemExit) and not isinstance(error, Interrupted)
         return self._raised if foreign and self._raised is not None else error

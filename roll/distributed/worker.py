@@ -27,7 +27,7 @@ _ATTRIBUTE = "_roll_registration"
 
 
 class Dispatch(StrEnum):
-    """How arguments reach the ranks of a cluster, and how their results come back."""
+    """The way of arguments to the ranks of a cluster, and of their results back."""
 
     ONE_TO_ALL = "one_to_all"
     """Every rank gets the same arguments; a list with one result a rank."""
@@ -112,12 +112,12 @@ class WorkerContext:
     """Logical ids of this worker's devices, as written in ``device_mapping``; empty for a CPU-only role."""
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    """Where rank 0 serves the rendezvous of the process group."""
+    """The port at which rank 0 serves the rendezvous of the process group."""
     listen_fd: int | None = None
     """On rank 0: the listening socket behind ``master_port``, taken when the actor started so that nobody else can."""
     seed: int = 42
     settings: Any = None
-    """What the pipeline hands to the workers of this cluster besides their role (:attr:`Worker.settings_class`)."""
+    """Values from the pipeline besides the role (:attr:`Worker.settings_class`)."""
 
     @property
     def worker_name(self) -> str:
@@ -146,7 +146,7 @@ class Worker:
 
     @property
     def rank_info(self) -> RankInfo:
-        """Where this rank stands; plain data parallelism unless a subclass's strategy knows better."""
+        """The place of this rank; plain data parallelism unless a subclass's strategy knows better."""
         from roll.protocol.rank import RankInfo
 
         rank, world_size = self.context.rank, self.context.world_size

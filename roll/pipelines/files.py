@@ -50,7 +50,7 @@ class PendingCheckpoint:
         self.path = self._stack.enter_context(writing)
 
     def is_written(self) -> bool:
-        """Whether all ranks were done when they were last asked; never waits, asks again where some were not.
+        """True if all ranks were done when they were last asked; never waits, asks again where some were not.
 
         Raises:
             WorkerFailed, WorkerDied: a rank could not write its part.
@@ -79,7 +79,7 @@ class PendingCheckpoint:
         self._stack.close()
 
     def discard(self) -> None:
-        """Remove the folder. To be called where an exception is handled, when nobody writes any more."""
+        """Remove the folder. To be called where an exception is handled, when all writers have ended."""
         error = sys.exc_info()
         assert error[0] is not None
         self._stack.__exit__(*error)

@@ -94,7 +94,7 @@ def lengths_by_domain(dataset: PromptDataset | SftDataset) -> Mapping[str, np.nd
 
 
 def counts_table(counts: LoadCounts) -> Table:
-    """What became of the rows."""
+    """The fate of the rows: kept, or left out and why."""
     table = Table()
     for column in ("domain", "kept", "too long", "truncated"):
         table.add_column(column, justify="left" if column == "domain" else "right")
@@ -133,7 +133,7 @@ def legend() -> Text:
 class Painter:
     """Colours a row's tokens, decoded: special tokens, what the data says, what the template adds, the response.
 
-    Of demonstrations the row as read is not kept, so their prompts are not told apart from the template.
+    Of demonstrations the row as read is not kept, so their prompts cannot be separated from the template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -175,7 +175,7 @@ class Painter:
 
 
 def contents_of(row: PromptRow, data_args: DataArguments) -> list[str]:
-    """What the row's own columns contribute to the prompt."""
+    """The part of the prompt that comes from the row's own columns."""
     source = SourceRow(Path(row.prompt_id), 0, row.row)
     messages = Columns.of(data_args, source).read_messages(source)
     return [message["content"] for message in messages if isinstance(message["content"], str)]

@@ -1,4 +1,4 @@
-"""What a run does about a signal that asks it to end: it saves where it stands, within a bounded time."""
+"""Reaction of a run to a signal that asks it to end: it saves its state, within a bounded time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Interruption:
         """Steps done by the newest checkpoint; None: there is none."""
 
     def saves(self, state: Callable[[], State | None], save: Callable[[int, State], None]) -> None:
-        """See :meth:`roll.pipelines.frame.RunFrame.save_when_interrupted`."""
+        """See :meth:`roll.pipelines.run_context.RunContext.save_when_interrupted`."""
         self._state, self._save = state, save
 
     def reach(self, steps_done: int) -> None:

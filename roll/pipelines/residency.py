@@ -30,7 +30,7 @@ GENERATION = frozenset({StateKind.MODEL_PARAMS, StateKind.KV_CACHE})
 
 
 def moves_states(is_offload_states: bool | None) -> bool:
-    """What the key asks for; null: where leaving a device frees its memory."""
+    """The value of the key; null: true where leaving a device frees its memory."""
     return current_platform().device_type != "cpu" if is_offload_states is None else is_offload_states
 
 
@@ -56,7 +56,7 @@ class _Tenant:
             self.cluster.call_all(ModelWorker.offload_states, sorted(kinds)).result()
             self.resident -= set(kinds)
 
-    def load(self, kinds: Collection[StateKind]) -> None:
+    def onload(self, kinds: Collection[StateKind]) -> None:
         if self.generates:
             self._ask_engines(self.cluster.call_all(GenerationWorker.wake, StateKind.KV_CACHE not in kinds))
         else:
@@ -94,7 +94,7 @@ class Residency:
         self._seconds: dict[str, float] = defaultdict(float)
 
     def moves(self, role: str) -> bool:
-        """Whether this role ever leaves its devices."""
+        """True if this role ever leaves its devices."""
         return role in self._devices
 
     def admit(self, cluster: Cluster, states: frozenset[StateKind]) -> None:
@@ -124,7 +124,7 @@ class Residency:
             tenant = self._tenants[name]
             missing = (kinds & tenant.states) - tenant.resident
             if missing:
-                self._timed(f"time/{name}/onload/total", tenant.load, kinds & tenant.states)
+                self._timed(f"time/{name}/onload/total", tenant.onload, kinds & tenant.states)
 
     def _is_alone(self, tenant: _Tenant, needed: Mapping[str, frozenset[StateKind]]) -> bool:
         """True for a role that the phase needs and that shares its devices with no other one of the phase: what else it

@@ -60,7 +60,7 @@ def served_role(loaded: LoadedConfig[Any], name: str) -> WorkerConfig:
 
 
 def serve(loaded: LoadedConfig[Any], options: ServeOptions) -> None:
-    """Start the engines and answer until the process is told to end.
+    """Start the engines and answer until the process is asked to end.
 
     Raises:
         ConfigError: see :func:`served_role`. RemoteError: the engines have failed. OSError: the port is taken.

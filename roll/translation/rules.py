@@ -9,8 +9,7 @@ from typing import Any
 
 import yaml
 
-from roll.config.reading.errors import Problems
-from roll.config.reading.schema import closest
+from roll.config.reading.errors import Problems, closest
 
 OPTIONS = "strategy_args.strategy_config"
 ROLES = {"actor": "actor_train", "critic": "critic", "reference": "reference"}

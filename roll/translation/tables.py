@@ -27,7 +27,8 @@ from typing import Any
 
 import yaml
 
-from roll.config.reading.schema import Mismatch, closest, convert
+from roll.config.reading.errors import closest
+from roll.config.reading.schema import Mismatch, convert
 from roll.config.strategies.deepspeed import numbers
 from roll.translation.rules import OPTIONS, Convert, Rule, Section, as_written
 

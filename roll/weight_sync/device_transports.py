@@ -29,7 +29,7 @@ from roll.weight_sync.messages import same_members
 from roll.weight_sync.transports import Receiver, Sender, Tensors
 
 _LARGE = 1 << 20
-"""Bytes from which a tensor is sent by itself: the latency of a message is then little beside its transfer."""
+"""Bytes from which a tensor is sent by itself: the latency of a message is then little compared with its transfer."""
 
 _serial = itertools.count()
 
@@ -53,8 +53,8 @@ class BroadcastLink:
 
 
 @dataclass(frozen=True)
-class BroadcastParcel:
-    """What is on its way: first a buffer of small tensors, then the large ones."""
+class BroadcastPayload:
+    """The messages of a bucket: first a buffer of small tensors, then the large ones."""
 
     small: tuple[TensorEntry, ...]
     small_bytes: int
@@ -70,18 +70,18 @@ class _BroadcastReceiver(Receiver):
         self._device = group_device(link.backend)
         self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
 
-    def receive(self, parcel: BroadcastParcel) -> dict[str, torch.Tensor]:
+    def receive(self, payload: BroadcastPayload) -> dict[str, torch.Tensor]:
         assert self._group is not None, "closed"
-        if self._buffer.numel() < parcel.large_bytes:
+        if self._buffer.numel() < payload.large_bytes:
             del self._buffer
-            self._buffer = torch.empty(parcel.large_bytes, dtype=torch.uint8, device=self._device)
-        small = WeightBucket(parcel.small, torch.empty(parcel.small_bytes, dtype=torch.uint8, device=self._device))
-        large = WeightBucket(parcel.large, self._buffer)
+            self._buffer = torch.empty(payload.large_bytes, dtype=torch.uint8, device=self._device)
+        small = WeightBucket(payload.small, torch.empty(payload.small_bytes, dtype=torch.uint8, device=self._device))
+        large = WeightBucket(payload.large, self._buffer)
         tensors = large.tensors()
-        messages = [small.buffer] if parcel.small_bytes else []
+        messages = [small.buffer] if payload.small_bytes else []
         messages += [flat_view(tensor).view(torch.uint8) for tensor in tensors.values()]
-        for work in broadcasts(self._group, messages, parcel.seconds):
-            work.wait(timedelta(seconds=parcel.seconds))
+        for work in broadcasts(self._group, messages, payload.seconds):
+            work.wait(timedelta(seconds=payload.seconds))
         return small.tensors() | tensors
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class BroadcastSender(Sender):
             assert self._store is not None
             self._group = process_group(self._backend, self._store, 0, len(self._links) + 1, seconds)
 
-    def pack(self, tensors: Tensors) -> BroadcastParcel:
+    def pack(self, tensors: Tensors) -> BroadcastPayload:
         small: list[tuple[str, torch.Tensor]] = []
         large: list[tuple[str, torch.Tensor]] = []
         for name, tensor in tensors.items():
@@ -135,7 +135,7 @@ class BroadcastSender(Sender):
         entries, size = lay_out(large)
         self._messages = [bucket.buffer] if bucket.buffer.numel() else []
         self._messages += [flat_view(tensor).view(torch.uint8) for _, tensor in large]
-        return BroadcastParcel(bucket.entries, bucket.buffer.numel(), entries, size, self._seconds)
+        return BroadcastPayload(bucket.entries, bucket.buffer.numel(), entries, size, self._seconds)
 
     def deliver(self, seconds: float) -> None:
         assert self._group is not None
@@ -172,7 +172,7 @@ def process_group(backend: str, store: Store, rank: int, size: int, seconds: flo
 
 
 def group_device(backend: str) -> torch.device:
-    """Where a group's messages lie."""
+    """The device of a group's messages."""
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
 
@@ -183,7 +183,7 @@ def close_group(group: Group | None) -> None:
 
 
 @dataclass(frozen=True)
-class CudaIpcParcel:
+class CudaIpcPayload:
     entries: tuple[TensorEntry, ...]
     rebuild: Callable[..., torch.Tensor]
     handle: tuple[Any, ...]
@@ -198,8 +198,8 @@ class CudaIpcLink:
 
 
 class _CudaIpcReceiver(Receiver):
-    def receive(self, parcel: CudaIpcParcel) -> dict[str, torch.Tensor]:
-        return WeightBucket(parcel.entries, parcel.rebuild(*parcel.handle)).tensors()
+    def receive(self, payload: CudaIpcPayload) -> dict[str, torch.Tensor]:
+        return WeightBucket(payload.entries, payload.rebuild(*payload.handle)).tensors()
 
     def settle(self) -> None:
         # Copies from the mapped memory must be done before the sender may write there again.
@@ -214,14 +214,14 @@ class CudaIpcSender(Sender):
     def start(self, engines: Sequence[object], version: int, seconds: float) -> Sequence[CudaIpcLink]:
         return [CudaIpcLink()] * len(engines)
 
-    def pack(self, tensors: Tensors) -> CudaIpcParcel:
+    def pack(self, tensors: Tensors) -> CudaIpcPayload:
         from torch.multiprocessing.reductions import reduce_tensor
 
         self._bucket = WeightBucket.pack(tensors.items(), torch.device("cuda", torch.cuda.current_device()))
         # The handle may be opened as soon as it is sent, the kernels that fill the bucket may still be running.
         torch.cuda.synchronize()
         rebuild, handle = reduce_tensor(self._bucket.buffer)
-        return CudaIpcParcel(self._bucket.entries, rebuild, handle)
+        return CudaIpcPayload(self._bucket.entries, rebuild, handle)
 
     def release(self) -> None:
         self._bucket = None

@@ -45,7 +45,7 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies in its bucket; ``offset`` in bytes."""
+    """The place of a tensor in its bucket; ``offset`` in bytes."""
 
     name: str
     dtype: torch.dtype
@@ -122,7 +122,7 @@ def _greedy(named_tensors: NamedTensors, bucket_bytes: int) -> Iterator[list[tup
 
 
 def lay_out(tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[tuple[TensorEntry, ...], int]:
-    """Where each tensor goes in one buffer, and the bytes of the buffer.
+    """Return the place of each tensor in one buffer, and the bytes of the buffer.
 
     Raises:
         ValueError: a name that occurs twice.
@@ -203,7 +203,7 @@ def apply_delta(held: torch.Tensor, indices: torch.Tensor, values: torch.Tensor)
 
 _WORD_BYTES = 8
 _CPU_CHUNK_WORDS = 1 << 16  # three 512 KiB buffers: about the second-level cache of one core
-_DEVICE_CHUNK_WORDS = 1 << 22  # three 32 MiB buffers: enough to fill an accelerator, little beside a model
+_DEVICE_CHUNK_WORDS = 1 << 22  # three 32 MiB buffers: enough to fill an accelerator, little compared with a model
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIER = 0xBF58476D1CE4E5B9
 _MASK = (1 << 64) - 1

@@ -10,12 +10,12 @@ from roll.config.weight_sync import TransportName, UpdateMode
 
 MIB = 2**20
 _PIPELINED_BYTES = 64 * MIB
-"""Buckets from this size on are taken over in 20 ms or more, beside which a message to an engine costs little."""
+"""Buckets from this size on are taken over in 20 ms or more, so that a message to an engine costs little."""
 
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """What every update of a run has in common."""
+    """Settings of every update of a run."""
 
     buffer_bytes: int
     """Most bytes of a buffer for weights on their way; an update uses up to two at a time."""
@@ -31,7 +31,7 @@ class SyncOptions:
 
     @property
     def bucket_bytes(self) -> int:
-        """Most bytes of one bucket. A transport that holds two beside the one that is being gathered gets smaller ones:
+        """Most bytes of one bucket. A transport that holds two besides the one being gathered gets smaller ones:
         also because nothing overlaps while the first is gathered and the last is taken over."""
         if self.transport in ("broadcast", "cuda_ipc"):
             return self.buffer_bytes
@@ -68,7 +68,7 @@ class UpdateStart:
 
     version: int
     link: Any = None
-    """What the engine needs to be reached by the transport (:class:`roll.weight_sync.transports.Link`)."""
+    """The engine's end of the transport (:class:`roll.weight_sync.transports.Link`)."""
     base_version: int | None = None
     """The version whose tensors this update changes some of; None: all tensors are sent."""
     scalings: dict[str, float] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class BucketHeader:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one update cost, as seen by the sender."""
+    """The cost of one update, as seen by the sender."""
 
     version: int
     num_tensors: int
@@ -116,5 +116,5 @@ def verify_checksums(sent: Mapping[str, int], held: Mapping[str, Checksum], engi
 
 
 def same_members(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Whether two lists of engines are the same engines in the same order."""
+    """True for two lists of the same engines in the same order."""
     return len(first) == len(second) and all(a is b or a == b for a, b in zip(first, second, strict=True))

@@ -26,7 +26,7 @@ from roll.weight_sync.transports import Link, Receiver
 
 
 class UpdatableEngine(Protocol):
-    """What weight sync needs of a :class:`roll.strategies.engines.requests.GenerationStrategy`."""
+    """The part that weight sync needs of a :class:`roll.strategies.engines.requests.GenerationStrategy`."""
 
     def start_weight_update(self, version: int) -> None: ...
 
@@ -69,7 +69,7 @@ class WeightReceiver:
                 f"{'none' if self._held_version is None else self._held_version}"
             )
         if self._update is not None:
-            # It was cut short, by another engine's death; what it has brought is overwritten.
+            # It ended early, by another engine's death; what it has brought is overwritten.
             self._engine.finish_weight_update()
         self._receiver = self._connected(start.link)
         self._engine.start_weight_update(start.version)
@@ -88,14 +88,14 @@ class WeightReceiver:
             self._connections[type(link)] = link.key, receiver
         return receiver
 
-    def update(self, header: BucketHeader, parcel: Any) -> None:
+    def update(self, header: BucketHeader, payload: Any) -> None:
         """Take over one bucket.
 
         Raises:
             ValueError: a bucket of another update.
         """
         assert self._receiver is not None and self._update is not None, "no update has been started"
-        tensors = self._receiver.receive(parcel)
+        tensors = self._receiver.receive(payload)
         if header.version != self._update.version:
             raise ValueError(
                 f"bucket {header.index} with {next(iter(tensors))} belongs to weight update {header.version}, "
@@ -153,7 +153,7 @@ class WeightReceiver:
 
 
 class AdapterEngine(Protocol):
-    """What this needs of an engine that computes with adapters."""
+    """An engine that computes with adapters."""
 
     def update_adapter(self, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> None: ...
 
@@ -171,7 +171,7 @@ class AdapterParts:
         self._parts.clear()
 
     def takes(self, key: str) -> bool:
-        """Whether a tensor of an update belongs here: A or B of an adapted weight."""
+        """True for a tensor of an update that belongs here: A or B of an adapted weight."""
         name, separator, _ = key.partition("#")
         return bool(separator) and name in self._scalings
 
@@ -215,7 +215,7 @@ class AdaptedWeights:
             self._parts.clear()
 
     def takes(self, key: str) -> bool:
-        """Whether a tensor of an update belongs here: W, A or B of an adapted weight."""
+        """True for a tensor of an update that belongs here: W, A or B of an adapted weight."""
         return key.partition("#")[0] in self._scalings
 
     def take(self, key: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

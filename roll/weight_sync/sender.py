@@ -65,7 +65,7 @@ class RayEngines(Engines):
     def __init__(self, workers: Mapping[int, Any]) -> None:
         self._workers = workers
         self.ranks = list(workers)
-        self.members = [worker._actor_id for worker in workers.values()]
+        self.members = list(workers.values())
 
     def ask(self, method: str, arguments: Callable[[int], tuple[Any, ...]]) -> Question:
         calls = enumerate(self._workers.items())
@@ -74,7 +74,7 @@ class RayEngines(Engines):
 
 
 _GRACE_SECONDS = 2.0
-"""How long the other engines are listened to after the first failure."""
+"""Seconds for which the other engines are listened to after the first failure."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _gravity(answer: Any) -> int | None:
 
 
 _BLAME_SECONDS = 2.0
-"""How long the engines are listened to when the transport fails: what broke it is likelier theirs."""
+"""Seconds for which the engines are listened to when the transport fails: the cause is more probably theirs."""
 
 NamedBuckets = Iterable[list[tuple[str, torch.Tensor]]]
 
@@ -136,7 +136,7 @@ class Update:
     deadline: float
     """Seconds for the whole exchange."""
     base_version: int | None = None
-    """What all engines hold, and the tensors of the update change; None: the update brings all tensors."""
+    """The version that all engines hold and the update changes; None: the update brings all tensors."""
     scalings: Mapping[str, float] = field(default_factory=dict)
     """Weights whose adapters come apart, and the factor of ``B A`` for each."""
     patience: float | None = None
@@ -216,7 +216,7 @@ class _Exchange:
             for named in chain(buckets, [None]):
                 if hashing is not None:
                     hashing.result()
-                # Beside the packing and sending of the same tensors: neither holds the interpreter.
+                # Concurrently with the packing and sending of the same tensors: neither holds the interpreter.
                 hashing = pool.submit(self._hash, named or [], kind)
                 for name, tensor in named or ():
                     if encoded := encode(name, tensor.detach()):
@@ -251,9 +251,9 @@ class _Exchange:
         return self._answers(question)
 
     def _hand_over(self, tensors: Tensors) -> Question:
-        parcel = self._transport.pack(tensors)
+        payload = self._transport.pack(tensors)
         header = BucketHeader(self._update.version, self._num_buckets)
-        question = self._engines.ask_alike("update_weights", header, parcel)
+        question = self._engines.ask_alike("update_weights", header, payload)
         self._transporting(question, lambda: self._transport.deliver(self._seconds_left))
         self._num_bytes += _num_bytes(tensors)
         self._num_buckets += 1

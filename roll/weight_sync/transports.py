@@ -9,11 +9,11 @@ comes by the tensors.
   them travels out of band, so the sender copies once, into shared memory, and an engine not at all.
 - ``safetensors``: a bucket is a file on storage that trainer and engines share. It is written under another name and
   renamed when it is whole, so an engine never reads half of one. It is deleted when every engine has read it; the
-  folder of an update when the update is over, and those of updates that were cut short when the next one starts.
+  folder of an update when the update is over, and those of unfinished updates when the next one starts.
 - ``shared_memory``: a bucket in memory that the processes of a host share, for engines on the sender's host. The sender
   keeps two anonymous memory files, fills them in turn, and fills one while the engines copy out of the other. They stay
   for the next update: memory that a process has not touched before costs more than copying into it. An engine maps a
-  file by way of ``/proc``, once; the kernel frees it when nobody has it any more, however the processes ended.
+  file by way of ``/proc``, once; the kernel frees it with its last user, however the processes ended.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Receiver(ABC):
     """Lives in an engine's process."""
 
     @abstractmethod
-    def receive(self, parcel: Any) -> dict[str, torch.Tensor]:
+    def receive(self, payload: Any) -> dict[str, torch.Tensor]:
         """The tensors of a bucket. They may lie in memory that is shared, read-only or used again for the next one:
         valid until the call in which they came returns."""
 
     def settle(self) -> None:
-        """The engine has copied the tensors of the last bucket; called before it says so."""
+        """The engine has copied the tensors of the last bucket; called before it answers."""
 
     def close(self) -> None:
         """The engine uses it no more."""
@@ -82,11 +82,11 @@ class Sender(ABC):
         """
 
     def connect(self, seconds: float) -> None:
-        """Called when the engines are being told their links: where both ends must meet, they do here."""
+        """Called when the engines get their links: where both ends must meet, they do here."""
 
     @abstractmethod
     def pack(self, tensors: Tensors) -> Any:
-        """What the engines are handed for this bucket. The tensors must stay as they are until :meth:`release`."""
+        """The payload that engines get for this bucket. The tensors must stay as they are until :meth:`release`."""
 
     def deliver(self, seconds: float) -> None:
         """Called when the engines are being handed what :meth:`pack` gave last: send it, where it does not go along."""
@@ -133,8 +133,8 @@ class ObjectStoreLink:
 
 
 class _ObjectStoreReceiver(Receiver):
-    def receive(self, parcel: TensorBundle) -> dict[str, torch.Tensor]:
-        return parcel.tensors
+    def receive(self, payload: TensorBundle) -> dict[str, torch.Tensor]:
+        return payload.tensors
 
 
 class ObjectStoreSender(Sender):
@@ -175,9 +175,9 @@ class FileLink:
 
 
 class _FileReceiver(Receiver):
-    def receive(self, parcel: str) -> dict[str, torch.Tensor]:
+    def receive(self, payload: str) -> dict[str, torch.Tensor]:
         # The tensors are views of the mapped file, which stays mapped after the file is gone.
-        with safe_open(parcel, framework="pt") as file:
+        with safe_open(payload, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
 
 
@@ -228,7 +228,7 @@ _GRAIN = 1 << 21
 
 
 @dataclass(frozen=True)
-class SharedParcel:
+class SharedPayload:
     """A bucket that lies in a memory file."""
 
     path: str
@@ -244,7 +244,7 @@ class SharedParcel:
 
 @dataclass(frozen=True)
 class SharedMemoryLink:
-    """There is nothing to connect: a parcel says where it lies."""
+    """There is nothing to connect: a payload says where it lies."""
 
     key: str = "shared_memory"
 
@@ -257,13 +257,13 @@ class _SharedMemoryReceiver(Receiver):
         self._mapped: dict[int, tuple[tuple[str, int], np.ndarray]] = {}
         """By slot: which file, and its bytes."""
 
-    def receive(self, parcel: SharedParcel) -> dict[str, torch.Tensor]:
-        key = (parcel.path, parcel.serial)
-        if parcel.slot not in self._mapped or self._mapped[parcel.slot][0] != key:
+    def receive(self, payload: SharedPayload) -> dict[str, torch.Tensor]:
+        key = (payload.path, payload.serial)
+        if payload.slot not in self._mapped or self._mapped[payload.slot][0] != key:
             # What was mapped before goes with its last view.
-            self._mapped[parcel.slot] = key, _mapped(parcel.path, parcel.size)
-        memory = self._mapped[parcel.slot][1][: parcel.used]
-        return WeightBucket(parcel.entries, tensor_over(memory)).tensors()
+            self._mapped[payload.slot] = key, _mapped(payload.path, payload.size)
+        memory = self._mapped[payload.slot][1][: payload.used]
+        return WeightBucket(payload.entries, tensor_over(memory)).tensors()
 
     def close(self) -> None:
         self._mapped.clear()
@@ -280,7 +280,7 @@ class SharedMemorySender(Sender):
         self._next = 0
         return [SharedMemoryLink()] * len(engines)
 
-    def pack(self, tensors: Tensors) -> SharedParcel:
+    def pack(self, tensors: Tensors) -> SharedPayload:
         named = [(name, tensor.detach()) for name, tensor in tensors.items()]
         entries, used = lay_out(named)
         slot, self._next = self._next, (self._next + 1) % self.slots
@@ -292,7 +292,7 @@ class SharedMemorySender(Sender):
         bucket = WeightBucket(entries, torch.from_numpy(file.memory))
         for target, (_, source) in zip(bucket.tensors().values(), named, strict=True):
             copy_into(target, source)
-        return SharedParcel(file.path, file.serial, slot, file.size, entries, used)
+        return SharedPayload(file.path, file.serial, slot, file.size, entries, used)
 
     def abandon(self) -> None:
         # An engine may still be reading: the next update must not write there.

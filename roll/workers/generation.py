@@ -67,7 +67,7 @@ class GenerationWorker(Worker):
         """One step of the engine; requests that fail by themselves go to ``refused``, by id with the reason.
 
         Raises:
-            RuntimeError: a request has failed, and nobody wants to hear of it.
+            RuntimeError: a request has failed, and the command does not ask for failures.
         """
         failed: dict[str, str] = {}
         outputs = self._quarantine.step(failed) if report_failures else self.engine.step()
@@ -90,7 +90,7 @@ class GenerationWorker(Worker):
         return begun
 
     def _progress(self, request_ids: Sequence[str]) -> dict[str, list[GenerationOutput]]:
-        """What the samples of open requests have so far."""
+        """The samples of open requests as they are so far."""
         progress = {request_id: list(self._finished[request_id]) for request_id in request_ids}
         for output in self.engine.running(request_ids) if request_ids else []:
             progress[output.request_id].append(output)
@@ -161,9 +161,9 @@ class GenerationWorker(Worker):
     def start_weight_update(self, start: UpdateStart) -> ChecksumKind:
         return self.receiver.start(start)
 
-    def update_weights(self, header: BucketHeader, parcel: Any) -> None:
+    def update_weights(self, header: BucketHeader, payload: Any) -> None:
         """Take over one bucket. Its tensors may be views of read-only shared memory; the engine copies them."""
-        self.receiver.update(header, parcel)
+        self.receiver.update(header, payload)
 
     def finish_weight_update(self, unsent: Sequence[str] = ()) -> dict[str, Checksum]:
         """Make the new weights current; a checksum per tensor of what the engine now holds, ``unsent`` included."""

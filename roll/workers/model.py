@@ -118,7 +118,7 @@ class RewardModelWorker(ModelWorker):
         own = inputs[info.dp_rank :: info.dp_size]
         sequences = [self._read(one) for one in own]
         usable = [sequence for sequence in sequences if not isinstance(sequence, RewardResult)]
-        # A rank with nothing to score takes part in the others' collectives with a row that nobody asks for.
+        # A rank with nothing to score takes part in the others' collectives with a row whose score is not used.
         scores = iter(last_token_scores(self.strategy, usable or [[0]]))
         results = [one if isinstance(one, RewardResult) else RewardResult(next(scores)) for one in sequences]
         return info.dp_rank, results

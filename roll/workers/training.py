@@ -68,7 +68,7 @@ class TrainingWorker(ModelWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def checkpoint_saved(self, wait: bool) -> bool:
-        """Whether this rank's part of what :meth:`save_checkpoint` was given is on disk; with ``wait``, it is."""
+        """True when this rank's part of the last :meth:`save_checkpoint` is on disk; ``wait`` until it is."""
         return self.strategy.saved(wait)
 
     @register(Dispatch.ONE_TO_ALL)

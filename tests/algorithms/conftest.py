@@ -3,6 +3,7 @@ from hypothesis import settings
 
 from roll.algorithms.advantages import advantage_estimators
 from roll.algorithms.loss_types import policy_losses
+from roll.config.algorithm import ADV_ESTIMATORS, POLICY_LOSSES
 
 # The first example of a test pays for lazy imports inside torch, and shared machines stall now and then.
 settings.register_profile("no-deadline", deadline=None)
@@ -15,3 +16,5 @@ def own_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
     for registry in (advantage_estimators, policy_losses):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
         monkeypatch.setattr(registry, "_names", list(registry._names))
+    for table in (ADV_ESTIMATORS, POLICY_LOSSES):
+        monkeypatch.setattr(table, "_rows", dict(table._rows))

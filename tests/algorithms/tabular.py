@@ -27,10 +27,10 @@ from roll.algorithms.advantages import (
     traits_of,
 )
 from roll.algorithms.aggregation import AGGREGATION_MODES, LossDenominators, group_tokens_of
-from roll.algorithms.corrections import CORRECTION_PRESETS
 from roll.algorithms.loss_types import LossInputs
 from roll.algorithms.losses import actor_loss, actor_loss_options
 from roll.algorithms.samples import RewardOptions, RewardPostprocessor, token_level_rewards
+from roll.config.corrections import CORRECTION_PRESETS
 
 VOCABULARY, LENGTH = 3, 3
 
@@ -144,7 +144,7 @@ def group_advantages(
     rewards, _ = normalise(policy.rewards[rows], group_ids)
     mask = policy.mask[rows]
     inputs = AdvantageInputs(token_level_rewards(rewards, mask), mask, group_ids)
-    return estimate_advantages(inputs, AdvantageOptions(estimator))
+    return estimate_advantages(inputs, AdvantageOptions(adv_estimator=estimator))
 
 
 def sampled_gradients(

@@ -108,7 +108,7 @@ def pass_at_k(batch: Batch, i: int, group: list[int], rewards: list[float]) -> f
 @given(batch=batches)
 def test_group_estimators_equal_the_loop(formula, batch: Batch) -> None:
     rewards, ids = rewards_of(batch), batch.group_ids.tolist()
-    options = AdvantageOptions(formula.__name__, pass_k=2)
+    options = AdvantageOptions(adv_estimator=formula.__name__, pass_k=2)
     result = estimate_advantages(inputs_of(batch), options)
     expected = [formula(batch, i, reference.members(ids, i), rewards) for i in range(len(ids))]
     assert_close(result.advantages, rows_of(batch, expected), rtol=1e-5, atol=1e-5)
@@ -117,7 +117,9 @@ def test_group_estimators_equal_the_loop(formula, batch: Batch) -> None:
 
 def test_remax_counts_the_divergence_in_the_reward_from_each_token_on() -> None:
     batch = make_batch(3, 5, 6)
-    result = estimate_advantages(replace(inputs_of(batch), rewards=batch.rewards), AdvantageOptions("remax"))
+    result = estimate_advantages(
+        replace(inputs_of(batch), rewards=batch.rewards), AdvantageOptions(adv_estimator="remax")
+    )
     expected = torch.zeros(batch.mask.shape)
     for i, row in enumerate(batch.mask.tolist()):
         for t in (t for t, masked in enumerate(row) if masked):
@@ -150,7 +152,7 @@ def test_optimal_token_baseline_equals_the_loop(batch: Batch) -> None:
             expected[i, t] = to_go(i, k) - baseline
     inputs = replace(inputs_of(batch), rewards=batch.rewards)
     for name in ("optimal_token_baseline", "tir_optimal_token_baseline"):
-        result = estimate_advantages(inputs, AdvantageOptions(name))
+        result = estimate_advantages(inputs, AdvantageOptions(adv_estimator=name))
         assert_close(result.advantages.double(), expected, rtol=1e-5, atol=1e-6)
         returns = reference.returns(batch.rewards.tolist(), batch.mask.tolist(), 1.0)
         assert_close(result.returns.double(), returns, rtol=1e-5, atol=1e-6)
@@ -168,7 +170,12 @@ def test_optimal_token_baseline_of_certain_tokens_stays_in_the_range_of_the_rewa
         old_log_probs=log_probs,
         old_sum_of_squares=squares,
     )
-    assert float(estimate_advantages(inputs, AdvantageOptions("optimal_token_baseline")).advantages.abs().max()) <= 1.0
+    assert (
+        float(
+            estimate_advantages(inputs, AdvantageOptions(adv_estimator="optimal_token_baseline")).advantages.abs().max()
+        )
+        <= 1.0
+    )
 
 
 @given(batch=batches)
@@ -184,10 +191,12 @@ def test_gdpo_normalises_each_reward_apart(batch: Batch) -> None:
     if len(total) > 1:
         centre, spread = reference.mean(total), reference.std(total)
         total = [(x - centre) / (spread + 1e-6 if spread > 1e-6 else 1.0) for x in total]
-    options = AdvantageOptions("gdpo", reward_weights=(2.0, 0.5))
+    options = AdvantageOptions(adv_estimator="gdpo", reward_weights={"a": 2.0, "b": 0.5})
     assert_close(estimate_advantages(inputs_of(batch), options).advantages, rows_of(batch, total), rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="reward_weights has 3"):
-        estimate_advantages(inputs_of(batch), AdvantageOptions("gdpo", reward_weights=(1.0, 1.0, 1.0)))
+        estimate_advantages(
+            inputs_of(batch), AdvantageOptions(adv_estimator="gdpo", reward_weights={"a": 1.0, "b": 1.0, "c": 1.0})
+        )
 
 
 @given(batch=batches)
@@ -215,7 +224,7 @@ def test_gigpo_equals_the_loop(batch: Batch) -> None:
         step_spread = reference.std(same_state)
         step = (steps[i] - reference.mean(same_state)) / (step_spread + 1e-6 if step_spread > 1e-6 else 1.0)
         expected.append(episode + 0.5 * step)
-    result = estimate_advantages(inputs, AdvantageOptions("gigpo", step_reward_weight=0.5))
+    result = estimate_advantages(inputs, AdvantageOptions(adv_estimator="gigpo", step_reward_weight=0.5))
     assert_close(result.advantages, rows_of(batch, expected), rtol=1e-4, atol=1e-5)
 
 
@@ -234,7 +243,7 @@ def test_agentic_reinforce_discounts_by_turn(batch: Batch, gamma: float) -> None
         for turn in reversed(turns):
             running = sum(float(batch.rewards[i, t]) for t in turn) + gamma * running
             expected[i, turn] = running
-    result = estimate_advantages(inputs, AdvantageOptions("agentic_reinforce", gamma=gamma))
+    result = estimate_advantages(inputs, AdvantageOptions(adv_estimator="agentic_reinforce", gamma=gamma))
     assert_close(result.advantages, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -257,13 +266,13 @@ def test_token_estimators_equal_the_loop(batch: Batch, gamma: float) -> None:
     inputs = replace(inputs_of(batch), rewards=batch.rewards)
     returns = reference.returns(batch.rewards.tolist(), batch.mask.tolist(), gamma)
     for name in ("reinforce", "grpo"):
-        result = estimate_advantages(inputs, AdvantageOptions(name, gamma=gamma))
+        result = estimate_advantages(inputs, AdvantageOptions(adv_estimator=name, gamma=gamma))
         assert_close(result.advantages, returns, rtol=1e-9, atol=1e-9)
     for name in ("reinforce++", "reinforce_plus_plus", "reinforce++_baseline"):
-        result = estimate_advantages(inputs, AdvantageOptions(name, gamma=gamma))
+        result = estimate_advantages(inputs, AdvantageOptions(adv_estimator=name, gamma=gamma))
         assert_close(result.advantages, reference.whiten(returns, batch.mask), rtol=1e-6, atol=1e-8)
         assert_close(result.raw_advantages, returns, rtol=1e-9, atol=1e-9)
-    gae = estimate_advantages(inputs, AdvantageOptions("gae", gamma=gamma, lambd=0.9))
+    gae = estimate_advantages(inputs, AdvantageOptions(adv_estimator="gae", gamma=gamma, lambd=0.9))
     expected = reference.gae(batch.rewards.tolist(), batch.values.tolist(), batch.mask.tolist(), gamma, 0.9)
     assert_close(gae.advantages, expected, rtol=1e-9, atol=1e-9)
 
@@ -271,7 +280,9 @@ def test_token_estimators_equal_the_loop(batch: Batch, gamma: float) -> None:
 @given(batch=batches)
 def test_whitening_and_clipping(batch: Batch) -> None:
     inputs = replace(inputs_of(batch), rewards=batch.rewards)
-    options = AdvantageOptions("reinforce", gamma=0.9, whiten_rewards=True, whiten_advantages=True, advantage_clip=0.8)
+    options = AdvantageOptions(
+        adv_estimator="reinforce", gamma=0.9, whiten_rewards=True, whiten_advantages=True, advantage_clip=0.8
+    )
     whitened = reference.whiten(batch.rewards, batch.mask)
     returns = reference.returns(whitened.tolist(), batch.mask.tolist(), 0.9)
     unclipped = reference.whiten(returns, batch.mask)
@@ -285,7 +296,7 @@ def test_whitening_and_clipping(batch: Batch) -> None:
 def test_whitening_equal_advantages_gives_zero_not_noise() -> None:
     mask = torch.ones(4, 50, dtype=torch.bool)
     inputs = AdvantageInputs(token_level_rewards(torch.full((4,), 0.1), mask), mask, torch.arange(4))
-    assert bool((estimate_advantages(inputs, AdvantageOptions("reinforce++")).advantages == 0).all())
+    assert bool((estimate_advantages(inputs, AdvantageOptions(adv_estimator="reinforce++")).advantages == 0).all())
 
 
 def test_grpo_gives_the_papers_advantage_to_every_token() -> None:
@@ -296,7 +307,7 @@ def test_grpo_gives_the_papers_advantage_to_every_token() -> None:
     postprocessor = RewardPostprocessor(RewardOptions(*resolve_norm_types("grpo")))
     rewards, _ = postprocessor(scores, group_ids)
     inputs = AdvantageInputs(token_level_rewards(rewards, mask), mask, group_ids)
-    result = estimate_advantages(inputs, AdvantageOptions("grpo")).advantages
+    result = estimate_advantages(inputs, AdvantageOptions(adv_estimator="grpo")).advantages
     std = (1 / 3) ** 0.5
     expected = torch.tensor([2 / 3 / std, -1 / 3 / std, -1 / 3 / std, 1.0])
     assert_close(result, torch.where(mask, expected.unsqueeze(1), 0.0), rtol=1e-4, atol=1e-5)
@@ -306,7 +317,7 @@ def test_grpo_gives_the_papers_advantage_to_every_token() -> None:
 @settings(max_examples=25)
 @given(batch=batches, padding=st.integers(1, 5))
 def test_row_order_and_padding_change_nothing(name: str, batch: Batch, padding: int) -> None:
-    inputs, options = inputs_of(batch), AdvantageOptions(name)
+    inputs, options = inputs_of(batch), AdvantageOptions(adv_estimator=name)
     plain = estimate_advantages(inputs, options)
     order = torch.randperm(len(batch.mask), generator=torch.Generator().manual_seed(padding))
     changed = replace(
@@ -331,9 +342,9 @@ def test_missing_inputs_and_unknown_names_are_named() -> None:
     bare = AdvantageInputs(batch.rewards, batch.mask, batch.group_ids)
     for name, column in (("gae", "values"), ("remax", "baseline_rewards"), ("gigpo", "trajectory_ids")):
         with pytest.raises(ValueError, match=f"{name}.*{column}"):
-            estimate_advantages(bare, AdvantageOptions(name))
+            estimate_advantages(bare, AdvantageOptions(adv_estimator=name))
     with pytest.raises(ValueError, match=r"'grop'.*nearest known: 'grpo'"):
-        estimate_advantages(bare, AdvantageOptions("grop"))
+        estimate_advantages(bare, AdvantageOptions(adv_estimator="grop"))
     assert needs_values("gae")
     assert not needs_values("grpo")
 
@@ -346,10 +357,10 @@ def raw_score(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[torch
 @pytest.mark.usefixtures("own_registrations")
 def test_a_users_own_estimator_enters_by_dotted_path_and_by_decorator() -> None:
     inputs = inputs_of(make_batch(1, 4, 5))
-    by_path = estimate_advantages(inputs, AdvantageOptions(f"{__name__}:raw_score"))
+    by_path = estimate_advantages(inputs, AdvantageOptions(adv_estimator=f"{__name__}:raw_score"))
     register_advantage("raw_score", norm=("batch", None))(raw_score)
     assert resolve_norm_types("raw_score") == ("batch", None)
-    by_name = estimate_advantages(inputs, AdvantageOptions("raw_score"))
+    by_name = estimate_advantages(inputs, AdvantageOptions(adv_estimator="raw_score"))
     assert torch.equal(by_path.advantages, by_name.advantages)
 
 
@@ -369,4 +380,4 @@ def test_a_batch_without_rows_stays_one(name: str) -> None:
         old_log_probs=torch.zeros(0, 5),
         old_sum_of_squares=torch.zeros(0, 5),
     )
-    assert estimate_advantages(inputs, AdvantageOptions(name)).advantages.shape == (0, 5)
+    assert estimate_advantages(inputs, AdvantageOptions(adv_estimator=name)).advantages.shape == (0, 5)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -9,17 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from roll.algorithms.corrections import (
-    CORRECTION_PRESETS,
-    LEVELS,
-    CorrectionOptions,
-    CorrectionRule,
-    correct_mismatch,
-    correction_options,
-    mismatch_metrics,
-)
+from roll.algorithms.corrections import correct_mismatch, mismatch_metrics
 from roll.algorithms.loss_types import LossInputs
 from roll.algorithms.metrics import MetricBuilder
+from roll.config.corrections import CORRECTION_PRESETS, CorrectionOptions, CorrectionRule, RuleLevel, correction_options
 from roll.protocol.metrics import merge_metrics, to_floats
 from tests.algorithms.reference import Batch, batches, make_batch, mean
 
@@ -90,7 +84,7 @@ def by_loop(batch: Batch, rule: CorrectionRule) -> tuple[torch.Tensor, torch.Ten
 rules = st.one_of(
     st.builds(
         CorrectionRule,
-        level=st.sampled_from(LEVELS[:-1]),
+        level=st.sampled_from(get_args(RuleLevel)[:-1]),
         action=st.sampled_from(["truncate", "both", "mask"]),
         low=st.sampled_from([None, 0.5, 0.95]),
         high=st.sampled_from([None, 1.05, 2.0]),
@@ -99,7 +93,7 @@ rules = st.one_of(
     ),
     st.builds(
         CorrectionRule,
-        level=st.sampled_from(LEVELS),
+        level=st.sampled_from(get_args(RuleLevel)),
         action=st.just("mask"),
         metric=st.sampled_from(["ratio", "log_diff", "prob_diff", "k1", "k2", "k3"]),
         low=st.sampled_from([None, -0.05]),
@@ -191,17 +185,17 @@ def test_presets_rules_and_nothing() -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("tsi", r"'tsi'.*tis"),
+        ("tsi", "presets .*nearest: tis"),
         ({"is_wieght": {}}, "is_wieght"),
         ({"is_weight": {"upper": 2}}, "is_weight.upper"),
         ({"filters": [{"agg": "token"}]}, "agg"),
-        ([{"level": "word"}], "'word'"),
-        ([{"level": "max"}], "no weight at level max"),
-        ([{"policy": "new"}], "'new'"),
+        ([{"level": "word"}], "word"),
+        ([{"level": "max"}], "has no weight there"),
+        ([{"policy": "new"}], "new"),
         ([{"levle": "token"}], "levle"),
         ([{"action": "truncate", "metric": "k3"}], "k3"),
-        ([{"low": 2.0, "high": 1.0}], "wrong way round"),
-        (["tis"], "'tis'"),
+        ([{"low": 2.0, "high": 1.0}], "must not be greater than high"),
+        (["tis"], "must be a section of keys"),
     ],
 )
 def test_mistakes_are_named(setting: object, message: str) -> None:

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from roll.algorithms import options as options_module
 from roll.algorithms.aggregation import (
     AGGREGATION_MODES,
     LossDenominators,
@@ -18,10 +17,18 @@ from roll.algorithms.aggregation import (
     denominators_of,
     group_tokens_of,
 )
-from roll.algorithms.loss_types import LossInputs, LossOutputs, options_class_of
-from roll.algorithms.losses import POLICY_LOSS_NAMES, actor_loss, actor_loss_options, register_policy_loss, value_loss
+from roll.algorithms.loss_types import LossInputs, LossOutputs
+from roll.algorithms.losses import (
+    POLICY_LOSS_NAMES,
+    actor_loss,
+    actor_loss_options,
+    option_names,
+    register_policy_loss,
+    value_loss,
+)
 from roll.algorithms.masked import Groups
 from roll.algorithms.metrics import MetricBuilder
+from roll.config.algorithm import PPOConfig
 from roll.protocol.metrics import merge_metrics, to_floats
 from tests.algorithms import reference
 from tests.algorithms.reference import Batch, batches, make_batch
@@ -253,17 +260,17 @@ def test_missing_columns_are_named() -> None:
 
 @pytest.mark.parametrize("variant", POLICY_LOSS_NAMES)
 def test_fault_5_every_option_of_a_variant_reaches_its_loss(variant: str) -> None:
-    """Every field of the variant's options is taken from the settings."""
-    options_class = options_class_of(variant)
+    """Every option of the variant is taken from the settings, and from ``pg_variant_args`` as well."""
+    defaults = {item.name: item.default for item in fields(PPOConfig)}
     changed = {
-        f.name: {"importance_sampling": "seq", "dppo_divergence": "kl"}.get(
-            f.name, not f.default if isinstance(f.default, bool) else 0.123
+        name: {"importance_sampling": "seq", "dppo_divergence": "kl"}.get(
+            name, not defaults[name] if isinstance(defaults[name], bool) else 0.123
         )
-        for f in fields(options_class)
+        for name in option_names(variant)
     }
-    built = actor_loss_options({"pg_variant": variant, **changed}).pg
-    assert type(built) is options_class
-    assert {name: getattr(built, name) for name in changed} == changed
+    for written in (changed, {"pg_variant_args": changed}):
+        built = actor_loss_options({"pg_variant": variant, **written}).pg
+        assert {name: getattr(built, name) for name in changed} == changed
 
 
 def test_fault_5_changed_options_change_the_loss() -> None:
@@ -294,7 +301,7 @@ def test_fault_6_topr_learns_from_positives_and_negatives() -> None:
         assert bool((gradient[sign & batch.mask] != 0).all())
 
 
-def asymmetric(inputs: LossInputs, options: options_module.PPOOptions, metrics: MetricBuilder) -> torch.Tensor:
+def asymmetric(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> torch.Tensor:
     metrics.mean("actor/mine", inputs.num_tokens, inputs.num_tokens)
     return -inputs.advantages * inputs.log_probs * options.pg_clip
 

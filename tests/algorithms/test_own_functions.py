@@ -21,7 +21,7 @@ from roll.algorithms.kl import KLOptions, kl_estimate
 from roll.algorithms.losses import actor_loss, actor_loss_options, value_loss
 from roll.algorithms.metrics import Correlation, MetricBuilder
 from roll.algorithms.registry import Registry
-from roll.algorithms.samples import SampleWeightOptions, sample_weights
+from roll.algorithms.samples import PPOConfig, sample_weights
 from roll.protocol.metrics import to_floats
 from tests.algorithms.reference import make_batch
 from tests.algorithms.test_losses import inputs_of, whole
@@ -51,7 +51,7 @@ def test_mistakes_are_named(name: str, message: str) -> None:
 
 
 def test_options_do_not_import_torch() -> None:
-    code = "import sys, roll.algorithms.options; sys.exit('torch' in sys.modules)"
+    code = "import sys, roll.config.algorithm; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -81,7 +81,7 @@ def test_policy_loss_with_an_option_of_its_own() -> None:
 
 def test_advantage_estimator_with_an_option_of_its_own() -> None:
     batch = make_batch(21, 6, 9)
-    options = AdvantageOptions(f"{OWN}.above_a_bar", adv_estimator_args={"bar": 0.25})
+    options = AdvantageOptions(adv_estimator=f"{OWN}.above_a_bar", adv_estimator_args={"bar": 0.25})
     outputs = estimate_advantages(AdvantageInputs(batch.rewards, batch.mask, batch.group_ids), options)
     totals = batch.rewards.sum(-1, keepdim=True).expand_as(batch.mask)
     assert_close(outputs.advantages, torch.where(batch.mask, totals - 0.25, 0.0).float())
@@ -125,7 +125,7 @@ def test_correction() -> None:
 
 def test_sample_weights() -> None:
     scores, lengths = torch.tensor([0.0, 1.0]), torch.tensor([4, 2])
-    options = SampleWeightOptions(length_loss_weight=True, sample_weighting=f"{OWN}.by_score")
+    options = PPOConfig(length_loss_weight=True, sample_weighting=f"{OWN}.by_score")
     weights = sample_weights(options, scores, lengths, torch.tensor([0, 1]))
     assert weights is not None
     assert weights.tolist() == [0.5 * 0.5, 1.5 * 1.5], "it multiplies the built-in weights"

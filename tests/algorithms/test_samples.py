@@ -16,14 +16,13 @@ from roll.algorithms.samples import (
     RewardOptions,
     RewardPostprocessor,
     RunningMoments,
-    SampleMaskOptions,
-    SampleWeightOptions,
     overlong_penalty,
     sample_mask,
     sample_weights,
     token_level_rewards,
     top_entropy_mask,
 )
+from roll.config.algorithm import PPOConfig
 from roll.protocol.metrics import to_floats
 from tests.algorithms import reference
 from tests.algorithms.reference import Batch, batches, mean, members
@@ -183,7 +182,14 @@ def test_sample_masks_equal_the_loop(batch: Batch, long: bool, difficulty: bool,
     scores, ids = batch.response_rewards.tolist(), batch.group_ids.tolist()
     lengths = batch.mask.sum(-1)
     truncated = lengths == batch.mask.shape[1]
-    options = SampleMaskOptions(long, difficulty, 0.2, 0.9, error, error_max_len_threshold=3)
+    options = PPOConfig(
+        max_len_mask=long,
+        difficulty_mask=difficulty,
+        difficulty_low_threshold=0.2,
+        difficulty_high_threshold=0.9,
+        error_max_len_clip=error,
+        error_max_len_threshold=3,
+    )
     expected = []
     for i, score in enumerate(scores):
         group_mean = mean([scores[j] for j in members(ids, i)])
@@ -202,7 +208,7 @@ def test_with_the_default_thresholds_only_mixed_groups_stay() -> None:
     scores = torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 1.0])
     group_ids = torch.tensor([1, 1, 2, 2, 3, 3])
     keep, _ = sample_mask(
-        SampleMaskOptions(difficulty_mask=True), scores, torch.ones(6).long(), torch.zeros(6).bool(), group_ids
+        PPOConfig(difficulty_mask=True), scores, torch.ones(6).long(), torch.zeros(6).bool(), group_ids
     )
     assert keep.tolist() == [False] * 4 + [True] * 2
 
@@ -211,18 +217,18 @@ def test_weights() -> None:
     scores = torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 1.0])
     lengths = torch.tensor([0, 5, 10, 10, 5, 0])
     group_ids = torch.tensor([4, 4, 2, 2, 3, 3])
-    assert sample_weights(SampleWeightOptions(), scores, lengths, group_ids) is None
+    assert sample_weights(PPOConfig(), scores, lengths, group_ids) is None
     difficulty = torch.tensor([2.0, 2.0, 0.5, 0.5, 1.25, 1.25])
     length = torch.tensor([1.5, 1.0, 0.5, 0.5, 1.0, 1.5])
     for options, expected in (
-        (SampleWeightOptions(difficulty_loss_weight=True), difficulty),
-        (SampleWeightOptions(length_loss_weight=True), length),
-        (SampleWeightOptions(True, True), difficulty * length),
+        (PPOConfig(difficulty_loss_weight=True), difficulty),
+        (PPOConfig(length_loss_weight=True), length),
+        (PPOConfig(difficulty_loss_weight=True, length_loss_weight=True), difficulty * length),
     ):
         weights = sample_weights(options, scores, lengths, group_ids)
         assert weights is not None
         assert_close(weights, expected)
-    equal = sample_weights(SampleWeightOptions(length_loss_weight=True), scores, torch.full((6,), 7), group_ids)
+    equal = sample_weights(PPOConfig(length_loss_weight=True), scores, torch.full((6,), 7), group_ids)
     assert equal is not None
     assert bool(equal.isfinite().all())
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from roll.config.corrections import CorrectionRule, correction_options
 from tests.config.good import changed, load, mistakes
 
 GROUP = "num_return_sequences_in_group"
@@ -62,3 +63,12 @@ def test_settings_that_make_every_advantage_zero_are_said(tmp_path: Path, change
         changes = {**changes, "actor_train.training_args.gradient_accumulation_steps": 4}
     said = [notice for notice in load(tmp_path, changed(changes)).warnings if "nothing is learnt" in notice.text]
     assert [notice.key for notice in said] == [key]
+
+
+def test_the_filters_of_a_correction_are_sections_of_their_own(tmp_path: Path) -> None:
+    filters = [{"agg_type": "sequence", "ratio_enabled": True, "ratio_high": 1.3}, {"enabled": False}]
+    correction = {"is_weight": {"enabled": True, "upper_bound": "2e0"}, "filters": filters}
+    loaded = load(tmp_path, changed({"train_infer_correction": correction}))
+    rules = correction_options(loaded.config.train_infer_correction).rules
+    weight, mask = CorrectionRule(high=2.0), CorrectionRule("sequence", "mask", "ratio", 0.8, 1.3)
+    assert rules == (weight, mask)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from roll.config.algorithm import ADV_ESTIMATORS, PLANNED_ADV_ESTIMATORS
 from roll.config.checks.keys import REFUSALS
-from roll.config.names import PLANNED_ADV_ESTIMATORS, PLANNED_REWARDS
+from roll.config.names import PLANNED_REWARDS
 from tests.config.good import GOOD, changed, mistakes
 
 SHARD = "actor_train.strategy_args.strategy_config"
@@ -90,7 +91,7 @@ def test_every_refusal_can_happen() -> None:
 
 
 def test_planned_names_are_not_available_names() -> None:
-    from roll.config.names import ADV_ESTIMATORS, REWARDS
+    from roll.config.names import REWARDS
 
     assert not set(PLANNED_ADV_ESTIMATORS) & set(ADV_ESTIMATORS)
     assert not set(PLANNED_REWARDS.values()) & set(REWARDS)

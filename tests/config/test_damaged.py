@@ -108,6 +108,7 @@ DAMAGES: list[tuple[dict[str, Any], str, str]] = [
     ({"pipeline": "rlvrr"}, "pipeline", "for example pipeline: rlvr"),
     ({"train_infer_correction": "ices"}, "train_infer_correction", "must be one of the presets"),
     ({"train_infer_correction": {"is_weigth": {}}}, "train_infer_correction", "the nearest known one is is_weight"),
+    ({"train_infer_correction": {"filters": [{"agg": "token"}]}}, "train_infer_correction", "filters[0].agg"),
     ({"train_infer_correction": [{"level": "word"}]}, "train_infer_correction", "must be one of token"),
     ({"train_infer_correction": [{"policy": "new"}]}, "train_infer_correction", "must be one of old, current"),
     ({"train_infer_correction": [{"metric": "k1"}]}, "train_infer_correction", "needs action: mask"),

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from roll.algorithms.advantages import resolve_norm_types
-from roll.algorithms.corrections import CORRECTION_PRESETS
 from roll.algorithms.losses import actor_loss_options
+from roll.config.corrections import CORRECTION_PRESETS
 from roll.config.loader import LoadedConfig, load_config
 from roll.pipelines.rlvr.planning import actor_keys
 

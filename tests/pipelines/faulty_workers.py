@@ -86,10 +86,10 @@ class EngineDyingInUpdate(GenerationWorker):
         self.num_updates += 1
         return super().start_weight_update(start)
 
-    def update_weights(self, header: BucketHeader, parcel: Any) -> None:
+    def update_weights(self, header: BucketHeader, payload: Any) -> None:
         if self.context.rank == 0 and self.num_updates == 2:
             os.kill(os.getpid(), self.death)
-        super().update_weights(header, parcel)
+        super().update_weights(header, payload)
 
 
 class DyingEngine(GenerationWorker):

@@ -73,35 +73,35 @@ class Watched(PipelineDefinition):
     def run(self, loaded: LoadedConfig[WatchedConfig]) -> None:
         from roll.distributed import Cluster
         from roll.pipelines.files import load_tokenizer, pad_token_id
-        from roll.pipelines.frame import RunFrame
+        from roll.pipelines.run_context import RunContext
         from roll.pipelines.sft.pipeline import demonstration_batch
         from roll.protocol.metrics import Mean
         from roll.workers import REFERENCE_WORKER, SFT_WORKER
         from roll.workers.model import ModelWorker
         from roll.workers.training import SftWorker
 
-        config, plan, frame = loaded.config, loaded.plan, RunFrame(loaded)
+        config, plan, context = loaded.config, loaded.plan, RunContext(loaded)
         tokenizer = load_tokenizer(plan.roles["pupil"].model_path, trust_remote_code=False)
         rows = demonstrations(config, tokenizer)
         size = plan.training["pupil"].mini_batch_size
-        with frame.running() as resources:
+        with context.running() as resources:
             workers = {"pupil": SFT_WORKER, "onlooker": REFERENCE_WORKER}
             clusters = {
                 name: Cluster(name, workers[name], resources, role.section, seed=config.seed)
                 for name, role in plan.roles.items()
             }
-            frame.watch(list(clusters.values()))
+            context.watch(list(clusters.values()))
             for name, cluster in clusters.items():
                 cluster.call_all(ModelWorker.initialize, config.max_steps if name == "pupil" else 0).result()
-            for step in frame.steps(0, config.max_steps):
+            for step in context.steps(0, config.max_steps):
                 batch = demonstration_batch(rows[step * size : (step + 1) * size], pad_token_id(tokenizer))
-                with frame.phase("imitate"):
+                with context.phase("imitate"):
                     seen = clusters["onlooker"].call(ModelWorker.compute_log_probs, batch).result().batch["log_probs"]
                     tokens = float(batch.batch["response_mask"].sum())
-                    frame.record({"onlooker/nll": Mean(-float(seen.sum()), tokens)})
-                    frame.record(clusters["pupil"].call(SftWorker.update, batch).result())
-                frame.end_step(step)
-            frame.finish(config.max_steps)
+                    context.record({"onlooker/nll": Mean(-float(seen.sum()), tokens)})
+                    context.record(clusters["pupil"].call(SftWorker.update, batch).result())
+                context.end_step(step)
+            context.finish(config.max_steps)
 
 
 def demonstrations(config: WatchedConfig, tokenizer: Any) -> Any:

@@ -76,7 +76,7 @@ class World:
 
 
 def adapters_alone(world: World, folder: Path) -> dict[str, Any]:
-    """The base once, then adapters alone: samples beside those of the merged model, before and after."""
+    """The base once, then adapters alone: samples compared with those of the merged model, before and after."""
     policy, prompts = world.policy, helpers.random_prompts([5, 33, 60], seed=4)
     requests = [GenerationRequest(str(i), prompt, helpers.greedy(16)) for i, prompt in enumerate(prompts)]
     found: dict[str, Any] = {"same": [], "gaps": [], "sent": []}

@@ -246,6 +246,35 @@ def refusals(started: GenerationStrategy, more: Sequence[Callable[[], Any]] = ()
     return [message(attempt) for attempt in [*attempts, *more]]
 
 
+def not_finite_alone(started: GenerationStrategy, model: Any, version: int) -> dict[str, Any]:
+    """Requests of which two have a token in their prompts that the model computes nan from: what became of them, and
+    whether the others are what they are without them. The model's embeddings must not be tied."""
+    prompts = dict(zip(("a", "bad 1", "b", "bad 2", "c"), helpers.random_prompts([4, 21, 7, 5, 9]), strict=True))
+    good = [
+        GenerationRequest(name, prompt, SamplingParams(12, temperature=0.9, seed=3), 2)
+        for name, prompt in prompts.items()
+        if not name.startswith("bad")
+    ]
+    alone = helpers.run(started, good)
+    known = {token for output in alone.values() for token in output.token_ids}.union(*prompts.values())
+    token = next(token for token in range(3, model.config.vocab_size) if token not in known)
+    model.model.embed_tokens.weight[token] = torch.nan
+    wrong = update(started, model, version)
+    bad = [
+        GenerationRequest(name, [*prompts[name], token], SamplingParams(12, temperature=temperature, seed=4), 2)
+        for name, temperature in (("bad 1", 0.9), ("bad 2", 0.0))
+    ]
+    started.add_requests([good[0], bad[0], good[1], bad[1], good[2]])
+    failed: dict[str, str] = {}
+    done: dict[tuple[str, int], Any] = {}
+    while started.num_unfinished:
+        for output in started.step():
+            done[output.request_id, output.sample_index] = output
+        failed |= started.take_failures()
+    same = {key: output.token_ids == alone[key].token_ids for key, output in done.items()}
+    return {"wrong": wrong, "failed": failed, "same": same}
+
+
 def message(attempt: Callable[[], Any]) -> str:
     """Of the error with which an attempt is refused; empty: it is not."""
     try:

@@ -71,6 +71,16 @@ def check_refusals(messages: Sequence[str], more: Sequence[str] = ()) -> None:
     assert all(part in message for part, message in zip(expected, messages, strict=True)), messages
 
 
+def check_not_finite_alone(found: dict[str, Any], may_spread: bool = False) -> None:
+    """``may_spread``: the engine's attention lets nan into other requests of a batch; these have to fail as well."""
+    assert found["wrong"] == []
+    assert found["failed"].keys() >= {"bad 1", "bad 2"}
+    for name in ("bad 1", "bad 2"):
+        assert found["failed"][name].endswith(": the log-probs of token 0 are not finite")
+    others = set("abc") - (found["failed"].keys() if may_spread else set())
+    assert found["same"] == {(name, index): True for name in others for index in range(2)}
+
+
 def check_faulty_updates(found: dict[str, list[str]]) -> None:
     assert found["none"] == found["put right"] == found["no number"] == []
     assert found["lost"] == found["element"] == [KEY]

@@ -160,7 +160,7 @@ def load_and_train_each(
 
 
 def assert_export_is_complete(model: Path, folder: Path, weights: dict[str, torch.Tensor], batch: TensorBatch) -> None:
-    """A merged model, and beside it an adapter that peft puts on the base: equal logits."""
+    """A merged model, and an adapter that peft puts on the base: equal logits."""
     from peft import PeftModel
 
     merged = plain_model(folder)

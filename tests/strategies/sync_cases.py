@@ -22,7 +22,7 @@ BUCKET_BYTES = 2**13
 
 
 def engine_for(role: WorkerConfig) -> HfInferStrategy:
-    """An engine of the trainer's model, beside it in rank 0's process."""
+    """An engine of the trainer's model, in the process of its rank 0."""
     own = StrategyArguments("hf_infer", {"max_num_seqs": 2, "max_model_len": 32, "load_format": "dummy"})
     model_args = replace(role.model_args, lora_target=None, lora_rank=None, freeze_module_prefix=None)
     engine = create_generation_strategy(WorkerConfig("actor_infer", model_args=model_args, strategy_args=own))

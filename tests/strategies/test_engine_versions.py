@@ -6,14 +6,17 @@ import logging
 
 import pytest
 
-from roll.strategies.engines.base import TESTED_VERSIONS, check_version
+from roll.config.strategies.registry import BACKENDS
+from roll.strategies.engines.base import check_version
+
+ENGINES = {backend.package.title: backend for backend in BACKENDS if backend.package is not None}
 
 
 @pytest.mark.parametrize(
     ("package", "version"), [("vLLM", "0.32.0+cpu"), ("vLLM", "0.33.1"), ("SGLang", "0.5.23.post1")]
 )
 def test_tested_versions_are_let_in(package: str, version: str, caplog: pytest.LogCaptureFixture) -> None:
-    check_version(package, version, False)
+    check_version(ENGINES[package], version, False)
     assert not caplog.records
 
 
@@ -21,11 +24,11 @@ def test_tested_versions_are_let_in(package: str, version: str, caplog: pytest.L
     ("package", "version"), [("vLLM", "0.31.2"), ("vLLM", "0.34.0"), ("SGLang", "0.5.22"), ("SGLang", "0.5.24")]
 )
 def test_others_are_refused_unless_allowed(package: str, version: str, caplog: pytest.LogCaptureFixture) -> None:
-    low, high = TESTED_VERSIONS[package]
+    low, high = {"vLLM": ("0.32", "0.34"), "SGLang": ("0.5.23", "0.5.24")}[package]
     text = f"{package} {version} is outside the tested versions (at least {low}, below {high})"
     with pytest.raises(ValueError, match="allow_untested_version: true") as refused:
-        check_version(package, version, False)
+        check_version(ENGINES[package], version, False)
     assert text in str(refused.value)
     with caplog.at_level(logging.WARNING):
-        check_version(package, version, True)
+        check_version(ENGINES[package], version, True)
     assert caplog.messages == [text]

@@ -5,14 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from roll.config.roles import StrategyArguments, WorkerConfig
 from roll.strategies.base import ModelHead
 from roll.strategies.factory import create_generation_strategy, create_strategy
 from roll.strategies.fsdp.fsdp2 import Fsdp2Strategy
 from roll.strategies.fsdp.sharded import mesh_shape
+from tests.strategies import own_backend
 from tests.strategies import sharded_cases as cases
-from tests.strategies.samples import make_role
+from tests.strategies.samples import PACKING, make_batch, make_role, split_rows
 
 
 def role(name: str, **config: Any) -> WorkerConfig:
@@ -81,3 +83,24 @@ def test_options_that_cannot_work_are_refused(
 def test_a_forward_only_strategy_does_not_train(run_ranks: Callable[..., list[Any]], tied_model: Path) -> None:
     with pytest.raises(ValueError, match="fsdp2_infer cannot train; use fsdp2_train"):
         create_strategy(make_role(tied_model, "fsdp2_infer")).initialize(num_training_steps=3)
+
+
+def test_a_backend_is_one_class_and_one_descriptor(run_ranks: Callable[..., list[Any]], tied_model: Path) -> None:
+    """Micro-batches, packing, metrics, exports come with it: its steps are those of FSDP2."""
+    rows = split_rows(make_batch(), (5, 7))
+    options = PACKING | {"use_prefix_sharing": True}
+    for own, fsdp2 in zip(
+        run_ranks(2, own_backend.train, make_role(tied_model, "replicated_train", **options), rows, 3),
+        run_ranks(2, own_backend.train, make_role(tied_model, "fsdp2_train", **options), rows, 3),
+        strict=True,
+    ):
+        assert own["metrics"] == [pytest.approx(metrics, rel=1e-5) for metrics in fsdp2["metrics"]]
+        for kind in ("outputs", "weights"):
+            assert own[kind].keys() == fsdp2[kind].keys()
+            for name, expected in fsdp2[kind].items():
+                torch.testing.assert_close(own[kind][name], expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_backend_of_ones_own_only_computes_under_infer(run_ranks: Callable[..., list[Any]], tied_model: Path) -> None:
+    (message,) = run_ranks(1, own_backend.forward_only, make_role(tied_model, "replicated_infer"))
+    assert message.endswith("replicated_infer cannot train; use replicated_train")

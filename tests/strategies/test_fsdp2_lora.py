@@ -81,7 +81,7 @@ def test_ranks_that_share_each_sequence(
 
 
 @pytest.mark.parametrize("wrap", [False, True])
-def test_output_matrix_trained_in_full_beside_adapters(
+def test_output_matrix_trained_in_full_alongside_adapters(
     run_ranks: RunRanks, untied_model: Path, tmp_path: Path, wrap: bool
 ) -> None:
     adapter = cases.write_adapter(untied_model, tmp_path / "adapter", whole=["embed_tokens", "lm_head"])

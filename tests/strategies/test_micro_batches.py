@@ -1,15 +1,126 @@
+"""Every row is in one micro-batch, budgets hold, and all ranks make the same number of passes."""
+
 from __future__ import annotations
+
+from itertools import chain
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roll.config.plan.micro_batching import MicroBatching
 from roll.protocol.metrics import Max, Mean, Sum
-from roll.strategies.training.micro_batches import fixed_rows, is_empty, merged_floats, micro_batch
+from roll.strategies.base import TensorBatch
+from roll.strategies.training.micro_batches import (
+    fixed_rows,
+    is_empty,
+    merged_floats,
+    micro_batch,
+    plan_micro_batches,
+    row_index,
+)
+
+LONGEST = 12
 
 
-def batch(lengths: list[int], width: int) -> dict[str, torch.Tensor]:
+def batch(lengths: list[int], prompts: list[int] | None = None) -> TensorBatch:
+    """Rows of the given lengths; a row's prompt is its first token, ``prompts[i]``, and the rest its response."""
+    columns = torch.arange(LONGEST)
+    mask = columns < torch.tensor(lengths, dtype=torch.int64).reshape(-1, 1)
+    ids = columns.expand(len(lengths), LONGEST).clone()
+    if prompts is not None:
+        ids[:, 0] = torch.tensor(prompts)
+    return {"input_ids": ids, "attention_mask": mask, "response_mask": mask & (columns > 0)}
+
+
+def itself(count: int) -> int:
+    return count
+
+
+rules = st.one_of(
+    st.builds(MicroBatching, rows=st.integers(1, 5), removes_padding=st.booleans()),
+    st.builds(
+        MicroBatching,
+        rows=st.just(1),
+        removes_padding=st.booleans(),
+        max_tokens=st.integers(16, 60),
+        width_multiple=st.sampled_from([1, 4, 8]),
+    ),
+    st.builds(
+        MicroBatching,
+        rows=st.just(1),
+        removes_padding=st.just(True),
+        max_tokens=st.one_of(st.none(), st.integers(LONGEST, 60)),
+        balances=st.just(True),
+        min_count=st.integers(1, 6),
+    ),
+)
+
+
+@given(lengths=st.lists(st.integers(1, LONGEST), max_size=20), rule=rules, shares=st.booleans(), more=st.integers(0, 3))
+def test_every_row_once_within_the_budget(lengths: list[int], rule: MicroBatching, shares: bool, more: int) -> None:
+    whole = batch(lengths, [row // 3 for row in range(len(lengths))])
+    plan = plan_micro_batches(whole, rule, lambda count: count + more, shares)
+    assert sorted(chain(*plan)) == list(range(len(lengths)))
+    assert all(list(rows) == sorted(rows) for rows in plan)
+    if rule.balances:
+        assert len(plan) >= min(rule.min_count, len(lengths))
+    for rows in plan:
+        if rule.max_tokens is None or not rows:
+            continue
+        own = [lengths[row] for row in rows]
+        if shares:
+            prompts = {int(whole["input_ids"][row, 0]) for row in rows if lengths[row] > 1}
+            assert sum(length - 1 for length in own) + len(prompts) <= rule.max_tokens
+        elif rule.removes_padding:
+            assert sum(own) <= rule.max_tokens
+        else:
+            width = -(-max(own) // rule.width_multiple) * rule.width_multiple
+            assert len(own) * width <= rule.max_tokens
+
+
+def test_rows_of_like_lengths_come_together() -> None:
+    rule = MicroBatching(rows=1, max_tokens=24, width_multiple=4)
+    plan = plan_micro_batches(batch([12, 2, 11, 3, 4, 1, 12]), rule, itself)
+    assert plan == [[0, 6], [2, 4], [1, 3, 5]]
+
+
+def test_packs_have_like_work() -> None:
+    rule = MicroBatching(rows=1, removes_padding=True, max_tokens=16, balances=True, min_count=3)
+    lengths = [12, 4, 5, 5, 6, 3, 3, 4]
+    plan = plan_micro_batches(batch(lengths), rule, itself)
+    # First fit would fill the first two: 16, 16, 10.
+    assert sorted(sum(lengths[row] for row in rows) for rows in plan) == [13, 14, 15]
+
+
+def test_a_rank_makes_as_many_packs_as_the_one_with_most() -> None:
+    rule = MicroBatching(rows=1, removes_padding=True, max_tokens=40, balances=True)
+    plan = plan_micro_batches(batch([4] * 8), rule, lambda count: 4)
+    assert [len(rows) for rows in plan] == [2, 2, 2, 2]
+    plan = plan_micro_batches(batch([4]), rule, lambda count: 3)
+    assert [len(rows) for rows in plan] == [1, 0, 0]
+
+
+def test_rows_behind_one_prompt_come_together() -> None:
+    rule = MicroBatching(rows=1, removes_padding=True, max_tokens=12)
+    plan = plan_micro_batches(batch([5, 5, 4, 4, 5, 5], [1, 1, 2, 2, 3, 3]), rule, itself, shares_prompts=True)
+    assert sorted(map(list, plan)) == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("removes_padding", [True, False])
+def test_a_row_that_does_not_fit_is_named(removes_padding: bool) -> None:
+    rule = MicroBatching(rows=1, removes_padding=removes_padding, max_tokens=8)
+    with pytest.raises(ValueError, match="9 tokens"):
+        plan_micro_batches(batch([4, 9]), rule, itself)
+
+
+def test_consecutive_rows_are_not_copied() -> None:
+    assert row_index(range(2, 5)) == slice(2, 5)
+    assert row_index([0, 3]) == [0, 3]
+
+
+def rows_of(lengths: list[int], width: int) -> dict[str, torch.Tensor]:
     columns = torch.arange(width)
     mask = columns < torch.tensor(lengths, dtype=torch.int64).reshape(-1, 1)
     return {
@@ -23,7 +134,7 @@ def batch(lengths: list[int], width: int) -> dict[str, torch.Tensor]:
 
 @given(lengths=st.lists(st.integers(0, 9), max_size=12), rows=st.integers(1, 5), padding=st.integers(0, 3))
 def test_micro_batches_hold_every_row_once_cut_to_the_longest(lengths: list[int], rows: int, padding: int) -> None:
-    whole = batch(lengths, 9 + padding)
+    whole = rows_of(lengths, 9 + padding)
     parts = [micro_batch(whole, own) for own in fixed_rows(len(lengths), rows)]
     assert [score for part in parts for score in part["scores"].tolist()] == list(range(len(lengths)))
     for part in parts:
@@ -32,13 +143,13 @@ def test_micro_batches_hold_every_row_once_cut_to_the_longest(lengths: list[int]
 
 
 def test_without_rows_there_is_nothing_to_predict() -> None:
-    part = micro_batch(batch([3, 4], 5), range(0))
+    part = micro_batch(rows_of([3, 4], 5), range(0))
     assert is_empty(part) and part["input_ids"].shape == (1, 1)
-    assert not is_empty(micro_batch(batch([3, 4], 5), [0, 1]))
+    assert not is_empty(micro_batch(rows_of([3, 4], 5), [0, 1]))
 
 
 def test_any_rows_are_cut_to_the_longest_of_them() -> None:
-    part = micro_batch(batch([3, 9, 4], 10), [0, 2])
+    part = micro_batch(rows_of([3, 9, 4], 10), [0, 2])
     assert part["scores"].tolist() == [0, 2]
     assert part["input_ids"].shape == part["advantages"].shape == (2, 4)
 

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from roll.config.reading.schema import known_keys
 from roll.config.reference import PAGES
 from roll.translation.engine import DIALECTS
 from roll.translation.page import page
+from roll.translation.tables import read_table
 from tests.translation.conftest import ROOT
 
+TABLE = """
+$SECTION = their.section
+@ROLE = theirs.actor actor_train actor; critic {critic,reference} critic
+
+# First
+$SECTION.{a,b} other.* | c d.* | whole?7 > size | 3 | [5] a note
+# Second
+@ROLE.lr | @ROLE.rate | number = lr.@ROLE
+more.keys
+    and.others | none: nothing needs it | only [1, null]: one device
+"""
 RULES = [(name, rule) for name, dialect in DIALECTS.items() for section in dialect.sections for rule in section.rules]
 
 
@@ -49,3 +64,43 @@ def unknown_parts(key: str, known: set[str]) -> list[str]:
 def test_unknown_parts_are_seen() -> None:
     assert unknown_parts("actor_infer.engine_args.anything.*", {"actor_infer"}) == []
     assert unknown_parts("actor_infer.lerning_rate", {"actor_infer", "learning_rate"}) == ["lerning_rate"]
+
+
+def test_a_row_is_a_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "toy.table").write_text(TABLE, encoding="utf-8")
+    monkeypatch.setattr("roll.translation.tables.TABLES", tmp_path)
+    first, second = read_table("toy", {})
+    assert (first.title, second.title) == ("First", "Second")
+    (rule,) = first.rules
+    assert rule.spellings == ("their.section.a", "their.section.b", "other.*") and rule.ours == ("c", "d.*")
+    assert (rule.value(None), rule.value(2), rule.fact, rule.computed) == (7, 2, "size", True)
+    assert (rule.default, rule.note_for("5"), rule.note_for("6")) == ("3", "a note", "")
+    actor, critic, last = second.rules
+    assert (actor.spellings, actor.ours, actor.fact) == (("theirs.actor.lr",), ("actor_train.rate",), "lr.actor")
+    assert (critic.ours, critic.fact, critic.computed) == (("critic.rate", "reference.rate"), "lr.critic", False)
+    assert last.spellings == ("more.keys", "and.others") and (last.ours, last.note) == ((), "nothing needs it")
+    assert last.value(None) is None
+    with pytest.raises(ValueError, match="one device"):
+        last.value(2)
+
+
+def test_the_longest_pattern_counts() -> None:
+    found = DIALECTS["verl"].find("actor_rollout_ref.model.override_config.model_config.rope_theta")
+    assert found is not None and found[1] == "rope_theta"
+    found = DIALECTS["verl"].find("actor_rollout_ref.model.override_config.rope_scaling.type")
+    assert found is not None and found[1] == "rope_scaling.type"
+
+
+@pytest.mark.parametrize(
+    ("dialect", "key", "value", "rule"),
+    [
+        ("verl", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", 0, "must be 1 at least"),
+        ("verl", "actor_rollout_ref.actor.optim.betas", False, "must be two numbers"),
+        ("skyrl", "generator.inference_engine_tensor_parallel_size", 0, "must be 1 at least"),
+        ("openrlhf", "eps_clip_low_high", [0.2], "must be two numbers"),
+        ("openrlhf", "vllm_is_truncated_threshold", [1, 2, 3], "must be two numbers"),
+    ],
+)
+def test_numbers_that_nothing_can_be_divided_by_are_refused(dialect: str, key: str, value: Any, rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        DIALECTS[dialect].rules[key].value(value)

@@ -32,9 +32,8 @@ FAMILIES = {
 }
 """What is not supported as a whole."""
 OTHERS = {
-    "an algorithm without an equal": r"policy_loss_type = |adv_estimator = |advantage_estimator = |rollout_rs = ",
+    "an algorithm without an equal": r"policy_loss_type = |advantage_estimator = |rollout_rs = ",
     "engines on other hosts": "engines on other hosts are not available",
-    "an engine of another kind": "vllm samples from the same model",
     "an engine over two nodes": "would span two nodes",
     "batches that do not divide": "do not divide into micro-batches of",
     "programs scored by a service": "scores come from a program service",

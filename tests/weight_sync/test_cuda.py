@@ -23,8 +23,8 @@ def make_weights(seed: int) -> dict[str, torch.Tensor]:
 
 def receive(link: Connection) -> None:
     receiver = CudaIpcLink().connect()
-    while (parcel := link.recv()) is not None:
-        held = {name: tensor.clone() for name, tensor in receiver.receive(parcel).items()}
+    while (payload := link.recv()) is not None:
+        held = {name: tensor.clone() for name, tensor in receiver.receive(payload).items()}
         receiver.settle()
         link.send({name: tensor_checksum(tensor) for name, tensor in held.items()})
 

@@ -124,7 +124,7 @@ def test_wrong_tensors_are_named(
 def test_a_bucket_of_an_older_update_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     receiver = world.links.receivers[1]
     take = receiver.update
-    monkeypatch.setattr(receiver, "update", lambda header, parcel: take(BucketHeader(3, header.index), parcel))
+    monkeypatch.setattr(receiver, "update", lambda header, payload: take(BucketHeader(3, header.index), payload))
     with pytest.raises(WeightSyncError, match=r"weight update 4: engine 1 .*embedding belongs to weight update 3"):
         world.send(make_weights(), version=4)
 
@@ -190,11 +190,11 @@ def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
     world = World("safetensors", tmp_path)
     take = world.links.receivers[0].update
 
-    def cut(header: BucketHeader, parcel: str) -> None:
+    def cut(header: BucketHeader, payload: str) -> None:
         short = tmp_path / "short"
-        short.write_bytes(Path(parcel).read_bytes()[:-9])
-        short.replace(parcel)  # not in place, where the other engine may be reading
-        take(header, parcel)
+        short.write_bytes(Path(payload).read_bytes()[:-9])
+        short.replace(payload)  # not in place, where the other engine may be reading
+        take(header, payload)
 
     world.links.receivers[0].update = cut  # type: ignore[method-assign]
     with pytest.raises(WeightSyncError, match=r"weight update 0: engine 0 failed in 'update_weights'.*ncomplete"):

@@ -20,8 +20,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from roll.config.reading.errors import Problems
-from roll.config.reading.schema import closest
+from roll.config.reading.errors import Problems, closest
 from roll.config.reading.yaml_files import SourceFile, readable, yaml_problem
 
 OVERRIDE_RULE = "must be key=value (or +key=value, or ~key to take a key out)"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from roll.config.reading.masking import MASK, is_secret, masked, masked_text
 
 MAX_VALUE_LENGTH = 120
+SHORTEST_PREFIX = 3
 
 
 @dataclass(frozen=True)
@@ -102,3 +104,13 @@ def show_example(key: str, example: Any) -> str:
 def count(number: int, noun: str, plural: str | None = None) -> str:
     """``1 row``, ``2,048 rows``."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """The nearest of ``known`` to a misspelt word, or None when nothing is near."""
+    candidates = list(known)
+    lowered = {item.lower(): item for item in candidates}
+    matches = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
+    if not matches and len(word) >= SHORTEST_PREFIX:
+        matches = [item for item in lowered if item.startswith(word.lower()) or word.lower().startswith(item)]
+    return lowered[matches[0]] if matches else None

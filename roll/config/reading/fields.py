@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,8 @@ class FieldRules:
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
-    choices: tuple[str, ...] | None = None
+    choices: Collection[str] | None = None
+    """Allowed names; a :class:`~roll.config.reading.names.Table` is read anew whenever it is asked."""
     dotted_path: bool = False
     """With ``choices``: a dotted path ``package.module.name`` is allowed too (a user's own function or class)."""
     endings: tuple[str, ...] = ()
@@ -64,7 +65,7 @@ def rules(
     gt: float | None = None,
     le: float | None = None,
     lt: float | None = None,
-    choices: Sequence[str] | None = None,
+    choices: Collection[str] | None = None,
     dotted_path: bool = False,
     endings: Sequence[str] = (),
     planned: Sequence[str] = (),
@@ -75,10 +76,9 @@ def rules(
     read_if: Mapping[str, Sequence[Any]] | None = None,
 ) -> dict[str, FieldRules]:
     """Metadata for :func:`dataclasses.field` that holds these :class:`FieldRules`."""
-    allowed = tuple(choices) if choices is not None else None
     names = (tuple(endings), tuple(planned), tuple(aliases))
     readers = tuple((key, tuple(values)) for key, values in (read_if or {}).items())
-    return {RULES: FieldRules(ge, gt, le, lt, allowed, dotted_path, *names, parse, example, inert, readers)}
+    return {RULES: FieldRules(ge, gt, le, lt, choices, dotted_path, *names, parse, example, inert, readers)}
 
 
 def setting(default: Any, **options: Any) -> Any:

@@ -6,10 +6,9 @@ brings values to the field's type where that is safe (``1e-6`` and ``1e8`` witho
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import Field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -17,11 +16,10 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import dacite
 
-from roll.config.reading.errors import Problems
+from roll.config.reading.errors import Problems, closest
 from roll.config.reading.fields import DOTTED_PATH, NO_RULES, RULES, FieldRules
 
 T = TypeVar("T")
-SHORTEST_PREFIX = 3
 LARGEST = 2**53
 """Whole numbers up to this one are floats, too; no key has a use for a larger one."""
 MOST_KEYS_LISTED = 12
@@ -35,16 +33,6 @@ class Mismatch(Exception):
         self.rule = rule
         self.example = example
         self.planned = planned
-
-
-def closest(word: str, known: Iterable[str]) -> str | None:
-    """The nearest of ``known`` to a misspelt word, or None when nothing is near."""
-    candidates = list(known)
-    lowered = {item.lower(): item for item in candidates}
-    matches = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
-    if not matches and len(word) >= SHORTEST_PREFIX:
-        matches = [item for item in lowered if item.startswith(word.lower()) or word.lower().startswith(item)]
-    return lowered[matches[0]] if matches else None
 
 
 @cache
@@ -82,6 +70,11 @@ def mapped_section(hint: Any) -> type | None:
         if get_origin(option) is dict:
             return nested_section(get_args(option)[1])
     return None
+
+
+def listed_section(hint: Any) -> type | None:
+    """The dataclass behind the entries of a ``list[X]`` field, if they are sections."""
+    return nested_section(get_args(hint)[0]) if get_origin(hint) is list else None
 
 
 @cache
@@ -139,6 +132,10 @@ class SchemaReader:
             return
         if mapped is not None:
             values[item.name] = self._read_sections(mapped, value, path)
+            return
+        listed = listed_section(hint)
+        if listed is not None and isinstance(value, list):
+            values[item.name] = [self.read(listed, entry, f"{path}[{index}]") for index, entry in enumerate(value)]
             return
         try:
             values[item.name] = convert_field(value, hint, rules)
@@ -200,14 +197,14 @@ def _check_rules(value: Any, rules: FieldRules) -> None:
         raise Mismatch(f"must be {rules.bounds()}", rules.example if rules.example is not None else _inside(rules))
     if rules.choices is not None and isinstance(value, str) and value not in rules.choices:
         if value in rules.planned:
-            raise Mismatch("not available yet", rules.example or rules.choices[0], planned=value)
+            raise Mismatch("not available yet", rules.example or next(iter(rules.choices)), planned=value)
         if rules.dotted_path and DOTTED_PATH.fullmatch(value):
             return
         if rules.endings and value.endswith(rules.endings):
             return
         also = ", or the dotted path of your own function" if rules.dotted_path else ""
         also += f", or a file ({', '.join(rules.endings)})" if rules.endings else ""
-        nearest = closest(value, rules.choices) or rules.example or rules.choices[0]
+        nearest = closest(value, rules.choices) or rules.example or next(iter(rules.choices))
         raise Mismatch(f"must be one of {', '.join(rules.choices)}{also}", nearest)
 
 

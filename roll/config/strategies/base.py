@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from roll.config.reading.errors import Problems
     from roll.config.roles import WorkerConfig
 
+
+UpdateMode = Literal["full", "trained", "delta"]
+"""What a weight update sends: everything, what training changes, or of that the elements that have changed."""
 
 ShapeProblem = tuple[str, Any, str, Any]
 """Key, value, rule and a value that works."""
@@ -80,6 +83,10 @@ class Package:
     """Found when it is installed."""
     install: str
     """The command, or where to read about it."""
+    title: str = ""
+    """As its makers write it."""
+    tested: tuple[str, str] = ("0", "0")
+    """Versions that this code was tried with: from the first up to, not including, the second."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,8 @@ class Backend:
     """None: it comes with the base install."""
     size_keys: tuple[str, ...] = ()
     """Options that give an engine's tensor-parallel size; its workers then take ``devices_per_worker`` devices."""
+    updates: tuple[UpdateMode, ...] = ("full",)
+    """Modes of weight updates that an engine takes; the first is what ``weight_sync.mode: auto`` means."""
 
     @property
     def strategies(self) -> tuple[str, ...]:

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from roll.config.reading.errors import Problems
+from roll.config.reading.errors import Problems, closest
 from roll.config.reading.fields import rules, setting
-from roll.config.reading.schema import MOST_KEYS_LISTED, closest
+from roll.config.reading.schema import MOST_KEYS_LISTED
 from roll.config.strategies.base import Backend, Package, StrategyConfig
 from roll.config.strategies.deepspeed_keys import KEYS, REMOVED, VERSION
 

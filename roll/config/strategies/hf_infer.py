@@ -35,4 +35,5 @@ HF_INFER = Backend(
     HfInferStrategyConfig,
     computes="roll.strategies.hf_infer.strategy.HfForwardStrategy",
     generates="roll.strategies.hf_infer.HfInferStrategy",
+    updates=("trained", "delta", "full"),
 )

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from roll.config.reading.errors import ConfigError, Problems
-from roll.config.reading.schema import SchemaReader, build, closest, known_keys
+from roll.config.reading.errors import ConfigError, Problems, closest
+from roll.config.reading.schema import SchemaReader, build, known_keys
 from roll.config.roles import StrategyArguments, WorkerConfig
 from roll.config.strategies.base import StrategyConfig as StrategyConfig
 from roll.config.strategies.deepspeed import DEEPSPEED
@@ -44,7 +44,8 @@ GENERATION_STRATEGIES = tuple(backend.name for backend in BACKENDS if backend.ge
 
 def trains(strategy_name: str) -> bool:
     """True for a strategy that takes optimizer steps."""
-    return strategy_name in TRAIN_STRATEGIES
+    backend = BACKEND_OF.get(strategy_name)
+    return backend is not None and backend.trains and strategy_name == backend.strategies[0]
 
 
 def checkpoint_readers(strategy_name: str) -> tuple[str, ...]:

@@ -103,6 +103,12 @@ SGLANG = Backend(
     "sglang",
     SglangStrategyConfig,
     generates="roll.strategies.sglang.SglangStrategy",
-    package=Package("sglang", "on GPUs pip install 'roll-rl[sglang]'; see docs/sglang.md"),
+    package=Package(
+        "sglang",
+        "on GPUs pip install 'roll-rl[sglang]'; see docs/sglang.md",
+        title="SGLang",
+        tested=("0.5.23", "0.5.24"),
+    ),
     size_keys=("tp_size", "tensor_parallel_size"),
+    updates=("full", "trained"),
 )

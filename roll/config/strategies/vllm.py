@@ -110,7 +110,7 @@ class VllmStrategyConfig(StrategyConfig):
             problems.note(f"{name}.num_gpus_per_worker", text)
         if self.pipeline_parallel_size > 1 and self.in_flight_update == "keep":
             rule = (
-                "needs an engine without stages: some tokens of a batch are under way between them when weights arrive"
+                "needs an engine without stages: some tokens of a batch are in flight between them when weights arrive"
             )
             problems.add(f"{path}.in_flight_update", "keep", rule, "recompute")
 
@@ -124,7 +124,10 @@ VLLM = Backend(
     VllmStrategyConfig,
     generates="roll.strategies.vllm.VllmStrategy",
     package=Package(
-        "vllm", "on GPUs pip install 'roll-rl[vllm]', on a CPU make install-vllm; see docs/installation.md"
+        "vllm",
+        "on GPUs pip install 'roll-rl[vllm]', on a CPU make install-vllm; see docs/installation.md",
+        title="vLLM",
+        tested=("0.32", "0.34"),
     ),
     size_keys=("tensor_parallel_size",),
 )

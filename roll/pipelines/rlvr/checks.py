@@ -19,7 +19,7 @@ from roll.config.checks.roles import check_roles, note_engine_length
 from roll.config.lora import uses_lora
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.plan.plan import explain_indivisible, working_values
-from roll.config.reading.schema import closest
+from roll.config.reading.errors import closest
 from roll.pipelines.rlvr.checks_algorithm import check_algorithm
 from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
 from roll.pipelines.rlvr.checks_rollout import check_async, check_validation, check_weight_sync, longest_in_validation

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from roll.config.algorithm import estimator
 from roll.config.checks.base import Checks
-from roll.config.names import GREEDY_BASELINE_ESTIMATORS, LEAVE_ONE_OUT_ESTIMATORS, PASS_AT_K_ESTIMATORS
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.planning import (
     max_new_tokens,
@@ -17,7 +17,7 @@ from roll.pipelines.rlvr.planning import (
 
 def check_algorithm(config: RLVRConfig, checks: Checks) -> None:
     group = config.num_return_sequences_in_group
-    if config.adv_estimator in LEAVE_ONE_OUT_ESTIMATORS and group < 2:
+    if estimator(config.adv_estimator).leaves_one_out and group < 2:
         rule = f"must be at least 2 with {config.adv_estimator}: a sample is compared with the others of its prompt"
         checks.add("num_return_sequences_in_group", group, rule, 8)
     if config.adv_estimator == "grpo" and group < 2:
@@ -41,7 +41,7 @@ def check_algorithm(config: RLVRConfig, checks: Checks) -> None:
 def check_pass_k(config: RLVRConfig, checks: Checks) -> None:
     """One of k has a chance to differ from one of all only while k is below the group's size."""
     group, k = config.num_return_sequences_in_group, config.pass_k
-    if config.adv_estimator not in PASS_AT_K_ESTIMATORS:
+    if not estimator(config.adv_estimator).is_pass_at_k:
         return
     if group < 2:
         rule = f"must be greater than pass_k {k} with {config.adv_estimator}, or every advantage is 0"
@@ -65,7 +65,7 @@ def note_zero_advantages(config: RLVRConfig, checks: Checks) -> None:
         rule = "equals difficulty_low_threshold: no mean score lies between them, so nothing is learnt"
         checks.note("difficulty_high_threshold", rule)
     arguments = config.actor_infer.generating_args
-    if config.adv_estimator in GREEDY_BASELINE_ESTIMATORS and (arguments.temperature == 0 or not arguments.do_sample):
+    if estimator(config.adv_estimator).needs_greedy and (arguments.temperature == 0 or not arguments.do_sample):
         key = "actor_infer.generating_args.temperature"
         checks.note(
             key, f"greedy decoding with {config.adv_estimator}: a sample is its own baseline, nothing is learnt"
@@ -91,21 +91,21 @@ def check_passes(config: RLVRConfig, checks: Checks) -> None:
 
 def check_rewards_of_estimator(config: RLVRConfig, checks: Checks) -> None:
     """Rewards in the form that the estimator compares them in."""
-    estimator = config.adv_estimator
-    if estimator in GREEDY_BASELINE_ESTIMATORS:
+    name, row = config.adv_estimator, estimator(config.adv_estimator)
+    if row.needs_greedy:
         for key, value in (("norm_mean_type", config.norm_mean_type), ("norm_std_type", config.norm_std_type)):
             if value not in (None, "auto"):
-                rule = f"must be null with {estimator}: the greedy response's reward is subtracted as it is"
+                rule = f"must be null with {name}: the greedy response's reward is subtracted as it is"
                 checks.add(key, value, rule, "~")
-    if estimator == "gdpo" and not config.reward_weights:
-        rule = "is needed by adv_estimator: gdpo: the numbers of the reward to normalise apart, and their weights"
+    if row.weighs_rewards and not config.reward_weights:
+        rule = f"is needed by adv_estimator: {name}: the numbers of the reward to normalise apart, and their weights"
         checks.missing("reward_weights", rule, "{correct: 1.0, answered: 0.5}")
-    if config.reward_weights and estimator != "gdpo" and "." not in estimator:
-        checks.note("reward_weights", f"has no effect with adv_estimator: {estimator}")
-    if estimator == "gdpo":
+    if config.reward_weights and not row.weighs_rewards and "." not in name:
+        checks.note("reward_weights", f"has no effect with adv_estimator: {name}")
+    if row.weighs_rewards:
         for key in ("norm_mean_type", "norm_std_type", "reward_clip", "overlong_buffer_length", "add_token_level_kl"):
             if checks.written(key) and getattr(config, key) not in (None, False, "auto"):
-                checks.note(key, "has no effect with gdpo: it normalises the rewards of reward_weights itself")
+                checks.note(key, f"has no effect with {name}: it normalises the rewards of reward_weights itself")
 
 
 def check_overlong(config: RLVRConfig, checks: Checks) -> None:

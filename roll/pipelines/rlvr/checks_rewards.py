@@ -12,8 +12,8 @@ from roll.config.names import (
     WHY_PLANNED,
 )
 from roll.config.plan.planning import shares_devices
+from roll.config.reading.errors import closest
 from roll.config.reading.fields import DOTTED_PATH
-from roll.config.reading.schema import closest
 from roll.config.rewards import (
     CLASSIFIER,
     CLUSTER,

@@ -9,8 +9,9 @@ from roll.config.checks.base import Checks, check_columns, check_data_files
 from roll.config.lora import adapter_rank, uses_lora
 from roll.config.plan.planning import shares_devices
 from roll.config.rewards import section_of
+from roll.config.strategies.registry import BACKEND_OF
 from roll.config.strategies.vllm import VLLM_LORA_RANKS
-from roll.config.weight_sync import UPDATED_IN_PARTS, update_mode
+from roll.config.weight_sync import update_mode
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import sharing_roles
 from roll.pipelines.rlvr.planning import (
@@ -118,15 +119,16 @@ def check_weight_sync(config: RLVRConfig, checks: Checks) -> None:
     if options.transport == "cuda_ipc":
         _check_cuda_ipc(config, checks)
     engine = config.actor_infer.strategy_args.strategy_name
+    modes = BACKEND_OF[engine].updates if engine in BACKEND_OF else ("full",)
     if options.lora == "adapter":
         _check_adapter(config, checks)
-    elif options.mode not in ("auto", "full", *UPDATED_IN_PARTS.get(engine, ())):
-        least = "tensors" if engine in UPDATED_IN_PARTS else "layers"
-        others = ", ".join(name for name, modes in UPDATED_IN_PARTS.items() if options.mode in modes)
+    elif options.mode not in ("auto", *modes):
+        least = "tensors" if "trained" in modes else "layers"
+        others = ", ".join(name for name, backend in BACKEND_OF.items() if options.mode in backend.updates)
         rule = f"{engine} takes whole {least} only; engines that take parts: {others}"
         checks.add("weight_sync.mode", options.mode, rule, "full")
     sleep_level = config.actor_infer.strategy_args.strategy_config.get("sleep_level")
-    if sleep_level == 2 and update_mode(options, engine) == "trained":
+    if sleep_level == 2 and engine in BACKEND_OF and update_mode(options, engine) == "trained":
         rule = "drops weights that updates do not bring back with "
         rule += "weight_sync.lora: adapter" if options.lora == "adapter" else "weight_sync.mode: trained"
         checks.add("actor_infer.strategy_args.strategy_config.sleep_level", sleep_level, rule, 1)

@@ -50,7 +50,7 @@ class Clusters:
     judge_engines: Mapping[str, Cluster] = field(default_factory=dict)
     """By role: ``reward_model``, and those that belong to one domain."""
     judges: Mapping[str, JudgeService] = field(default_factory=dict)
-    """What ``judge_engines`` answer through."""
+    """The services of ``judge_engines``."""
 
     def all(self) -> list[Cluster]:
         scorers = [self.reward_model] if self.reward_model is not None else []

@@ -1,10 +1,13 @@
-"""Prompts of a run: training prompts by domain, validation prompts, and the tokenizer that reads both."""
+"""Data of a run: training prompts by domain, validation prompts, the tokenizer that reads both, recorded rollouts."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError
 
 from roll.config.names import TRUTH_REWARDS
 from roll.config.pipelines import worker_name
@@ -15,6 +18,9 @@ from roll.datasets import DataError, DomainSampler, LoadCounts, PromptDataset
 from roll.pipelines.files import load_tokenizer
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import RLVRPlan
+from roll.pipelines.rlvr.planning import recorded_rollouts, rollout_file
+from roll.protocol import DataProto
+from roll.protocol.metrics import Mean, Metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run draws from."""
+    """Prompts that a run draws from."""
 
     tokenizer: PreTrainedTokenizerBase
     sampler: DomainSampler
@@ -102,3 +108,45 @@ def truth_reward(name: str, section: RewardConfig) -> str | None:
     """The reward of a domain that needs the ground truth; None: none does."""
     rewards = [part.worker_cls or key for key, part in section.components.items()] or [section.worker_cls or name]
     return next((found for reward in rewards if (found := worker_name(reward)) in TRUTH_REWARDS), None)
+
+
+class RecordedRollouts:
+    """The batches of a run's steps in a folder, one safetensors file a step.
+
+    Args:
+        output_dir: of the run; holds the folder where the configuration names none.
+        num_samples: rows of a step's batch.
+    """
+
+    def __init__(self, config: RLVRConfig, output_dir: Path, num_samples: int) -> None:
+        section = config.rollout_mock
+        self._folder = recorded_rollouts(config, output_dir)
+        self._num_samples = num_samples
+        self.writes = section.enable and section.mode == "dump"
+        self.replays = section.enable and section.mode == "mock"
+
+    def write(self, step: int, batch: DataProto) -> None:
+        """Keep the batch as the rewards have left it."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        batch.save(rollout_file(self._folder, step))
+
+    def read(self, step: int) -> tuple[DataProto, Metrics]:
+        """The batch that was written for this step, and its size.
+
+        Raises:
+            DataError: no such file, one that holds no batch, or one of another size.
+        """
+        file = rollout_file(self._folder, step)
+        if not file.is_file():
+            raise DataError(f"{file}: no rollout was written for step {step} (rollout_mock.mode: mock reads it)")
+        try:
+            batch = DataProto.load(file)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise DataError(f"{file}: holds no rollout: {error}") from error
+        if len(batch) != self._num_samples:
+            raise DataError(
+                f"{file}: {len(batch)} samples, but rollout_batch_size x num_return_sequences_in_group is "
+                f"{self._num_samples}"
+            )
+        tokens = float(batch.batch["attention_mask"].sum())
+        return batch, {"system/samples": Mean(len(batch)), "system/tokens": Mean(tokens)}

@@ -41,8 +41,7 @@ from roll.config.strategies.base import own_weights
 from roll.config.weight_sync import WeightSyncConfig
 from roll.pipelines.rlvr.checks import check_rlvr
 from roll.pipelines.rlvr.config import RLVRConfig, RouterConfig, ValidationConfig, ValidationSetConfig
-from roll.pipelines.rlvr.facts import batch_facts, rlvr_facts
-from roll.pipelines.rlvr.plan import RLVRPlan
+from roll.pipelines.rlvr.plan import RLVRPlan, batch_facts, rlvr_facts
 from roll.pipelines.rlvr.planning import (
     lengths,
     model_roles,

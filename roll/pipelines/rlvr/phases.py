@@ -1,19 +1,14 @@
-"""The phases of a training step between rollout and update: each adds columns to the batch and returns metrics.
-
-:class:`RecordedRollouts` takes the place of the rollout itself (``rollout_mock``).
-"""
+"""The phases of a training step after the rollout: columns that models compute, advantages, updates."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
-from pathlib import Path
+from dataclasses import fields
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 
 from roll.algorithms.advantages import (
     AdvantageInputs,
@@ -23,13 +18,12 @@ from roll.algorithms.advantages import (
     resolve_norm_types,
 )
 from roll.algorithms.kl import EntropyController, KLOptions, kl_estimate, make_kl_controller
+from roll.algorithms.losses import options_from
 from roll.algorithms.masked import masked_mean, row_mean
 from roll.algorithms.metrics import BatchColumns, BatchWatch, compute_data_metrics
 from roll.algorithms.samples import (
     RewardOptions,
     RewardPostprocessor,
-    SampleMaskOptions,
-    SampleWeightOptions,
     overlong_penalty,
     sample_mask,
     sample_weights,
@@ -37,11 +31,9 @@ from roll.algorithms.samples import (
     top_entropy_mask,
 )
 from roll.config.plan.plan import TrainingPlan
-from roll.datasets.types import DataError
 from roll.distributed import Cluster, PendingCall
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.rlvr.planning import recorded_rollouts, rollout_file
 from roll.pipelines.row_order import length_metrics, order_for
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
@@ -211,10 +203,7 @@ class AdvantageComputer:
             self._entropy_controller = EntropyController(config.entropy_loss_coef, config.target_entropy, *bounds)
         self.entropy_coef = config.entropy_loss_coef
         """Weight of the entropy bonus in the update of the batch that was scored last."""
-        self._masks = _options(SampleMaskOptions, config)
-        self._weights = _options(SampleWeightOptions, config)
-        weights = tuple(config.reward_weights.values())
-        self._advantages = replace(_options(AdvantageOptions, config), reward_weights=weights or None)
+        self._advantages = options_from(AdvantageOptions, vars(config))
         self._watch = BatchWatch(config.warn_after_steps, config.warn_truncated_share)
         self._response_filters = {
             name: build_filter(section.response_filter_config.type, section.response_filter_config.filter_args)
@@ -265,10 +254,10 @@ class AdvantageComputer:
         if self._response_filters:
             domains = batch.non_tensor_batch["domain"]
             filtered = torch.from_numpy(response_mask(scores.numpy(), domains, self._response_filters))
-        keep, metrics = sample_mask(self._masks, scores, lengths, truncated, group_ids, filtered)
+        keep, metrics = sample_mask(self._config, scores, lengths, truncated, group_ids, filtered)
         mask = tensors["response_mask"]
         tensors["loss_mask"] = mask if bool(keep.all()) else mask & keep[:, None]
-        weights = sample_weights(self._weights, scores, lengths, group_ids)
+        weights = sample_weights(self._config, scores, lengths, group_ids)
         if weights is not None:
             tensors["sample_weights"] = weights
         if self._config.top_entropy_quantile < 1.0:
@@ -312,8 +301,9 @@ class AdvantageComputer:
         if self._config.overlong_buffer_length is not None:
             metrics.append({"critic/overlong_penalty": Mean(float((tensors["scores"] - shaped).mean()))})
         domains = batch.non_tensor_batch["domain"]
-        for domain in sorted(set(domains)):
-            rows = torch.from_numpy(domains == domain)
+        names = sorted(set(domains))
+        for domain in names:
+            rows = torch.from_numpy(domains == domain) if len(names) > 1 else slice(None)
             rewards[rows], measured = self._normalise(shaped[rows], tensors["group_ids"][rows], domain)
             metrics.append(measured)
         tensors["response_level_rewards"] = rewards
@@ -358,12 +348,6 @@ class AdvantageComputer:
             self._entropy_controller.load_state_dict(state["entropy"])
 
 
-def _options(options_class: type[Any], config: RLVRConfig) -> Any:
-    """The options whose names are keys of the configuration."""
-    names = [option.name for option in fields(options_class) if hasattr(config, option.name)]
-    return options_class(**{name: getattr(config, name) for name in names})
-
-
 def _truncated(batch: DataProto) -> torch.Tensor:
     """bool (B,): responses that were cut off at the length limit."""
     return torch.from_numpy(batch.non_tensor_batch["finish_reason"] == "length")
@@ -375,45 +359,3 @@ def _data_metrics(batch: DataProto, outputs: AdvantageOutputs) -> Metrics:
     columns["truncated"] = _truncated(batch)
     columns["raw_advantages"] = outputs.raw_advantages
     return compute_data_metrics(BatchColumns(**columns))
-
-
-class RecordedRollouts:
-    """The batches of a run's steps in a folder, one safetensors file a step.
-
-    Args:
-        output_dir: of the run; holds the folder where the configuration names none.
-        num_samples: rows of a step's batch.
-    """
-
-    def __init__(self, config: RLVRConfig, output_dir: Path, num_samples: int) -> None:
-        section = config.rollout_mock
-        self._folder = recorded_rollouts(config, output_dir)
-        self._num_samples = num_samples
-        self.writes = section.enable and section.mode == "dump"
-        self.replays = section.enable and section.mode == "mock"
-
-    def write(self, step: int, batch: DataProto) -> None:
-        """Keep the batch as the rewards have left it."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        batch.save(rollout_file(self._folder, step))
-
-    def read(self, step: int) -> tuple[DataProto, Metrics]:
-        """The batch that was written for this step, and its size.
-
-        Raises:
-            DataError: no such file, one that holds no batch, or one of another size.
-        """
-        file = rollout_file(self._folder, step)
-        if not file.is_file():
-            raise DataError(f"{file}: no rollout was written for step {step} (rollout_mock.mode: mock reads it)")
-        try:
-            batch = DataProto.load(file)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise DataError(f"{file}: holds no rollout: {error}") from error
-        if len(batch) != self._num_samples:
-            raise DataError(
-                f"{file}: {len(batch)} samples, but rollout_batch_size x num_return_sequences_in_group is "
-                f"{self._num_samples}"
-            )
-        tokens = float(batch.batch["attention_mask"].sum())
-        return batch, {"system/samples": Mean(len(batch)), "system/tokens": Mean(tokens)}

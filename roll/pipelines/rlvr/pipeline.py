@@ -16,15 +16,13 @@ from roll.config.loader import LoadedConfig
 from roll.config.rewards import REWARD_MODEL
 from roll.distributed import ResourceManager
 from roll.pipelines.files import export_model, sample_table
-from roll.pipelines.frame import RunFrame
 from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency, moves_states
 from roll.pipelines.rlvr.asynchronous import AsyncRolloutPhase
 from roll.pipelines.rlvr.clusters import start_clusters
 from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.rlvr.data import load_data
+from roll.pipelines.rlvr.data import RecordedRollouts, load_data
 from roll.pipelines.rlvr.phases import (
     AdvantageComputer,
-    RecordedRollouts,
     add_old_log_probs,
     add_reference_log_probs,
     add_values,
@@ -34,6 +32,7 @@ from roll.pipelines.rlvr.phases import (
 from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.pipelines.rlvr.rollout import RolloutPhase
 from roll.pipelines.rlvr.validation import Validation
+from roll.pipelines.run_context import RunContext
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean
 from roll.weight_sync.controller import WeightSync, sync_options
@@ -48,7 +47,7 @@ class RLVRPipeline:
         self.loaded = loaded
         self.config = loaded.config
         self.plan = loaded.plan
-        self.frame = RunFrame(loaded)
+        self.frame = RunContext(loaded)
         self.recorded = RecordedRollouts(self.config, self.plan.output_dir, self.plan.samples_per_step)
         generating = loaded.config.actor_infer.generating_args
         self.temperature = generating.temperature if generating.do_sample else 1.0

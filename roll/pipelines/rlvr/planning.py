@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from roll.config.algorithm import estimator
 from roll.config.lora import adapter_rank, uses_lora
 from roll.config.model_files import model_number
-from roll.config.names import GREEDY_BASELINE_ESTIMATORS, SQUARES_ESTIMATORS
 from roll.config.pipelines import PipelineDefinition, Written, find_own_modules, worker_name
 from roll.config.plan.plan import TrainingPlan
 from roll.config.plan.planning import shared_plan, training_plan, with_cache_length
@@ -52,7 +52,7 @@ def kl_in_reward(config: RLVRConfig) -> bool:
 def needs_critic(config: RLVRConfig) -> bool:
     """``gae`` uses values; an estimator of the user's own gets them where there is a critic section."""
     own = "." in config.adv_estimator and config.critic is not None
-    return config.adv_estimator == "gae" or own
+    return estimator(config.adv_estimator).needs_values or own
 
 
 def pg_variant(config: RLVRConfig) -> str:
@@ -183,7 +183,7 @@ def needs_old_entropy(config: RLVRConfig) -> bool:
 
 
 def needs_sum_of_squares(config: RLVRConfig) -> bool:
-    return config.adv_estimator in SQUARES_ESTIMATORS
+    return estimator(config.adv_estimator).needs_squares
 
 
 def needs_old_distribution(config: RLVRConfig) -> bool:
@@ -192,7 +192,7 @@ def needs_old_distribution(config: RLVRConfig) -> bool:
 
 
 def needs_greedy_baseline(config: RLVRConfig) -> bool:
-    return config.adv_estimator in GREEDY_BASELINE_ESTIMATORS
+    return estimator(config.adv_estimator).needs_greedy
 
 
 def finished(config: RLVRConfig, longest: int, name: str, section: WorkerConfig) -> WorkerConfig:

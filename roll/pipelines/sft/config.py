@@ -24,7 +24,7 @@ class SFTValidationConfig(WorkerConfig):
 
 @dataclass(frozen=True)
 class SFTConfig(RunConfig):
-    """Everything an SFT run is told. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
+    """The keys of an SFT run. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
 
     pretrain: str = ""
     """Model to start from: a folder or a hub name."""

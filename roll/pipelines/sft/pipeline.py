@@ -15,8 +15,8 @@ from roll.config.roles import DataArguments
 from roll.datasets import EpochOrder, SftDataset, SftRow, ShuffledEpochs
 from roll.distributed import Cluster, PendingCall, ResourceManager
 from roll.pipelines.files import export_model, load_tokenizer, pad_token_id
-from roll.pipelines.frame import RunFrame
 from roll.pipelines.row_order import balanced_order
+from roll.pipelines.run_context import RunContext
 from roll.pipelines.sft.config import SFTConfig, SFTPlan
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, merge_metrics
@@ -38,22 +38,22 @@ class SFTPipeline:
         assert isinstance(loaded.plan, SFTPlan)
         self.config = loaded.config
         self.plan = loaded.plan
-        self.frame = RunFrame(loaded)
+        self.context = RunContext(loaded)
         self.held_out: Sequence[SftRow] = ()
         self.in_flight: deque[PendingCall[Metrics]] = deque()
 
     def run(self) -> None:
         """Train for all steps; everything that was started is stopped again, however it ends."""
-        with self.frame.running() as resources:
+        with self.context.running() as resources:
             first_step = self.start(resources)
-            self.frame.save_when_interrupted(self.state_between_steps, self.save)
-            for step in self.frame.steps(first_step, self.num_steps):
-                ahead = 1 if self.frame.stopping else min(STEPS_IN_FLIGHT, self.steps_until_pause(step))
+            self.context.save_when_interrupted(self.state_between_steps, self.save)
+            for step in self.context.steps(first_step, self.num_steps):
+                ahead = 1 if self.context.stopping else min(STEPS_IN_FLIGHT, self.steps_until_pause(step))
                 while len(self.in_flight) < ahead:
                     self.in_flight.append(self.sft_train.call(SftWorker.update, self.next_batch()))
-                with self.frame.phase("step_train"):
-                    self.frame.record(self.in_flight.popleft().result())
-                self.frame.end_step(step)
+                with self.context.phase("step_train"):
+                    self.context.record(self.in_flight.popleft().result())
+                self.context.end_step(step)
                 self.pause(step + 1)
             self.finish()
 
@@ -69,14 +69,14 @@ class SFTPipeline:
             settings=ModelSettings(self.config.max_grad_norm),
             rpc_timeout=self.config.rpc_timeout,
         )
-        self.frame.watch([self.sft_train])
+        self.context.watch([self.sft_train])
         self.load_data()
         self.sft_train.call_all(SftWorker.initialize, self.num_steps).result()
-        checkpoint = self.frame.checkpoint_to_resume()
+        checkpoint = self.context.checkpoint_to_resume()
         if checkpoint is None:
             return 0
         self.sft_train.call_all(SftWorker.load_checkpoint, str(checkpoint.role("sft_train"))).result()
-        self.demonstrations.load_state_dict(self.frame.load_state(checkpoint)["demonstrations"])
+        self.demonstrations.load_state_dict(self.context.load_state(checkpoint)["demonstrations"])
         return checkpoint.step
 
     def load_data(self) -> None:
@@ -106,19 +106,19 @@ class SFTPipeline:
         return min(ends)
 
     def pause(self, steps_done: int) -> None:
-        """What is due after ``steps_done`` steps: an evaluation, a checkpoint."""
+        """Evaluate and save where that is due after ``steps_done`` steps."""
         if self.held_out and self.plan.eval_steps and steps_done % self.plan.eval_steps == 0:
             self.evaluate(steps_done)
-        if self.frame.is_save_due(steps_done - 1):
+        if self.context.is_save_due(steps_done - 1):
             self.save(steps_done, self.state_dict())
 
     def save(self, steps_done: int, state: dict[str, Any]) -> None:
         """A checkpoint after ``steps_done`` steps, with what the driver must remember."""
-        with self.frame.writing_checkpoint(steps_done, state, [self.sft_train]) as path:
+        with self.context.writing_checkpoint(steps_done, state, [self.sft_train]) as path:
             self.sft_train.call_all(SftWorker.save_checkpoint, str(path / "sft_train")).result()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the driver must remember: plain JSON values."""
+        """State of the driver: plain JSON values."""
         return {"demonstrations": self.demonstrations.state_dict()}
 
     def state_between_steps(self) -> dict[str, Any] | None:
@@ -128,18 +128,18 @@ class SFTPipeline:
     def evaluate(self, steps_done: int) -> None:
         """Loss on the held-out demonstrations."""
         size = self.config.sft_train.infer_batch_size * self.sft_train.world_size
-        with self.frame.phase("val_step"):
+        with self.context.phase("val_step"):
             parts: list[Metrics] = []
             for begin in range(0, len(self.held_out), size):
                 rows = demonstration_batch(self.held_out[begin : begin + size], self.pad_token_id)
                 parts.append(self.sft_train.call(SftWorker.evaluate, rows).result())
-        self.frame.record_validation({k: m.value() for k, m in merge_metrics(parts).items()}, steps_done)
+        self.context.record_validation({k: m.value() for k, m in merge_metrics(parts).items()}, steps_done)
 
     def finish(self) -> None:
         """The trained model in Hugging Face format, and the summary."""
         if self.config.sft_train.training_args.save_hf_model:
             export_model(self.sft_train, self.tokenizer, self.plan.output_dir / "model")
-        self.frame.finish(self.num_steps)
+        self.context.finish(self.num_steps)
 
 
 def read_demonstrations(config: SFTConfig, data_args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> SftDataset:

@@ -15,10 +15,12 @@ from multiprocessing.util import Finalize
 from threading import Event, Thread
 from typing import Any
 
+import numpy as np
 import torch
 from packaging.version import Version
 
 from roll.config.roles import ModelArguments, WorkerConfig
+from roll.config.strategies.base import Backend
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams
 from roll.weight_sync.encoding import tensor_checksum
 from roll.weight_sync.messages import Checksum
@@ -156,23 +158,18 @@ def end_token_ids(generation_config: Any, config: Any, tokenizer: Any) -> tuple[
     return tuple(dict.fromkeys(int(token) for token in ids))
 
 
-TESTED_VERSIONS = {
-    "SGLang": (Version("0.5.23"), Version("0.5.24")),
-    "vLLM": (Version("0.32"), Version("0.34")),
-}
-"""By package, as its makers write it: from the first up to, not including, the second."""
-
-
-def check_version(package: str, version: str, allow_untested: bool) -> None:
+def check_version(backend: Backend, version: str, allow_untested: bool) -> None:
     """Refuse a version that this code was not tried with.
 
     Raises:
-        ValueError: a version outside :data:`TESTED_VERSIONS`, unless ``allow_untested``.
+        ValueError: a version outside ``backend.package.tested``, unless ``allow_untested``.
     """
-    low, high = TESTED_VERSIONS[package]
+    package = backend.package
+    assert package is not None, "an engine that comes with the base install has no version of its own"
+    low, high = map(Version, package.tested)
     if low <= Version(Version(version).base_version) < high:
         return
-    text = f"{package} {version} is outside the tested versions (at least {low}, below {high})"
+    text = f"{package.title} {version} is outside the tested versions (at least {low}, below {high})"
     if not allow_untested:
         raise ValueError(
             f"{text}; install one of them, or set strategy_config.allow_untested_version: true to try this one"
@@ -181,6 +178,18 @@ def check_version(package: str, version: str, allow_untested: bool) -> None:
 
 
 _PROBE_STEPS = 100
+
+
+def not_finite(outputs: Iterable[GenerationOutput]) -> dict[str, str]:
+    """Requests with a token that was drawn from no finite distribution, by id, and which token that is."""
+    found: dict[str, str] = {}
+    for output in outputs:
+        finite = np.isfinite(output.log_probs)
+        if not finite.all():
+            position = int(finite.argmin())
+            why = f"sample {output.sample_index}: the log-probs of token {position} are not finite"
+            found.setdefault(output.request_id, why)
+    return found
 
 
 class Quarantine:

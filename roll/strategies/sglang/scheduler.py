@@ -137,7 +137,8 @@ def draw(logits: torch.Tensor, settings: Settings, generated: np.ndarray) -> tup
         tokens = logits.argmax(-1)
     else:
         draws = torch.from_numpy(uniforms(settings.stream_keys, generated)).to(logits.device)
-        tokens = invert_cumulative(scaled.softmax(-1), draws)
+        # Of a row that is not finite any token does: its log-prob says so.
+        tokens = invert_cumulative(scaled.softmax(-1), draws).clamp_(0, logits.shape[1] - 1)
         if settings.greedy is not None:
             tokens = torch.where(settings.greedy, logits.argmax(-1), tokens)
     for index, row in enumerate(rows):

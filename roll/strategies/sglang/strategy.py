@@ -16,10 +16,10 @@ from transformers import AutoTokenizer
 
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import typed_strategy_config
-from roll.config.strategies.sglang import SglangStrategyConfig
+from roll.config.strategies.sglang import SGLANG, SglangStrategyConfig
 from roll.models.build import load_config
 from roll.platforms import current_platform
-from roll.strategies.engines.base import GenerationStrategy, check_version, model_end_token_ids
+from roll.strategies.engines.base import GenerationStrategy, check_version, model_end_token_ids, not_finite
 from roll.strategies.engines.requests import (
     GenerationOutput,
     GenerationRequest,
@@ -67,7 +67,7 @@ class SglangStrategy(GenerationStrategy):
         Raises:
             ValueError: an SGLang outside the tested versions, or a model shorter than ``max_model_len``.
         """
-        check_version("SGLang", sglang.__version__, self._config.allow_untested_version)
+        check_version(SGLANG, sglang.__version__, self._config.allow_untested_version)
         # It warns of every token that comes after its sample was stopped.
         logging.getLogger("sglang.srt.managers.tokenizer_manager").setLevel(logging.ERROR)
         args, platform = self.role.model_args, current_platform()
@@ -165,7 +165,8 @@ class SglangStrategy(GenerationStrategy):
     def step(self) -> list[GenerationOutput]:
         """Wait for new tokens; return the samples that ended.
 
-        A request of which SGLang has given a sample up is left to :meth:`take_failures`.
+        A request is left to :meth:`take_failures` where SGLang has given a sample of it up, or has drawn one from
+        log-probs that are not finite.
         """
         if self._new_version is not None:
             raise RuntimeError("sglang: step() between start_weight_update and finish_weight_update")
@@ -176,10 +177,12 @@ class SglangStrategy(GenerationStrategy):
             error = self._following.pop(sample).exception()
             if isinstance(error, Exception):
                 failed[sample.request.request_id] = f"{type(error).__name__}: {error}"
+        outputs = [sample.output() for sample in done if sample.request.request_id not in failed]
+        failed |= not_finite(outputs)
         if failed:
             self.abort(failed)
             self._failures |= failed
-        return [sample.output() for sample in done if sample.request.request_id not in failed]
+        return [output for output in outputs if output.request_id not in failed]
 
     def take_failures(self) -> dict[str, str]:
         failures, self._failures = self._failures, {}

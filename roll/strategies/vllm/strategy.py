@@ -19,10 +19,10 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import typed_strategy_config
-from roll.config.strategies.vllm import VllmStrategyConfig
+from roll.config.strategies.vllm import VLLM, VllmStrategyConfig
 from roll.models.build import load_config
 from roll.platforms import current_platform
-from roll.strategies.engines.base import GenerationStrategy, RankWatch, check_version, model_end_token_ids
+from roll.strategies.engines.base import GenerationStrategy, RankWatch, check_version, model_end_token_ids, not_finite
 from roll.strategies.engines.requests import (
     GenerationOutput,
     GenerationRequest,
@@ -63,6 +63,7 @@ class VllmStrategy(GenerationStrategy):
         self._samples: dict[str, _Sample] = {}
         self._unfinished: dict[str, set[str]] = {}
         """Keys of ``_samples`` by request."""
+        self._failures: dict[str, str] = {}
         self._version = 0
         self._new_version: int | None = None
         self._is_reloading = False
@@ -80,7 +81,7 @@ class VllmStrategy(GenerationStrategy):
         Raises:
             ValueError: a vLLM outside the tested versions, or a model shorter than ``max_model_len``.
         """
-        check_version("vLLM", vllm.__version__, self._config.allow_untested_version)
+        check_version(VLLM, vllm.__version__, self._config.allow_untested_version)
         quieten()
         args, platform = self.role.model_args, current_platform()
         model_config = load_config(args)
@@ -162,7 +163,17 @@ class VllmStrategy(GenerationStrategy):
             raise RuntimeError("vllm: step() between start_weight_update and finish_weight_update")
         with self._watch.blamed():
             results = self._running_engine().step()
-        return [self._take(result) for result in results]
+        outputs = [self._take(result) for result in results]
+        failed = not_finite(outputs)
+        if failed:
+            self.abort(failed)
+            self._failures |= failed
+        return [output for output in outputs if output.request_id not in failed]
+
+    def take_failures(self) -> dict[str, str]:
+        """See the base class: requests with a sample that was not drawn from finite log-probs."""
+        failures, self._failures = self._failures, {}
+        return failures
 
     @property
     def num_unfinished(self) -> int:

@@ -72,7 +72,7 @@ def test_training_equals_plain_peft(trained: list[dict[str, Any]], expected: dic
     assert elements <= held < 1.5 * elements, "the frozen base has no optimizer state"
 
 
-def test_output_matrix_trained_in_full_beside_adapters(
+def test_output_matrix_trained_in_full_alongside_adapters(
     trained: list[dict[str, Any]], untied_model: Path, whole_adapter: Path
 ) -> None:
     wanted = lora_cases.plain_training(untied_model, whole_adapter, make_batch(), STEPS)

@@ -101,9 +101,29 @@ def adapters(started: GenerationStrategy, folder: Path) -> dict[str, Any]:
 
 
 def keep_in_flight(folder: Path) -> dict[str, Any]:
-    """The same with an engine that keeps what it has computed."""
+    """The same with an engine that keeps what it has computed; and afterwards requests that fail by themselves."""
     with engine(folder, in_flight_update="keep") as started:
-        return update_in_flight(started, folder)
+        found = update_in_flight(started, folder)
+        failures = {
+            "given up": given_up_alone(started),
+            "not finite": engine_cases.not_finite_alone(started, load(folder), 20),
+        }
+        return {"in flight": found} | failures
+
+
+def given_up_alone(started: Any) -> tuple[dict[str, str], bool]:
+    """Two requests of which SGLang gives one up: its failure, and whether the other one is what it is by itself."""
+    prompts, params = helpers.random_prompts([8, 12]), SamplingParams(60, min_new_tokens=60, seed=2)
+    requests = [GenerationRequest(name, prompt, params, 2) for name, prompt in zip(("a", "bad"), prompts, strict=True)]
+    alone = helpers.run(started, requests[:1])
+    started.add_requests(requests)
+    until_begun(started, ["a", "bad"])
+    started._manager.abort_request(f"{started._num_started}.")  # the last sample that was begun
+    done, failed = {}, {}
+    while started.num_unfinished:
+        done |= {(output.request_id, output.sample_index): output for output in started.step()}
+        failed |= started.take_failures()
+    return failed, {key: o.token_ids for key, o in done.items()} == {key: o.token_ids for key, o in alone.items()}
 
 
 def half_done_update(started: GenerationStrategy) -> list[str]:

@@ -18,6 +18,7 @@ from tests.strategies.engine_checks import (
     check_growing,
     check_in_flight,
     check_interrupted,
+    check_not_finite_alone,
     check_refusals,
 )
 from tests.strategies.sglang import cases
@@ -29,6 +30,13 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 def found(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> dict[str, Any]:
     """What one engine of the tied model showed."""
     result: dict[str, Any] = in_engine_process(cases.everything, folders["qwen2"])
+    return result
+
+
+@pytest.fixture(scope="module")
+def kept(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> dict[str, Any]:
+    """What an engine of the untied model showed that keeps its cache over an update."""
+    result: dict[str, Any] = in_engine_process(cases.keep_in_flight, folders["qwen3"])
     return result
 
 
@@ -75,12 +83,16 @@ def test_an_update_in_flight(found: dict[str, Any]) -> None:
     assert found["in flight"]["put back"] == []
 
 
-def test_an_update_in_flight_that_keeps_the_cache(
-    in_engine_process: Callable[..., Any], folders: dict[str, Path]
-) -> None:
-    kept = in_engine_process(cases.keep_in_flight, folders["qwen3"])
-    check_in_flight(kept, "keep")
-    assert kept["put back"] == []
+def test_an_update_in_flight_that_keeps_the_cache(kept: dict[str, Any]) -> None:
+    check_in_flight(kept["in flight"], "keep")
+    assert kept["in flight"]["put back"] == []
+
+
+def test_a_request_that_fails_leaves_the_others_alone(kept: dict[str, Any]) -> None:
+    failed, others_are_whole = kept["given up"]
+    assert failed.keys() == {"bad"} and "sample 1 of request 'bad' was given up" in failed["bad"]
+    assert others_are_whole
+    check_not_finite_alone(kept["not finite"])
 
 
 def test_faulty_updates_are_found_and_the_next_one_puts_them_right(found: dict[str, Any]) -> None:

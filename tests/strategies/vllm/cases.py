@@ -49,6 +49,11 @@ def greedy_after_updates(folder: Path, dtype: str) -> list[dict[str, Any]]:
         return engine_cases.greedy_after_updates(started, embedded, load(folder, dtype))
 
 
+def not_finite_alone(folder: Path) -> dict[str, Any]:
+    with engine(folder) as started:
+        return engine_cases.not_finite_alone(started, load(folder), 1)
+
+
 def faulty_updates(folder: Path) -> dict[str, list[str]]:
     with engine(folder) as started:
         return engine_cases.faulty_updates(started, load(folder))

@@ -13,6 +13,7 @@ from tests.strategies.engine_checks import (
     check_cut_to_fit,
     check_faulty_updates,
     check_growing,
+    check_not_finite_alone,
     check_refusals,
 )
 from tests.strategies.vllm import cases
@@ -59,6 +60,13 @@ def test_a_request_that_breaks_a_step_fails_alone(
     assert found["tokens"] == {(name, index): True for name in "abcd" for index in range(2)}
     assert found["largest"] < 1e-4
     assert found["left"] == 0
+
+
+def test_requests_without_finite_log_probs_fail(
+    in_engine_process: Callable[..., Any], folders: dict[str, Path]
+) -> None:
+    """vLLM's attention on a CPU multiplies what it masks: neighbours may get nan as well, but no nan is a sample."""
+    check_not_finite_alone(in_engine_process(cases.not_finite_alone, folders["qwen3"]), may_spread=True)
 
 
 def test_refused_at_start(in_engine_process: Callable[..., Any], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The frame that every pipeline runs in: Ray, logs, trackers, phases, checkpoints, summary."""
+"""The context that every pipeline runs in: Ray, logs, trackers, phases, checkpoints, summary."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ MEMORY_SECONDS = 30.0
 """For a worker to say how much memory it has used."""
 
 
-class RunFrame:
-    """What a run needs besides its algorithm.
+class RunContext:
+    """Everything that a run needs besides its algorithm.
 
     The metrics of a step are collected by :meth:`record` and written by :meth:`end_step`; phases are timed by
     :meth:`phase`.  Steps are counted from 0; "after n steps" is checkpoint n and validation n.
@@ -57,7 +57,7 @@ class RunFrame:
         self.config, self.plan = loaded.config, loaded.plan
         self._loaded = loaded
         self._clusters: list[Cluster] = []
-        self._farewells: list[Callable[[], None]] = []
+        self._shutdown_hooks: list[Callable[[], None]] = []
         self._recorded: list[Metrics] = []
         self._validations: dict[int, dict[str, float]] = {}
         self._began = time.perf_counter()
@@ -151,7 +151,7 @@ class RunFrame:
             logger.warning("the curves could not be drawn: %s", error)
 
     def _account(self) -> str:
-        """Where the run stands, and how to go on."""
+        """The progress of the run, and how to go on."""
         reached, newest = self._interruption.steps_done, self._newest_checkpoint()
         steps = "training had not begun" if reached is None else f"{reached} of {self._total_steps} steps are done"
         if newest is None:
@@ -182,13 +182,13 @@ class RunFrame:
             }
         )
 
-    def at_end(self, farewell: Callable[[], None]) -> None:
-        """What is to be done before the clusters end, however the run ends."""
-        self._farewells.append(farewell)
+    def at_end(self, hook: Callable[[], None]) -> None:
+        """Add a shutdown hook, called before the clusters end, however the run ends."""
+        self._shutdown_hooks.append(hook)
 
     def _shut_down(self, graceful: bool) -> None:
-        for farewell in self._farewells:
-            farewell()
+        for hook in self._shutdown_hooks:
+            hook()
         for cluster in self._clusters:
             cluster.shutdown(graceful=graceful)
 
@@ -251,7 +251,7 @@ class RunFrame:
     def save_when_interrupted(
         self, state: Callable[[], dict[str, Any] | None], save: Callable[[int, dict[str, Any]], None]
     ) -> None:
-        """What a signal that asks the run to end has saved.
+        """Say what is saved on a signal that asks the run to end.
 
         Args:
             state: between two steps, the driver's state; None: it does not belong to the steps that are done.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from transformers import get_scheduler
 
 from roll.config.roles import TrainingArguments
-from roll.strategies.training.optimizer import LearningRateSchedule
+from roll.protocol.metrics import to_floats
+from roll.strategies.training.optimizer import LearningRateSchedule, TrainingProgress
 
 
 def rates(kind: str, **options: object) -> list[float]:
@@ -84,3 +86,28 @@ def test_equals_transformers_after_the_warm_up(kind: str, kwargs: dict[str, obje
 def test_mistakes_name_the_key(options: dict[str, object], key: str) -> None:
     with pytest.raises(ValueError, match=f"training_args.{key}"):
         LearningRateSchedule.from_arguments(TrainingArguments(**options), 10)  # type: ignore[arg-type]
+
+
+def test_a_dropped_gradient_counts_as_a_step_and_halves_the_loss_scale() -> None:
+    args = TrainingArguments(learning_rate=2.0, lr_scheduler_type="linear")
+    progress = TrainingProgress(args, num_training_steps=4, compute_dtype=torch.float16)
+    good, dropped = (to_floats(progress.finish_step(norm, dp_size=2)) for norm in (3.0, math.inf))
+    assert good == {"grad_norm": 3.0, "lr": 2.0, "loss_scale": 2.0**16}
+    assert dropped == {"grad_norm": math.inf, "lr": 1.5, "skipped_updates": 0.5, "loss_scale": 2.0**16}
+    assert (progress.step, progress.learning_rate, progress.scale) == (2, 1.0, 2.0**15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_progress_continues_from_its_state(dtype: torch.dtype) -> None:
+    args = TrainingArguments(learning_rate=2.0, lr_scheduler_type="linear")
+    progress, resumed = (TrainingProgress(args, 4, dtype) for _ in range(2))
+    progress.finish_step(math.nan, dp_size=1)
+    progress.finish_step(1.0, dp_size=1)
+    resumed.restore(json.loads(json.dumps(progress.state())))
+    assert resumed.state() == progress.state()
+    assert (resumed.scale, resumed.learning_rate) == (progress.scale, progress.learning_rate)
+
+
+def test_without_fp16_there_is_no_loss_scale() -> None:
+    progress = TrainingProgress(TrainingArguments(), 4, torch.bfloat16)
+    assert progress.scale == 1.0 and "loss_scale" not in progress.finish_step(1.0, dp_size=1)

@@ -1,0 +1,204 @@
+"""``train_infer_correction``: what to do about an engine whose probabilities differ from the trainer's.
+
+A correction is a list of rules; a rule is level x action x metric x bounds. The key has four spellings: the name of a
+preset, the dotted path of a function, a list of rules, and ROLL's section with ``is_weight`` and ``filters``.
+:mod:`roll.algorithms.corrections` applies the rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from roll.config.reading.errors import Problems, closest
+from roll.config.reading.fields import DOTTED_PATH, setting
+from roll.config.reading.schema import SchemaReader, build
+
+Level = Literal["token", "segment", "geometric", "sequence"]
+RuleLevel = Literal["token", "segment", "geometric", "sequence", "max"]
+Action = Literal["truncate", "mask", "both"]
+MismatchMetric = Literal["ratio", "log_diff", "prob_diff", "k1", "k2", "k3"]
+
+
+@dataclass(frozen=True)
+class ImportanceWeightConfig:
+    """``train_infer_correction.is_weight``: weigh tokens by trainer / engine probability."""
+
+    enabled: bool = False
+    """Switch it on."""
+    weight_type: Level = "token"
+    """Level at which the ratio is taken."""
+    upper_bound: float | None = setting(1.2, gt=0)
+    """Weights are truncated at this value; null: not truncated."""
+    detach: bool = True
+    """No gradient through the weight."""
+
+
+@dataclass(frozen=True)
+class MismatchFilterConfig:
+    """An entry of ``train_infer_correction.filters``: mask what the trainer and the engine disagree on."""
+
+    enabled: bool = True
+    """Switch it on."""
+    agg_type: Level = "token"
+    """Level at which the comparison is made."""
+    ratio_enabled: bool = False
+    """Compare the probability ratio with the bounds below."""
+    ratio_low: float = setting(0.8, ge=0)
+    """Least ratio kept."""
+    ratio_high: float = setting(1.2, gt=0)
+    """Greatest ratio kept."""
+    diff_enabled: bool = False
+    """Compare the difference of probabilities with the bounds below."""
+    diff_low: float = -0.2
+    """Least difference kept."""
+    diff_high: float = 0.2
+    """Greatest difference kept."""
+
+
+@dataclass(frozen=True)
+class CorrectionConfig:
+    """The section form of ``train_infer_correction``."""
+
+    is_weight: ImportanceWeightConfig = field(default_factory=ImportanceWeightConfig)
+    """Importance weights."""
+    filters: list[MismatchFilterConfig] = field(default_factory=list)
+    """Masks, applied one after the other."""
+
+
+@dataclass(frozen=True)
+class CorrectionRule:
+    """An entry of the list form of ``train_infer_correction``."""
+
+    level: RuleLevel = "token"
+    """Level at which trainer and engine are compared."""
+    action: Action = "truncate"
+    """Weigh by the ratio, mask what lies outside the bounds, or both."""
+    metric: MismatchMetric = "ratio"
+    """What the bounds speak of."""
+    low: float | None = None
+    """Lower bound; null: none."""
+    high: float | None = None
+    """Upper bound; null: none."""
+    only_negative: bool = False
+    """Only where the advantage is negative."""
+    policy: Literal["old", "current"] = "old"
+    """Which policy of the trainer is compared with the engine: the one before the update or the current one."""
+
+
+@dataclass(frozen=True)
+class CorrectionOptions:
+    """Rules applied one after the other: weights multiply, masks intersect. Empty: no correction."""
+
+    rules: tuple[CorrectionRule, ...] = ()
+    detach: bool = True
+    """Keep the gradient out of the weights; matters only where old log-probs are the current policy's own."""
+    function: str | None = None
+    """Dotted path of a correction of one's own, in place of rules."""
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self.rules) or self.function is not None
+
+
+CORRECTION_PRESETS: dict[str, CorrectionOptions] = {
+    # Truncated importance sampling per token; Yao et al. 2025, "Your efficient RL framework secretly brings you
+    # off-policy RL training".
+    "tis": CorrectionOptions((CorrectionRule("token", "truncate", high=2.0),)),
+    "seq_tis": CorrectionOptions((CorrectionRule("sequence", "truncate", high=2.0),)),
+    # arXiv 2510.18855: keep and weigh tokens inside the band, drop the others.
+    "icepop": CorrectionOptions((CorrectionRule("token", "both", low=0.5, high=5.0),)),
+    # Weigh a response by its ratio, and drop it where the ratio is above the bound.
+    "sequence_mask": CorrectionOptions((CorrectionRule("sequence", "both", high=2.0),)),
+    # The geometric mean only filters responses; those that stay keep truncated weights per token (OpenRLHF, NeMo-RL).
+    "seq_mask_tis": CorrectionOptions(
+        (CorrectionRule("geometric", "mask", low=0.5, high=5.0), CorrectionRule("token", "truncate", high=5.0))
+    ),
+    "geo_mask": CorrectionOptions((CorrectionRule("geometric", "mask", low=0.99, high=1.01),)),
+    # Off-policy sequence masking (DeepSeek-V3.2 report, section 3.1): drop responses of negative advantage that the
+    # policy has moved away from: mean log(rollout / current) above the bound.
+    "opsm": CorrectionOptions(
+        (CorrectionRule("geometric", "mask", "k1", high=1e-4, only_negative=True, policy="current"),)
+    ),
+    # Decoupled PPO (arXiv 2505.24298): the proximal policy's surrogate, weighted by proximal / behaviour.
+    "decoupled": CorrectionOptions((CorrectionRule("token", "truncate", high=5.0),)),
+}
+
+
+def check_rule(rule: CorrectionRule, path: str, problems: Problems) -> None:
+    """Keys of a rule against one another."""
+    if rule.action != "mask" and rule.metric != "ratio":
+        problems.add(f"{path}.metric", rule.metric, f"needs action: mask; {rule.action} weighs by the ratio", "ratio")
+    if rule.action != "mask" and rule.level == "max":
+        problems.add(f"{path}.level", rule.level, f"needs action: mask; {rule.action} has no weight there", "sequence")
+    if rule.low is not None and rule.high is not None and rule.low > rule.high:
+        problems.add(f"{path}.low", rule.low, f"must not be greater than high {rule.high:g}", rule.high)
+
+
+def parse_correction(value: Any) -> Any:
+    """The value unchanged.
+
+    Raises:
+        ValueError: as :func:`correction_options`.
+    """
+    correction_options(value)
+    return value
+
+
+def correction_options(value: Any) -> CorrectionOptions:
+    """The rules that a value of the key stands for; null: none.
+
+    Raises:
+        ValueError: neither a preset nor a dotted path, nor a list of rules, nor a section with ``is_weight`` and
+            ``filters``; or a mistake inside one of them.
+    """
+    problems = Problems()
+    if value is None:
+        return CorrectionOptions()
+    if isinstance(value, str):
+        return _named(value)
+    if isinstance(value, list):
+        options = CorrectionOptions(tuple(_listed(value, problems)))
+    elif isinstance(value, Mapping):
+        options = _section(value, problems)
+    else:
+        raise ValueError("must be a preset's name, a list of rules or a section")
+    if problems.errors:
+        raise ValueError("; ".join(str(problem) for problem in problems.errors))
+    return options
+
+
+def _named(value: str) -> CorrectionOptions:
+    if value in CORRECTION_PRESETS:
+        return CORRECTION_PRESETS[value]
+    if DOTTED_PATH.fullmatch(value):
+        return CorrectionOptions(function=value)
+    nearest = closest(value, CORRECTION_PRESETS)
+    meant = f" (nearest: {nearest})" if nearest else ""
+    raise ValueError(
+        f"must be one of the presets {', '.join(CORRECTION_PRESETS)}{meant}, the dotted path of your own function, a "
+        "list of rules or a section"
+    )
+
+
+def _listed(entries: list[Any], problems: Problems) -> Iterator[CorrectionRule]:
+    for index, entry in enumerate(entries):
+        values = SchemaReader(problems).read(CorrectionRule, entry, f"[{index}]")
+        if not problems.errors:
+            rule = CorrectionRule(**values)
+            check_rule(rule, f"[{index}]", problems)
+            yield rule
+
+
+def _section(section: Mapping[str, Any], problems: Problems) -> CorrectionOptions:
+    """ROLL's spelling: importance weights that are truncated, and masks by ratio or by difference of probabilities."""
+    read = build(CorrectionConfig, SchemaReader(problems).read(CorrectionConfig, section, ""))
+    weight = read.is_weight
+    rules = [CorrectionRule(weight.weight_type, "truncate", high=weight.upper_bound)] if weight.enabled else []
+    for entry in read.filters:
+        if entry.enabled and entry.ratio_enabled:
+            rules.append(CorrectionRule(entry.agg_type, "mask", "ratio", entry.ratio_low, entry.ratio_high))
+        if entry.enabled and entry.diff_enabled:
+            rules.append(CorrectionRule(entry.agg_type, "mask", "prob_diff", entry.diff_low, entry.diff_high))
+    return CorrectionOptions(tuple(rules), detach=weight.detach)
