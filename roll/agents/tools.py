@@ -54,8 +54,11 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     Raises:
         ToolError: an argument without a type hint or a description.
     """
-    from transformers.utils.chat_template_utils import get_json_schema
-    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
 
     try:
         schema = get_json_schema(function)["function"]

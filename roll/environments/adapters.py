@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from roll.config.reading.errors import closest
 from roll.environments.base import BrokenContract
 
 _GENERATORS = threading.Lock()
@@ -142,8 +143,9 @@ def gem_environment(identifier: str, **config: Any) -> GemEnvironment:
     from gem.envs.registration import ENV_REGISTRY
 
     if identifier not in ENV_REGISTRY:
-        near = difflib.get_close_matches(identifier, ENV_REGISTRY, n=3)
-        raise ValueError(f"the installed gem has no environment {identifier!r}; nearest: {', '.join(near) or 'none'}")
+        near = closest(identifier, ENV_REGISTRY)
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise ValueError(f"the installed gem has no environment {identifier!r}{hint}")
     return GemEnvironment(gem.make(identifier, **config))
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from roll.config.reading.errors import closest
 from roll.environments.base import Environment
 
 _BUILT_IN: dict[str, tuple[str, str]] = {
@@ -27,6 +27,8 @@ _ADAPTERS: dict[str, tuple[str, str]] = {
     "openenv": ("roll.environments.adapters", "openenv_environment"),
 }
 """Prefix of ``PREFIX:ID`` to the function that wraps an environment of another library: ``(id, **config)``."""
+
+ADAPTER_PREFIXES = tuple(_ADAPTERS)
 
 _GEM_PREFIXES = ("game", "math", "code", "qa", "logic", "rg", "eval")
 """ROLL's files name GEM's environments without ``gem:``."""
@@ -76,12 +78,17 @@ def make_environment(env_type: str, env_config: Mapping[str, Any] | None = None)
     if colon and prefix in _ADAPTERS:
         target = _load(*_ADAPTERS[prefix])
         return _build(env_type, lambda: target(identifier, **config))
-    target = _target(env_type)
+    target = load_environment_class(env_type)
     _check_options(env_type, target, config)
     return _build(env_type, lambda: target(**config))
 
 
-def _target(env_type: str) -> Callable[..., Environment]:
+def load_environment_class(env_type: str) -> Callable[..., Environment]:
+    """The class or function behind a name or dotted path.
+
+    Raises:
+        EnvironmentOptionError: there is none.
+    """
     if env_type in _REGISTERED:
         return _REGISTERED[env_type]
     if env_type in _BUILT_IN:
@@ -89,8 +96,8 @@ def _target(env_type: str) -> Callable[..., Environment]:
     module, _, attribute = env_type.replace(":", ".").rpartition(".")
     if not module:
         known = environment_names()
-        near = difflib.get_close_matches(env_type, known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        near = closest(env_type, known)
+        hint = f"did you mean {near!r}? " if near else ""
         raise EnvironmentOptionError(
             f"env_type {env_type!r} is not known; {hint}known: {', '.join(known)}; {', '.join(_ADAPTERS)} with an id, "
             "as in gymnasium:CartPole-v1; or the dotted path of your own class"
@@ -112,8 +119,8 @@ def _check_options(env_type: str, target: Callable[..., Environment], config: Ma
         return
     for key in config:
         if key not in parameters:
-            near = difflib.get_close_matches(key, parameters, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            near = closest(key, parameters)
+            hint = f"; did you mean {near!r}?" if near else ""
             raise EnvironmentOptionError(
                 f"env_config.{key}: {env_type} has no such option{hint} (it has {', '.join(parameters)})"
             )
