@@ -84,6 +84,11 @@ class ChatTemplate:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of sampled ids, special tokens included."""
+        text: Any = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return str(text)
+
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a conversation's beginning, the generation prompt included."""
         return self.encode(self.render(messages))
