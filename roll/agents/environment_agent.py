@@ -141,8 +141,10 @@ class _Memory:
 
     def add(self, turn: Turn, message: Message, text: str) -> None:
         """Remember what was shown and answered."""
-        self._pairs.append((self._shown(turn), message))
-        self._told.append((_text_of(turn.observation), text))
+        if self._options.context == "observation":
+            self._told.append((_text_of(turn.observation), text))
+        else:
+            self._pairs.append((self._shown(turn), message))
         self.turns += 1
 
     def _shown(self, turn: Turn) -> list[Message]:
