@@ -19,10 +19,8 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from pathlib import Path
-from unittest import mock
 
 from rich.console import Console
 from rich.table import Table
@@ -31,14 +29,14 @@ from benchmarks.simulation.clock import Clock, SimulatedCall
 from benchmarks.simulation.engine import EngineCosts, SimulatedEngines
 from roll.config.plan.plan import RunAhead
 from roll.datasets.types import PromptRow
+from roll.distributed import DriverLoop
 from roll.rewards.base import RewardResult, RewardSample
-from roll.rollout.asynchronous import AsyncScheduler
-from roll.rollout.engines import EnginePool
-from roll.rollout.flow import GroupFlow, GroupSettings
+from roll.rollout.engines import EngineClient
+from roll.rollout.flow import GroupSettings, PromptFlow
 from roll.rollout.groups import SampleGroup
 from roll.rollout.replay import ReplayBuffer
-from roll.rollout.rewarding import RewardRouter
-from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.rewarding import RewardClient
+from roll.rollout.scheduling import AsyncScheduler, RolloutScheduler
 from roll.strategies.engines.requests import SamplingParams
 
 GROUP_SIZE = 8
@@ -134,7 +132,7 @@ class SimulatedRewards:
         self._clock = clock
 
     def submit(self, rank: int, method: str, samples: Sequence[RewardSample]) -> SimulatedCall:
-        return SimulatedCall(self._clock.now + REWARD_SECONDS, [RewardResult(1.0) for _ in samples])
+        return SimulatedCall(self._clock, REWARD_SECONDS, [RewardResult(1.0) for _ in samples])
 
 
 class Simulation:
@@ -163,36 +161,45 @@ class Simulation:
 
     def run(self, steps: int) -> Figures:
         """Simulate ``steps`` steps."""
-        pool = EnginePool(self.engines, max_running_requests=10**9, slice_seconds=0.5)  # type: ignore[arg-type]
-        router = RewardRouter({"d": SimulatedRewards(self.clock)})  # type: ignore[dict-item]
+        engines = EngineClient(self.engines, max_running_requests=10**9, slice_seconds=0.5)  # type: ignore[arg-type]
+        rewards = RewardClient({"d": SimulatedRewards(self.clock)})  # type: ignore[dict-item]
         warm_up = int(steps * WARM_UP)
-        with mock.patch("roll.rollout.engines.wait_any", self.clock.wait_any):
+        driver = DriverLoop(self.clock)
+        try:
             if self.mode.ratio is None:
-                return self._synchronous(pool, router, steps, warm_up)
-            return self._asynchronous(pool, router, steps, warm_up)
+                return self._synchronous(driver, engines, rewards, steps, warm_up)
+            return self._asynchronous(driver, engines, rewards, steps, warm_up)
+        finally:
+            driver.close()
 
-    def _synchronous(self, pool: EnginePool, router: RewardRouter, steps: int, warm_up: int) -> Figures:
+    def _synchronous(
+        self, driver: DriverLoop, engines: EngineClient, rewards: RewardClient, steps: int, warm_up: int
+    ) -> Figures:
         numbers = count()
-        scheduler = RolloutScheduler(pool, router, seed=0, deadline=float("inf"))
+        scheduler = RolloutScheduler(engines, rewards, seed=0, deadline=float("inf"))
         for step in range(steps):
             if step == warm_up:
                 begin = self._mark()
             self.engines.exchange(step, SYNC_SECONDS)
             params = SamplingParams(max_new_tokens=1)
             draw = lambda n: [_row(next(numbers)) for _ in range(n)]  # noqa: E731
-            result = scheduler.collect(draw, self.prompts, GROUP_SIZE, params, first_draw=step * self.prompts)
+            collection = scheduler.collect(draw, self.prompts, GROUP_SIZE, params, first_draw=step * self.prompts)
+            result = driver.run(collection)
+            driver.run(engines.drain())
             self.clock.sleep(self._training_seconds(result.groups))
         return self._figures(begin, steps - warm_up, 0.0, 0.0)
 
-    def _asynchronous(self, pool: EnginePool, router: RewardRouter, steps: int, warm_up: int) -> Figures:
+    def _asynchronous(
+        self, driver: DriverLoop, engines: EngineClient, rewards: RewardClient, steps: int, warm_up: int
+    ) -> Figures:
         numbers = count()
         assert self.mode.ratio is not None
         settings = GroupSettings(GROUP_SIZE, SamplingParams(max_new_tokens=1), seed=0)
-        flow = GroupFlow(pool, router, lambda n: [_row(next(numbers)) for _ in range(n)], settings, first_draw=0)
+        flow = PromptFlow(engines, rewards, lambda n: [_row(next(numbers)) for _ in range(n)], settings, first_draw=0)
         additional = int(self.prompts * self.mode.additional)
         buffer = ReplayBuffer(RunAhead.of(self.mode.ratio, self.prompts, additional))
         scheduler = AsyncScheduler(
-            pool,
+            engines,
             flow,
             buffer,
             10**6,
@@ -200,18 +207,19 @@ class Simulation:
             in_flight=self.mode.partial,
             takes_turns=self.mode.takes_turns,
         )
+        driver.spawn(scheduler.keep_going())
         lag = tokens = 0.0
         for step in range(steps):
             if step == warm_up:
                 begin, lag, tokens, stale = self._mark(), 0.0, 0.0, buffer.ledger.stale
-            scheduler.exchange(step, partial(self.engines.exchange, step, SYNC_SECONDS))
-            groups = scheduler.collect(step)
+            driver.run(scheduler.pause())
+            self.engines.exchange(step, SYNC_SECONDS)
+            scheduler.exchanged(step)
+            groups = driver.run(scheduler.collect(step))
             for spans in (spans for group in groups for spans in group.finished.weight_versions):
                 lag += sum((step - version) * (end - start) for version, start, end in spans)
             tokens += sum(group.finished.lengths.sum() for group in groups)
-            training = SimulatedCall(self.clock.now + self._training_seconds(groups))
-            while training not in scheduler.work(None, [training]):  # type: ignore[list-item, comparison-overlap]
-                pass
+            driver.run(SimulatedCall(self.clock, self._training_seconds(groups)))
         buffer.check()
         given_up = (buffer.ledger.stale - stale) / ((steps - warm_up) * self.prompts)
         return self._figures(begin, steps - warm_up, lag / tokens, given_up)

@@ -117,14 +117,14 @@ def _run(loaded: LoadedConfig[Any]) -> int:
     render_plan(loaded, Console(emoji=False))
     from roll.datasets.types import DataError
     from roll.distributed.failures import RayLost, RemoteError
-    from roll.rollout.flow import RolloutExhausted
+    from roll.rollout.flow import RolloutExhausted, RolloutStalled
 
     try:
         loaded.pipeline.run(loaded)
     except RayLost as error:
         show_error(error)
         leave(EXIT_FAILED)
-    except (DataError, RemoteError, RolloutExhausted) as error:
+    except (DataError, RemoteError, RolloutExhausted, RolloutStalled) as error:
         show_error(error)
         return EXIT_FAILED
     except Exception:

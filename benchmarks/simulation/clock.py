@@ -1,35 +1,54 @@
-"""Simulated time: calls are done at a known moment, and waiting moves the clock there."""
+"""Simulated time: an event loop on which waiting takes no time, and calls that are done at a known moment."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import selectors
+from collections.abc import Generator
 from typing import Any
 
 
-class SimulatedCall:
-    """In place of :class:`roll.distributed.PendingCall`."""
+class Clock(asyncio.SelectorEventLoop):
+    """An event loop with a time of its own: where nothing can run, it is at once the time of the next timer.
 
-    error = None
-
-    def __init__(self, done_at: float, answer: Any = None) -> None:
-        self.done_at = done_at
-        self._answer = answer
-
-    def result(self) -> Any:
-        return self._answer
-
-
-class Clock:
-    """Seconds since the beginning of the simulation."""
+    Raises:
+        RuntimeError: while it runs, nothing would ever happen again.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
+        super().__init__(_Selector(self))
+
+    def time(self) -> float:
+        return self.now
 
     def sleep(self, seconds: float) -> None:
+        """Let time pass in which nothing happens."""
         self.now += seconds
 
-    def wait_any(self, calls: Sequence[SimulatedCall], timeout: float | None = None) -> list[SimulatedCall]:
-        """In place of :func:`roll.distributed.wait_any`: on to the moment when the first of ``calls`` is done."""
-        assert calls, "nothing would ever happen again"
-        self.now = max(self.now, min(call.done_at for call in calls))
-        return [call for call in calls if call.done_at <= self.now]
+
+class _Selector(selectors.SelectSelector):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def select(self, timeout: float | None = None) -> Any:
+        events = super().select(0)
+        if not events and timeout is None:
+            raise RuntimeError("nothing would ever happen again")
+        if not events and timeout is not None:
+            self._clock.now += timeout
+        return events
+
+
+class SimulatedCall:
+    """In place of :class:`roll.distributed.PendingCall`: done ``seconds`` from now, however late it is awaited."""
+
+    def __init__(self, clock: Clock, seconds: float, answer: Any = None) -> None:
+        self._clock = clock
+        self._done_at = clock.now + seconds
+        self._answer = answer
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        yield from asyncio.sleep(max(0.0, self._done_at - self._clock.now)).__await__()
+        return self._answer

@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from benchmarks.simulation.clock import Clock, SimulatedCall
-from roll.rollout.messages import EngineCommand, EngineReport, FinishedGroup
+from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
 from roll.strategies.engines.requests import GenerationRequest
 
 Draw = Callable[[str, int], tuple[int, float]]
@@ -96,7 +96,7 @@ class SimulatedEngines:
         seconds, groups = self._work(engine, command.slice_seconds) if command.work else (0.0, [])
         unfinished = len(engine.queue) + len(engine.running) + len(engine.away)
         report = EngineReport(groups=groups, recalled=recalled, num_unfinished=unfinished, busy_seconds=seconds)
-        return SimulatedCall(self._clock.now + seconds, report)
+        return SimulatedCall(self._clock, seconds, report)
 
     def exchange(self, version: int, seconds: float) -> None:
         """New weights, which take a while to arrive; what is running is computed again with them."""

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from roll.distributed.calls import PendingCall, wait_any
+    from roll.distributed.calls import DriverLoop, PendingCall, wait_any
     from roll.distributed.cluster import Cluster
     from roll.distributed.failures import DeadlineExceeded, RayLost, RemoteError, WorkerDied, WorkerFailed
     from roll.distributed.resources import Placement, ResourceManager
@@ -21,6 +21,7 @@ _MODULE_OF = {
     "Cluster": "cluster",
     "DeadlineExceeded": "failures",
     "Dispatch": "worker",
+    "DriverLoop": "calls",
     "Interrupted": "signals",
     "PendingCall": "calls",
     "Placement": "resources",
@@ -41,6 +42,7 @@ __all__ = [
     "Cluster",
     "DeadlineExceeded",
     "Dispatch",
+    "DriverLoop",
     "Interrupted",
     "PendingCall",
     "Placement",

@@ -1,11 +1,14 @@
-"""Calls in flight: waiting with a deadline, and turning what goes wrong into a diagnosis."""
+"""Calls in flight: waiting with a deadline, the driver's event loop, and a diagnosis of what goes wrong."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Generic, Self
 
 import ray
@@ -14,6 +17,8 @@ from typing_extensions import TypeVar
 from roll.distributed import diagnosis
 from roll.distributed.actor import WorkerAddress, WorkerRaised
 from roll.distributed.failures import DeadlineExceeded, RankReport, RemoteError, WorkerDied, WorkerFailed
+
+logger = logging.getLogger(__name__)
 
 R = TypeVar("R", default=Any)
 """Of the result of a call."""
@@ -28,9 +33,14 @@ _PEER_TROUBLE = re.compile(
 )
 """Errors that a rank raises because another rank is in trouble."""
 
+_FAREWELL_SECONDS = 10.0
+"""How long coroutines may take to end after they have been cancelled."""
+_PASSES_FOR_CALLBACKS = 16
+"""Of the event loop: the end of a coroutine may begin another one only a few passes later."""
+
 
 class PendingCall(Generic[R]):
-    """A call to one or more ranks of a cluster.
+    """A call to one or more ranks of a cluster: awaitable in a coroutine, :meth:`result` anywhere else.
 
     Its deadline runs from the moment of the call, so time spent waiting behind an earlier call of the same worker
     counts. ``refs`` may be given to other calls in place of the results.
@@ -55,8 +65,6 @@ class PendingCall(Generic[R]):
         self._answers: dict[int, Any] = {}
         self._error: RemoteError | None = None
         self.began = time.monotonic()
-        self.meanwhile: Callable[[PendingCall], None] | None = None
-        """What the caller does in :meth:`result` until the call is answered."""
 
     @property
     def refs(self) -> list[ray.ObjectRef[Any]]:
@@ -90,7 +98,7 @@ class PendingCall(Generic[R]):
         return True
 
     def result(self, timeout: float | None = None) -> R:
-        """Wait for all ranks and join their results.
+        """Wait for all ranks and join their results. The event loop of a driver (:class:`DriverLoop`) runs meanwhile.
 
         Args:
             timeout: Seconds from now; None: until the call's own deadline.
@@ -99,18 +107,59 @@ class PendingCall(Generic[R]):
             WorkerFailed, WorkerDied: as soon as one rank raises or dies, whatever the others do.
             DeadlineExceeded: not done in time.
         """
-        if self.meanwhile is not None and timeout is None:
-            self.meanwhile(self)
+        driver = DriverLoop.of_this_thread()
+        if driver is not None and timeout is None and not driver.is_running:
+            return driver.run(self)
         wait_any([self], timeout)
         return self._collect(self._answers)
 
-    async def wait(self) -> None:
-        """Return when :meth:`result` would return or raise at once; other coroutines go on meanwhile."""
-        answers = [asyncio.wrap_future(ref.future()) for ref in self.unanswered]
-        if answers:
-            done, _ = await asyncio.wait(answers, timeout=max(0.0, self.seconds_left))
-            for answer in done:
-                answer.exception()  # looked at here, raised by result()
+    def __await__(self) -> Generator[Any, None, R]:
+        """As :meth:`result`; other coroutines go on meanwhile. Whoever stops waiting leaves the call as it is."""
+        return self._result().__await__()
+
+    async def _result(self) -> R:
+        if self._error is None and self.unanswered:
+            await self._settled()
+        if self._error is None and self.unanswered:
+            self._error = self.overdue()
+        self.check()
+        return self._collect(self._answers)
+
+    async def _settled(self) -> None:
+        """Return when all ranks have answered, one has failed, or the deadline is over.
+
+        Ray calls back when an answer is there, in a thread of its own, so that any number of calls in flight cost no
+        thread and no polling.
+        """
+        loop = asyncio.get_running_loop()
+        settled: asyncio.Future[None] = loop.create_future()
+        answers = {ref: ref.future() for ref in self.unanswered}
+        missing = len(answers)
+
+        def settle() -> None:
+            if not settled.done():
+                settled.set_result(None)
+
+        def count(answer: Any) -> None:
+            nonlocal missing
+            missing -= 1
+            if not missing or answer.exception() is not None:
+                settle()
+
+        def report(answer: Any) -> None:
+            with suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+                loop.call_soon_threadsafe(count, answer)
+
+        for answer in answers.values():
+            answer.add_done_callback(report)
+        deadline = loop.call_later(max(0.0, self.seconds_left), settle)
+        try:
+            await settled
+        finally:
+            deadline.cancel()
+        for ref, answer in answers.items():
+            if answer.done():
+                self._keep(self._rank_of[ref], answer.result)
 
     def take(self, ref: ray.ObjectRef[Any]) -> None:
         """Fetch one rank's answer, which is there.
@@ -118,9 +167,11 @@ class PendingCall(Generic[R]):
         Raises:
             WorkerFailed, WorkerDied: it is a failure.
         """
-        rank = self._rank_of[ref]
+        self._keep(self._rank_of[ref], lambda: ray.get(ref))
+
+    def _keep(self, rank: int, fetch: Callable[[], Any]) -> None:
         try:
-            self._answers[rank] = ray.get(ref)
+            self._answers[rank] = fetch()
         except ray.exceptions.RayError as error:
             self._error = self._failure(rank, error)
             raise self._error from None
@@ -193,6 +244,100 @@ class PendingCall(Generic[R]):
 
     def _address(self, rank: int) -> WorkerAddress | None:
         return self._addresses[rank] if rank < len(self._addresses) else None
+
+
+class DriverLoop:
+    """The event loop of the driver's thread. It runs whenever that thread waits: in :meth:`run`, and in
+    :meth:`PendingCall.result`.
+
+    So a pipeline reads as plain statements, and what :meth:`spawn` has begun goes on while other roles compute. What
+    goes wrong in it ends the wait, whatever is waited for.
+
+    Args:
+        loop: runs the coroutines (in tests and simulations one with a clock of its own).
+    """
+
+    _threads = threading.local()
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        assert self.of_this_thread() is None, "a thread has one loop"
+        self._loop = loop or asyncio.new_event_loop()
+        self._waited_for: asyncio.Future[Any] | None = None
+        self._failure: BaseException | None = None
+        self._threads.current = self
+
+    @classmethod
+    def of_this_thread(cls) -> DriverLoop | None:
+        """The one that has been made in this thread and is not closed."""
+        return getattr(cls._threads, "current", None)
+
+    @property
+    def is_running(self) -> bool:
+        return self._loop.is_running()
+
+    def run(self, awaitable: Awaitable[R]) -> R:
+        """Run the loop until ``awaitable`` is done, and return its result.
+
+        Raises:
+            Exception: of ``awaitable``, which is cancelled when something else fails; of anything spawned, now or
+                since the last wait.
+        """
+        waited_for = asyncio.ensure_future(awaitable, loop=self._loop)
+        self._waited_for = waited_for
+        if self._failure is not None:
+            waited_for.cancel()
+        try:
+            return self._loop.run_until_complete(waited_for)
+        except asyncio.CancelledError:
+            if self._failure is None:
+                raise
+            raise self._failure from None
+        finally:
+            self._waited_for = None
+
+    def spawn(self, coroutine: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+        """Run a coroutine whenever the loop runs. Its failure ends what the driver waits for."""
+        task = self._loop.create_task(coroutine)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._failure is None:
+            self._failure = error
+            if self._waited_for is not None:
+                self._waited_for.cancel()
+
+    def close(self) -> None:
+        """Cancel everything that is not done; a second call does nothing."""
+        if self._loop.is_closed():
+            return
+        self._threads.current = None
+        try:
+            self._loop.run_until_complete(self._end_all())
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        finally:
+            self._loop.close()
+
+    async def _end_all(self) -> None:
+        """Cancel all tasks, and those that their ends begin."""
+        end = time.monotonic() + _FAREWELL_SECONDS
+        while tasks := await self._others():
+            for task in tasks:
+                task.cancel()
+            _, late = await asyncio.wait(tasks, timeout=max(0.0, end - time.monotonic()))
+            for task in tasks - late:
+                if not task.cancelled():
+                    task.exception()  # looked at, so that nothing warns of it: the run ends already
+            if late:
+                logger.warning("cancelled, but not ended within %g s: %s", _FAREWELL_SECONDS, late)
+                return
+
+    async def _others(self) -> set[asyncio.Task[Any]]:
+        """All tasks but the current one, when callbacks that are due have run."""
+        for _ in range(_PASSES_FOR_CALLBACKS):
+            await asyncio.sleep(0)
+        return asyncio.all_tasks() - {asyncio.current_task()}
 
 
 def wait_any(calls: Sequence[PendingCall], timeout: float | None = None) -> list[PendingCall]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
@@ -11,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from roll.config.reading.errors import closest
 from roll.config.roles import WorkerConfig
 from roll.distributed import diagnosis
 from roll.distributed.actor import WorkerActor, WorkerAddress
@@ -20,11 +20,11 @@ from roll.distributed.failures import RemoteError
 from roll.distributed.ray_node import ray_lost
 from roll.distributed.resources import Placement, ResourceManager
 from roll.distributed.worker import Dispatch, Registration, Worker, WorkerContext
-from roll.protocol.rank import RankInfo
+from roll.protocol.metrics import RankInfo
 
 logger = logging.getLogger(__name__)
 
-_DOORS = {Dispatch.ONE_TO_ALL: "call_all", Dispatch.ALL_TO_ALL: "call_each"}
+_CALL_FOR = {Dispatch.ONE_TO_ALL: "call_all", Dispatch.ALL_TO_ALL: "call_each"}
 
 _START_SECONDS = 600.0
 _FAREWELL_SECONDS = 20.0
@@ -66,8 +66,6 @@ class Cluster:
             ValueError: a device list that the resource manager refuses.
         """
         self.name = name
-        self.meanwhile: Callable[[PendingCall], None] | None = None
-        """Work of the caller until a call is answered, in place of waiting idly."""
         self.role = role
         self.rpc_timeout = rpc_timeout
         self._resources = resource_manager
@@ -182,16 +180,14 @@ class Cluster:
         if registration.dispatch not in modes:
             raise TypeError(
                 f"{method!r} of {self.name!r} is registered with Dispatch.{registration.dispatch.name}: use "
-                f"cluster.{_DOORS.get(registration.dispatch, 'call')}"
+                f"cluster.{_CALL_FOR.get(registration.dispatch, 'call')}"
             )
         call = spread(registration, self.world_size, lambda: self.rank_infos, args, kwargs)
         assert not self._left_out or registration.dispatch is Dispatch.ONE_TO_ALL, "other ranks cannot do its part"
         present = {rank: arguments for rank, arguments in call.arguments.items() if rank not in self._left_out}
         refs = {rank: self._send(rank, method, arguments) for rank, arguments in present.items()}
         limit = registration.deadline or self.rpc_timeout
-        pending = self._pending(registration.name or method, refs, limit, call.collect)
-        pending.meanwhile = self.meanwhile
-        return pending
+        return self._pending(registration.name or method, refs, limit, call.collect)
 
     @overload
     def submit(self, rank: int, method: Method[P, R], /, *args: P.args, **kwargs: P.kwargs) -> PendingCall[R]: ...
@@ -236,8 +232,8 @@ class Cluster:
         self.wait_ready()
         assert self._registrations is not None
         if method not in self._registrations:
-            near = difflib.get_close_matches(method, self._registrations, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            near = closest(method, self._registrations)
+            hint = f"; did you mean {near!r}?" if near else ""
             raise AttributeError(f"the workers of {self.name!r} register no method {method!r}{hint}")
         return self._registrations[method]
 

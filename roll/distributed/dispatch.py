@@ -10,8 +10,7 @@ import ray
 
 from roll.distributed.worker import Dispatch, Registration
 from roll.protocol import DataProto
-from roll.protocol.metrics import merge_metrics
-from roll.protocol.rank import RankInfo
+from roll.protocol.metrics import RankInfo, merge_metrics
 
 _INLINE = (type(None), bool, int, float, str, ray.ObjectRef)
 """Arguments that travel in the call itself, as do tuples of them; others go to the object store, once for all ranks

@@ -2,7 +2,8 @@
 
 A mean is carried as (total, weight), so that merging keeps the weights; a maximum stays a maximum.  Losses and
 strategies return ``Metrics``; only the tracker turns them into numbers (:func:`to_floats`).
-"""
+
+A rank's coordinates say whose metrics count, and once only."""
 
 from __future__ import annotations
 
@@ -78,3 +79,33 @@ def merge_metrics(parts: Iterable[Metrics]) -> Metrics:
 
 def to_floats(metrics: Metrics) -> dict[str, float]:
     return {name: float(metric.value()) for name, metric in metrics.items()}
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Coordinates of a rank in every parallel dimension (data, tensor, pipeline, context)."""
+
+    rank: int = 0
+    world_size: int = 1
+    dp_rank: int = 0
+    dp_size: int = 1
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
+
+    @property
+    def is_pipeline_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def is_data_source(self) -> bool:
+        """True on the one rank of a data-parallel replica whose results are collected."""
+        return self.tp_rank == 0 and self.cp_rank == 0 and self.is_pipeline_last_stage
+
+    @property
+    def is_first_of_replica(self) -> bool:
+        """True on the one rank of a data-parallel replica that is handed data when it passes them on itself."""
+        return self.tp_rank == 0 and self.cp_rank == 0 and self.pp_rank == 0

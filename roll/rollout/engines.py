@@ -1,31 +1,206 @@
-"""The generation engines of a role as one: a shared queue, least-loaded first, a prompt's samples together."""
+"""The generation engines of a role as one client: admission, routing, one turn in flight per engine, lost engines."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import logging
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
-from roll.distributed import Cluster, PendingCall, RemoteError, wait_any
-from roll.rollout.engine_account import EngineAccount, num_unfinished
-from roll.rollout.messages import EngineReport, FinishedGroup, lane_of
-from roll.rollout.routing import PromptAffinityRouter, Router
+from roll.algorithms.registry import Registry
+from roll.distributed import Cluster, PendingCall, RemoteError
+from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest
 
 logger = logging.getLogger(__name__)
 
+Listener = Callable[[Sequence[GenerationOutput]], None]
 
-class EnginePool:
-    """Routes requests to engines and keeps one turn in flight on every engine that has work.
+PASSES_BEFORE_TURN = 4
+"""Of the event loop, between a reason for a turn of an engine and its start: coroutines that wait for the same thing
+continue in one pass, those behind an ``asyncio.gather`` a few later. What they ask for joins the same turn."""
 
-    All samples of a request go to one engine, which computes the prompt once. Requests given together are spread by
-    load alone (unless the router is another), so which engine gets which prompt does not depend on timing, as long as
-    they fit under the limit.
+
+class EngineLoad(Protocol):
+    """An engine as a router sees it."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that it has in hand."""
+
+    @property
+    def num_samples(self) -> int:
+        """Their samples that were unfinished when it got them."""
+
+
+class Router(Protocol):
+    """Chooses an engine for each request, in the order in which they were submitted. One router serves a cluster."""
+
+    def choose(self, request: GenerationRequest, engines: Sequence[EngineLoad]) -> int:
+        """The rank of one of ``engines``: those that are alive and have room, by rank, at least one."""
+
+
+class PromptAffinityRouter:
+    """The engine with the fewest samples in hand. The samples of a prompt are one request and stay together, so the
+    prompt is computed once."""
+
+    def choose(self, request: GenerationRequest, engines: Sequence[EngineLoad]) -> int:
+        return min(engines, key=lambda engine: engine.num_samples).rank
+
+
+routers: Registry[Callable[..., Router]] = Registry("router_args.router_name")
+routers.add(PromptAffinityRouter, "PromptAffinityRouter")
+
+
+def build_router(name: str | None, options: Mapping[str, Any]) -> Router:
+    """The router that a ``router_args`` section asks for; ``name`` may be the dotted path of a class of your own.
+
+    Raises:
+        ValueError: no such class, one that does not take these options, or one without a method ``choose``.
+    """
+    shown = name or "PromptAffinityRouter"
+    factory = routers.resolve(shown)
+    try:
+        router = factory(**options)
+    except TypeError as error:
+        raise ValueError(f"router_args.router_config {dict(options)} does not fit {shown}: {error}") from error
+    if not callable(getattr(router, "choose", None)):
+        raise ValueError(f"router_args.router_name: {shown} has no method choose(request, engines)")
+    return router
+
+
+def num_unfinished(request: GenerationRequest) -> int:
+    """Samples of a request that are still to be generated."""
+    return request.num_samples - len(request.finished)
+
+
+class Generation:
+    """A request to the engines. Awaiting it gives its :class:`FinishedGroup`, or None if it was aborted.
+
+    Cancelling whoever awaits it aborts it.
+    """
+
+    __slots__ = ("_client", "_error", "_waiters", "done", "listener", "name", "on_finished", "request", "value")
+
+    def __init__(
+        self,
+        client: EngineClient,
+        request: GenerationRequest,
+        number: int,
+        listener: Listener | None,
+        on_finished: Callable[[FinishedGroup], None] | None,
+    ) -> None:
+        self._client = client
+        self._waiters: list[asyncio.Future[None]] = []
+        self._error: Exception | None = None
+        self.name = request.request_id
+        own = f"{self.name}#{number}"
+        finished = tuple(replace(output, request_id=own) for output in request.finished)
+        self.request = replace(request, request_id=own, finished=finished)
+        """As it was last given to an engine: with what its samples had then."""
+        self.listener = listener
+        self.on_finished = on_finished
+        self.done = False
+        self.value: FinishedGroup | None = None
+        """Its samples; None: it is not finished, or was aborted."""
+
+    def __await__(self) -> Generator[Any, None, FinishedGroup | None]:
+        if not self.done:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            try:
+                yield from waiter
+            except asyncio.CancelledError:
+                self.abort()
+                raise
+        if self._error is not None:
+            raise self._error
+        return self.value
+
+    def abort(self) -> None:
+        """Stop it; what it has so far is discarded."""
+        self._client.abort([self])
+
+    def finish(self, group: FinishedGroup | None, error: Exception | None = None) -> None:
+        """Hand over its samples (None: it was aborted), or what ended the engines."""
+        if group is not None:
+            group.request_id = self.name
+            if self.on_finished is not None:
+                self.on_finished(group)
+        self.done, self.value, self._error = True, group, error
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+@dataclass(slots=True)
+class EngineAccount:
+    """What one engine has been given, and what its next turn is to do."""
+
+    rank: int
+    outstanding: dict[str, GenerationRequest] = field(default_factory=dict)
+    """Requests that were given to the engine and have not come back, as they were given."""
+    num_samples: int = 0
+    """Their samples that were unfinished then."""
+    to_add: dict[str, GenerationRequest] = field(default_factory=dict)
+    to_abort: list[str] = field(default_factory=list)
+    to_recall: list[str] = field(default_factory=list)
+    turn: asyncio.Task[None] | None = None
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.outstanding)
+
+    def accept(self, request: GenerationRequest) -> None:
+        self.outstanding[request.request_id] = request
+        self.num_samples += num_unfinished(request)
+        self.to_add[request.request_id] = request
+
+    def release(self, request_id: str) -> bool:
+        """Take a request off the engine's account; False where it is not on it."""
+        request = self.outstanding.pop(request_id, None)
+        if request is not None:
+            self.num_samples -= num_unfinished(request)
+        return request is not None
+
+    def withdraw(self, request_id: str) -> bool:
+        """Take back a request that the engine has not been sent yet; False where it is none."""
+        return self.to_add.pop(request_id, None) is not None and self.release(request_id)
+
+    def command(
+        self, slice_seconds: float, work: bool, report_refusals: bool, watched: Collection[str] = ()
+    ) -> EngineCommand:
+        """What the next turn is to do."""
+        command = EngineCommand(
+            tuple(self.to_add.values()),
+            tuple(self.to_abort),
+            tuple(self.to_recall),
+            slice_seconds,
+            work and not self.to_recall,
+            tuple(request_id for request_id in watched if request_id in self.outstanding),
+            report_refusals,
+        )
+        self.to_add, self.to_abort, self.to_recall = {}, [], []
+        return command
+
+
+class EngineClient:
+    """The engines of a cluster for any number of coroutines on one event loop.
+
+    All samples of a request go to one engine, which computes the prompt once. Requests that are submitted in the same
+    pass of the loop are spread by load alone (unless the router is another), so which engine gets which prompt does not
+    depend on timing, as long as they fit under the limit.
 
     An engine is lost when its process dies, when it raises (out of memory), or when it does not answer in time: every
     answer stands for at least one token of each sample that it runs. It is killed and left out; the requests that it
-    had go to the others, as they were given to it. The loss of the last one ends the run. A new process may take the
-    place of a lost one (:meth:`readmit`).
+    had go to the others, as they were given to it. The loss of the last one is raised by everything that waits. A new
+    process may take the place of a lost one (:meth:`readmit`).
 
     Args:
         max_running_requests: requests that one engine has in hand at a time; further ones wait here.
@@ -50,29 +225,29 @@ class EnginePool:
         self._turn_timeout = turn_timeout
         self._router = router or PromptAffinityRouter()
         self._max_running_requests = max_running_requests
-        self._waiting: deque[GenerationRequest] = deque()
         self._slice_seconds = slice_seconds
         self._report_refusals = report_refusals
         self._engines = [EngineAccount(rank) for rank in range(cluster.world_size)]
         self._restarts_left = [max_restarts] * cluster.world_size
         self._restarting: dict[int, PendingCall] = {}
-        self._engine_of_turn: dict[PendingCall, EngineAccount] = {}
-        self._ready: list[FinishedGroup] = []
+        self._waiting: OrderedDict[str, GenerationRequest] = OrderedDict()
+        self._numbers = itertools.count()
+        self._generations: dict[str, Generation] = {}
+        """By the ids that the engines know: each is used once."""
         self._recalled: list[GenerationRequest] = []
+        self._watched: dict[str, Generation] = {}
         self._paused = False
-        self._progress: dict[str, list[GenerationOutput]] = {}
-        self.watched: dict[str, None] = {}
-        """Requests whose samples are reported as they grow (:meth:`take_progress`)."""
+        self._wakes_in = 0
+        self.failure: Exception | None = None
+        """What ended the last engine."""
         self.busy_seconds = 0.0
-        """Seconds of generation, summed over engines, since the pool was made."""
+        """Seconds of generation, summed over engines, since the client was made."""
+        self.num_turns = 0
+        """Turns that engines have ended."""
         self.num_deaths = 0
-        """Engines that were lost since then."""
+        """Engines that were lost."""
         self.num_reissued = 0
         """Requests that were given to another engine because theirs was lost."""
-
-    @property
-    def pending(self) -> list[PendingCall]:
-        return list(self._engine_of_turn)
 
     @property
     def num_engines(self) -> int:
@@ -81,117 +256,140 @@ class EnginePool:
 
     @property
     def num_outstanding(self) -> int:
-        """Unfinished samples asked for that have not come back."""
-        return sum(engine.num_samples for engine in self._engines) + sum(
-            num_unfinished(request) for request in self._waiting
-        )
+        """Unfinished samples submitted that have not come back."""
+        given = sum(engine.num_samples for engine in self._engines)
+        return given + sum(num_unfinished(request) for request in self._waiting.values())
 
-    def submit(self, requests: Iterable[GenerationRequest]) -> None:
-        """Give each request to the engine that the router chooses; idle engines start at once."""
-        self._waiting.extend(requests)
-        self._start_turns()
+    @property
+    def is_working(self) -> bool:
+        """A turn of an engine is in flight."""
+        return any(engine.turn is not None for engine in self._engines)
 
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """Throw requests away; each engine hears of it with its next turn."""
-        unwanted = set(request_ids)
-        self._withdraw(unwanted)
-        for engine in self._engines:
-            mine = sorted(unwanted & engine.outstanding.keys())
-            for request_id in mine:
-                engine.release(request_id)
-            engine.to_abort += mine
-        self._start_turns()
-
-    def recall(
-        self, request_ids: Sequence[str] | None = None, deadline: float | None = None
-    ) -> list[GenerationRequest]:
-        """Stop requests (None: all) and take them back, with everything that their samples have so far.
-
-        A request that is given to :meth:`submit` again goes on where it was, on whatever engine. One that is finished
-        in the meantime is not among them but a group for :meth:`take`; unknown ids are passed over. Works in a pause
-        as well.
+    async def generate(self, request: GenerationRequest, listener: Listener | None = None) -> FinishedGroup:
+        """All samples of a request. Cancellation aborts it.
 
         Args:
-            deadline: seconds to wait for the turns in flight; None: as long as a call may take.
-
-        Returns:
-            The requests in the order of ``request_ids`` (None: engine by engine, then those that wait).
+            listener: is given what the samples have so far, about every turn of an engine that can tell.
 
         Raises:
-            RemoteError: the last engine was lost.
+            RemoteError: the last engine is lost.
         """
-        if request_ids is None:
-            request_ids = [id_ for engine in self._engines for id_ in engine.outstanding]
-            request_ids += [request.request_id for request in self._waiting]
-        wanted = set(request_ids)
+        finished = await self.submit(request, listener)
+        assert finished is not None, "only its owner could have aborted it"
+        return finished
+
+    def submit(
+        self,
+        request: GenerationRequest,
+        listener: Listener | None = None,
+        on_finished: Callable[[FinishedGroup], None] | None = None,
+    ) -> Generation:
+        """Have a request generated in the background; see :meth:`generate`.
+
+        Args:
+            on_finished: is called with the samples as soon as they are there, before any coroutine continues.
+        """
+        generation = Generation(self, request, next(self._numbers), listener, on_finished)
+        if self.failure is not None:
+            generation.finish(None, self.failure)
+            return generation
+        self._generations[generation.request.request_id] = generation
+        if listener is not None:
+            self._watched[generation.request.request_id] = generation
+        self._waiting[generation.request.request_id] = generation.request
+        self._wake()
+        return generation
+
+    def resubmit(self, generations: Iterable[Generation]) -> None:
+        """Give requests that were recalled to the engines again: they continue where they were, on whatever engine.
+        Those aborted in the meantime are passed over."""
+        self._waiting.update((one.request.request_id, one.request) for one in generations if not one.done)
+        self._wake()
+
+    def abort(self, generations: Iterable[Generation]) -> None:
+        """Discard requests; each engine hears of it with its next turn. Finished ones stay finished."""
+        for generation in generations:
+            request_id = generation.request.request_id
+            if self._generations.pop(request_id, None) is None:
+                continue
+            self._watched.pop(request_id, None)
+            generation.finish(None)
+            if self._waiting.pop(request_id, None) is None:
+                for engine in self._engines:
+                    if not engine.withdraw(request_id) and engine.release(request_id):
+                        engine.to_abort.append(request_id)
+        self._wake()
+
+    async def recall(self, generations: Iterable[Generation] | None = None) -> list[Generation]:
+        """Stop requests (None: all) and take them back, with everything that their samples have so far
+        (``Generation.request``). Works in a pause as well.
+
+        Returns:
+            Those for :meth:`resubmit`, in the order given (None: engine by engine, then those that wait). One that is
+            finished in the meantime is not among them.
+
+        Raises:
+            RemoteError: the last engine is lost.
+        """
+        self._check()
+        if generations is None:
+            ids = [id_ for engine in self._engines for id_ in engine.outstanding] + list(self._waiting)
+        else:
+            ids = [one.request.request_id for one in generations]
+        wanted = set(ids)
         held = self._withdraw(wanted)
         while any(wanted & engine.outstanding.keys() for engine in self._engines):
             for engine in self._engines:
                 engine.to_recall = sorted(wanted & engine.outstanding.keys())
             self._start_turns()
-            for call in self.wait(timeout=deadline):
-                self._end_turn(call)
+            await self._some_turn()
             held += self._withdraw(wanted)  # those that come from a lost engine
         for engine in self._engines:
             engine.to_recall = []
-        held += self._recalled
-        self._recalled = []
-        self._start_turns()
-        place = {request_id: index for index, request_id in enumerate(request_ids)}
-        return sorted(held, key=lambda request: place[request.request_id])
+        held += [request for request in self._recalled if request.request_id in wanted]
+        self._recalled = [request for request in self._recalled if request.request_id not in wanted]
+        self._wake()
+        requests = {request.request_id: request for request in held if request.request_id in self._generations}
+        taken = [self._generations[request_id] for request_id in ids if request_id in requests]
+        for generation in taken:
+            generation.request = requests[generation.request.request_id]
+        return taken
 
-    def pause(self, deadline: float | None = None) -> None:
+    async def pause(self) -> None:
         """Let the turns in flight end and start no others, so that weights can be exchanged. Samples stay at their
-        engines, half done, and go on after :meth:`resume`; requests given meanwhile wait.
+        engines, partial, and continue after :meth:`resume`; requests submitted meanwhile wait.
 
-        Args:
-            deadline: seconds to wait; None: as long as a call may take.
+        Raises:
+            RemoteError: the last engine is lost.
         """
         self._paused = True
-        while self._engine_of_turn:
-            for call in self.wait(timeout=deadline):
-                self._end_turn(call)
+        while self.is_working:
+            await self._some_turn()
+        self._check()
+
+    def hold(self) -> None:
+        """Start no further turns until :meth:`resume`."""
+        self._paused = True
 
     def resume(self) -> None:
         """Go on after :meth:`pause`."""
         self._paused = False
+        self._wake()
+
+    async def dispatched(self) -> None:
+        """Return when the turns that are due have been given to their engines."""
+        await asyncio.sleep(0)
+        while self._wakes_in:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    async def drain(self) -> None:
+        """Wait until nothing is left to do (in a pause: until no turn is in flight)."""
         self._start_turns()
-
-    def wait(self, others: Sequence[PendingCall] = (), timeout: float | None = None) -> list[PendingCall]:
-        """Wait until a turn or one of ``others`` is done, in the manner of :func:`roll.distributed.wait_any`; the calls
-        of which that is true. An engine's loss is dealt with; where no call is left then, the list is empty.
-
-        Raises:
-            RemoteError: what became of the last engine, or of one of ``others``; nothing was done within ``timeout``.
-        """
-        while True:
-            try:
-                return wait_any([*self._engine_of_turn, *others], timeout)
-            except RemoteError as loss:
-                self._lose(loss)
-                if not self._engine_of_turn and not others:
-                    return []
-
-    def take(self, call: PendingCall, lane: str = "") -> list[FinishedGroup]:
-        """End a turn that is done and start the engine's next one; then as :meth:`take_ready`. Calls that are no turns,
-        or that another lane has taken, are welcome, too."""
-        self._end_turn(call)
-        self._start_turns()
-        return self.take_ready(lane)
-
-    def take_ready(self, lane: str = "") -> list[FinishedGroup]:
-        """The groups of a lane (:func:`~roll.rollout.messages.lane_of`) that turns have reported and nobody has
-        taken."""
-        ready = [group for group in self._ready if lane_of(group.request_id) == lane]
-        if ready:
-            self._ready = [group for group in self._ready if lane_of(group.request_id) != lane]
-        return ready
-
-    def take_progress(self) -> dict[str, list[GenerationOutput]]:
-        """What the samples of :attr:`watched` requests have, of those of which turns have said more since the last
-        call; samples that are over are among them, requests that are not."""
-        progress, self._progress = self._progress, {}
-        return progress
+        while self.is_working:
+            await self._some_turn()
+            self._start_turns()
+        self._check()
 
     def readmit(self) -> None:
         """Take back the engines that have been started again and are ready. They have the weights of the run's start:
@@ -214,33 +412,98 @@ class EnginePool:
             self._restarts_left[rank] -= 1
             self._restarting[rank] = self._cluster.restart(rank)
 
-    def drain(self, deadline: float) -> None:
-        """Wait until nothing is left to do (in a pause: until no turn is in flight); ``deadline`` in seconds."""
-        while self._engine_of_turn:
-            for call in self.wait(timeout=deadline):
-                self._end_turn(call)
-            self._start_turns()
+    # Turns
 
-    def _end_turn(self, call: PendingCall) -> None:
-        engine = self._engine_of_turn.pop(call, None)
-        if engine is None:
+    def _wake(self) -> None:
+        """Start turns soon, when the coroutines that can continue now have asked for what they need."""
+        if not self._wakes_in and self.failure is None:
+            self._wakes_in = PASSES_BEFORE_TURN
+            asyncio.get_running_loop().call_soon(self._come_nearer)
+
+    def _come_nearer(self) -> None:
+        self._wakes_in -= 1
+        if self._wakes_in:
+            asyncio.get_running_loop().call_soon(self._come_nearer)
             return
-        engine.turn = None
-        report: EngineReport = call.result()
-        self.busy_seconds += report.busy_seconds
-        self._progress |= report.progress
-        self._ready += [group for group in report.groups if engine.release(group.request_id) is not None]
-        self._recalled += [request for request in report.recalled if engine.release(request.request_id) is not None]
+        try:
+            self._start_turns()
+        except Exception as error:  # of a user's router
+            self._fail(error)
 
-    def _lose(self, loss: RemoteError) -> None:
-        """Give what a lost engine had to the others; raise ``loss`` where there is none, or it is not an engine's."""
-        engine = next((e for e in self._engines if e.turn is not None and e.turn.error is loss), None)
-        if engine is None or engine.turn is None:
-            raise loss
-        del self._engine_of_turn[engine.turn]
+    def _start_turns(self) -> None:
+        if not self._paused:
+            self._route_waiting()
+        for engine in self._engines:
+            has_work = engine.to_recall or (not self._paused and (engine.outstanding or engine.to_abort))
+            if engine.turn is None and has_work:
+                engine.turn = asyncio.create_task(self._take_turn(engine))
+
+    def _route_waiting(self) -> None:
+        while self._waiting:
+            free = [engine for engine in self._engines if engine.num_requests < self._max_running_requests]
+            if not free:
+                return
+            request = next(iter(self._waiting.values()))
+            rank = self._router.choose(request, free)
+            chosen = next((engine for engine in free if engine.rank == rank), None)
+            if chosen is None:
+                raise ValueError(
+                    f"the router chose engine {rank} for request {request.request_id.rpartition('#')[0]!r}; those "
+                    f"with room are {', '.join(str(engine.rank) for engine in free)}"
+                )
+            self._waiting.popitem(last=False)
+            chosen.accept(request)
+
+    async def _take_turn(self, engine: EngineAccount) -> None:
+        command = engine.command(self._slice_seconds, not self._paused, self._report_refusals, self._watched)
+        try:
+            turn = self._cluster.submit(engine.rank, "advance", command, deadline=self._turn_timeout)
+            try:
+                report: EngineReport = await turn
+            except RemoteError as loss:
+                self._lose(engine, loss)
+            else:
+                self._end_turn(engine, report)
+        except Exception as error:  # of a listener or our own: nobody may wait for ever
+            self._fail(error)
+        finally:
+            engine.turn = None
+        self._wake()
+
+    def _end_turn(self, engine: EngineAccount, report: EngineReport) -> None:
+        self.num_turns += 1
+        self.busy_seconds += report.busy_seconds
+        for request_id, samples in report.progress.items():
+            generation = self._watched.get(request_id)
+            if generation is not None and generation.listener is not None:
+                generation.listener(samples)
+        for group in report.groups:
+            if engine.release(group.request_id):
+                self._watched.pop(group.request_id, None)
+                self._generations.pop(group.request_id).finish(group)
+        self._recalled += [request for request in report.recalled if engine.release(request.request_id)]
+
+    async def _some_turn(self) -> None:
+        """Wait for the end of at least one turn, if there is any.
+
+        Raises:
+            RemoteError: the last engine is lost.
+        """
+        turns = [engine.turn for engine in self._engines if engine.turn is not None]
+        if turns:
+            await asyncio.wait(turns, return_when=asyncio.FIRST_COMPLETED)
+        self._check()
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def _lose(self, engine: EngineAccount, loss: RemoteError) -> None:
+        """Give what a lost engine had to the others."""
         self._engines.remove(engine)
         if not self._engines:
-            raise loss
+            self._fail(loss)
+            return
         self._cluster.leave_out(engine.rank)
         self._restart(engine.rank)
         self.num_deaths += 1
@@ -251,36 +514,22 @@ class EnginePool:
             self.num_engines,
             loss,
         )
-        self._waiting.extendleft(reversed(engine.outstanding.values()))
-        self._start_turns()
+        self._waiting = OrderedDict([*engine.outstanding.items(), *self._waiting.items()])
+
+    def _fail(self, error: Exception) -> None:
+        """There is nobody left who could answer."""
+        logger.error("no engine is left: %s", error)
+        self.failure = error
+        generations, self._generations = self._generations, {}
+        for generation in generations.values():
+            generation.finish(None, error)
 
     def _withdraw(self, request_ids: set[str]) -> list[GenerationRequest]:
-        """Take back those requests that no engine has heard of yet."""
-        unheard = [request for engine in self._engines for request in engine.withdraw(request_ids)]
-        unheard += [request for request in self._waiting if request.request_id in request_ids]
-        self._waiting = deque(request for request in self._waiting if request.request_id not in request_ids)
-        return unheard
-
-    def _route_waiting(self) -> None:
-        while self._waiting:
-            free = [engine for engine in self._engines if engine.num_requests < self._max_running_requests]
-            if not free:
-                return
-            rank = self._router.choose(self._waiting[0], free)
-            chosen = next((engine for engine in free if engine.rank == rank), None)
-            if chosen is None:
-                raise ValueError(
-                    f"the router chose engine {rank} for request {self._waiting[0].request_id!r}; those with room are "
-                    f"{', '.join(str(engine.rank) for engine in free)}"
-                )
-            chosen.accept(self._waiting.popleft())
-
-    def _start_turns(self) -> None:
-        if not self._paused:
-            self._route_waiting()
+        """Take back those requests that no engine has been sent yet."""
+        unsent = []
         for engine in self._engines:
-            has_work = engine.to_recall or (not self._paused and (engine.outstanding or engine.to_abort))
-            if engine.turn is None and has_work:
-                command = engine.command(self._slice_seconds, not self._paused, self._report_refusals, self.watched)
-                engine.turn = self._cluster.submit(engine.rank, "advance", command, deadline=self._turn_timeout)
-                self._engine_of_turn[engine.turn] = engine
+            mine = [request for id_, request in engine.to_add.items() if id_ in request_ids]
+            unsent += [request for request in mine if engine.withdraw(request.request_id)]
+        unsent += [request for id_, request in self._waiting.items() if id_ in request_ids]
+        self._waiting = OrderedDict((i, request) for i, request in self._waiting.items() if i not in request_ids)
+        return unsent

@@ -17,18 +17,18 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from roll.rollout.messages import FinishedGroup
+from roll.rollout.groups import FinishedGroup
 from roll.serving.requests import (
     BadRequest,
-    ChatQuestion,
-    CompletionQuestion,
-    Question,
+    ParsedChat,
+    ParsedCompletion,
+    ParsedRequest,
     TooLong,
     read_chat,
     read_completion,
     read_json,
 )
-from roll.serving.responses import Answer, LiveAnswer, Writer, error_body
+from roll.serving.responses import LiveResponse, ResponseBody, Writer, error_body
 from roll.serving.service import EngineService, Overloaded, Refused, Unavailable
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ Handler = Callable[[Request], Awaitable[Response]]
 RETRY_AFTER = "1"
 DISCONNECT_POLL_SECONDS = 0.2
 CLIENT_HAS_GONE = 499
-"""Status that nobody reads."""
+"""Status for a client that has disconnected; it is not read."""
 
 
 class Endpoint:
-    """Answers requests by an engine service.
+    """HTTP handlers on top of an engine service.
 
     Args:
         model: the name that the model is served under.
@@ -76,7 +76,7 @@ class Endpoint:
         )
 
     async def health(self, request: Request) -> Response:
-        """200 while engines answer, else 503 with the reason."""
+        """200 while engines serve, else 503 with the reason."""
         failure = self._service.failure
         state = {
             "status": "ok" if failure is None else "failed",
@@ -93,32 +93,32 @@ class Endpoint:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def chat_completions(self, request: Request) -> Response:
-        question = read_chat(await read_json(request), self._model)
-        prompt = await self._in_thread(self._chat_prompt, question)
-        return await self._answer(request, question, [prompt], self._chat_writer)
+        parsed = read_chat(await read_json(request), self._model)
+        prompt = await self._in_thread(self._chat_prompt, parsed)
+        return await self._respond(request, parsed, [prompt], self._chat_writer)
 
     async def completions(self, request: Request) -> Response:
-        question = read_completion(await read_json(request), self._model)
-        prompts = await self._in_thread(self._completion_prompts, question)
-        return await self._answer(request, question, prompts, self._completion_writer)
+        parsed = read_completion(await read_json(request), self._model)
+        prompts = await self._in_thread(self._completion_prompts, parsed)
+        return await self._respond(request, parsed, prompts, self._completion_writer)
 
-    async def _in_thread(self, make: Callable[[Any], Any], question: Question) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, make, question)
+    async def _in_thread(self, make: Callable[[Any], Any], parsed: ParsedRequest) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, make, parsed)
 
-    def _chat_prompt(self, question: ChatQuestion) -> list[int]:
+    def _chat_prompt(self, parsed: ParsedChat) -> list[int]:
         if not self._tokenizer.chat_template:
             raise BadRequest("messages: the model has no chat template; use /v1/completions", "messages")
-        for name in question.template_kwargs:
+        for name in parsed.template_kwargs:
             if name in self._reserved or not name.isidentifier():
                 rule = "is not for clients to say; only variables of the model's own chat template are"
                 raise BadRequest(f"chat_template_kwargs: {name!r} {rule}"[:300], "chat_template_kwargs")
         try:
             token_ids: Any = self._tokenizer.apply_chat_template(
-                [dict(message) for message in question.messages],
-                add_generation_prompt=question.add_generation_prompt,
+                [dict(message) for message in parsed.messages],
+                add_generation_prompt=parsed.add_generation_prompt,
                 tokenize=True,
                 return_dict=False,
-                **question.template_kwargs,
+                **parsed.template_kwargs,
             )
         except Exception as error:  # templates raise what they like for conversations that they do not take
             raise BadRequest(
@@ -126,30 +126,30 @@ class Endpoint:
             ) from error
         return list(token_ids)
 
-    def _completion_prompts(self, question: CompletionQuestion) -> list[list[int]]:
+    def _completion_prompts(self, parsed: ParsedCompletion) -> list[list[int]]:
         try:
             return [
                 list(self._tokenizer(prompt).input_ids) if isinstance(prompt, str) else list(prompt)
-                for prompt in question.prompts
+                for prompt in parsed.prompts
             ]
         except Exception as error:  # of the tokenizer, for a text that it does not take
             raise BadRequest(f"prompt: the tokenizer fails: {type(error).__name__}: {error}"[:300], "prompt") from error
 
-    async def _answer(
-        self, request: Request, question: Question, prompts: Sequence[Sequence[int]], writer: Writer
+    async def _respond(
+        self, request: Request, parsed: ParsedRequest, prompts: Sequence[Sequence[int]], writer: Writer
     ) -> Response:
-        if question.stream:
-            return await self._stream(request, question, prompts, writer)
-        groups = await self._while_connected(request, question, prompts)
+        if parsed.stream:
+            return await self._stream(request, parsed, prompts, writer)
+        groups = await self._while_connected(request, parsed, prompts)
         if groups is None:
             return Response(status_code=CLIENT_HAS_GONE)
-        return JSONResponse(writer.body(Answer(question, prompts, groups)))
+        return JSONResponse(writer.body(ResponseBody(parsed, prompts, groups)))
 
     async def _stream(
-        self, request: Request, question: Question, prompts: Sequence[Sequence[int]], writer: Writer
+        self, request: Request, parsed: ParsedRequest, prompts: Sequence[Sequence[int]], writer: Writer
     ) -> Response:
         """Begins with the first tokens, so that what an engine refuses has its status."""
-        live = LiveAnswer(self._service, question, prompts)
+        live = LiveResponse(self._service, parsed, prompts)
         try:
             while not await live.wait(DISCONNECT_POLL_SECONDS):
                 if await request.is_disconnected():
@@ -161,12 +161,11 @@ class Endpoint:
         return StreamingResponse(live.events(writer, self._tokenizer), media_type="text/event-stream")
 
     async def _while_connected(
-        self, request: Request, question: Question, prompts: Sequence[Sequence[int]]
+        self, request: Request, parsed: ParsedRequest, prompts: Sequence[Sequence[int]]
     ) -> list[FinishedGroup] | None:
-        """The samples of all prompts; None where whoever asked has gone."""
+        """Samples of all prompts; None where the client has disconnected."""
         asked = [
-            asyncio.create_task(self._service.generate(prompt, question.params, question.num_samples))
-            for prompt in prompts
+            asyncio.create_task(self._service.generate(prompt, parsed.params, parsed.num_samples)) for prompt in prompts
         ]
         try:
             while not all(task.done() for task in asked) and not any(map(_has_failed, asked)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,10 +9,11 @@ from typing import Any, NoReturn
 
 from starlette.requests import Request
 
+from roll.config.reading.errors import closest
 from roll.strategies.engines.requests import SamplingParams, check_sampling_params
 
 IGNORED = frozenset({"metadata", "parallel_tool_calls", "safety_identifier", "service_tier", "store", "user"})
-"""Fields that say nothing about the answer."""
+"""Fields that do not change the response."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "echo": (None, False),
@@ -56,7 +56,7 @@ MAX_SAMPLES = 1024
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 MAX_TOP_LOG_PROBS = 16384
-"""Likeliest tokens at one position, over all samples of a request."""
+"""Most probable tokens at one position, over all samples of a request."""
 MAX_NUMBER = 2.0**64
 """Numbers beyond it mean nothing anywhere."""
 MAX_TEMPLATE_KWARGS = 32
@@ -64,7 +64,7 @@ MAX_TEMPLATE_TEXT = 1000
 
 
 class BadRequest(ValueError):
-    """A body that cannot be answered.
+    """A body that cannot be served.
 
     Args:
         field: the part that is wrong.
@@ -76,8 +76,8 @@ class BadRequest(ValueError):
 
 
 @dataclass(frozen=True)
-class Question:
-    """What is common to both endpoints."""
+class ParsedRequest:
+    """Fields common to both endpoints."""
 
     params: SamplingParams
     num_samples: int = 1
@@ -89,18 +89,18 @@ class Question:
 
 
 @dataclass(frozen=True)
-class ChatQuestion(Question):
+class ParsedChat(ParsedRequest):
     messages: Sequence[Mapping[str, Any]] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
 
 
 @dataclass(frozen=True)
-class CompletionQuestion(Question):
+class ParsedCompletion(ParsedRequest):
     prompts: Sequence[str | Sequence[int]] = ()
 
 
-def read_chat(body: Any, model: str) -> ChatQuestion:
+def read_chat(body: Any, model: str) -> ParsedChat:
     """The body of ``POST /v1/chat/completions``.
 
     Raises:
@@ -114,7 +114,7 @@ def read_chat(body: Any, model: str) -> ChatQuestion:
     top = fields.get("top_logprobs", int, 0)
     if top and not log_probs:
         raise BadRequest("top_logprobs: needs logprobs: true", "top_logprobs")
-    return ChatQuestion(
+    return ParsedChat(
         **fields.shared(NO_LIMIT, top, "top_logprobs"),
         log_probs=log_probs,
         messages=[_message(message) for message in messages],
@@ -123,7 +123,7 @@ def read_chat(body: Any, model: str) -> ChatQuestion:
     )
 
 
-def read_completion(body: Any, model: str) -> CompletionQuestion:
+def read_completion(body: Any, model: str) -> ParsedCompletion:
     """The body of ``POST /v1/completions``; a prompt is a text or a list of token ids, or a list of either.
 
     Raises:
@@ -132,7 +132,7 @@ def read_completion(body: Any, model: str) -> CompletionQuestion:
     fields = _Fields(body, COMPLETION, model)
     log_probs = fields.get("logprobs", int, None)
     prompts = _prompts(fields.get("prompt", (str, list), None))
-    return CompletionQuestion(
+    return ParsedCompletion(
         **fields.shared(COMPLETION_TOKENS, log_probs or 0, "logprobs", len(prompts)),
         log_probs=log_probs is not None,
         prompts=prompts,
@@ -185,8 +185,8 @@ class _Fields:
                 if value not in NEUTRAL[name]:
                     raise BadRequest(f"{name}: is not available here", name)
             elif name not in known and name not in IGNORED:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                near = closest(name, known)
+                hint = f"; did you mean {near!r}?" if near else ""
                 raise BadRequest(f"{name}: unknown field{hint}", name)
         asked = self.get("model", str, model)
         if asked != model:
@@ -205,7 +205,7 @@ class _Fields:
         return value
 
     def template_kwargs(self) -> dict[str, Any]:
-        """What a client says to the chat template: switches, numbers and short texts."""
+        """Variables for the chat template: switches, numbers and short texts."""
         name = "chat_template_kwargs"
         kwargs: dict[str, Any] = self.get(name, dict, {})
         plain = all(
@@ -220,7 +220,7 @@ class _Fields:
         return kwargs
 
     def shared(self, default_tokens: int, top_log_probs: int, top_field: str, num_prompts: int = 1) -> dict[str, Any]:
-        """What :class:`Question` is made from.
+        """Arguments of :class:`ParsedRequest`.
 
         Args:
             top_field: the field that has asked for ``top_log_probs``.

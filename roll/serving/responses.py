@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from roll.rollout.messages import FinishedGroup
-from roll.serving.requests import Question
+from roll.rollout.groups import FinishedGroup
+from roll.serving.requests import ParsedRequest
 from roll.serving.service import EngineService, Overloaded, Refused, Unavailable
 from roll.strategies.engines.requests import GenerationOutput, SamplingParams, visible_text
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ResponseBody:
     """The samples of every prompt of a request."""
 
-    question: Question
+    parsed: ParsedRequest
     prompts: Sequence[Sequence[int]]
     groups: Sequence[FinishedGroup]
 
@@ -40,7 +40,7 @@ class Answer:
                     finish_reason=group.finish_reasons[sample],
                     token_ids=token_ids[sample].tolist(),
                     log_probs=log_probs[sample].tolist(),
-                    likeliest=group.top_log_probs[sample] if group.top_log_probs else [],
+                    top_log_probs=group.top_log_probs[sample] if group.top_log_probs else [],
                     prompt_token_ids=list(prompt),
                 )
                 index += 1
@@ -60,7 +60,7 @@ class Choice:
     finish_reason: str
     token_ids: list[int]
     log_probs: list[float]
-    likeliest: list[list[tuple[int, float]]]
+    top_log_probs: list[list[tuple[int, float]]]
     prompt_token_ids: list[int]
     text_offset: int = 0
     """Of the first token, where the choice is a later piece of a sample."""
@@ -78,15 +78,15 @@ class Writer:
         self._model = model
         self._chat = chat
 
-    def body(self, answer: Answer) -> dict[str, Any]:
-        """The answer as a whole."""
+    def body(self, response: ResponseBody) -> dict[str, Any]:
+        """Body of a response that is not streamed."""
         kind = "chat.completion" if self._chat else "text_completion"
-        choices = [self._choice(choice, answer.question) for choice in answer.choices()]
-        ids = {"prompt_token_ids": list(answer.prompts[0])} if self._chat and answer.question.return_token_ids else {}
-        return self._head(kind) | {"choices": choices, "usage": answer.usage()} | ids
+        choices = [self._choice(choice, response.parsed) for choice in response.choices()]
+        ids = {"prompt_token_ids": list(response.prompts[0])} if self._chat and response.parsed.return_token_ids else {}
+        return self._head(kind) | {"choices": choices, "usage": response.usage()} | ids
 
     def stream_head(self) -> dict[str, Any]:
-        """What all pieces of a stream have in common."""
+        """Fields that all chunks of a stream have in common."""
         return self._head("chat.completion.chunk" if self._chat else "text_completion")
 
     def opening(self, head: dict[str, Any], index: int) -> Iterator[bytes]:
@@ -95,55 +95,55 @@ class Writer:
             start = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
             yield event(head | {"choices": [start]})
 
-    def piece(self, head: dict[str, Any], choice: Choice, question: Question) -> bytes:
-        """What is new of a sample."""
-        said = self._choice(choice, question)
-        said["finish_reason"] = said["finish_reason"] or None
+    def piece(self, head: dict[str, Any], choice: Choice, parsed: ParsedRequest) -> bytes:
+        """New tokens and text of a sample."""
+        body = self._choice(choice, parsed)
+        body["finish_reason"] = body["finish_reason"] or None
         if self._chat:
-            said["delta"] = {"content": said.pop("message")["content"]}
-        return event(head | {"choices": [said]})
+            body["delta"] = {"content": body.pop("message")["content"]}
+        return event(head | {"choices": [body]})
 
-    def last_pieces(self, head: dict[str, Any], choice: Choice, question: Question) -> Iterator[bytes]:
+    def last_pieces(self, head: dict[str, Any], choice: Choice, parsed: ParsedRequest) -> Iterator[bytes]:
         """The rest of a sample, and why it ended."""
         if not self._chat:
-            yield self.piece(head, choice, question)
+            yield self.piece(head, choice, parsed)
             return
         if choice.token_ids or choice.text:
-            yield self.piece(head, replace(choice, finish_reason=""), question)
+            yield self.piece(head, replace(choice, finish_reason=""), parsed)
         last = {"index": choice.index, "delta": {}, "finish_reason": choice.finish_reason}
         yield event(head | {"choices": [last]})
 
-    def closing(self, head: dict[str, Any], answer: Answer) -> Iterator[bytes]:
+    def closing(self, head: dict[str, Any], response: ResponseBody) -> Iterator[bytes]:
         """Behind the last sample."""
-        if answer.question.include_usage:
-            yield event(head | {"choices": [], "usage": answer.usage()})
+        if response.parsed.include_usage:
+            yield event(head | {"choices": [], "usage": response.usage()})
         yield b"data: [DONE]\n\n"
 
     def _head(self, kind: str) -> dict[str, Any]:
         name = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
         return {"id": name, "object": kind, "created": int(time.time()), "model": self._model}
 
-    def _choice(self, choice: Choice, question: Question) -> dict[str, Any]:
-        said: dict[str, Any] = (
+    def _choice(self, choice: Choice, parsed: ParsedRequest) -> dict[str, Any]:
+        body: dict[str, Any] = (
             {"message": {"role": "assistant", "content": choice.text}} if self._chat else {"text": choice.text}
         )
         log_probs = None
-        if question.log_probs:
+        if parsed.log_probs:
             log_probs = self._chat_log_probs(choice) if self._chat else self._completion_log_probs(choice)
-        ids: dict[str, Any] = {"token_ids": choice.token_ids} if question.return_token_ids else {}
+        ids: dict[str, Any] = {"token_ids": choice.token_ids} if parsed.return_token_ids else {}
         if ids and not self._chat:
             ids["prompt_token_ids"] = choice.prompt_token_ids
-        return {"index": choice.index} | said | {"logprobs": log_probs, "finish_reason": choice.finish_reason} | ids
+        return {"index": choice.index} | body | {"logprobs": log_probs, "finish_reason": choice.finish_reason} | ids
 
     def _text(self, token_id: int) -> str:
         return str(self._tokenizer.decode([token_id]))
 
     def _chat_log_probs(self, choice: Choice) -> dict[str, Any]:
-        likeliest = choice.likeliest or [[] for _ in choice.token_ids]
+        top_log_probs = choice.top_log_probs or [[] for _ in choice.token_ids]
         return {
             "content": [
                 self._token(token, value) | {"top_logprobs": [self._token(*other) for other in others]}
-                for token, value, others in zip(choice.token_ids, choice.log_probs, likeliest, strict=True)
+                for token, value, others in zip(choice.token_ids, choice.log_probs, top_log_probs, strict=True)
             ]
         }
 
@@ -154,7 +154,7 @@ class Writer:
     def _completion_log_probs(self, choice: Choice) -> dict[str, Any]:
         texts = [self._text(token) for token in choice.token_ids]
         offsets = [choice.text_offset + sum(map(len, texts[:position])) for position in range(len(texts))]
-        tops = [{self._text(token): _finite(value) for token, value in others} for others in choice.likeliest]
+        tops = [{self._text(token): _finite(value) for token, value in others} for others in choice.top_log_probs]
         return {
             "tokens": texts,
             "token_logprobs": [_finite(value) for value in choice.log_probs],
@@ -179,17 +179,17 @@ def error_body(message: str, kind: str, field: str | None = None) -> dict[str, A
 UNFINISHED_CHARACTER = "\ufffd"
 
 
-class LiveAnswer:
-    """The prompts of one request under way at an engine service."""
+class LiveResponse:
+    """Prompts of one request in flight at an engine service, and their response as it grows."""
 
-    def __init__(self, service: EngineService, question: Question, prompts: Sequence[Sequence[int]]) -> None:
-        self._question = question
+    def __init__(self, service: EngineService, parsed: ParsedRequest, prompts: Sequence[Sequence[int]]) -> None:
+        self._parsed = parsed
         self._prompts = prompts
         self._grown: dict[int, Sequence[GenerationOutput]] = {}
         self._changed = asyncio.Event()
         self._asked = [
             asyncio.create_task(
-                service.generate(prompt, question.params, question.num_samples, partial(self._note, number))
+                service.generate(prompt, parsed.params, parsed.num_samples, partial(self._note, number))
             )
             for number, prompt in enumerate(prompts)
         ]
@@ -201,10 +201,10 @@ class LiveAnswer:
         self._changed.set()
 
     async def wait(self, seconds: float | None = None) -> bool:
-        """Whether there is news within ``seconds``.
+        """Wait for something new; False if ``seconds`` pass without.
 
         Raises:
-            Overloaded, Unavailable, Refused: the answer to one of the prompts.
+            Overloaded, Unavailable, Refused: one of the prompts is not served.
         """
         try:
             await asyncio.wait_for(self._changed.wait(), seconds)
@@ -217,9 +217,9 @@ class LiveAnswer:
 
     async def events(self, writer: Writer, tokenizer: PreTrainedTokenizerBase) -> AsyncIterator[bytes]:
         """Server-sent events, from the first to the last."""
-        question, size = self._question, self._question.num_samples
+        parsed, size = self._parsed, self._parsed.num_samples
         samples = [
-            GrowingSample(tokenizer, question.params, index, list(self._prompts[index // size]))
+            GrowingSample(tokenizer, parsed.params, index, list(self._prompts[index // size]))
             for index in range(size * len(self._prompts))
         ]
         head = writer.stream_head()
@@ -235,14 +235,14 @@ class LiveAnswer:
                     for output in grown:
                         choice = samples[number * size + output.sample_index].grow(output)
                         if choice is not None:
-                            yield writer.piece(head, choice, question)
+                            yield writer.piece(head, choice, parsed)
                 for number in sorted(n for n in open_prompts if self._asked[n].done()):
                     open_prompts.remove(number)
                     for choice in self._ends(number, samples[number * size : (number + 1) * size]):
-                        for piece in writer.last_pieces(head, choice, question):
+                        for piece in writer.last_pieces(head, choice, parsed):
                             yield piece
-            answer = Answer(question, self._prompts, [task.result() for task in self._asked])
-            for piece in writer.closing(head, answer):
+            response = ResponseBody(parsed, self._prompts, [task.result() for task in self._asked])
+            for piece in writer.closing(head, response):
                 yield piece
         except (Overloaded, Refused, Unavailable) as error:
             # The status has been sent long since.
@@ -257,41 +257,41 @@ class LiveAnswer:
     def _ends(self, number: int, samples: Sequence[GrowingSample]) -> Iterator[Choice]:
         group: FinishedGroup = self._asked[number].result()
         for choice, sample in zip(
-            Answer(self._question, [self._prompts[number]], [group]).choices(), samples, strict=True
+            ResponseBody(self._parsed, [self._prompts[number]], [group]).choices(), samples, strict=True
         ):
             yield sample.end(choice)
 
     def close(self) -> None:
-        """Whoever asked waits no more: what is under way is dropped."""
+        """Drop the prompts that are still in flight."""
         for task in self._asked:
             task.cancel()
 
 
 @dataclass
 class GrowingSample:
-    """What has been said of a sample, and what is new. Texts and tokens are said once each, in their order; text that
+    """A sample as far as it has been sent. Texts and tokens are sent once each, in their order; text that
     a further token may change waits."""
 
     tokenizer: PreTrainedTokenizerBase
     params: SamplingParams
     index: int
     prompt_token_ids: list[int]
-    said: str = ""
+    sent: str = ""
     num_tokens: int = 0
     token_text: str = field(default="", repr=False)
-    """Of the tokens that have been said, each by itself."""
+    """Text of the tokens that have been sent, each decoded by itself."""
 
     def grow(self, output: GenerationOutput) -> Choice | None:
-        """What is new since the last call; None: nothing that can be shown."""
+        """New text and tokens since the last call; None: nothing that can be shown."""
         text = settled_text(self.tokenizer, self.params, output.token_ids)
-        if not text.startswith(self.said) or len(text) == len(self.said):
+        if not text.startswith(self.sent) or len(text) == len(self.sent):
             return None
         return self._new(text, "", output.token_ids, output.log_probs, output.top_log_probs)
 
     def end(self, choice: Choice) -> Choice:
         """The rest of the finished sample."""
-        text = choice.text if choice.text.startswith(self.said) else self.said
-        return self._new(text, choice.finish_reason, choice.token_ids, choice.log_probs, choice.likeliest)
+        text = choice.text if choice.text.startswith(self.sent) else self.sent
+        return self._new(text, choice.finish_reason, choice.token_ids, choice.log_probs, choice.top_log_probs)
 
     def _new(
         self,
@@ -299,21 +299,21 @@ class GrowingSample:
         finish_reason: str,
         token_ids: Sequence[int],
         log_probs: Sequence[float],
-        likeliest: Sequence[list[tuple[int, float]]],
+        top_log_probs: Sequence[list[tuple[int, float]]],
     ) -> Choice:
         begin, end = self.num_tokens, len(token_ids)
         choice = Choice(
             index=self.index,
-            text=text[len(self.said) :],
+            text=text[len(self.sent) :],
             finish_reason=finish_reason,
             token_ids=list(token_ids[begin:]),
             log_probs=list(log_probs[begin:]),
-            likeliest=list(likeliest[begin:end]),
+            top_log_probs=list(top_log_probs[begin:end]),
             prompt_token_ids=self.prompt_token_ids,
             text_offset=len(self.token_text),
         )
         self.token_text += "".join(str(self.tokenizer.decode([token])) for token in choice.token_ids)
-        self.said, self.num_tokens = text, end
+        self.sent, self.num_tokens = text, end
         return choice
 
 

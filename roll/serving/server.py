@@ -14,8 +14,7 @@ import uvicorn
 
 from roll.config.roles import GenerationWorkerConfig
 from roll.distributed import Cluster
-from roll.distributed.failures import RemoteError
-from roll.rollout.engines import EnginePool
+from roll.rollout.engines import EngineClient
 from roll.serving.app import Endpoint
 from roll.serving.service import EngineService
 
@@ -48,7 +47,7 @@ class HttpServer:
         self._thread: threading.Thread | None = None
 
     def start(self, make_app: Callable[[], Starlette]) -> None:
-        """Answer requests from now on.
+        """Serve requests from now on.
 
         Args:
             make_app: called on the server's event loop.
@@ -89,7 +88,7 @@ class HttpServer:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def close(self) -> None:
-        """Stop answering; a second call does nothing."""
+        """Stop serving; a second call does nothing."""
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
             self._thread.join(2 * FAREWELL_SECONDS)
@@ -99,7 +98,7 @@ class HttpServer:
 
 @dataclass(frozen=True)
 class FrontOptions:
-    """How a model is served."""
+    """Options of a served model."""
 
     model: str
     """The name that clients give."""
@@ -108,9 +107,9 @@ class FrontOptions:
     max_running_requests: int = 128
     """Prompts that one engine works on at a time; further ones wait."""
     max_open_requests: int = 1024
-    """Prompts under way, those that wait included; further ones are turned away with status 429."""
+    """Prompts in flight, those that wait included; further ones are turned away with status 429."""
     slice_seconds: float = 0.05
-    """How long an engine works before it reports what is finished and takes what is new."""
+    """Seconds that an engine works before it reports finished prompts and takes new ones."""
 
 
 class HttpFront:
@@ -123,39 +122,39 @@ class HttpFront:
 
     @property
     def base_url(self) -> str:
-        """What OpenAI's clients call so: up to and with ``/v1``."""
+        """``base_url`` of OpenAI's clients: up to and with ``/v1``."""
         return f"{self._server.url}/v1"
 
     def open(self, cluster: Cluster, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Answer by these engines, whose models are loaded. Nobody else may give them requests."""
+        """Serve with these engines, whose models are loaded. Only this front may give them requests."""
         options = self._options
         timeout = cluster.role.engine_timeout if isinstance(cluster.role, GenerationWorkerConfig) else None
 
         def make_app() -> Starlette:
-            pool = EnginePool(
+            engines = EngineClient(
                 cluster,
                 options.max_running_requests,
                 options.slice_seconds,
                 report_refusals=True,
                 turn_timeout=timeout,
             )
-            self._service = EngineService(pool, options.max_open_requests)
+            self._service = EngineService(engines, options.max_open_requests)
             return Endpoint(self._service, tokenizer, options.model, options.api_key).app()
 
         self._server.start(make_app)
 
     @property
-    def failure(self) -> RemoteError | None:
-        """What ended the engines, if anything has."""
+    def failure(self) -> Exception | None:
+        """Failure that ended the engines, if any."""
         return None if self._service is None else self._service.failure
 
     def check(self) -> None:
-        """Raise what ended the engines."""
+        """Raise the failure that ended the engines."""
         if self.failure is not None:
             raise self.failure
 
     def pause(self) -> None:
-        """Drop what is under way and keep later requests waiting, so that the engines can leave their devices."""
+        """Drop the prompts in flight and keep later requests waiting, so that the engines can leave their devices."""
         if self._service is not None:
             self._server.call(self._service.pause())
 
@@ -165,5 +164,5 @@ class HttpFront:
             self._server.call(self._service.resume())
 
     def close(self) -> None:
-        """Stop answering; before the cluster ends."""
+        """Stop serving; before the cluster ends."""
         self._server.close()

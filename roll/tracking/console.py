@@ -228,7 +228,7 @@ class ProgressReporter:
 class _Bar:
     """Two lines that stay at the bottom of the terminal: the bar with the time left, and the numbers of the last step.
 
-    Two, because the numbers alone fill a terminal of usual width, and a bar beside them would be squeezed to nothing.
+    Two, because the numbers alone fill a terminal of usual width, and a bar next to them would be squeezed to nothing.
     """
 
     def __init__(self, console: Console, total: int, done: int) -> None:
@@ -299,7 +299,7 @@ class RunSummary:
             console.print(Text(f"{kind:<{width}}  {path}"), soft_wrap=True)
 
     def heading(self) -> str:
-        """What ran, and how long."""
+        """Pipeline and duration."""
         return f"{self.title}: {self.steps} steps in {format_seconds(self.seconds)}"
 
     def table(self) -> Table:

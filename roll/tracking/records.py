@@ -36,7 +36,7 @@ class Tracker(ABC):
         """Record texts of ``step`` under ``name`` (``train``, ``validation``)."""
 
     def files(self) -> dict[str, Path]:
-        """Where on disk to look, by what it is; empty if nowhere."""
+        """Paths of what is on disk, by kind; empty if nothing is."""
         return {}
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from roll.distributed import Dispatch, Worker, register
-from roll.rollout.messages import EngineCommand, EngineReport, FinishedGroup
+from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
 from roll.strategies.engines.base import GenerationStrategy, Quarantine
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, interrupted, visible_text
 from roll.strategies.factory import create_generation_strategy

@@ -12,9 +12,9 @@ import torch
 from roll.distributed import Dispatch, Worker, register
 from roll.models.build import load_config
 from roll.protocol import DataProto
-from roll.protocol.rank import RankInfo
+from roll.protocol.metrics import RankInfo
 from roll.rewards.base import RewardResult, failure
-from roll.rollout.model_scores import ModelInput
+from roll.rollout.rewarding import ModelInput
 from roll.strategies.base import ModelHead, ModelStrategy, Output, StateKind, TensorBatch
 from roll.strategies.factory import create_strategy
 

@@ -75,12 +75,12 @@ def test_partial_rollout_is_of_asynchronous_runs(tmp_path: Path) -> None:
     assert any("partial_rollout" in note and "no effect" in note for note in notes)
 
 
-def test_validation_beside_training_needs_devices_of_its_own(tmp_path: Path) -> None:
-    (error,) = mistakes(tmp_path, changed({"validation.beside_training": True}))
-    assert (error.key, error.value, error.example) == ("validation.beside_training", True, False)
+def test_concurrent_validation_needs_devices_of_its_own(tmp_path: Path) -> None:
+    (error,) = mistakes(tmp_path, changed({"validation.concurrent": True}))
+    assert (error.key, error.value, error.example) == ("validation.concurrent", True, False)
     assert "actor_infer, which shares some with actor_train" in error.rule
     judged = APART | {
-        "validation.beside_training": True,
+        "validation.concurrent": True,
         "rewards.math.worker_cls": "llm_judge",
         "rewards.math.judge_model_type": "cluster",
         "reward_model.device_mapping": [1],
@@ -91,7 +91,9 @@ def test_validation_beside_training_needs_devices_of_its_own(tmp_path: Path) -> 
     assert "reward_model, which shares some with actor_train" in error.rule
     expected = {None: True, False: False, True: True}
     for written, beside in expected.items():
-        plan = load(tmp_path, changed(APART | {"validation.beside_training": written})).plan
-        assert isinstance(plan, RLVRPlan) and plan.validates_beside_training is beside
+        plan = load(tmp_path, changed(APART | {"validation.concurrent": written})).plan
+        assert isinstance(plan, RLVRPlan) and plan.validates_concurrently is beside
+    older = load(tmp_path, changed(APART | {"validation.beside_training": False})).plan
+    assert isinstance(older, RLVRPlan) and not older.validates_concurrently, "the name that it had before"
     shared = load(tmp_path, changed({})).plan
-    assert isinstance(shared, RLVRPlan) and not shared.validates_beside_training
+    assert isinstance(shared, RLVRPlan) and not shared.validates_concurrently

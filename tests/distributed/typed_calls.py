@@ -7,7 +7,7 @@ from typing import assert_type
 from roll.distributed import Cluster, PendingCall, Worker
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics
-from roll.rollout.messages import EngineCommand, EngineReport
+from roll.rollout.groups import EngineCommand, EngineReport
 from roll.workers.generation import GenerationWorker
 from roll.workers.model import ModelWorker
 from roll.workers.training import SftWorker, TrainingWorker

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from roll.distributed import Dispatch, Worker, register
 from roll.protocol import DataProto
-from roll.protocol.metrics import Max, Mean, Metrics
-from roll.protocol.rank import RankInfo
+from roll.protocol.metrics import Max, Mean, Metrics, RankInfo
 
 
 class CollectiveWorker(Worker):

@@ -13,7 +13,7 @@ import torch
 from roll.distributed import Dispatch, register
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics
-from roll.rollout.messages import EngineCommand, EngineReport
+from roll.rollout.groups import EngineCommand, EngineReport
 from roll.weight_sync.encoding import ChecksumKind
 from roll.weight_sync.messages import BucketHeader, UpdateStart
 from roll.workers.generation import GenerationWorker

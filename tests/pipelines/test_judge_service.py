@@ -51,7 +51,6 @@ def loaded_with_judge(world: TinyWorld, folder: Path) -> LoadedConfig[Any]:
 def opened(loaded: LoadedConfig[Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[JudgeService, LocalCluster]]:
     service = JudgeService(loaded.config, loaded.plan, JUDGE_ROLE)
     cluster = LocalCluster(loaded.plan.roles[JUDGE_ROLE].section, world_size=2)
-    monkeypatch.setattr("roll.rollout.engines.wait_any", cluster.wait_any)
     service.open(cluster)  # type: ignore[arg-type]
     try:
         yield service, cluster

@@ -3,9 +3,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from roll.pipelines.rlvr.accuracy import accuracy_metrics, best_at_k, estimate, majority_at_k, pass_at_k
+from roll.pipelines.rlvr.accuracy import accuracy_metrics, best_at_k, estimate, majority_at_k, pass_at_k, voted_answer
 from roll.pipelines.rlvr.validation import overall
-from roll.pipelines.rlvr.voting import voted_answer
 from tests.rollout.helpers import make_group
 
 

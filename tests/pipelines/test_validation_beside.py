@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,11 @@ from roll.config.data import DataArguments
 from roll.config.roles import GeneratingArguments
 from roll.distributed import WorkerDied
 from roll.pipelines.rlvr.plan import ValidationSet
-from roll.pipelines.rlvr.validation import Validation, ValidationPlan
+from roll.pipelines.rlvr.validation import Validation, ValidationPlan, validate
 from roll.rollout.groups import SampleGroup
-from roll.rollout.rewarding import RewardRouter
+from roll.rollout.scheduling import RolloutScheduler
 from tests.pipelines.conftest import Run
 from tests.pipelines.tiny_runs import TinyWorld, untimed
-from tests.rollout.fake_clusters import FakeCall
 from tests.rollout.test_asynchronous import Bench, bench, longest_is_even, row  # noqa: F401  a fixture
 from tests.rollout.token_engines import LONGEST
 
@@ -55,36 +55,23 @@ class Asked:
         return Asked(metrics, tokens, versions)
 
 
-def begin(one: Bench) -> Validation:
-    return Validation(PLAN, one.pool, RewardRouter({"d": one.rewards}), seed=3)
-
-
-def work(one: Bench, validation: Validation, others: list[FakeCall]) -> list[Any]:
-    done = one.scheduler.work(1.0, [*others, *validation.pending])
-    validation.advance(done)
-    return done
+def begin(one: Bench) -> asyncio.Task[Validation]:
+    return one.driver.spawn(validate(PLAN, RolloutScheduler(one.client, one.router, seed=3, deadline=1.0)))
 
 
 def before(one: Bench, version: int) -> Asked:
     """By itself, between an exchange of weights and the step."""
-    one.scheduler.exchange(version, lambda: one.engines.exchange(version))
-    with one.scheduler.engines_free():
-        validation = begin(one)
-        while not validation.complete:
-            work(one, validation, [])
-    return Asked.of(validation)
+    one.exchange(version)
+    one.driver.run(one.scheduler.free_engines())
+    return Asked.of(one.driver.run(begin(one)))
 
 
 def beside(one: Bench) -> Asked:
-    """Beside other calls, until the step has nothing else to wait for."""
+    """While the driver waits for something else, until it has nothing else to wait for."""
     validation = begin(one)
-    for name in ("log-probs", "update"):
-        call = FakeCall(0, name, None, lambda: None)
-        while call not in work(one, validation, [call]):
-            pass
-    while not validation.complete:
-        work(one, validation, [])
-    return Asked.of(validation)
+    for _ in ("log-probs", "update"):
+        one.train()
+    return Asked.of(one.driver.run(validation))
 
 
 @pytest.mark.parametrize("options", [{"ratio": 1}, {"ratio": 2.5, "filtered": True}, {"ratio": 1, "in_flight": False}])
@@ -104,19 +91,16 @@ def test_answers_beside_generation_and_training_are_those_of_one_version(bench: 
         assert asked.versions == {step}
         assert (asked.metrics, asked.tokens) == (alone.metrics, alone.tokens)
     assert len({group.order for group in trained}) == STEPS * one.batch
-    assert one.pool.num_engines == 2
+    assert one.client.num_engines == 2
 
 
 def test_what_fails_in_it_ends_the_wait_for_others(bench: Any) -> None:  # noqa: F811
     one = bench()
     one.step(0)
-    validation = begin(one)
+    begin(one)
     one.engines.dead |= {0, 1, 2}
-    never = FakeCall(0, "update", None, lambda: None)
-    one.rng.sample = lambda calls, count: [call for call in calls if call is not never]  # type: ignore[method-assign]
     with pytest.raises(WorkerDied, match="killed"):
-        while True:
-            work(one, validation, [never])
+        one.driver.run(asyncio.Event().wait())
 
 
 @pytest.mark.e2e
@@ -128,7 +112,7 @@ def test_a_run_measures_the_same_beside_training_and_before_it(run: Run, world: 
     }
     both = {"max_steps": 2, "eval_steps": 1, "val_batch_size": 5, "enable_old_logprobs_recompute": True}
     runs = {}
-    for name, changes in (("beside", {}), ("before", {"beside_training": False})):
+    for name, changes in (("beside", {}), ("before", {"concurrent": False})):
         output = tmp_path / name
         own = {"validation": section | changes, "rollout_dump_dir": str(output / "rollouts")}
         runs[name] = run(both | own, output=output)

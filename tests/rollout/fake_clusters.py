@@ -1,32 +1,78 @@
-"""Clusters without processes: calls wait in a list until the test lets them be done, in the order that it likes."""
+"""Clusters without processes: calls wait until the test lets them be done, or for a simulated while drawn at random."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+import functools
+import random
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from roll.distributed import RemoteError, WorkerDied
+from benchmarks.simulation.clock import Clock
+from roll.distributed import DriverLoop, RemoteError, WorkerDied
 from roll.distributed.failures import RankReport
 from roll.rewards.base import RewardResult, RewardSample
-from roll.rollout.messages import EngineCommand, EngineReport, FinishedGroup
+from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
 from roll.strategies.engines.requests import GenerationRequest, PartialSample
+
+SLOWEST = 0.1
+"""Simulated seconds that a call takes at most."""
+
+
+def on_clock(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test that is a coroutine on a simulated clock; nothing may be left of it."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        driver = DriverLoop(Clock())
+        try:
+            driver.run(test(*args, **kwargs))
+        finally:
+            driver.close()
+
+    return run
+
+
+async def settle(passes: int = 12) -> None:
+    """Let every coroutine go on as far as it can."""
+    for _ in range(passes):
+        await asyncio.sleep(0)
+
+
+async def let_be_done(calls: Sequence[FakeCall]) -> None:
+    """End calls, in this order, and let everybody act on it."""
+    for call in list(calls):
+        call.release()
+    await settle()
 
 
 @dataclass(eq=False)
 class FakeCall:
-    """A call that is done when somebody asks for its result."""
+    """A call that is done when the test lets it be, or, with a ``rng``, after a while drawn from it."""
 
     rank: int
     method: str
     argument: Any
     work: Callable[[], Any]
-    error: RemoteError | None = None
+    rng: random.Random | None = None
+    released: bool = False
+    waiter: asyncio.Future[None] | None = None
 
-    def result(self) -> Any:
+    def __await__(self) -> Generator[Any, None, Any]:
+        if self.rng is not None:
+            yield from asyncio.sleep(self.rng.random() * SLOWEST).__await__()
+        elif not self.released:
+            self.waiter = asyncio.get_running_loop().create_future()
+            yield from self.waiter
         return self.work()
+
+    def release(self) -> None:
+        self.released = True
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
 
 
 @dataclass(eq=False)
@@ -62,6 +108,7 @@ class FakeEngines:
     """What a call of a dead one ends in."""
     left_out: list[int] = field(default_factory=list)
     restarts: list[FakeRestart] = field(default_factory=list)
+    rng: random.Random | None = None
 
     def __post_init__(self) -> None:
         self.held = [{} for _ in range(self.world_size)]
@@ -69,7 +116,7 @@ class FakeEngines:
     def submit(self, rank: int, method: str, command: EngineCommand, deadline: float | None = None) -> FakeCall:
         assert method == "advance"
         assert not any(call.rank == rank for call in self.calls), "one turn at a time"
-        call = FakeCall(rank, method, command, lambda: self._advance(call))
+        call = FakeCall(rank, method, command, lambda: self._advance(call), self.rng)
         self.calls.append(call)
         return call
 
@@ -86,28 +133,18 @@ class FakeEngines:
         self.dead.remove(rank)
         self.held[rank] = {}
 
-    def wait_any(self, calls: Sequence[FakeCall], timeout: float | None = None) -> list[FakeCall]:
-        """In place of the real one: everything is done at once, or dead."""
-        assert calls, "nothing would ever wake the caller up"
-        for call in calls:
-            if call in self.calls and call.rank in self.dead:
-                self.calls.remove(call)
-                report = RankReport(call.rank, error="killed")
-                call.error = self.loss("actor_infer", call.method, 0.0, [report], [])
-            if call.error is not None:
-                raise call.error
-        return list(calls)
-
     def _advance(self, call: FakeCall) -> EngineReport:
         self.calls.remove(call)
+        if call.rank in self.dead:
+            raise self.loss("actor_infer", call.method, 0.0, [RankReport(call.rank, error="killed")], [])
         command: EngineCommand = call.argument
         held = self.held[call.rank]
         for request_id in command.abort:
-            self.aborted.append(request_id)
+            self.aborted.append(bare(request_id))
             held.pop(request_id, None)
         recalled = [held.pop(request_id) for request_id in command.recall if request_id in held]
         for request in command.add:
-            self.seen[request.request_id] = (call.rank, request)
+            self.seen[bare(request.request_id)] = (call.rank, request)
             held[request.request_id] = request
         done = [held.pop(request_id) for request_id in list(held)[: self.per_turn]] if command.work else []
         if command.work:
@@ -118,6 +155,11 @@ class FakeEngines:
             num_unfinished=sum(r.num_samples for r in held.values()),
             busy_seconds=0.5,
         )
+
+
+def bare(request_id: str) -> str:
+    """The id that was submitted, of one that an engine knows."""
+    return request_id.rpartition("#")[0]
 
 
 def one_token_more(request: GenerationRequest) -> GenerationRequest:
@@ -149,11 +191,12 @@ class FakeRewards:
     world_size: int = 1
     calls: list[FakeCall] = field(default_factory=list)
     samples_of_rank: dict[int, int] = field(default_factory=dict)
+    rng: random.Random | None = None
 
     def submit(self, rank: int, method: str, samples: Sequence[RewardSample]) -> FakeCall:
         assert method == "score"
         self.samples_of_rank[rank] = self.samples_of_rank.get(rank, 0) + len(samples)
-        call = FakeCall(rank, method, samples, lambda: self._score(call))
+        call = FakeCall(rank, method, samples, lambda: self._score(call), self.rng)
         self.calls.append(call)
         return call
 

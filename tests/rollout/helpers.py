@@ -6,8 +6,7 @@ import numpy as np
 
 from roll.datasets.types import PromptRow
 from roll.rewards.base import RewardResult
-from roll.rollout.groups import SampleGroup
-from roll.rollout.messages import FinishedGroup
+from roll.rollout.groups import FinishedGroup, SampleGroup
 
 
 def make_group(

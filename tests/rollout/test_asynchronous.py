@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,21 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.simulation.clock import Clock
 from roll.checkpoint.state import load_state, save_state
 from roll.config.plan.plan import RunAhead
 from roll.datasets.types import PromptRow
-from roll.distributed import WorkerDied
-from roll.rollout.asynchronous import AsyncScheduler
-from roll.rollout.engines import EnginePool
+from roll.distributed import DriverLoop, WorkerDied
+from roll.rollout.engines import EngineClient
 from roll.rollout.filters import build_filter
-from roll.rollout.flow import GroupSettings, RolloutExhausted
+from roll.rollout.flow import GroupSettings, PromptFlow, RolloutExhausted
 from roll.rollout.groups import SampleGroup
-from roll.rollout.loops import RolloutLoop, make_flow
+from roll.rollout.loops import RolloutLoop
 from roll.rollout.replay import ReplayBuffer
-from roll.rollout.rewarding import RewardRouter
-from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.rewarding import RewardClient
+from roll.rollout.scheduling import AsyncScheduler, RolloutScheduler
 from roll.strategies.engines.requests import SamplingParams
-from tests.rollout.fake_clusters import FakeCall, FakeRewards
+from tests.rollout.fake_clusters import SLOWEST, FakeRewards
 from tests.rollout.token_engines import LONGEST, TokenEngines, response
 
 GROUP_SIZE = 3
@@ -55,12 +56,13 @@ class Bench:
     takes_turns: bool = False
     filtered: bool = False
     loop: RolloutLoop | None = None
-    training: list[FakeCall] = field(default_factory=list)
+    driver: DriverLoop | None = None
+    real_time: bool = False
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.engines = TokenEngines(self.world_size, self.rng)
-        self.rewards = FakeRewards(longest_is_even, world_size=2)
+        self.rewards = FakeRewards(longest_is_even, world_size=2, rng=self.rng)
         self.ahead = RunAhead.of(self.ratio, self.batch, self.additional)
         self.build(first_draw=0)
 
@@ -68,33 +70,45 @@ class Bench:
         numbers = count(first_draw)
         filters = {"d": build_filter("std_filter", {})} if self.filtered else {}
         settings = GroupSettings(GROUP_SIZE, PARAMS, seed=5, filters=filters)
-        self.pool = EnginePool(self.engines, max_running_requests=5)
-        self.router = RewardRouter({"d": self.rewards})
-        self.flow = make_flow(
-            self.pool, self.router, lambda n: [row(next(numbers)) for _ in range(n)], settings, first_draw, self.loop
-        )
+        self.close()
+        self.driver = DriverLoop(None if self.real_time else Clock())
+        self.client = EngineClient(self.engines, max_running_requests=5)
+        self.router = RewardClient({"d": self.rewards})
+        draw = lambda n: [row(next(numbers)) for _ in range(n)]  # noqa: E731
+        self.flow = PromptFlow(self.client, self.router, draw, settings, first_draw, self.loop)
         buffer = ReplayBuffer(self.ahead)
         self.scheduler = AsyncScheduler(
-            self.pool, self.flow, buffer, self.steps, 1.0, in_flight=self.in_flight, takes_turns=self.takes_turns
+            self.client, self.flow, buffer, self.steps, 1.0, in_flight=self.in_flight, takes_turns=self.takes_turns
         )
+        self.driver.spawn(self.scheduler.keep_going())
+
+    def close(self) -> None:
+        if self.driver is not None:
+            self.driver.close()
+
+    def exchange(self, version: int) -> None:
+        self.driver.run(self.scheduler.pause())
+        self.engines.exchange(version)
+        self.scheduler.exchanged(version)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.driver.run(self.scheduler.state_dict())
 
     @property
     def counts(self) -> dict[str, int]:
         return self.scheduler.buffer.counts()
 
     def step(self, step: int) -> list[SampleGroup]:
-        assert self.scheduler.exchange(step, lambda: self.engines.exchange(step)) == step
-        groups = self.scheduler.collect(step)
-        assert not self.takes_turns or self.pool.num_outstanding == 0
+        self.exchange(step)
+        groups = self.driver.run(self.scheduler.collect(step))
+        assert not self.takes_turns or (self.client.num_outstanding == 0 and not self.engines.calls)
         self.check(step, groups)
         return groups
 
     def train(self) -> None:
         """Something else that takes its time: it is answered when the rollout has had some turns."""
         sampled = self.engines.tokens
-        call = FakeCall(0, "update", None, lambda: None)
-        while call not in self.scheduler.work(None, [call]):
-            pass
+        self.driver.run(asyncio.sleep(self.rng.random() * 3 * SLOWEST))
         assert not self.takes_turns or self.engines.tokens == sampled, "the engines' devices are others'"
 
     def check(self, step: int, groups: list[SampleGroup]) -> None:
@@ -124,13 +138,18 @@ class Bench:
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def bench() -> Iterator[Any]:
+    made: list[Bench] = []
+
     def make(**options: Any) -> Bench:
-        made = Bench(**options)
-        monkeypatch.setattr("roll.rollout.engines.wait_any", lambda *a, **k: made.engines.wait_any(*a, **k))
-        return made
+        for one in made:
+            one.close()  # a thread has one loop
+        made.append(Bench(**options))
+        return made[-1]
 
     yield make
+    for one in made:
+        one.close()
 
 
 def orders(groups: list[SampleGroup]) -> list[int]:
@@ -159,7 +178,7 @@ def test_no_sample_is_lost_or_doubled(bench: Any, tmp_path: Path, ratio: float, 
         for _ in range(rng.randint(0, 4)):
             one.train()
         if step % 17 == 16:
-            save_state(tmp_path / str(step), one.scheduler.state_dict() | {"drawn": one.flow.next_order})
+            save_state(tmp_path / str(step), one.state_dict() | {"drawn": one.flow.next_order})
         if step % 34 == 33:
             resume(one, load_state(tmp_path / str(step)))
         if step % 9 == 8:
@@ -171,7 +190,7 @@ def test_no_sample_is_lost_or_doubled(bench: Any, tmp_path: Path, ratio: float, 
     assert (counts["filtered"] > 0) == one.filtered
     assert (counts["stale"] > 0) == (additional > 0)
     assert len(one.engines.left_out) == 2
-    assert one.pool.num_engines == 1
+    assert one.client.num_engines == 1
 
 
 def test_tokens_are_sampled_once(bench: Any) -> None:
@@ -179,7 +198,7 @@ def test_tokens_are_sampled_once(bench: Any) -> None:
     trained = 0
     for step in range(one.steps):
         trained += sum(group.finished.lengths.sum() for group in one.step(step))
-        one.scheduler.state_dict()
+        one.state_dict()
         one.train()
     assert one.counts["generating"] + one.counts["ready"] == 0
     assert one.engines.tokens == trained
@@ -275,16 +294,17 @@ def resume(one: Bench, state: dict[str, Any]) -> None:
     """A new process, new engines."""
     one.engines = TokenEngines(one.world_size, one.rng, dead=one.engines.dead, left_out=[])
     one.build(first_draw=state["drawn"])
-    one.scheduler.load_state_dict(state, lambda domain, name: row(int(name[1:])))
+    one.driver.run(one.scheduler.load_state_dict(state, lambda domain, name: row(int(name[1:]))))
 
 
 def validate(one: Bench, version: int) -> None:
     """Other prompts, on the same engines, with weights of one version; they are drawn from 0 every time."""
-    one.scheduler.exchange(version, lambda: one.engines.exchange(version))
+    one.exchange(version)
     rows = iter(range(6))
-    with one.scheduler.engines_free():
-        scheduler = RolloutScheduler(one.pool, one.router, seed=1, deadline=1.0)
-        result = scheduler.collect(lambda n: [row(next(rows)) for _ in range(n)], 6, 2, PARAMS, first_draw=0)
+    one.driver.run(one.scheduler.free_engines())
+    scheduler = RolloutScheduler(one.client, one.router, seed=1, deadline=1.0)
+    draw = lambda n: [row(next(rows)) for _ in range(n)]  # noqa: E731
+    result = one.driver.run(scheduler.collect(draw, 6, 2, PARAMS, first_draw=0))
     assert orders(result.groups) == list(range(6))
     versions = {span[0] for group in result.groups for spans in group.finished.weight_versions for span in spans}
     assert versions == {version}

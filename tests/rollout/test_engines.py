@@ -1,243 +1,345 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import asyncio
+import random
+from collections.abc import Sequence
 
 import pytest
 
 from roll.distributed import DeadlineExceeded, WorkerDied, WorkerFailed
 from roll.distributed.failures import RankReport
-from roll.rollout.engines import EnginePool
-from roll.rollout.routing import EngineLoad, build_router
+from roll.rollout.engines import EngineClient, EngineLoad, Generation, build_router
+from roll.rollout.groups import FinishedGroup
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
-from tests.rollout.fake_clusters import FakeCall, FakeEngines
+from tests.rollout.fake_clusters import FakeEngines, let_be_done, on_clock, settle
 
 PARAMS = SamplingParams(max_new_tokens=4)
 
 
-def requests(*sizes: int, first: int = 0) -> list[GenerationRequest]:
-    return [GenerationRequest(str(first + i), [i], PARAMS, size) for i, size in enumerate(sizes)]
+class Desk:
+    """An engine client, and what has come back."""
+
+    def __init__(self, engines: FakeEngines, max_running_requests: int = 100, **options) -> None:
+        self.engines = engines
+        self.client = EngineClient(engines, max_running_requests, **options)
+        self.generations: dict[str, Generation] = {}
+        self.done: list[str] = []
+
+    def submit(self, *sizes: int, first: int = 0) -> list[Generation]:
+        made = [GenerationRequest(str(first + i), [i], PARAMS, size) for i, size in enumerate(sizes)]
+        return [self.give(request) for request in made]
+
+    def give(self, request: GenerationRequest) -> Generation:
+        generation = self.client.submit(request, on_finished=lambda group: self.done.append(group.request_id))
+        self.generations[request.request_id] = generation
+        return generation
+
+    def abort(self, *names: str) -> None:
+        self.client.abort([self.generations[name] for name in names])
+
+    async def recall(self, *names: str) -> list[Generation]:
+        """Engines answer meanwhile."""
+        wanted = [self.generations[name] for name in names] if names else None
+        recall = asyncio.ensure_future(self.client.recall(wanted))
+        await settle()
+        while not recall.done():
+            await let_be_done(self.engines.calls)
+        return await recall
+
+    async def advance(self, times: int = 1) -> list[str]:
+        """Let every engine finish its turn; the ids of the groups that came back."""
+        await settle()
+        before = len(self.done)
+        for _ in range(times):
+            await let_be_done(self.engines.calls)
+        return self.done[before:]
 
 
-def advance(pool: EnginePool, times: int = 1) -> list[str]:
-    """Let every engine finish its turn; the ids of the groups that came back."""
-    return [group.request_id for _ in range(times) for call in pool.pending for group in pool.take(call)]
+def names(generations: list[Generation]) -> list[str]:
+    return [generation.name for generation in generations]
 
 
-def test_requests_go_to_the_engine_with_the_fewest_samples():
-    engines = FakeEngines(world_size=2)
-    pool = EnginePool(engines, 100)
-    pool.submit(requests(8, 2, 2, 2, 4))
-    assert pool.num_outstanding == 18
-    assert sorted(advance(pool, 2)) == ["0", "1", "2", "3", "4"]
-    assert [engines.seen[str(i)][0] for i in range(5)] == [0, 1, 1, 1, 1]
+@on_clock
+async def test_requests_go_to_the_engine_with_the_fewest_samples():
+    desk = Desk(FakeEngines(world_size=2))
+    desk.submit(8, 2, 2, 2, 4)
+    assert desk.client.num_outstanding == 18
+    assert sorted(await desk.advance(2)) == ["0", "1", "2", "3", "4"]
+    assert [desk.engines.seen[str(i)][0] for i in range(5)] == [0, 1, 1, 1, 1]
 
 
-def test_engines_work_until_nothing_is_left():
-    pool = EnginePool(FakeEngines(world_size=2, per_turn=1), 100)
-    pool.submit(requests(1, 1, 1, 1, 1))
-    assert len(advance(pool)) == 2
-    assert len(pool.pending) == 2
-    assert len(advance(pool, 2)) == 3
-    assert pool.pending == []
-    assert pool.num_outstanding == 0
-    assert pool.busy_seconds == 0.5 * 5, "five turns of half a second"
+@on_clock
+async def test_engines_work_until_nothing_is_left():
+    desk = Desk(FakeEngines(world_size=2, per_turn=1))
+    desk.submit(1, 1, 1, 1, 1)
+    assert len(await desk.advance()) == 2
+    assert len(desk.engines.calls) == 2
+    assert len(await desk.advance(2)) == 3
+    assert desk.engines.calls == []
+    assert desk.client.num_outstanding == 0
+    assert desk.client.busy_seconds == 0.5 * 5, "five turns of half a second"
 
 
-def test_requests_given_during_a_turn_go_with_the_next():
-    engines = FakeEngines()
-    pool = EnginePool(engines, 100)
-    pool.submit(requests(1))
-    pool.submit(requests(1, first=5))
-    assert len(pool.pending) == 1
-    assert advance(pool) == ["0"]
-    assert advance(pool) == ["5"]
+@on_clock
+async def test_requests_given_during_a_turn_go_with_the_next():
+    desk = Desk(FakeEngines())
+    desk.submit(1)
+    await settle()
+    desk.submit(1, first=5)
+    await settle()
+    assert len(desk.engines.calls) == 1
+    assert await desk.advance() == ["0"]
+    assert await desk.advance() == ["5"]
 
 
-def test_aborted_requests_never_come_back():
-    engines = FakeEngines(per_turn=1)
-    pool = EnginePool(engines, 100)
-    pool.submit(requests(1, 1, 1))
-    pool.submit(requests(1, first=7))
-    pool.abort(["1", "7", "unknown"])
-    assert pool.num_outstanding == 2
-    assert advance(pool, 4) == ["0", "2"]
-    assert engines.aborted == ["1"], "the one that was still on its way is dropped here"
-    assert "7" not in engines.seen
-    assert pool.pending == []
+@on_clock
+async def test_what_follows_a_response_goes_with_the_very_next_turn():
+    """Also behind a gather: nothing is held up by a turn that began a moment too early."""
+    desk = Desk(FakeEngines(per_turn=2))
+
+    async def talk(first: int) -> None:
+        for turn in range(3):
+            both = (desk.client.generate(GenerationRequest(f"{first}-{turn}-{i}", [i], PARAMS)) for i in range(2))
+            await asyncio.gather(*both)
+
+    talking = asyncio.ensure_future(talk(0))
+    await settle()
+    for turn in range(3):
+        assert [len(call.argument.add) for call in desk.engines.calls] == [2], turn
+        await let_be_done(desk.engines.calls)
+    await talking
+    assert desk.client.num_turns == 3
 
 
-def test_a_group_that_was_finished_when_it_was_aborted_is_dropped():
-    engines = FakeEngines()
-    pool = EnginePool(engines, 100)
-    pool.submit(requests(1, 1))
-    pool.abort(["0"])
-    assert advance(pool, 2) == ["1"]
+@on_clock
+async def test_aborted_requests_never_come_back():
+    desk = Desk(FakeEngines(per_turn=1))
+    desk.submit(1, 1, 1)
+    await settle()
+    desk.submit(1, first=7)
+    desk.abort("1", "7")
+    assert desk.client.num_outstanding == 2
+    assert await desk.advance(4) == ["0", "2"]
+    assert desk.engines.aborted == ["1"], "the one that was still on its way is dropped here"
+    assert "7" not in desk.engines.seen
+    assert desk.engines.calls == []
+    assert await desk.generations["1"] is None
 
 
-def test_other_calls_give_nothing():
-    pool = EnginePool(FakeEngines(), 100)
-    assert pool.take(object()) == []
+@on_clock
+async def test_whoever_is_cancelled_aborts_its_request():
+    desk = Desk(FakeEngines(per_turn=0))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(desk.client.generate(GenerationRequest("0", [0], PARAMS)), 1.0)
+    desk.submit(1, first=1)
+    await desk.advance()
+    waiting = [asyncio.ensure_future(wait_for(desk.generations["1"])) for _ in range(2)]
+    await settle()
+    waiting[0].cancel()
+    assert await waiting[1] is None, "who else waits for it hears of it"
+    assert desk.client.num_outstanding == 0
+    await desk.advance(3)
+    assert sorted(desk.engines.aborted) == ["0", "1"]
+    assert desk.engines.calls == []
 
 
-def test_an_engine_has_no_more_requests_in_hand_than_it_may():
-    engines = FakeEngines(world_size=2, per_turn=1)
-    pool = EnginePool(engines, max_running_requests=2)
-    pool.submit(requests(1, 1, 1, 1, 1, 1, 1))
-    pool.abort(["5"])
-    assert pool.num_outstanding == 6
-    done = []
-    while pool.pending:
-        done += advance(pool)
-        assert max(len(held) for held in engines.held) <= 2
-    assert sorted(done) == ["0", "1", "2", "3", "4", "6"]
-    assert "5" not in engines.seen, "it was still waiting when it was aborted"
+async def wait_for(generation: Generation) -> FinishedGroup | None:
+    return await generation
 
 
-@pytest.fixture
-def engines_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeEngines]:
-    """Fake engines whose calls the pool can wait for."""
-
-    def make(**options: Any) -> FakeEngines:
-        engines = FakeEngines(**options)
-        monkeypatch.setattr("roll.rollout.engines.wait_any", engines.wait_any)
-        return engines
-
-    return make
-
-
-def ids(recalled: list[GenerationRequest]) -> list[str]:
-    return [request.request_id for request in recalled]
+@on_clock
+async def test_a_group_that_was_finished_when_it_was_aborted_is_dropped():
+    desk = Desk(FakeEngines())
+    desk.submit(1, 1)
+    await settle()
+    desk.abort("0")
+    desk.submit(1)  # the same id once more: not answered by the old one
+    assert await desk.advance() == ["1"]
+    assert await desk.advance() == ["0"]
 
 
-def test_recalled_requests_come_back_with_what_they_have_and_go_on_elsewhere(engines_of):
-    engines = engines_of(world_size=2, per_turn=0)
-    pool = EnginePool(engines, max_running_requests=2)
-    pool.submit(requests(2, 2, 2, 2, 2, 2))
-    assert advance(pool, 3) == []
-    recalled = pool.recall(["4", "1", "0", "unknown"])
-    assert ids(recalled) == ["4", "1", "0"], "in the order asked for; 4 was waiting for room"
+@on_clock
+async def test_an_engine_has_no_more_requests_in_hand_than_it_may():
+    desk = Desk(FakeEngines(world_size=2, per_turn=1), max_running_requests=2)
+    desk.submit(1, 1, 1, 1, 1, 1, 1)
+    await settle()
+    desk.abort("5")
+    assert desk.client.num_outstanding == 6
+    while desk.engines.calls:
+        await desk.advance()
+        assert max(len(held) for held in desk.engines.held) <= 2
+    assert sorted(desk.done) == ["0", "1", "2", "3", "4", "6"]
+    assert "5" not in desk.engines.seen, "it was still waiting when it was aborted"
+
+
+@on_clock
+async def test_recalled_requests_come_back_with_what_they_have_and_go_on_elsewhere():
+    desk = Desk(FakeEngines(world_size=2, per_turn=0), max_running_requests=2)
+    desk.submit(2, 2, 2, 2, 2, 2)
+    assert await desk.advance(3) == []
+    recalled = await desk.recall("4", "1", "0")
+    assert names(recalled) == ["4", "1", "0"], "in the order asked for; 4 was waiting for room"
     # The recall waited for the turn that was in flight; the turn that recalled generated nothing.
-    assert [len(r.partial[0].token_ids) if r.partial else 0 for r in recalled] == [0, 4, 4]
-    assert pool.num_outstanding == 6
-    assert sorted(id_ for held in engines.held for id_ in held) == ["2", "3"]
-    engines.per_turn = 10
-    pool.submit(recalled)
-    assert sorted(advance(pool, 3)) == ["0", "1", "2", "3", "4", "5"]
-    assert len(engines.seen["0"][1].partial[0].token_ids) == 4, "the engine was told what the sample has"
-    assert pool.num_outstanding == 0
+    partial = [one.request.partial for one in recalled]
+    assert [len(p[0].token_ids) if p else 0 for p in partial] == [0, 4, 4]
+    assert desk.client.num_outstanding == 6
+    assert sorted(id_.partition("#")[0] for held in desk.engines.held for id_ in held) == ["2", "3"]
+    desk.engines.per_turn = 10
+    desk.client.resubmit(recalled)
+    assert sorted(await desk.advance(3)) == ["0", "1", "2", "3", "4", "5"]
+    assert len(desk.engines.seen["0"][1].partial[0].token_ids) == 4, "the engine was told what the sample has"
+    assert desk.client.num_outstanding == 0
 
 
-def test_what_is_finished_when_it_is_recalled_is_a_group(engines_of):
-    engines = engines_of(per_turn=1)
-    pool = EnginePool(engines, 100)
-    pool.submit(requests(1, 1))
-    assert ids(pool.recall()) == ["1"], "the turn in flight finished 0"
-    assert [group.request_id for group in pool.take_ready()] == ["0"]
-    assert pool.pending == []
-    assert pool.recall() == []
+@on_clock
+async def test_what_is_finished_when_it_is_recalled_is_a_group():
+    desk = Desk(FakeEngines(per_turn=1))
+    desk.submit(1, 1)
+    await settle()
+    assert names(await desk.recall()) == ["1"], "the turn in flight finished 0"
+    assert desk.done == ["0"]
+    assert desk.engines.calls == []
+    assert await desk.recall() == []
 
 
-def test_a_request_that_came_back_may_be_given_again_at_once(engines_of):
-    engines = engines_of(per_turn=0)
-    pool = EnginePool(engines, 100)
-    pool.submit(requests(1, 1))
+@on_clock
+async def test_a_request_that_came_back_may_be_given_again_at_once():
+    desk = Desk(FakeEngines(per_turn=0))
+    desk.submit(1, 1)
     for _ in range(3):
-        advance(pool)
-        pool.submit(pool.recall())
-    assert len(pool.recall()[0].partial[0].token_ids) == 7
-    assert all(not held for held in engines.held)
+        await desk.advance()
+        desk.client.resubmit(await desk.recall())
+    await settle()
+    (first, second) = await desk.recall()
+    assert len(first.request.partial[0].token_ids) == 7
+    assert all(not held for held in desk.engines.held)
+    first.abort()
+    desk.client.resubmit([first, second])
+    assert desk.client.num_outstanding == 1, "what was aborted while it was nowhere does not return"
 
 
-def test_engines_keep_their_samples_over_a_pause(engines_of):
-    engines = engines_of(world_size=2, per_turn=1)
-    pool = EnginePool(engines, 100)
-    pool.submit(requests(1, 1, 1, 1, 1))
-    pool.pause(deadline=1.0)
-    assert pool.pending == []
+@on_clock
+async def test_engines_keep_their_samples_over_a_pause():
+    desk = Desk(FakeEngines(world_size=2, per_turn=1))
+    client, engines = desk.client, desk.engines
+    desk.submit(1, 1, 1, 1, 1)
+    await settle()
+    pause = asyncio.ensure_future(client.pause())
+    await desk.advance()
+    await pause
     assert engines.calls == [], "weights may be exchanged"
-    pool.submit(requests(1, first=8))
-    assert pool.pending == []
-    assert sorted(group.request_id for group in pool.take_ready()) == ["0", "1"], "ended while the pause came"
-    assert ids(pool.recall(["3"])) == ["3"]
+    desk.submit(1, first=8)
+    await settle()
+    assert engines.calls == []
+    assert sorted(desk.done) == ["0", "1"], "ended while the pause came"
+    assert names(await desk.recall("3")) == ["3"]
     assert [len(held) for held in engines.held] == [2, 0], "recalled without generating anything"
-    assert pool.pending == []
-    pool.abort(["4"])
-    assert pool.pending == []
-    pool.resume()
-    assert len(pool.pending) == 2
-    assert sorted(advance(pool, 4)) == ["2", "8"]
+    assert engines.calls == []
+    desk.abort("4")
+    await settle()
+    assert engines.calls == []
+    client.resume()
+    await settle()
+    assert len(engines.calls) == 2
+    assert sorted(await desk.advance(4)) == ["2", "8"]
     assert engines.aborted == ["4"]
 
 
 @pytest.mark.parametrize("loss", [WorkerDied, WorkerFailed, DeadlineExceeded])
-def test_requests_of_a_lost_engine_go_to_the_others_and_nothing_is_lost(engines_of, loss):
-    engines = engines_of(world_size=3, per_turn=1, loss=loss)
-    pool = EnginePool(engines, 100)
-    pool.submit(requests(1, 1, 1, 1, 1, 1, 1, 1, 1))
-    done = advance(pool)
-    engines.dead = {0, 2}
-    other = FakeCall(9, "score", None, lambda: None)
-    while pool.pending:
-        finished = pool.wait([other], timeout=1.0)
-        assert other in finished
-        done += [group.request_id for call in finished for group in pool.take(call)]
-    assert sorted(done) == [str(i) for i in range(9)], "each once"
-    assert (pool.num_deaths, pool.num_engines, pool.num_reissued) == (2, 1, 5), "one of them twice"
-    assert engines.left_out == [0, 2]
-    pool.submit(requests(1, first=20))
-    assert advance(pool) == ["20"]
+@on_clock
+async def test_requests_of_a_lost_engine_go_to_the_others_and_nothing_is_lost(loss):
+    desk = Desk(FakeEngines(world_size=3, per_turn=1, loss=loss))
+    desk.submit(1, 1, 1, 1, 1, 1, 1, 1, 1)
+    await desk.advance()
+    desk.engines.dead = {0, 2}
+    while desk.engines.calls:
+        await desk.advance()
+    assert sorted(desk.done) == [str(i) for i in range(9)], "each once"
+    client = desk.client
+    # Both are lost at the same time, with two requests each.
+    assert (client.num_deaths, client.num_engines, client.num_reissued) == (2, 1, 4)
+    assert desk.engines.left_out == [0, 2]
+    desk.submit(1, first=20)
+    assert await desk.advance() == ["20"]
 
 
-def test_a_recall_reaches_requests_whose_engine_dies_meanwhile(engines_of):
-    engines = engines_of(world_size=2, per_turn=0)
-    pool = EnginePool(engines, 100)
-    pool.submit(requests(1, 1, 1, 1))
+@on_clock
+async def test_an_engine_is_killed_with_hundreds_of_requests_in_flight():
+    """Whoever waits hears nothing of it; some of them are cancelled at the same time."""
+    rng = random.Random(3)
+    engines = FakeEngines(world_size=4, per_turn=5, rng=rng)
+    client = EngineClient(engines, max_running_requests=64)
+    waiting = {
+        str(i): asyncio.ensure_future(client.generate(GenerationRequest(str(i), [i % 50], PARAMS, 2)))
+        for i in range(600)
+    }
+    await asyncio.sleep(0.2)
     engines.dead = {1}
-    recalled = pool.recall(["0", "1", "2", "3"])
-    assert ids(recalled) == ["0", "1", "2", "3"]
-    assert [bool(request.partial) for request in recalled] == [True, False, True, False], "1 and 3 start over"
-    assert (pool.num_outstanding, pool.pending) == (0, [])
+    cancelled = rng.sample(sorted(waiting), 100)
+    for name in cancelled:
+        waiting[name].cancel()
+    await asyncio.sleep(0.3)
+    engines.dead |= {3}
+    await asyncio.gather(*waiting.values(), return_exceptions=True)
+    gone = {name for name, one in waiting.items() if one.cancelled()}
+    assert gone <= set(cancelled) and len(gone) > 80, "some were finished already"
+    for name, one in waiting.items():
+        if name not in gone:
+            group = one.result()
+            assert (group.request_id, group.token_ids.tolist()) == (name, [int(name) % 50] * 3)
+    assert (client.num_deaths, client.num_outstanding, sorted(engines.left_out)) == (2, 0, [1, 3])
+    assert client.num_reissued > 60
 
 
-def test_an_engine_may_die_in_a_pause(engines_of):
-    engines = engines_of(world_size=2, per_turn=0)
-    pool = EnginePool(engines, 100)
-    pool.submit(requests(1, 1))
-    engines.dead = {0}
-    pool.pause()
-    assert pool.pending == []
-    engines.per_turn = 10
-    pool.resume()
-    assert advance(pool, 2) == ["1", "0"]
+@on_clock
+async def test_a_recall_reaches_requests_whose_engine_dies_meanwhile():
+    desk = Desk(FakeEngines(world_size=2, per_turn=0))
+    desk.submit(1, 1, 1, 1)
+    await settle()
+    desk.engines.dead = {1}
+    recalled = await desk.recall("0", "1", "2", "3")
+    assert names(recalled) == ["0", "1", "2", "3"]
+    partial = [bool(one.request.partial) for one in recalled]
+    assert partial == [True, False, True, False], "1 and 3 start over"
+    assert (desk.client.num_outstanding, desk.engines.calls) == (0, [])
 
 
-def test_the_death_of_the_last_engine_is_an_error(engines_of):
-    engines = engines_of(world_size=2)
-    pool = EnginePool(engines, 100)
-    pool.submit(requests(1, 1))
-    engines.dead = {0, 1}
-    with pytest.raises(WorkerDied, match="actor_infer rank 1 died in 'advance'"):
-        pool.wait(timeout=1.0)
+@on_clock
+async def test_an_engine_may_die_in_a_pause():
+    desk = Desk(FakeEngines(world_size=2, per_turn=0))
+    desk.submit(1, 1)
+    await settle()
+    desk.engines.dead = {0}
+    pause = asyncio.ensure_future(desk.client.pause())
+    await desk.advance()
+    await pause
+    assert desk.engines.calls == []
+    desk.engines.per_turn = 10
+    desk.client.resume()
+    assert await desk.advance(2) == ["1", "0"]
 
 
-def test_a_dead_worker_that_is_no_engine_is_an_error(engines_of):
-    engines = engines_of()
-    pool = EnginePool(engines, 100)
-    pool.submit(requests(1))
-    other = FakeCall(3, "score", None, lambda: None, WorkerDied("rewards", "score", 0.0, [RankReport(3)], []))
-    with pytest.raises(WorkerDied, match="rewards rank 3"):
-        pool.wait([other])
-    assert pool.num_engines == 1
+@on_clock
+async def test_the_death_of_the_last_engine_is_an_error_of_all_who_wait():
+    desk = Desk(FakeEngines(world_size=2))
+    (first, second) = desk.submit(1, 1)
+    await settle()
+    desk.engines.dead = {0, 1}
+    pause = asyncio.ensure_future(desk.client.pause())
+    await desk.advance()
+    for waiting in (first, second, pause, desk.client.recall(), *desk.submit(1, first=9)):
+        with pytest.raises(WorkerDied, match="actor_infer rank 1 died in 'advance'"):
+            await waiting
 
 
-def test_an_engine_without_room_does_not_keep_the_others_from_work():
-    engines = FakeEngines(world_size=2, per_turn=0)
-    pool = EnginePool(engines, max_running_requests=2)
-    pool.submit(requests(1, 9, 1, 1, 1))
+@on_clock
+async def test_an_engine_without_room_does_not_keep_the_others_from_work():
+    desk = Desk(FakeEngines(world_size=2, per_turn=0), max_running_requests=2)
+    desk.submit(1, 9, 1, 1, 1)
     # By samples alone every further request belongs to engine 0, which has two already.
-    assert {id_: engines.seen[id_][0] for id_ in "0123" if advance(pool) == []} == {"0": 0, "1": 1, "2": 0, "3": 1}
-    assert "4" not in engines.seen
+    await desk.advance(4)
+    assert {id_: desk.engines.seen[id_][0] for id_ in "0123"} == {"0": 0, "1": 1, "2": 0, "3": 1}
+    assert "4" not in desk.engines.seen
 
 
 class ByFirstToken:
@@ -256,48 +358,53 @@ class NotThere:
         return 7
 
 
-def test_a_router_of_your_own_chooses_among_the_engines_with_room():
-    engines = FakeEngines(world_size=3, per_turn=0)
+@on_clock
+async def test_a_router_of_your_own_chooses_among_the_engines_with_room():
     router = build_router("tests.rollout.test_engines.ByFirstToken", {"shift": -1})
-    pool = EnginePool(engines, max_running_requests=2, router=router)
-    pool.submit(GenerationRequest(str(i), [token], PARAMS) for i, token in enumerate([1, 1, 1, 3, 9, 2]))
-    assert advance(pool) == []
-    assert [engines.seen[str(i)][0] for i in range(6)] == [0, 0, 2, 2, 1, 1]
+    desk = Desk(FakeEngines(world_size=3, per_turn=0), max_running_requests=2, router=router)
+    for i, token in enumerate([1, 1, 1, 3, 9, 2]):
+        desk.give(GenerationRequest(str(i), [token], PARAMS))
+    assert await desk.advance() == []
+    assert [desk.engines.seen[str(i)][0] for i in range(6)] == [0, 0, 2, 2, 1, 1]
 
 
-def test_routers_that_do_not_work_are_refused():
+@on_clock
+async def test_routers_that_do_not_work_are_refused():
     with pytest.raises(ValueError, match="does not fit PromptAffinityRouter"):
         build_router("PromptAffinityRouter", {"shift": 1})
     with pytest.raises(ValueError, match="cannot be imported"):
         build_router("tests.rollout.no_such.Router", {})
     with pytest.raises(ValueError, match="no method choose"):
         build_router("tests.rollout.fake_clusters.FakeRewards", {"score": None})
-    pool = EnginePool(FakeEngines(), 2, router=NotThere())
+    (generation,) = Desk(FakeEngines(), 2, router=NotThere()).submit(1)
     with pytest.raises(ValueError, match="the router chose engine 7 for request '0'; those with room are 0"):
-        pool.submit(requests(1))
+        await generation
 
 
-def test_a_dead_engine_is_started_again_and_takes_part_when_it_is_ready(engines_of):
-    engines = engines_of(world_size=2, per_turn=1)
-    pool = EnginePool(engines, 100, max_restarts=2)
-    pool.submit(requests(1, 1, 1, 1))
+@on_clock
+async def test_a_dead_engine_is_started_again_and_takes_part_when_it_is_ready():
+    desk = Desk(FakeEngines(world_size=2, per_turn=1), max_restarts=2)
+    client, engines = desk.client, desk.engines
+    desk.submit(1, 1, 1, 1)
+    await settle()
     engines.dead = {0}
-    done = [group.request_id for call in pool.wait() for group in pool.take(call)]
-    pool.readmit()
-    assert (pool.num_engines, len(engines.restarts), engines.left_out) == (1, 1, [0]), "it is not ready"
+    await desk.advance()
+    client.readmit()
+    assert (client.num_engines, len(engines.restarts), engines.left_out) == (1, 1, [0]), "it is not ready"
     engines.restarts[0].is_done = True
     engines.restarts[0].error = WorkerDied("actor_infer", "initialize", 0.0, [RankReport(0)], [])
-    pool.readmit()
-    assert (pool.num_engines, len(engines.restarts)) == (1, 2), "it failed, and is tried once more"
+    client.readmit()
+    assert (client.num_engines, len(engines.restarts)) == (1, 2), "it failed, and is tried once more"
     engines.restarts[1].is_done = True
-    pool.readmit()
-    assert (pool.num_engines, engines.left_out) == (2, [])
-    pool.submit(requests(1, 1, 1, 1, first=10))
-    while pool.pending:
-        done += advance(pool)
-    assert sorted(done) == ["0", "1", "10", "11", "12", "13", "2", "3"]
+    client.readmit()
+    assert (client.num_engines, engines.left_out) == (2, [])
+    desk.submit(1, 1, 1, 1, first=10)
+    await settle()
+    while engines.calls:
+        await desk.advance()
+    assert sorted(desk.done) == ["0", "1", "10", "11", "12", "13", "2", "3"]
     assert engines.seen["10"][0] == 0, "the engine that is back has the least to do"
     engines.dead = {0}
-    pool.submit(requests(1, 1, first=20))
-    pool.wait()
+    desk.submit(1, 1, first=20)
+    await desk.advance()
     assert len(engines.restarts) == 2, "twice is all that it may"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
 from itertools import count
@@ -14,11 +15,11 @@ import pytest
 from roll.checkpoint.state import load_state, save_state
 from roll.datasets.types import PromptRow
 from roll.rollout.batch import build_batch
-from roll.rollout.groups import SampleGroup
+from roll.rollout.flow import RolloutStalled
+from roll.rollout.groups import FinishedGroup, SampleGroup
 from roll.rollout.loops import RolloutContext, rollout_loops
-from roll.rollout.messages import FinishedGroup
-from roll.rollout.replay_state import group_from, group_state
-from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.replay import group_from, group_state
+from roll.rollout.scheduling import RolloutScheduler
 from tests.rollout.test_asynchronous import GROUP_SIZE, PARAMS, Bench, bench, resume, row, validate
 from tests.rollout.token_engines import response
 
@@ -69,7 +70,7 @@ def test_asynchronous(bench: Any, tmp_path: Path) -> None:
         if step == 10:
             one.engines.dead.add(1)
         if step == 20:
-            save_state(tmp_path, one.scheduler.state_dict() | {"drawn": one.flow.next_order})
+            save_state(tmp_path, one.state_dict() | {"drawn": one.flow.next_order})
             resume(one, load_state(tmp_path))
         if step % 9 == 8:
             validate(one, step + 1)
@@ -80,9 +81,15 @@ def test_asynchronous(bench: Any, tmp_path: Path) -> None:
 
 def collect(made: Bench, loop: Any, wanted: int = 6) -> Any:
     numbers = count()
-    scheduler = RolloutScheduler(made.pool, made.router, seed=5, deadline=1.0)
+    scheduler = RolloutScheduler(made.client, made.router, seed=5, deadline=1.0)
     draw = lambda n: [row(next(numbers)) for _ in range(n)]  # noqa: E731
-    return scheduler.collect(draw, wanted, GROUP_SIZE, PARAMS, first_draw=0, num_additional=2, loop=loop)
+
+    async def collected() -> Any:
+        result = await scheduler.collect(draw, wanted, GROUP_SIZE, PARAMS, first_draw=0, num_additional=2, loop=loop)
+        await made.client.drain()
+        return result
+
+    return made.driver.run(collected())
 
 
 def test_synchronous(bench: Any) -> None:
@@ -92,7 +99,7 @@ def test_synchronous(bench: Any) -> None:
     assert all(group.num_samples == len(group.rewards) == GROUP_SIZE for group in result.groups)
     assert result.num_drawn == len(result.groups) + result.num_filtered + result.num_aborted
     assert made.engines.calls == []
-    assert made.pool.num_outstanding == 0
+    assert made.client.num_outstanding == 0
 
 
 @pytest.mark.parametrize(
@@ -197,6 +204,103 @@ def test_samples_of_another_context_are_refused(bench: Any) -> None:
         collect(bench(), OtherContext())
     with pytest.raises(ValueError, match=r"OtherContext.answer gave a group that context.group did not make"):
         collect(bench(), OtherContext(made_by_hand=True))
+
+
+class Wanders:
+    """Awaits what a loop may: a sleep, a thread, a subprocess, tasks of its own; one prompt in four never ends."""
+
+    def __init__(self) -> None:
+        self.cancelled: list[int] = []
+        self.answered: list[int] = []
+
+    async def answer(self, prompt: PromptRow, context: RolloutContext) -> SampleGroup | None:
+        try:
+            await asyncio.sleep(0.01 * (context.order % 3))
+            if context.order % 4 == 3:
+                await asyncio.Event().wait()
+            asked = context.generate(prompt.token_ids, 1), context.generate([*prompt.token_ids], 2)
+            first, rest = await asyncio.gather(*asked)
+            if context.order == 0:
+                shell = await asyncio.create_subprocess_exec("echo", "seen", stdout=asyncio.subprocess.PIPE)
+                assert (await shell.communicate())[0] == b"seen\n"
+                assert await asyncio.to_thread(sum, [1, 2]) == 3
+            group = await context.compute_rewards(context.group(prompt, first, rest))
+            self.answered.append(context.order)
+            return group
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.001)  # tidying up may take its time
+            self.cancelled.append(context.order)
+            raise
+
+
+def test_a_loop_may_await_anything(bench: Any) -> None:
+    """On a clock of its own: subprocesses and threads are not simulated."""
+    loop = Wanders()
+    made = bench(real_time=True, seed=3)
+    result = collect(made, loop)
+    orders = [group.order for group in result.groups]
+    assert len(orders) == 6 and all(order % 4 != 3 for order in orders) and set(orders) <= set(loop.answered)
+    assert result.num_aborted >= 1 and 3 in loop.cancelled
+    assert result.num_drawn == len(orders) + result.num_filtered + result.num_aborted
+    assert made.client.num_outstanding == 0 and made.engines.calls == []
+
+
+def test_a_loop_that_awaits_anything_runs_ahead(bench: Any) -> None:
+    one = bench(ratio=1, steps=12, loop=Sleeps(), in_flight=False)
+    seen = []
+    for step in range(one.steps):
+        seen += [group.order for group in one.step(step)]
+        one.train()
+    assert sorted(seen) == list(range(one.steps * one.batch))
+
+
+class Sleeps:
+    """Something between two requests that neither engines nor rewards know of."""
+
+    async def answer(self, prompt: PromptRow, context: RolloutContext) -> SampleGroup | None:
+        first = await context.generate(prompt.token_ids, 1)
+        await asyncio.sleep(0.05 * (context.order % 5))
+        second = await context.generate(prompt.token_ids, 2)
+        return await context.compute_rewards(context.group(prompt, first, second))
+
+
+class Fails(Sleeps):
+    async def answer(self, prompt: PromptRow, context: RolloutContext) -> SampleGroup | None:
+        if context.order == 9:
+            raise KeyError("no such tool")
+        return await super().answer(prompt, context)
+
+
+def test_a_failure_of_one_prompt_ends_the_step_and_cancels_the_others(bench: Any) -> None:
+    made = bench()
+    with pytest.raises(KeyError, match="no such tool"):
+        collect(made, Fails(), wanted=8)
+    made.driver.run(made.client.drain())
+    assert made.client.num_outstanding == 0 and made.router.num_pending == 0
+    with pytest.raises(RuntimeError, match=r"CancelsItself.answer was cancelled by something that it awaits"):
+        collect(made, CancelsItself())
+    ahead = bench(ratio=1, loop=Fails())
+    with pytest.raises(KeyError, match="no such tool"):
+        for step in range(4):
+            ahead.step(step)
+            ahead.train()
+
+
+class CancelsItself(Sleeps):
+    async def answer(self, prompt: PromptRow, context: RolloutContext) -> SampleGroup | None:
+        await asyncio.sleep(0)
+        raise asyncio.CancelledError
+
+
+class Stalls:
+    async def answer(self, prompt: PromptRow, context: RolloutContext) -> SampleGroup | None:
+        await asyncio.sleep(1e6)
+        return None
+
+
+def test_prompts_that_wait_for_ever_are_named(bench: Any) -> None:
+    with pytest.raises(RolloutStalled, match=r"moved for 1 s; 8 prompts are in flight\n  prompt 0 .*test_loops.py:\d+"):
+        collect(bench(), Stalls())
 
 
 def test_loops_are_found_by_path() -> None:

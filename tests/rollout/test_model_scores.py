@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +12,8 @@ import pytest
 from roll.config.roles import DataArguments
 from roll.rewards import RewardOptionError, RewardResult, RewardSample, build_reward
 from roll.rewards.base import failure
-from roll.rollout.model_scores import ModelInput, ModelScorer, ScoringWorker
-from roll.rollout.rewarding import RewardRouter
-from tests.rollout.fake_clusters import FakeCall, FakeRewards
+from roll.rollout.rewarding import ModelInput, ModelScorer, RewardClient, ScoringWorker
+from tests.rollout.fake_clusters import FakeCall, FakeRewards, on_clock
 from tests.rollout.helpers import make_group
 
 
@@ -28,7 +29,7 @@ class FakeModel:
         self.seen += inputs
         shares = [(rank, [self._result(one) for one in inputs[rank :: self.ranks]]) for rank in range(self.ranks)]
         # Ranks that share sequences answer alike.
-        return FakeCall(0, "score", inputs, lambda: [*reversed(shares), *shares])
+        return FakeCall(0, "score", inputs, lambda: [*reversed(shares), *shares], random.Random(1))
 
     def _result(self, one: ModelInput) -> RewardResult:
         if one.error is not None:
@@ -49,19 +50,19 @@ def raw_score(sample: RewardSample) -> float:
 
 
 @pytest.mark.parametrize("kind", ["tokens", "chat"])
-def test_the_model_is_asked_first(kind: str) -> None:
+@on_clock
+async def test_the_model_is_asked_first(kind: str) -> None:
     model = FakeModel()
     scorer: Any = ModelScorer(model, {"a": kind}, [DataArguments(prompt="question")])  # type: ignore[arg-type]
-    clusters: Any = {"a": FakeRewards(raw_score, world_size=2), "b": FakeRewards(lambda s: -1.0)}
-    router = RewardRouter(clusters, scorer)
+    rng = random.Random(2)
+    clusters: Any = {"a": FakeRewards(raw_score, world_size=2, rng=rng), "b": FakeRewards(lambda s: -1.0, rng=rng)}
+    client = RewardClient(clusters, scorer)
     asked, other = groups_of("a", {"question": "why?"}), groups_of("b")
-    router.submit([*asked, *other])
-    assert router.num_pending_groups == 6
-    done = []
-    while router.pending:
-        done += router.take(router.pending[-1])
-    assert router.num_pending_groups == 0
-    assert len(done) == 6
+    scored = [asyncio.ensure_future(client.score(group)) for group in (*asked, *other)]
+    await asyncio.sleep(0)
+    assert client.num_pending == 6
+    assert await asyncio.gather(*scored) == [*asked, *other]
+    assert client.num_pending == 0
     for group in asked:
         assert group.scores().tolist() == [3 * group.order + j for j in range(3)]
     assert all(result.score == -1.0 for group in other for result in group.rewards)
@@ -73,23 +74,13 @@ def test_the_model_is_asked_first(kind: str) -> None:
         assert first.messages == [{"role": "user", "content": "why?"}] and first.response == "0 0"
 
 
-def test_a_row_without_its_messages_is_an_error_of_its_samples() -> None:
+@on_clock
+async def test_a_row_without_its_messages_is_an_error_of_its_samples() -> None:
     model = FakeModel()
     scorer: Any = ModelScorer(model, {"a": "chat"}, [DataArguments(prompt="question")])  # type: ignore[arg-type]
     (group, *_) = groups_of("a")
-    call = scorer.submit([group])
-    scorer.take(call, [group])
+    await scorer.score([group])
     assert all("column 'question' expected" in result.error for result in group.model_results)
-
-
-def test_dropped_groups_are_forgotten() -> None:
-    scorer: Any = ModelScorer(FakeModel(), {"a": "tokens"}, [])  # type: ignore[arg-type]
-    clusters: Any = {"a": FakeRewards(raw_score)}
-    router = RewardRouter(clusters, scorer)
-    router.submit(groups_of("a"))
-    (call,) = router.pending
-    router.drop_pending()
-    assert router.num_pending_groups == 0 and router.take(call) == []
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,14 @@
-from roll.rollout.rewarding import RewardRouter
-from tests.rollout.fake_clusters import FakeRewards
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from roll.distributed import WorkerDied
+from roll.distributed.failures import RankReport
+from roll.rollout.groups import SampleGroup
+from roll.rollout.rewarding import RewardClient
+from tests.rollout.fake_clusters import FakeCall, FakeRewards, let_be_done, on_clock, settle
 from tests.rollout.helpers import make_group
 
 
@@ -15,39 +24,73 @@ def last_number(sample) -> float:
     return float(sample.response.split()[-1])
 
 
-def test_each_group_gets_the_scores_of_its_own_samples():
-    router = RewardRouter({"a": FakeRewards(last_number, world_size=3), "b": FakeRewards(lambda s: 9.0)})
+async def submit(client: RewardClient, given: list[SampleGroup]) -> list[asyncio.Task[SampleGroup]]:
+    tasks = [asyncio.ensure_future(client.score(group)) for group in given]
+    await settle()
+    return tasks
+
+
+@on_clock
+async def test_each_group_gets_the_scores_of_its_own_samples():
+    clusters = {"a": FakeRewards(last_number, world_size=3), "b": FakeRewards(lambda s: 9.0)}
+    client = RewardClient(clusters)
     given = groups(7, size=3) + groups(2, domain="b", first=7)
-    router.submit(given)
-    assert router.num_pending_groups == 9
-    back = [group for call in reversed(router.pending) for group in router.take(call)]
-    assert sorted(group.order for group in back) == list(range(9))
+    tasks = await submit(client, given)
+    assert client.num_pending == 9
+    assert client.num_calls == 0
+    await let_be_done([*clusters["b"].calls, *reversed(clusters["a"].calls)])
+    assert [await task for task in tasks] == given
     for group in given:
         assert (
             group.scores().tolist()
             == ([9.0] * 3 if group.prompt.domain == "b" else [0.0, 1.0, 2.0])[: group.num_samples]
         )
-    assert router.pending == []
+    assert client.num_pending == 0
+    assert client.num_calls == 4, "groups that are given together travel together"
 
 
-def test_work_is_spread_over_the_workers_of_a_domain():
+@on_clock
+async def test_work_is_spread_over_the_workers_of_a_domain():
     cluster = FakeRewards(length_of, world_size=3)
-    router = RewardRouter({"a": cluster})
-    router.submit(groups(9))
+    client = RewardClient({"a": cluster})
+    await submit(client, groups(9))
     assert cluster.samples_of_rank == {0: 6, 1: 6, 2: 6}
-    for call in [call for call in router.pending if call.rank == 1]:
-        router.take(call)
-    router.submit(groups(1, first=9))
+    await let_be_done([call for call in cluster.calls if call.rank == 1])
+    await submit(client, groups(1, first=9))
     assert cluster.samples_of_rank == {0: 6, 1: 8, 2: 6}, "the one that is idle"
 
 
-def test_dropped_scores_burden_nobody():
+@on_clock
+async def test_scores_that_nobody_waits_for_occupy_their_worker_until_they_are_there():
     cluster = FakeRewards(length_of, world_size=2)
-    router = RewardRouter({"a": cluster})
-    router.submit(groups(1))
-    (call,) = router.pending
-    router.drop_pending()
-    assert router.num_pending_groups == 0
-    assert router.take(call) == []
-    router.submit(groups(1, first=1))
-    assert cluster.samples_of_rank == {0: 4}, "rank 0 counts as idle again"
+    client = RewardClient({"a": cluster})
+    (task,) = await submit(client, groups(1))
+    task.cancel()
+    await settle()
+    assert client.num_pending == 0
+    unsent = asyncio.ensure_future(client.score(groups(1)[0]))
+    await asyncio.sleep(0)
+    unsent.cancel()
+    await submit(client, groups(1, first=1))
+    assert cluster.samples_of_rank == {0: 2, 1: 2}, "rank 0 is still at it; what nobody waits for is not sent"
+    await let_be_done(cluster.calls)
+    await submit(client, groups(1, first=2))
+    assert cluster.samples_of_rank == {0: 4, 1: 2}
+
+
+@on_clock
+async def test_a_reward_worker_that_dies_is_an_error_of_those_who_wait_for_it():
+    cluster = FakeRewards(length_of, world_size=2)
+    client = RewardClient({"a": cluster})
+    first, second, third = await submit(client, groups(3))
+
+    def die() -> None:
+        raise WorkerDied("rewards", "score", 0.0, [RankReport(0)], [])
+
+    call: FakeCall = cluster.calls[0]
+    call.work = die
+    await let_be_done(cluster.calls)
+    for task in (first, third):
+        with pytest.raises(WorkerDied, match="rewards rank 0"):
+            await task
+    assert (await second).order == 1

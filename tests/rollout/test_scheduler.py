@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,15 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.simulation.clock import Clock
 from roll.datasets.types import PromptRow
+from roll.distributed import DriverLoop
 from roll.rewards.base import RewardSample
-from roll.rollout.engines import EnginePool
+from roll.rollout.engines import EngineClient
 from roll.rollout.filters import build_filter
 from roll.rollout.flow import MAX_DRAWS_PER_WANTED, RolloutExhausted
-from roll.rollout.rewarding import RewardRouter
-from roll.rollout.scheduler import RolloutResult, RolloutScheduler
+from roll.rollout.rewarding import RewardClient
+from roll.rollout.scheduling import RolloutResult, RolloutScheduler
 from roll.strategies.engines.requests import SamplingParams
-from tests.rollout.fake_clusters import FakeCall, FakeEngines, FakeRewards
+from tests.rollout.fake_clusters import SLOWEST, FakeEngines, FakeRewards
 
 PARAMS = SamplingParams(max_new_tokens=8)
 DIFFERENT = build_filter("std_filter", {})
@@ -47,44 +50,36 @@ class Bench:
     domains: Callable[[int], str] = lambda number: "d"
 
     def __post_init__(self) -> None:
-        self.rng = random.Random(self.seed)
+        self.engines.rng = self.rewards.rng = random.Random(self.seed)
         self.numbers = count()
-        self.under_way: list[int] = []
-        self.draining = False
-        self.pool = EnginePool(self.engines, self.max_running)
-        self.router = RewardRouter({"d": self.rewards, "other": self.rewards})
-        drain = self.pool.drain
+        self.in_flight: list[int] = []
+        self.client = EngineClient(self.engines, self.max_running)
+        self.router = RewardClient({"d": self.rewards, "other": self.rewards})
+        self.scheduler = RolloutScheduler(self.client, self.router, seed=5, deadline=1.0)
 
-        def watched_drain(deadline: float) -> None:
-            self.draining = True
-            drain(deadline)
-            self.draining = False
-
-        self.pool.drain = watched_drain
-        self.scheduler = RolloutScheduler(self.pool, self.router, seed=5, deadline=1.0)
-
-    def on_wait(self, calls: list[FakeCall], timeout: float) -> list[FakeCall]:
-        """Waiting of the scheduler; once everything it wants is there, the pool's draining."""
-        if not self.draining:
-            self.under_way.append(self.pool.num_outstanding // 3 + self.router.num_pending_groups)
-        return self.wait_any(calls, timeout)
-
-    def wait_any(self, calls: list[FakeCall], timeout: float) -> list[FakeCall]:
-        assert calls, "nothing would ever wake the scheduler up"
-        assert timeout == 1.0
-        return self.rng.sample(calls, self.rng.randint(1, len(calls)))
+    async def watch(self) -> None:
+        """Note at all times how many groups are being generated or scored."""
+        while True:
+            await asyncio.sleep(SLOWEST / 20)
+            self.in_flight.append(self.client.num_outstanding // 3 + self.router.num_pending)
 
     def draw(self, n: int) -> list[PromptRow]:
         return [row(number, self.domains(number)) for _, number in zip(range(n), self.numbers, strict=False)]
 
     def collect(self, wanted: int = 4, **options) -> RolloutResult:
         options = {"filters": {}, "first_draw": 0} | options
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("roll.rollout.engines.wait_any", self.on_wait)
-            result = self.scheduler.collect(self.draw, wanted, group_size=3, params=PARAMS, **options)
+        driver = DriverLoop(Clock())
+        try:
+            watching = driver.spawn(self.watch())
+            collection = self.scheduler.collect(self.draw, wanted, group_size=3, params=PARAMS, **options)
+            result = driver.run(collection)
+            watching.cancel()
+            driver.run(self.client.drain())
+        finally:
+            driver.close()
         assert self.engines.calls == [], "engines are at rest when their weights are exchanged"
-        assert self.pool.num_outstanding == 0
-        assert self.router.num_pending_groups == 0
+        assert self.client.num_outstanding == 0
+        assert self.router.num_pending == 0
         parts = len(result.groups) + result.num_filtered + result.num_aborted
         assert result.num_drawn == parts, "every prompt that was drawn is used, filtered or aborted"
         return result
@@ -132,8 +127,8 @@ def test_additional_prompts_are_run_and_what_is_left_is_aborted(bench, additiona
 def test_a_margin_of_additional_prompts_is_kept_while_groups_are_missing():
     bench = Bench(FakeEngines(per_turn=1))
     bench.collect(wanted=4, filters={"d": DIFFERENT}, num_additional=2)
-    assert bench.under_way[0] == 6
-    assert min(bench.under_way) >= 3, "one group missing and two additional at the least"
+    assert bench.in_flight[0] == 6
+    assert min(bench.in_flight) >= 3, "one group missing and two additional at the least"
 
 
 @given(benches)
@@ -147,7 +142,7 @@ def test_seed_depends_on_the_draw_alone():
     seeds = []
     for bench in (Bench(), Bench(FakeEngines(world_size=3, per_turn=1), seed=9)):
         bench.collect(wanted=5, first_draw=10)
-        seeds.append({key: request.params.seed for key, (_, request) in bench.engines.seen.items()})
+        seeds.append({key.partition(".")[0]: request.params.seed for key, (_, request) in bench.engines.seen.items()})
     assert seeds[0] == seeds[1]
     assert len(set(seeds[0].values())) == 5
     assert list(seeds[0]) == ["10", "11", "12", "13", "14"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from roll.distributed import WorkerDied
 from roll.distributed.failures import RankReport
-from roll.rollout.messages import EngineCommand, EngineReport, FinishedGroup
+from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PartialSample, VersionSpan
 from tests.rollout.fake_clusters import FakeCall
 
@@ -51,7 +51,7 @@ class TokenEngines:
     def submit(self, rank: int, method: str, command: EngineCommand, deadline: float | None = None) -> FakeCall:
         assert method == "advance"
         assert not any(call.rank == rank for call in self.calls), "one turn at a time"
-        call = FakeCall(rank, method, command, lambda: self._advance(call))
+        call = FakeCall(rank, method, command, lambda: self._advance(call), self.rng)
         self.calls.append(call)
         return call
 
@@ -64,19 +64,10 @@ class TokenEngines:
         self.version = version
         return version
 
-    def wait_any(self, calls: Sequence[FakeCall], timeout: float | None = None) -> list[FakeCall]:
-        """In place of the real one: some of the calls are done, in any order; the dead do not answer."""
-        assert calls, "nothing would ever wake the caller up"
-        done = self.rng.sample(list(calls), self.rng.randint(1, len(calls)))
-        for call in done:
-            if call in self.calls and call.rank in self.dead:
-                self.calls.remove(call)
-                call.error = WorkerDied("actor_infer", call.method, 0.0, [RankReport(call.rank, error="killed")], [])
-                raise call.error
-        return done
-
     def _advance(self, call: FakeCall) -> EngineReport:
         self.calls.remove(call)
+        if call.rank in self.dead:
+            raise WorkerDied("actor_infer", call.method, 0.0, [RankReport(call.rank, error="killed")], [])
         command: EngineCommand = call.argument
         held = self._held[call.rank]
         for request_id in command.abort:

@@ -7,7 +7,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from roll.rollout.engines import EnginePool
+from roll.rollout.engines import EngineClient
 from roll.serving.app import Endpoint
 from roll.serving.server import HttpServer
 from roll.serving.service import EngineService
@@ -37,7 +37,7 @@ class Serving:
         self.server = HttpServer()
 
         def make_app() -> Any:
-            self.service = EngineService(EnginePool(self.cluster, 4, 0.01, report_refusals=True), max_open_requests)
+            self.service = EngineService(EngineClient(self.cluster, 4, 0.01, report_refusals=True), max_open_requests)
             return Endpoint(self.service, self.tokenizer, "tiny", api_key).app()
 
         self.server.start(make_app)
@@ -64,12 +64,11 @@ class Serving:
 
 
 @pytest.fixture
-def make_serving(served_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def make_serving(served_model: Path) -> Iterator[Any]:
     made: list[Serving] = []
 
     def make(max_open_requests: int = 100, api_key: str = "") -> Serving:
         serving = Serving(served_model, max_open_requests, api_key)
-        monkeypatch.setattr("roll.rollout.engines.wait_any", serving.cluster.wait_any)
         made.append(serving)
         return serving
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,9 @@ class LocalCall:
     def __init__(self, rank: int, future: Future[Any]) -> None:
         self.rank = rank
         self.future = future
-        self.error: WorkerDied | None = None
 
-    async def wait(self) -> None:
-        await asyncio.wait([asyncio.wrap_future(self.future)])
-
-    def result(self) -> Any:
-        return self.future.result()
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.wrap_future(self.future).__await__()
 
 
 class LocalCluster:
@@ -65,15 +61,6 @@ class LocalCluster:
 
     def leave_out(self, rank: int) -> None:
         """The pool says that the rank is gone."""
-
-    def wait_any(self, calls: Sequence[LocalCall], timeout: float | None = None) -> list[LocalCall]:
-        """In place of :func:`roll.distributed.wait_any`."""
-        done, _ = wait([call.future for call in calls], timeout, FIRST_COMPLETED)
-        for call in calls:
-            if call.future in done and isinstance(error := call.future.exception(), WorkerDied):
-                call.error = error
-                raise error
-        return [call for call in calls if call.future in done]
 
     def close(self) -> None:
         for threads in self._threads:

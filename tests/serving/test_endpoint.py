@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -11,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from roll.rollout.engines import EnginePool
-from roll.rollout.messages import FinishedGroup
+from roll.rollout.engines import EngineClient
+from roll.rollout.groups import FinishedGroup
 from roll.serving.responses import settled_text
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from tests.serving.local_cluster import LocalCluster
@@ -22,18 +23,16 @@ PARAMS = SamplingParams(max_new_tokens=12, temperature=0.8, top_p=0.9, seed=5)
 SAME = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0.8, "top_p": 0.9, "seed": 5, "return_token_ids": True}
 
 
-def from_pool(cluster: LocalCluster, params: SamplingParams, num_samples: int) -> FinishedGroup:
-    pool = EnginePool(cluster, 8)
-    pool.submit([GenerationRequest("direct", PROMPT, params, num_samples)])
-    while True:
-        for call in pool.wait():
-            for group in pool.take(call):
-                return group
+def from_engines(cluster: LocalCluster, params: SamplingParams, num_samples: int) -> FinishedGroup:
+    async def ask() -> FinishedGroup:
+        return await EngineClient(cluster, 8).generate(GenerationRequest("direct", PROMPT, params, num_samples))
+
+    return asyncio.run(ask())
 
 
 def test_completions_are_what_the_engines_give(make_serving: Any) -> None:
     serving = make_serving()
-    direct = from_pool(serving.cluster, PARAMS, 3)
+    direct = from_engines(serving.cluster, PARAMS, 3)
     body = serving.complete(**SAME, n=3, logprobs=0)
     assert body["object"] == "text_completion"
     assert body["model"] == "tiny"
@@ -58,7 +57,7 @@ def test_completions_are_what_the_engines_give(make_serving: Any) -> None:
     assert several[2]["prompt_token_ids"] == [7, 8]
 
 
-def test_chat_uses_the_models_template_and_gives_likeliest_tokens(make_serving: Any) -> None:
+def test_chat_uses_the_models_template_and_gives_top_log_probs(make_serving: Any) -> None:
     serving = make_serving()
     messages = [{"role": "user", "content": [{"type": "text", "text": "How many "}, {"type": "text", "text": "bags?"}]}]
     body = serving.chat(
@@ -84,7 +83,7 @@ def test_chat_uses_the_models_template_and_gives_likeliest_tokens(make_serving: 
         assert bytes(token["bytes"]).decode() == token["token"]
 
 
-def test_likeliest_tokens_are_those_of_the_distribution_that_was_sampled(make_serving: Any) -> None:
+def test_top_log_probs_are_those_of_the_distribution_that_was_sampled(make_serving: Any) -> None:
     serving = make_serving()
     asked = {"max_tokens": 5, "temperature": 0.7, "seed": 2, "n": 3, "logprobs": True, "top_logprobs": 4}
     body = serving.chat(messages=[{"role": "user", "content": "Hi"}], return_token_ids=True, **asked)
@@ -229,9 +228,7 @@ def shared(served_model: Any) -> Any:
     from tests.serving.conftest import Serving
 
     serving = Serving(served_model, 100)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("roll.rollout.engines.wait_any", serving.cluster.wait_any)
-        yield serving
+    yield serving
     serving.close()
 
 

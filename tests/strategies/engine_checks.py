@@ -19,7 +19,7 @@ def check_greedy(found: Sequence[dict[str, Any]], dtype: str = "fp32") -> None:
 
 
 def check_in_flight(found: dict[str, Any], mode: str, versions: tuple[int, int] = (0, 5)) -> None:
-    """``mode``: of the cache of samples that are under way, as in ``in_flight_update``."""
+    """``mode``: of the cache of samples that are in flight, as in ``in_flight_update``."""
     (old, start, split), (new, begin, end) = found["spans"]
     assert (old, new) == versions and (start, begin, end) == (0, split, 60) and 0 < split < 60
     assert found["wrong"] == []

@@ -13,8 +13,8 @@ import torch
 from roll.datasets.types import PromptRow
 from roll.rewards.base import RewardResult
 from roll.rollout.batch import build_batch
+from roll.rollout.groups import FinishedGroup
 from roll.rollout.loops import RolloutContext
-from roll.rollout.messages import FinishedGroup
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from tests.strategies import sharded_cases as cases
 from tests.strategies.samples import ENTROPY_WEIGHT, PACKING, make_role, plain_model

@@ -116,7 +116,7 @@ def test_jsonl_resumption_drops_later_rows_and_a_torn_line(tmp_path: Path, caplo
     assert sorted(path.name for path in tmp_path.iterdir()) == [METRICS_NAME, "samples-train.jsonl"]
 
 
-def test_jsonl_new_run_keeps_the_old_record_beside_its_own(tmp_path: Path) -> None:
+def test_jsonl_new_run_keeps_the_old_record(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         tracker = JsonlTracker(tmp_path)
         tracker.log({"loss": value}, 0)

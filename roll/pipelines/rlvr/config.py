@@ -54,7 +54,7 @@ class ValidationConfig(WorkerConfig):
     """Steps between validations; null: the run's ``eval_steps``."""
     before_train: bool = True
     """Validate before the first step."""
-    beside_training: bool | None = None
+    concurrent: bool | None = setting(None, aliases=("beside_training",))
     """The engines validate while the other roles work on the samples of the step, which waits at its end for what is
     left; the answers are the same. All roles that answer or score need devices of their own. null: where devices allow
     it; false: validation comes before the step's samples, and everything else waits."""

@@ -164,7 +164,7 @@ class RLVR(PipelineDefinition):
         return rlvr_facts(plan)
 
     def validation_words(self, plan: RLVRPlan) -> str:
-        return " (concurrent with training)" if plan.validates_beside_training else ""
+        return " (concurrent with training)" if plan.validates_concurrently else ""
 
     def check_parts(self, loaded: LoadedConfig[RLVRConfig]) -> None:
         check_rewards(loaded)

@@ -17,7 +17,6 @@ from roll.config.rewards import REWARD_MODEL
 from roll.distributed import ResourceManager
 from roll.pipelines.files import export_model, sample_table
 from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency, moves_states
-from roll.pipelines.rlvr.asynchronous import AsyncRolloutPhase
 from roll.pipelines.rlvr.clusters import start_clusters
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.data import RecordedRollouts, load_data
@@ -30,7 +29,7 @@ from roll.pipelines.rlvr.phases import (
     update_critic,
 )
 from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.rlvr.rollout import RolloutPhase
+from roll.pipelines.rlvr.rollout import AsyncRolloutPhase, RolloutPhase
 from roll.pipelines.rlvr.validation import Validation
 from roll.pipelines.run_context import RunContext
 from roll.protocol import DataProto
@@ -78,9 +77,7 @@ class RLVRPipeline:
         """Build the phases on top of clusters and data."""
         phase = AsyncRolloutPhase if self.plan.is_async else RolloutPhase
         self.rollout = phase(self.config, self.plan, self.clusters, self.data)
-        if self.plan.is_async or self.plan.validates_beside_training:
-            for cluster in self.clusters.computing():
-                cluster.meanwhile = self.rollout.work_until
+        self.frame.at_end(self.rollout.close)
         self.scoring = AdvantageComputer(self.config, self.plan.norm_types, self.plan.max_new_tokens)
         options = sync_options(self.config, self.config.weight_sync, self.config.actor_infer, self.plan)
         self.weight_sync = WeightSync(self.clusters.actor_train, self.clusters.actor_infer, options)
@@ -88,13 +85,13 @@ class RLVRPipeline:
     def train_one_step(self, step: int) -> None:
         """The algorithm. Until the models learn, a signal may end it, except in the exchange of weights, which has two
         sides that wait for each other; the step is done again when the run goes on."""
-        beside = self.plan.validates_beside_training and self.is_validation_due(step)
+        concurrent = self.plan.validates_concurrently and self.is_validation_due(step)
         self.update_engines(step)
         with self.frame.interruptible():
-            if self.is_validation_due(step) and not beside:
+            if self.is_validation_due(step) and not concurrent:
                 self.validate(step)
             batch = self.generate(step)
-        with self.validating(step) if beside else nullcontext():
+        with self.validating(step) if concurrent else nullcontext():
             with self.frame.interruptible():
                 self.look_at(batch)
                 with self.frame.phase("adv"):
@@ -188,7 +185,7 @@ class RLVRPipeline:
 
     @contextmanager
     def validating(self, step: int) -> Iterator[None]:
-        """Answer the validation prompts beside what is done in the block, and report accuracies."""
+        """Answer the validation prompts concurrently with the block, and report accuracies."""
         with self.generating():
             self.rollout.begin_validation()
             yield
@@ -217,13 +214,12 @@ class RLVRPipeline:
     def save_abandoned(self, step: int, state: dict[str, Any]) -> None:
         """A checkpoint after ``step`` steps, in a later one that was left before it changed a model. What its engines
         have begun is lost, and with them gone their devices are free."""
+        self.rollout.close()
         engines = [self.clusters.actor_infer, *self.clusters.judge_engines.values()]
         engines += [self.clusters.reward_model] if self.clusters.reward_model is not None else []
         for cluster in engines:
             cluster.shutdown(graceful=False)
             self.residency.dismiss(cluster.name)
-        for cluster in self.clusters.computing():
-            cluster.meanwhile = None
         self.save(step, state)
 
     def save(self, step: int, state: dict[str, Any]) -> None:

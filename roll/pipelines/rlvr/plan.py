@@ -44,7 +44,7 @@ class RLVRPlan(Plan):
     norm_length: int
     """Tokens that the mode ``seq-mean-token-sum-norm`` divides by."""
     validation_sets: tuple[ValidationSet, ...]
-    validates_beside_training: bool
+    validates_concurrently: bool
     """Validation goes on while other roles compute and train."""
     needs_reference: bool
     """Something consumes reference log-probs."""
@@ -121,10 +121,10 @@ def sharing_roles(roles: Mapping[str, WorkerConfig]) -> dict[str, list[str]]:
     return {name: others for name, others in sharing.items() if others and name not in TRAINING_ROLES}
 
 
-def beside_training(config: RLVRConfig, roles: Mapping[str, WorkerConfig]) -> bool:
+def validates_concurrently(config: RLVRConfig, roles: Mapping[str, WorkerConfig]) -> bool:
     """Whether validation goes on while ``roles`` train: where devices allow it, unless the file says no."""
     section = config.validation
-    return section is not None and section.beside_training is not False and not sharing_roles(roles)
+    return section is not None and section.concurrent is not False and not sharing_roles(roles)
 
 
 def generating(key: str, own: GeneratingArguments, base: GeneratingArguments, written: Written) -> GeneratingArguments:

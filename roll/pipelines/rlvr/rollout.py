@@ -1,38 +1,43 @@
-"""The rollout phase: prompts in, a batch of scored samples out."""
+"""The rollout phase of RLVR: prompts in, a batch of scored samples out."""
 
 from __future__ import annotations
 
+from asyncio import Task
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from roll.config.plan.plan import RunAhead
 from roll.config.rewards import model_inputs
-from roll.distributed import PendingCall
+from roll.distributed import DriverLoop
 from roll.pipelines.files import pad_token_id
 from roll.pipelines.rlvr.clusters import Clusters
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.data import RunData
 from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.rlvr.validation import Validation, ValidationPlan, draw_from
+from roll.pipelines.rlvr.validation import Validation, ValidationPlan, draw_from, validate
 from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics, Min
 from roll.rewards import failure_rates
 from roll.rollout.batch import build_batch, greedy_baseline, reward_components
-from roll.rollout.engines import EnginePool
+from roll.rollout.engines import EngineClient, build_router
 from roll.rollout.filters import build_filter
+from roll.rollout.flow import GroupSettings, PromptFlow, greedy, sampling_params
 from roll.rollout.groups import SampleGroup
 from roll.rollout.loops import rollout_loops
-from roll.rollout.model_scores import ModelScorer
-from roll.rollout.rewarding import RewardRouter
-from roll.rollout.routing import build_router
-from roll.rollout.sampling import greedy, sampling_params
-from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.replay import ReplayBuffer
+from roll.rollout.rewarding import ModelScorer, RewardClient
+from roll.rollout.scheduling import AsyncScheduler, RolloutResult, RolloutScheduler
 
 
 class RolloutPhase:
-    """Draws prompts, has them answered and scored; counts the draws, which seeds and order depend on."""
+    """Draws prompts, has them answered and scored; counts the draws, which seeds and order depend on.
+
+    Everything that generates or scores is a coroutine on the event loop of the driver, which runs whenever the driver
+    waits: for the groups of a step here, or for other roles.
+    """
 
     def __init__(self, config: RLVRConfig, plan: RLVRPlan, clusters: Clusters, data: RunData) -> None:
         self._config = config
@@ -44,7 +49,8 @@ class RolloutPhase:
         # A new process would load its model while others have the device, and threads would not wait for it.
         may_restart = not plan.roles["actor_infer"].colocated_with and (role.max_concurrency or 1) == 1
         max_restarts = role.max_restarts if may_restart else 0
-        self._engines = EnginePool(
+        self.driver = DriverLoop()
+        self._engines = EngineClient(
             clusters.actor_infer,
             limit,
             router=router,
@@ -52,10 +58,9 @@ class RolloutPhase:
             turn_timeout=min(role.engine_timeout, config.rpc_timeout),
         )
         scorer = model_scorer(config, plan, clusters)
-        self._rewards = RewardRouter(clusters.rewards, scorer)
-        self._validation_rewards = RewardRouter(clusters.rewards, scorer)
+        self._rewards = RewardClient(clusters.rewards, scorer)
         self._validation_plan = ValidationPlan(plan.validation_sets, data.validation, config.val_batch_size)
-        self._validation: Validation | None = None
+        self._validation: Task[Validation] | None = None
         self._scheduler = RolloutScheduler(self._engines, self._rewards, config.seed, deadline=config.rpc_timeout)
         self._params = sampling_params(config.actor_infer.generating_args, plan.max_new_tokens)
         self._filters = {
@@ -81,36 +86,18 @@ class RolloutPhase:
 
     def exchange(self, version: int, transfer: Callable[[], Metrics]) -> Metrics:
         """Bring the engines to ``version`` of the weights by ``transfer``, which needs them between two turns."""
+        self.driver.run(self._engines.pause())
         self._engines.readmit()
-        return transfer()
+        result = transfer()
+        self.driver.run(self._resume())
+        return result
 
-    def work_until(self, call: PendingCall) -> None:
-        """What the rollout does while others compute: a validation, where one is under way. What fails, on either side,
-        is raised."""
-        while self._is_at_work and call not in self._work(None, [call]):
-            pass
-
-    @property
-    def _is_at_work(self) -> bool:
-        """Something goes on beside what others compute."""
-        return self._validation is not None and not self._validation.complete
-
-    def _work(self, timeout: float | None, others: Sequence[PendingCall] = ()) -> list[PendingCall]:
-        """Wait until something is done, of the validation under way or of ``others``, and act on it; the calls that are
-        done. ``timeout`` in seconds; None: as long as the calls' own deadlines allow."""
-        return self._advanced(self._engines.wait([*others, *self._validation_calls()], timeout))
-
-    def _validation_calls(self) -> list[PendingCall]:
-        return [] if self._validation is None else self._validation.pending
-
-    def _advanced(self, done: list[PendingCall]) -> list[PendingCall]:
-        if self._validation is not None:
-            self._validation.advance(done)
-        return done
+    async def _resume(self) -> None:
+        self._engines.resume()
 
     def _groups_of(self, step: int) -> tuple[list[SampleGroup], Metrics]:
         self._busy_before = self._engines.busy_seconds
-        result = self._scheduler.collect(
+        result = self._collected(
             draw=self._data.sampler.next_batch,
             num_prompts=self._plan.prompts_per_step,
             group_size=self._plan.group_size,
@@ -127,6 +114,16 @@ class RolloutPhase:
             "scheduler/filtered_query_count": Mean(result.num_filtered),
             "scheduler/aborted_query_count": Mean(result.num_aborted),
         }
+
+    def _collected(self, **options: Any) -> RolloutResult:
+        """See :meth:`RolloutScheduler.collect`; the engines have nothing left to do afterwards."""
+
+        async def collect() -> RolloutResult:
+            result = await self._scheduler.collect(**options)
+            await self._engines.drain()
+            return result
+
+        return self.driver.run(collect())
 
     def _size_metrics(self, groups: list[SampleGroup]) -> Metrics:
         """Samples and tokens of the step, and what the engines did since the last one."""
@@ -146,7 +143,9 @@ class RolloutPhase:
         score: without it nothing is known of them."""
         prompts = [group.prompt for group in groups]
         params = greedy(self._plan.max_new_tokens, self._params)
-        baselines = self._scheduler.collect(draw_from(prompts), len(prompts), 1, params, first_draw=0).groups
+        baselines = self._collected(
+            draw=draw_from(prompts), num_prompts=len(prompts), group_size=1, params=params, first_draw=0
+        ).groups
         batch.batch.update(greedy_baseline(groups, baselines))
         scores = batch.batch["baseline_scores"]
         batch.batch["scores"] = batch.batch["scores"].masked_fill(scores.isnan(), float("nan"))
@@ -154,24 +153,26 @@ class RolloutPhase:
         return {"critic/baseline_score/mean": Mean(float(scored.sum()), len(scored))}
 
     def validate(self) -> Validation:
-        """Answer and score the questions of every set, before anything else."""
+        """Answer and score the prompts of every set, before anything else."""
         self.begin_validation()
         return self.finish_validation()
 
     def begin_validation(self) -> None:
-        """Ask the questions of every set, behind what the engines have to do. They are answered in :meth:`work_until`,
-        and must be done (:meth:`finish_validation`) before the next weights."""
+        """Begin to answer the prompts of every set, behind what the engines have to do. It must be done
+        (:meth:`finish_validation`) before the next weights."""
         assert self._validation is None, "one validation at a time"
-        self._validation = Validation(self._validation_plan, self._engines, self._validation_rewards, self._config.seed)
+        self._validation = self.driver.spawn(validate(self._validation_plan, self._scheduler))
 
     def finish_validation(self) -> Validation:
-        """Wait for the rest of what :meth:`begin_validation` began."""
-        validation = self._validation
-        assert validation is not None, "none was begun"
-        while not validation.complete:
-            self._work(self._config.rpc_timeout)
+        """Wait for what :meth:`begin_validation` began."""
+        assert self._validation is not None, "none was begun"
+        validation = self.driver.run(self._validation)
         self._validation = None
         return validation
+
+    def close(self) -> None:
+        """Cancel what is in flight; before the clusters end."""
+        self.driver.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -194,7 +195,7 @@ def model_scorer(config: RLVRConfig, plan: RLVRPlan, clusters: Clusters) -> Mode
     return ModelScorer(clusters.reward_model, model_inputs(config.rewards), columns)
 
 
-def _loss_metrics(engines: EnginePool) -> Metrics:
+def _loss_metrics(engines: EngineClient) -> Metrics:
     """Engines that were lost, and requests that others took over, since the run began (or was continued)."""
     return {
         "scheduler/engines": Mean(engines.num_engines),
@@ -224,3 +225,80 @@ def reward_metrics(groups: list[SampleGroup]) -> Metrics:
                 numbers[name].append(number)
         metrics |= {f"reward/{domain}/{name}": Mean(sum(n), len(n)) for name, n in numbers.items()}
     return metrics
+
+
+class AsyncRolloutPhase(RolloutPhase):
+    """As :class:`RolloutPhase`, ahead of training by up to ``async_generation_ratio`` steps."""
+
+    def __init__(self, config: RLVRConfig, plan: RLVRPlan, clusters: Clusters, data: RunData) -> None:
+        super().__init__(config, plan, clusters, data)
+        settings = GroupSettings(plan.group_size, self._params, config.seed, self._filters)
+        ahead = RunAhead.of(plan.async_generation_ratio, plan.prompts_per_step, plan.num_additional_prompts)
+        self._flow = PromptFlow(self._engines, self._rewards, data.sampler.next_batch, settings, 0, self._loop)
+        self._ahead = AsyncScheduler(
+            self._engines,
+            self._flow,
+            ReplayBuffer(ahead),
+            config.max_steps,
+            config.rpc_timeout,
+            in_flight=config.partial_rollout,
+            takes_turns=plan.engines_take_turns,
+        )
+        self._counts_before = self._ahead.buffer.counts()
+        self.driver.spawn(self._ahead.keep_going())
+
+    def exchange(self, version: int, transfer: Callable[[], Metrics]) -> Metrics:
+        self.driver.run(self._ahead.pause())
+        result = transfer()
+        self._ahead.exchanged(version)
+        return result
+
+    def validate(self) -> Validation:
+        """With the engines free for it: what they have in flight continues afterwards."""
+        self.driver.run(self._ahead.free_engines())
+        return super().validate()
+
+    def _groups_of(self, step: int) -> tuple[list[SampleGroup], Metrics]:
+        groups = self.driver.run(self._ahead.collect(step))
+        before, now = self._counts_before, self._ahead.buffer.counts()
+        self._counts_before = now
+        return groups, {
+            "scheduler/collect_query_count": Mean(now["drawn"] - before["drawn"]),
+            "scheduler/query_use_count": Mean(len(groups)),
+            "scheduler/filtered_query_count": Mean(now["filtered"] - before["filtered"]),
+            "scheduler/stale_query_count": Mean(now["stale"] - before["stale"]),
+            "scheduler/generating_query_count": Mean(now["generating"]),
+            "scheduler/waiting_query_count": Mean(now["scoring"] + now["ready"]),
+        } | staleness_metrics(groups, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and arrays. Engines are interrupted for it and continue at once."""
+        ahead = self.driver.run(self._ahead.state_dict())
+        self.num_drawn = self._flow.next_order
+        return super().state_dict() | {"ahead": ahead}
+
+    def state_between_steps(self) -> dict[str, Any]:
+        """As :meth:`state_dict`, without a word to the engines: samples have what an engine last got of them."""
+        self.num_drawn = self._flow.next_order
+        return super().state_dict() | {"ahead": self._ahead.state_between_steps()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._flow.next_order = self.num_drawn
+        if "ahead" in state:  # not in the checkpoint of a synchronous run
+            self.driver.run(self._ahead.load_state_dict(state["ahead"], self._data.sampler.find))
+        self._counts_before = self._ahead.buffer.counts()
+
+
+def staleness_metrics(groups: Sequence[SampleGroup], step: int) -> Metrics:
+    """How many steps the weights that sampled are behind those that are trained, by sample and by token."""
+    samples = [spans for group in groups for spans in group.finished.weight_versions]
+    oldest = np.array([step - spans[0][0] for spans in samples])
+    lags = np.array([(step - version, end - start) for spans in samples for version, start, end in spans])
+    tokens = float(lags[:, 1].sum())
+    return {
+        "scheduler/version_lag/mean": Mean(float((lags[:, 0] * lags[:, 1]).sum()), tokens),
+        "scheduler/version_lag/max": Max(float(oldest.max())),
+        "scheduler/off_policy_ratio": Mean(float((oldest > 0).sum()), len(oldest)),
+        "scheduler/partial_ratio": Mean(float(sum(len(spans) > 1 for spans in samples)), len(samples)),
+    }

@@ -1,13 +1,9 @@
-"""Validation: the questions of every set, answered by sampling and greedily, and scored.
-
-It drives nothing by itself: whoever waits for engines, or for something else, hands it what is done
-(:meth:`Validation.advance`).
-"""
+"""Validation: the prompts of every set, answered by sampling and greedily, and scored."""
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -15,19 +11,12 @@ from itertools import islice
 import numpy as np
 
 from roll.datasets.types import PromptRow
-from roll.distributed import PendingCall
 from roll.pipelines.rlvr.accuracy import accuracy_metrics, is_correct
 from roll.pipelines.rlvr.plan import ValidationSet
-from roll.rollout.engines import EnginePool
-from roll.rollout.flow import DrawPrompts, GroupFlow, GroupSettings
+from roll.rollout.flow import DrawPrompts, greedy, sampling_params
 from roll.rollout.groups import SampleGroup
-from roll.rollout.rewarding import RewardRouter
-from roll.rollout.sampling import greedy, sampling_params
-from roll.rollout.scheduler import Collection
+from roll.rollout.scheduling import RolloutScheduler
 from roll.strategies.engines.requests import SamplingParams
-
-LANE = "validation"
-"""Of its requests to the engines, which training may use as well."""
 
 
 @dataclass(frozen=True)
@@ -99,64 +88,30 @@ class ValidationPlan:
         return metrics | (overall(shown) if len(shown) > 1 else {}), shown
 
 
+@dataclass(frozen=True)
 class Validation:
-    """One validation under way, round after round. Begins when it is made.
+    """The scored responses of a validation."""
 
-    Args:
-        rewards: of its own, apart from the one that training uses.
-        seed: see :class:`~roll.rollout.flow.GroupSettings`.
-    """
-
-    def __init__(self, plan: ValidationPlan, engines: EnginePool, rewards: RewardRouter, seed: int) -> None:
-        self._plan = plan
-        self._engines = engines
-        self._rewards = rewards
-        self._seed = seed
-        self._remaining = deque(plan.rounds())
-        self._answered: dict[str, list[SampleGroup]] = defaultdict(list)
-        self._began = time.perf_counter()
-        self._ended = self._began
-        self._current: Collection | None = None
-        self._go_on()
-
-    @property
-    def complete(self) -> bool:
-        """All questions are answered and scored."""
-        return not self._remaining
-
-    @property
-    def pending(self) -> list[PendingCall]:
-        """What it waits for besides the engines."""
-        return self._rewards.pending
-
-    @property
-    def seconds(self) -> float:
-        """From the first question to the last score."""
-        return self._ended - self._began
-
-    def advance(self, done: Sequence[PendingCall]) -> None:
-        """Act on calls that are done, whoever's they are."""
-        if self._current is not None:
-            self._current.advance(done)
-            self._go_on()
+    plan: ValidationPlan
+    answered: Mapping[str, list[SampleGroup]]
+    """By pass."""
+    seconds: float
+    """From the first prompt to the last score."""
 
     def report(self) -> tuple[dict[str, float], dict[str, list[SampleGroup]]]:
         """Metrics, and the groups of each set's first pass."""
-        assert self.complete
-        return self._plan.report(self._answered)
+        return self.plan.report(self.answered)
 
-    def _go_on(self) -> None:
-        """Ask the next round where the current one is complete."""
-        while self._remaining and (self._current is None or self._current.complete):
-            if self._current is not None:
-                self._answered[self._remaining.popleft().way.name] += self._current.finish().groups
-            self._current = self._ask(self._remaining[0]) if self._remaining else None
-        self._ended = time.perf_counter()
 
-    def _ask(self, one: Round) -> Collection:
-        settings = GroupSettings(one.way.num_samples, one.way.params, self._seed, lane=LANE)
-        flow = GroupFlow(self._engines, self._rewards, draw_from(one.rows), settings, one.first)
-        return Collection(flow, len(one.rows))
+async def validate(plan: ValidationPlan, scheduler: RolloutScheduler) -> Validation:
+    """Answer and score the prompts of every set, round after round, whatever else the engines do."""
+    began = time.perf_counter()
+    answered: dict[str, list[SampleGroup]] = defaultdict(list)
+    for one in plan.rounds():
+        way, count = one.way, len(one.rows)
+        result = await scheduler.collect(draw_from(one.rows), count, way.num_samples, way.params, one.first)
+        answered[way.name] += result.groups
+    return Validation(plan, answered, time.perf_counter() - began)
 
 
 def overall(sampled: Mapping[str, Sequence[SampleGroup]]) -> dict[str, float]:

@@ -1,1 +1,1 @@
-"""What generation engines share: their interface, requests, sampling."""
+"""Shared parts of the generation engines: interface, requests, sampling."""

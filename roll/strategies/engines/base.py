@@ -1,4 +1,4 @@
-"""Generation engines: their interface, and what keeps one answering."""
+"""Generation engines: their interface, quarantine of failing requests, and the watch over an engine's ranks."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class GenerationStrategy(ABC):
         that they came with included."""
 
     def take_failures(self) -> dict[str, str]:
-        """Requests that have failed by themselves since the last call, by id, and why: they are unfinished no more, and
-        the others go on as if they had never been there."""
+        """Return the requests that have failed by themselves since the last call: reasons by request id. They are no
+        longer unfinished, and the others continue as if they had never been there."""
         return {}
 
     def recover(self) -> list[GenerationOutput]:
@@ -73,7 +73,8 @@ class GenerationStrategy(ABC):
         return self.abort()
 
     def running(self, request_ids: Iterable[str]) -> list[GenerationOutput]:
-        """What :meth:`abort` would return of these requests, which go on; nothing from an engine that cannot tell."""
+        """Outputs of these requests so far, as :meth:`abort` would return them, without stopping them; empty from an
+        engine that keeps no such record."""
         return []
 
     @abstractmethod
@@ -93,8 +94,8 @@ class GenerationStrategy(ABC):
         """
 
     def held_weights(self) -> Mapping[str, torch.Tensor] | None:
-        """What the engine computes with, by Hugging Face name, where single elements of it may be changed in place in
-        the course of an update; None: every update must bring whole layers."""
+        """Tensors that the engine computes with, by Hugging Face name, where single elements may be changed in place
+        during an update; None: every update must bring whole layers."""
         return None
 
     def held_checksums(self, names: Sequence[str]) -> Mapping[str, Checksum]:
@@ -105,7 +106,7 @@ class GenerationStrategy(ABC):
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether the engine computes with LoRA adapters of its own (:meth:`update_adapter`)."""
+        """True for an engine that computes with LoRA adapters of its own (:meth:`update_adapter`)."""
         return False
 
     def update_adapter(self, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> None:
@@ -220,15 +221,15 @@ class Quarantine:
 
     @property
     def is_open(self) -> bool:
-        """Whether suspects are being tried: new requests wait then."""
+        """True while suspects are being tried: new requests wait then."""
         return bool(self._suspects) or (self._tries_suspects and self._engine.num_unfinished > 0)
 
     def add(self, request: GenerationRequest) -> None:
-        """Let a new request wait until no suspect is left."""
+        """Queue a new request until no suspect is left."""
         self._newcomers.append(request)
 
     def drop(self, request_id: str) -> None:
-        """Forget a request that waits."""
+        """Remove a waiting request."""
         self._suspects = deque(
             kept for group in self._suspects if (kept := [r for r in group if r.request_id != request_id])
         )
@@ -276,7 +277,7 @@ class Quarantine:
             self._suspects.extendleft([begun[middle:], begun[:middle]])
 
     def _probe(self, error: Exception) -> None:
-        """Raise ``error`` where the engine fails at a plain request, too."""
+        """Raise ``error`` if the engine fails at a plain request as well."""
         name = "probe"
         try:
             self._engine.add_requests([GenerationRequest(name, [0], SamplingParams(1, temperature=0.0))])
@@ -291,16 +292,16 @@ class Quarantine:
 
 
 _NOTICE_SECONDS = 2.0
-"""From an error that a rank's death has caused to its end being seen: a neighbour may be heard before."""
+"""Grace between an error that a rank's death has caused and the end of its process: a peer may report first."""
 _END_SECONDS = 10.0
-"""For killed ranks to be gone."""
+"""Limit for killed ranks to be gone."""
 
 
 class RankWatch:
     """Ends this process when a rank of its engine has died, and the other ranks first.
 
-    A model without one of its parts computes nothing, and whoever waits for that part may wait for ever. So the death
-    of any rank becomes the death of the engine, which those who drive it know how to deal with.
+    A model without one of its shards computes nothing, and a peer that waits for that shard may wait forever. So the
+    death of any rank becomes the death of the engine, which its driver handles.
 
     Args:
         ranks: child processes; none for an engine that has no rank outside of this process.
@@ -318,13 +319,12 @@ class RankWatch:
             self._thread.start()
 
     def close(self) -> None:
-        """The ranks may end from now on."""
+        """Let the ranks end from now on."""
         self._is_over.set()
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
-        """For work that ranks take part in: if it fails because one has died, the process ends and nobody hears of the
-        failure."""
+        """Guard work that ranks take part in: if it fails because one has died, the process ends instead of raising."""
         try:
             yield
         except Exception:
@@ -345,7 +345,7 @@ class RankWatch:
         os._exit(1)
 
     def _kill(self) -> None:
-        """Returns when no rank is left: they hold devices, which whoever takes this engine's place needs."""
+        """Kill the ranks and wait until none is left: they hold devices that the engine's replacement needs."""
         for rank in self._ranks.values():
             rank.kill()
         left, give_up = set(self._ranks), time.monotonic() + _END_SECONDS

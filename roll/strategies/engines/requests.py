@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request is sampled. ``temperature`` 0 means greedy; ``top_k`` <= 0 and ``top_p`` 1 mean off."""
+    """Sampling settings of one request. ``temperature`` 0 means greedy; ``top_k`` <= 0 and ``top_p`` 1 mean off."""
 
     max_new_tokens: int
     min_new_tokens: int = 0
@@ -26,7 +26,7 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     top_log_probs: int = 0
-    """So many of the likeliest tokens are reported at each position, with their log-probs."""
+    """Number of most probable tokens reported at each position, with their log-probs."""
     seed: int | None = None
     """Sample i of the request draws from the stream (seed, i), whatever else is in the batch; None: engine's own."""
 
@@ -37,7 +37,7 @@ VersionSpan = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class PartialSample:
-    """The beginning of a response, from wherever it was sampled: an engine goes on behind it."""
+    """The beginning of a response, whichever engine sampled it; generation continues behind it."""
 
     token_ids: Sequence[int]
     log_probs: Sequence[float]
@@ -52,7 +52,7 @@ class PartialSample:
 class GenerationRequest:
     """``num_samples`` continuations of one prompt; the prompt is computed once for all of them.
 
-    A request may have been under way before. A sample in ``partial`` is continued behind what it has; limits, stop
+    A request may have been in flight before. A sample in ``partial`` is continued behind what it has; limits, stop
     conditions, the repetition penalty and the random stream count the whole response, so an interrupted sample becomes
     what it would have become uninterrupted. Samples in ``finished`` are not generated again.
     """
@@ -86,14 +86,14 @@ class GenerationOutput:
     weight_versions: list[VersionSpan] = field(default_factory=list)
     """Spans over ``token_ids``: the weights that each token was sampled with."""
     top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
-    """The likeliest tokens with their log-probs at each position that this engine sampled, under the same distribution
-    as ``log_probs``, the likeliest first; empty where ``SamplingParams.top_log_probs`` is 0."""
+    """The most probable tokens with their log-probs at each position that this engine sampled, in descending order and
+    under the same distribution as ``log_probs``; empty where ``SamplingParams.top_log_probs`` is 0."""
 
 
 def interrupted(
     request: GenerationRequest, aborted: Iterable[GenerationOutput], finished: Iterable[GenerationOutput]
 ) -> GenerationRequest:
-    """``request`` as it must be given to an engine, any engine, to be taken up where it was stopped.
+    """``request`` as any engine takes it to continue where it was stopped.
 
     Args:
         aborted: its unfinished samples, whole responses so far.
@@ -120,7 +120,7 @@ def visible_text(text: str, params: SamplingParams) -> str:
 
 
 def check_request(request: GenerationRequest, taken: Collection[str], max_model_len: int, vocab_size: int) -> None:
-    """Raise ValueError for a request that the engine cannot answer.
+    """Raise ValueError for a request that the engine cannot serve.
 
     Args:
         taken: ids of requests that are unfinished.

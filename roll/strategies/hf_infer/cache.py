@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What a model keeps for each token."""
+    """Size of a model's keys and values for each token."""
 
     num_layers: int
     num_kv_heads: int
@@ -61,7 +61,7 @@ class SlotCache:
 
 
 class DecodeSlots:
-    """Where one decoding step of ``size`` rows writes and reads.
+    """Cache positions that one decoding step of ``size`` rows writes and reads.
 
     Args:
         positions: int64 (size,), on the cache's device: where each row's new token goes.
@@ -101,8 +101,8 @@ class DecodeSlots:
         return bias.masked_fill_(past, torch.finfo(bias.dtype).min)
 
 
-_WORTHWHILE = 16  # a shorter beginning is computed again sooner than copied
-_GROWTH = 1.25  # of a buffer that is full
+_WORTHWHILE = 16  # tokens; a shorter prefix is recomputed sooner than copied
+_GROWTH = 1.25  # factor for a full buffer
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +121,7 @@ class _Entry:
         return len(self.token_ids)
 
     def common(self, token_ids: np.ndarray) -> int:
-        """Tokens that the sequence and ``token_ids`` have in common at their beginning."""
+        """Length of the common prefix of the sequence and ``token_ids``."""
         shorter = min(self.length, len(token_ids))
         different = np.flatnonzero(self.token_ids[:shorter] != token_ids[:shorter])
         return int(different[0]) if len(different) else shorter
@@ -150,11 +150,11 @@ class PrefixCache:
         return sum(entry.capacity for entry in self._entries)
 
     def accepts(self, length: int) -> bool:
-        """Whether a sequence of this length can be held."""
+        """True for a sequence of a length that can be held."""
         return _WORTHWHILE <= length <= self._max_tokens
 
     def put(self, token_ids: Sequence[int], keys_values: torch.Tensor) -> None:
-        """Hold a sequence, behind the longest held one that is a beginning of it; others that are leave.
+        """Hold a sequence: append it to the longest entry that is a prefix of it, and drop the other prefixes.
 
         Args:
             keys_values: (num_layers, 2, num_kv_heads, length, head_dim) of its tokens; copied.
@@ -164,20 +164,20 @@ class PrefixCache:
         if len(new) in common:
             self._touch(self._entries[common.index(len(new))])
             return
-        beginnings = [entry for entry, count in zip(self._entries, common, strict=True) if count == entry.length]
-        longest = max(beginnings, key=lambda entry: entry.length, default=None)
-        self._entries = [entry for entry in self._entries if entry is longest or entry not in beginnings]
+        prefixes = [entry for entry, count in zip(self._entries, common, strict=True) if count == entry.length]
+        longest = max(prefixes, key=lambda entry: entry.length, default=None)
+        self._entries = [entry for entry in self._entries if entry is longest or entry not in prefixes]
         known = longest.length if longest is not None else 0
         entry = self._with_room(longest, known, new, keys_values)
         entry.keys_values[:, :, :, known : len(new)] = keys_values[:, :, :, known:]
 
     def extended(self, token_ids: Sequence[int]) -> tuple[torch.Tensor, int] | None:
-        """Room for the keys and values of a prompt, of which the longest beginning that is held is there.
+        """Room for the keys and values of a prompt, with its longest prefix in the cache filled in.
 
         Returns:
             keys_values (num_layers, 2, num_kv_heads, length of the prompt, head_dim), whose last tokens the caller has
             to fill in; and how many tokens are there, never all of them: the last one must be computed for its logits.
-            None: no beginning is worth it.
+            None: no prefix is long enough.
         """
         prompt = np.asarray(token_ids, dtype=np.int64)
         common = [min(entry.common(prompt), len(prompt) - 1) for entry in self._entries]
@@ -187,7 +187,7 @@ class PrefixCache:
         self.num_reused += known
         found = self._entries[common.index(known)]
         if known < found.length or not self.accepts(len(prompt)):
-            # What stands behind the beginning belongs to another sequence, which may be in use.
+            # The entry's tokens behind the prefix belong to another sequence, which may be in use.
             self._touch(found)
             room = found.keys_values.new_empty(_shape(found.keys_values, len(prompt)))
             room[:, :, :, :known] = found.keys_values[:, :, :, :known]

@@ -45,7 +45,7 @@ class Decoder(ABC):
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.weights: dict[str, torch.Tensor] = model.state_dict()
-        """What the engine computes with, by Hugging Face name (tied weights under every one of their names)."""
+        """Tensors that the engine computes with, by Hugging Face name (tied weights under every one of their names)."""
         self.device = model.device
         self.dtype = model.dtype
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
@@ -128,7 +128,7 @@ _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})  # those that 
 
 
 def is_fusable(model: nn.Module) -> bool:
-    """Whether :class:`FusedDecoder` computes this model."""
+    """True for a model that :class:`FusedDecoder` computes."""
     config: Any = model.config
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     return type(model).__name__ in _FAMILIES and config.hidden_act == "silu" and rope in _STATIC_ROPE

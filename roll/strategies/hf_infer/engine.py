@@ -36,13 +36,13 @@ class _QueuedGroup:
     waiting: deque[int]
     """Their indices."""
     carried: PartialSample | None = None
-    """What a sample begun elsewhere has; it waits alone."""
+    """Tokens of a sample that was begun elsewhere; it waits alone."""
     prompt: PromptStates | None = None
     """Kept when only some of the samples found a free row."""
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """What is computed before their next token can be sampled."""
+        """Tokens that are computed before the next one can be sampled."""
         prompt = self.request.prompt_token_ids
         return prompt if self.carried is None else [*prompt, *self.carried.token_ids]
 
@@ -58,7 +58,7 @@ class _QueuedGroup:
 
 @dataclass(slots=True)
 class _Admission:
-    """What one step lets in: how many samples of which groups."""
+    """Admission of one step: number of samples by group."""
 
     groups: list[_QueuedGroup] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
@@ -71,11 +71,10 @@ class GenerationEngine:
 
     Args:
         decode_text: token ids to text (needed by requests with stop strings).
-        eos_token_ids: end every sample, beside the request's own stop tokens.
+        eos_token_ids: end every sample, in addition to the request's own stop tokens.
         max_model_len: most tokens of prompt and response together.
         seed: of the requests that bring none.
-        prefix_cache_tokens: most tokens of samples that are over whose keys and values are kept, for prompts that begin
-            with them.
+        prefix_cache_tokens: capacity of the prefix cache.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class GenerationEngine:
         self._requests_without_seed = 0
         self._failures: dict[str, str] = {}
         self._has_recorded = False
-        """Whether the last step has come to its tokens."""
+        """True once the last step has recorded its tokens."""
         self._version = 0
         self._queue: deque[_QueuedGroup] = deque()
         self._unfinished: dict[str, int] = {}
@@ -175,7 +174,7 @@ class GenerationEngine:
     def recover(self) -> list[GenerationOutput]:
         """Drop everything after an error in :meth:`step`; the samples as they were before it."""
         if self._has_recorded:
-            # Nobody has heard of these tokens; some may have ended their samples.
+            # These tokens have not been reported; some may have ended their samples.
             self._rows.generated[: self._rows.size] -= 1
         outputs = [self._rows.output(row, "abort") for row in range(self._rows.size)]
         for output in outputs:
@@ -270,7 +269,7 @@ class GenerationEngine:
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _known_prompt(self, group: _QueuedGroup) -> PromptStates | None:
-        """The states of a prompt that was computed for some of the samples already, or begins with what is held."""
+        """States of a prompt that was computed for some of the samples already, or has a prefix in the cache."""
         if group.prompt is None:
             extended = self._prefixes.extended(group.token_ids)
             if extended is not None:
@@ -327,7 +326,7 @@ class GenerationEngine:
         return self._decoder.decode(tokens, slots)[:size]
 
     def _release(self, rows: np.ndarray, reasons: Sequence[FinishReason]) -> list[GenerationOutput]:
-        """Hand out the samples of ``rows`` (sorted) and close the gaps they leave."""
+        """Return the samples of ``rows`` (sorted) and close the gaps they leave."""
         outputs = [self._rows.output(int(row), reason) for row, reason in zip(rows, reasons, strict=True)]
         if not len(rows):
             return outputs
@@ -343,7 +342,7 @@ class GenerationEngine:
         return outputs
 
     def _hold(self, rows: np.ndarray) -> None:
-        """Keep the keys and values of samples that are over; their last token has none."""
+        """Put the keys and values of ended samples into the prefix cache; their last token has none."""
         for row in rows:
             length = int(self._rows.lengths[row]) - 1
             if self._prefixes.accepts(length) and not self._rows.samples[row].stale:

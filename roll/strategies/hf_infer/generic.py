@@ -79,7 +79,7 @@ class GenericDecoder(Decoder):
 
     @torch.no_grad()
     def _probe_shape(self) -> CacheShape:
-        """What the model really writes into a cache, found by computing one token."""
+        """Shape of what the model really writes into a cache, found by computing one token."""
         cache = DynamicCache()
         self.model(torch.zeros(1, 1, dtype=torch.int64, device=self.device), past_key_values=cache, use_cache=True)
         written = _written(cache)

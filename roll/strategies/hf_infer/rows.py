@@ -37,7 +37,7 @@ class RunningSample:
     stale: bool = False
     """Its keys and values are those of other weights than the engine has."""
     top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
-    """The likeliest tokens of each position, where the request asks for them."""
+    """The most probable tokens of each position, where the request asks for them."""
 
     def note_version(self, version: int, num_tokens: int) -> None:
         """Tokens from number ``num_tokens`` on are sampled with weights ``version``."""
@@ -268,7 +268,7 @@ class Sampler:
             log_probs = probs.gather(1, tokens[:, None])[:, 0].log()
             distribution = probs
         if settings.most_top:
-            self._record_likeliest(distribution if settings.all_greedy else distribution.log(), settings.most_top)
+            self._record_top(distribution if settings.all_greedy else distribution.log(), settings.most_top)
         if settings.penalty is not None and self._seen is not None:
             self._seen[torch.arange(rows.size, device=self._device), tokens] = True
         # One transfer; ids and float32 log-probs are exact in float64.
@@ -299,14 +299,14 @@ class Sampler:
             tokens = torch.where(settings.greedy, logits.argmax(-1), tokens)
         return tokens, probs
 
-    def _record_likeliest(self, log_probs: torch.Tensor, count: int) -> None:
-        """Note the likeliest tokens of the rows that ask for them."""
+    def _record_top(self, log_probs: torch.Tensor, count: int) -> None:
+        """Record the most probable tokens of the rows that ask for them."""
         values, tokens = log_probs.topk(min(count, self._vocab_size), dim=-1)
         value_rows, token_rows = values.tolist(), tokens.tolist()
         for row in np.flatnonzero(self._rows.num_top[: self._rows.size]):
             wanted = int(self._rows.num_top[row])
-            likeliest = list(zip(token_rows[row][:wanted], value_rows[row][:wanted], strict=True))
-            self._rows.samples[row].top_log_probs.append(likeliest)
+            top = list(zip(token_rows[row][:wanted], value_rows[row][:wanted], strict=True))
+            self._rows.samples[row].top_log_probs.append(top)
 
 
 class _Settings:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from roll.checkpoint import CheckpointDamagedError
 from roll.checkpoint.contents import ModelContents
 from roll.config.roles import TrainingArguments
-from roll.protocol.rank import RankInfo
+from roll.protocol.metrics import RankInfo
 from roll.strategies.megatron.cpu_compat import construction
 from roll.strategies.megatron.weights import OwnParameter
 from roll.strategies.training.checkpoint import load_trainer_state, restore_rng_states, save_trainer_state

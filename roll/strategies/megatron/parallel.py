@@ -25,7 +25,7 @@ from roll.config.roles import ModelArguments
 from roll.config.strategies.registry import MegatronStrategyConfig
 from roll.models.build import has_tied_embeddings, load_config
 from roll.platforms import current_platform
-from roll.protocol.rank import RankInfo
+from roll.protocol.metrics import RankInfo
 from roll.strategies.base import ModelHead
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from roll.models.loading import TensorFiles
 from roll.models.lora import DOWN_PART, UP_PART, adapter_names, merged_weight
 from roll.platforms import current_platform
-from roll.protocol.rank import RankInfo
+from roll.protocol.metrics import RankInfo
 from roll.strategies.base import ALL_WEIGHTS, ModelHead, WeightSelection
 from roll.strategies.megatron.parallel import head_dim
 

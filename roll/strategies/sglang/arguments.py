@@ -114,7 +114,7 @@ def sampling_settings(
     """SGLang's ``sampling_params`` of one sample. It decides on the end; ``custom_params`` are for the sampler.
 
     Args:
-        end_token_ids: end every sample, beside the request's own stop tokens.
+        end_token_ids: end every sample, in addition to the request's own stop tokens.
         most: tokens of the whole response.
         num_prompt: tokens of the prompt.
         num_begun: tokens of the response that the sample comes with; SGLang counts them to its prompt.
@@ -146,9 +146,9 @@ class Sample:
     request: GenerationRequest
     index: int
     begun: PartialSample | None
-    """What it came with."""
+    """Tokens that it came with."""
     version: int
-    """Of the weights that the next token is drawn with."""
+    """Version of the weights that the next token is drawn with."""
     matcher: StopStringMatcher | None
     token_ids: list[int] = field(default_factory=list)
     """Behind those that it came with."""
@@ -171,8 +171,8 @@ class Sample:
             self.token_ids.append(int(token_id))
             self.log_probs.append(float(log_prob))
             if self.request.params.top_log_probs:
-                likeliest = meta["output_top_logprobs"][position]
-                self.top_log_probs.append([(int(token), float(value)) for value, token, _ in likeliest])
+                top = meta["output_top_logprobs"][position]
+                self.top_log_probs.append([(int(token), float(value)) for value, token, _ in top])
             if self.matcher is not None and self.matcher.push(int(token_id)):
                 self.finish_reason = "stop"
                 return
@@ -192,7 +192,7 @@ class Sample:
         self.version = version
 
     def step_back(self) -> None:
-        """Undo the end of a sample that nobody has heard of: its last token will be drawn again, and be the same."""
+        """Undo the end of a sample that has not been reported: its last token will be drawn again, and be the same."""
         self.finish_reason = None
         del self.token_ids[-1:], self.log_probs[-1:], self.top_log_probs[-1:]
         count = len(self.token_ids)

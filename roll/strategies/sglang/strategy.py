@@ -36,7 +36,7 @@ from roll.strategies.sglang.weights import WeightUpdates, check
 logger = logging.getLogger(__name__)
 
 _STEP_SECONDS = 1.0
-"""How long a step waits for a token before it returns without one."""
+"""Limit of a step's wait for a token."""
 _TURNS = 5
 """Turns of the event loop after which what has arrived has reached the samples."""
 
@@ -228,7 +228,7 @@ class SglangStrategy(GenerationStrategy):
         if self._new_version is not None:
             raise RuntimeError(f"sglang: the update to version {self._new_version} is not finished")
         self._run(self._updates.open())
-        # The answer came behind the last tokens of the old weights.
+        # The reply came behind the last tokens of the old weights.
         self._run(self._settle())
         self._new_version = version
 
@@ -273,8 +273,8 @@ class SglangStrategy(GenerationStrategy):
 
     async def _release(self) -> None:
         # A scheduler that still works at something would end its process, and this one with it.
-        answer = await self._manager.flush_cache(timeout_s=_STEP_SECONDS * 10)
-        check("flush_cache", (answer.success, "requests are still running"))
+        reply = await self._manager.flush_cache(timeout_s=_STEP_SECONDS * 10)
+        check("flush_cache", (reply.success, "requests are still running"))
         request = io_struct.ReleaseMemoryOccupationReqInput(tags=["weights", "kv_cache"])
         await self._manager.release_memory_occupation(request, None)
 

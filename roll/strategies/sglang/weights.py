@@ -37,12 +37,12 @@ FUSED: dict[str, tuple[str, str | int]] = {
     "gate_proj": ("gate_up_proj", 0),
     "up_proj": ("gate_up_proj", 1),
 }
-"""Where a tensor of a checkpoint goes in a fused layer."""
+"""Fused layer, and shard of it, of a checkpoint's tensor."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What an update should leave in the model for one tensor."""
+    """Checksums that an update should leave in the model for one tensor."""
 
     whole: int
     """Checksum of the tensor as it was sent."""
@@ -53,7 +53,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank holds its part of a tensor: ``length`` from ``offset`` on of ``parameter``'s dimension ``dim``,
+    """Place of a rank's part of a tensor: ``length`` from ``offset`` on of ``parameter``'s dimension ``dim``,
     which are those from ``start`` on of the tensor."""
 
     parameter: torch.Tensor
@@ -70,7 +70,7 @@ class Place:
 
 
 _expected: dict[str, Expected] = {}
-"""Of every tensor that an update has brought, the last one counts."""
+"""Expectation of every tensor that an update has brought; the last update counts."""
 _errors: list[str] = []
 
 
@@ -114,7 +114,7 @@ def report(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tens
 
 
 def place_of(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> Place | None:
-    """Where this rank's model holds (its part of) ``tensor``; None: nowhere that is known."""
+    """Place of (this rank's part of) ``tensor`` in its model; None: unknown."""
     module_name, _, parameter_name = name.rpartition(".")
     parent, _, leaf = module_name.rpartition(".")
     modules, shard = dict(model.named_modules()), None
@@ -146,7 +146,7 @@ def place_of(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> Place |
 
 
 def _place_in_qkv(layer: Any, parameter: torch.Tensor, shard: str, rank: int, rows: int) -> Place:
-    """Heads are cut over the ranks; where there are fewer key heads than ranks, several ranks hold the same ones."""
+    """Heads are sharded over the ranks; of fewer key heads than ranks, several ranks hold the same ones."""
     query, key = layer.num_heads * layer.head_size, layer.num_kv_heads * layer.head_size
     if shard == "q":
         return _share(parameter, 0, 0, rank, query, rows)
@@ -165,13 +165,13 @@ def _is_all_of(place: Place, tensor: torch.Tensor) -> bool:
     return place.length == tensor.shape[place.dim] and place.parameter.dtype == tensor.dtype
 
 
-def check(method: str, answer: tuple[bool, str]) -> None:
-    """SGLang answers whether it did something, and raises nothing.
+def check(method: str, reply: tuple[bool, str]) -> None:
+    """Raise where SGLang replies that it did not do something; it raises nothing itself.
 
     Raises:
         RuntimeError: it did not.
     """
-    success, message = answer
+    success, message = reply
     if not success:
         raise RuntimeError(f"sglang: {method} failed: {message}")
 
@@ -214,8 +214,8 @@ class WeightUpdates:
         """
         flush = not self._keep_cache
         with tempfile.TemporaryDirectory(prefix="roll-sglang-") as folder:
-            question = [(folder, torch.zeros(1))]
-            await self._send(REPORTER, question, flush_cache=flush, weight_version=str(version))
+            message = [(folder, torch.zeros(1))]
+            await self._send(REPORTER, message, flush_cache=flush, weight_version=str(version))
             reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).iterdir())]
         check("end_weight_update", await self._manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None))
         await self._manager.continue_generation(io_struct.ContinueGenerationReqInput())

@@ -100,11 +100,9 @@ def _on_cpu(options: VllmStrategyConfig, model_config: Any, max_model_len: int, 
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     _check_head_size(head_dim, text)
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    # Of one rank: the cache is cut like the model.
-    layers, heads = (
-        _cut(text.num_hidden_layers, options.pipeline_parallel_size),
-        _cut(kv_heads, options.tensor_parallel_size),
-    )
+    # Of one rank: the cache is sharded like the model.
+    layers = _largest_share(text.num_hidden_layers, options.pipeline_parallel_size)
+    heads = _largest_share(kv_heads, options.tensor_parallel_size)
     token_bytes = 2 * layers * heads * head_dim * dtype.itemsize
     sequence_bytes = _up_to_multiple(max_model_len, block) * token_bytes
     # One block more: vLLM keeps one for itself.
@@ -121,7 +119,7 @@ def _on_cpu(options: VllmStrategyConfig, model_config: Any, max_model_len: int, 
 
 
 def _check_head_size(head_dim: int, text_config: Any) -> None:
-    """Told at start; vLLM itself only says so at the first token."""
+    """Raise at start what vLLM itself raises at the first token only."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     sizes = CPUAttentionBackend.get_supported_head_sizes()
@@ -133,11 +131,10 @@ def _check_head_size(head_dim: int, text_config: Any) -> None:
 
 
 def _up_to_multiple(number: int, of: int) -> int:
-    return _cut(number, of) * of
+    return _largest_share(number, of) * of
 
 
-def _cut(number: int, parts: int) -> int:
-    """The largest part."""
+def _largest_share(number: int, parts: int) -> int:
     return -(-number // parts)
 
 
@@ -154,7 +151,7 @@ def sampling_params(
     neighbouring seeds share streams.
 
     Args:
-        end_token_ids: end every sample, beside the request's own stop tokens.
+        end_token_ids: end every sample, in addition to the request's own stop tokens.
         room: tokens that fit after the prompt.
         num_begun: tokens of the response that the sample comes with; vLLM counts them to its prompt.
     """
@@ -200,7 +197,7 @@ def generation_output(
         log_probs,
         _REASONS[sample.finish_reason],
         spans or [(weight_version, 0, len(token_ids))],
-        _likeliest(sample.logprobs, len(token_ids)),
+        _top_log_probs(sample.logprobs, len(token_ids)),
     )
 
 
@@ -236,7 +233,7 @@ def _log_probs(flat: Any, num_tokens: int) -> list[float]:
     return [flat.logprobs[start] for start in flat.start_indices]
 
 
-def _likeliest(flat: Any, num_tokens: int) -> list[list[tuple[int, float]]]:
+def _top_log_probs(flat: Any, num_tokens: int) -> list[list[tuple[int, float]]]:
     """The further entries of each position; empty where only the sampled token was asked for."""
     if not num_tokens or all(end - start <= 1 for start, end in zip(flat.start_indices, flat.end_indices, strict=True)):
         return []

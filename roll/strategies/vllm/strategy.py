@@ -32,7 +32,7 @@ from roll.strategies.engines.requests import (
 )
 from roll.strategies.vllm.arguments import behind, engine_arguments, generation_output, sampling_params, show_begun_text
 from roll.strategies.vllm.verification import quieten
-from roll.strategies.vllm.worker import POLICY, SharedBucket, check_answers, joined_checksums
+from roll.strategies.vllm.worker import POLICY, SharedBucket, check_results, joined_checksums
 from roll.weight_sync.messages import Checksum
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class _Sample:
     internal_id: str
     """vLLM's own name of it."""
     begun: PartialSample | None
-    """What it came with."""
+    """Tokens that it came with."""
 
 
 class VllmStrategy(GenerationStrategy):
@@ -68,12 +68,12 @@ class VllmStrategy(GenerationStrategy):
         self._new_version: int | None = None
         self._is_reloading = False
         self._checksums: dict[str, Checksum] = {}
-        """Of what the update has brought so far."""
+        """Checksums of the tensors that the update has brought so far."""
         self._num_ranks = config.devices_per_worker
         self._shared = SharedBucket()
         self._watch = RankWatch([], self._shared.close)
         self._asleep: list[str] = []
-        """What has left the device, by vLLM's names."""
+        """Parts that have left the device, by vLLM's names."""
 
     def initialize(self) -> None:
         """See the base class.
@@ -197,7 +197,7 @@ class VllmStrategy(GenerationStrategy):
         return [self._output(self._samples[result.request_id], result) for result in results]
 
     def _keys(self, request_ids: Iterable[str]) -> list[str]:
-        """Of the unfinished samples of these requests, in order."""
+        """Keys of the unfinished samples of these requests, in order."""
         return [
             key
             for request_id in request_ids
@@ -211,7 +211,7 @@ class VllmStrategy(GenerationStrategy):
         return [state.make_request_output([], None, FinishReason.ABORT, None) for state in mine]
 
     def _take(self, result: Any) -> GenerationOutput:
-        """The output of a sample that is over; it is unfinished no more."""
+        """Output of an ended sample, which is no longer unfinished."""
         sample = self._samples.pop(result.request_id)
         keys = self._unfinished[sample.request_id]
         keys.remove(result.request_id)
@@ -245,14 +245,14 @@ class VllmStrategy(GenerationStrategy):
 
     @property
     def takes_adapters(self) -> bool:
-        """Where ``engine_args`` has ``enable_lora``."""
+        """True where ``engine_args`` has ``enable_lora``."""
         return bool(self._config.engine_args.get("enable_lora"))
 
     def update_adapter(self, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> None:
         if self._new_version is None:
             raise RuntimeError("vllm: update_adapter outside of start_weight_update and finish_weight_update")
-        answers = self._ask_ranks("roll_replace_adapter", self._for_ranks(tensors), dict(scalings))
-        self._checksums |= joined_checksums(answers)
+        by_rank = self._ask_ranks("roll_replace_adapter", self._for_ranks(tensors), dict(scalings))
+        self._checksums |= joined_checksums(by_rank)
 
     def held_checksums(self, names: Sequence[str]) -> dict[str, Checksum]:
         return joined_checksums(self._ask_ranks("roll_held_checksums", list(names)))
@@ -279,11 +279,11 @@ class VllmStrategy(GenerationStrategy):
         return self._shared.write(tensors) if self._num_ranks > 1 else dict(tensors)
 
     def _ask_ranks(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of the worker extension; one answer a rank."""
+        """Call a method of the worker extension; return one result a rank."""
         with self._watch.blamed():
-            answers = self._running_engine().collective_rpc(method, args=arguments)
-            check_answers(answers)
-        return answers
+            results = self._running_engine().collective_rpc(method, args=arguments)
+            check_results(results)
+        return results
 
     def sleep(self) -> None:
         """Free the KV cache, and move or drop the weights (``sleep_level``), on a GPU. Only between requests."""

@@ -28,12 +28,12 @@ def quieten() -> None:
 
 @dataclass(frozen=True)
 class _Held:
-    """Where a rank has its part of a tensor of the checkpoint."""
+    """Place of a rank's part of a tensor of the checkpoint."""
 
     layer: Any
     parameter_name: str
     checksum: int
-    """Of the tensor as sent, if the part was right."""
+    """Checksum of the tensor as sent, if the part was right."""
 
     @property
     def key(self) -> tuple[int, str]:
@@ -56,7 +56,7 @@ class ReloadVerifier:
         self._received: dict[str, int] = {}
         """Checksums of tensors that cannot be found again."""
         self._probes: dict[int, Probe] = {}
-        """Of the packed layers, by identity."""
+        """Probes of the packed layers, by identity."""
         self._sent: dict[str, torch.Tensor] = {}
         self._names: dict[int, str] = {}
         self._checksums: dict[str, int] = {}
@@ -128,7 +128,7 @@ class ReloadVerifier:
                 path, _, parameter_name = name.rpartition(".")
                 self._compare(name, self._model.get_submodule(path), parameter_name)
         if self._sent:
-            # Renamed or rearranged by the model's own loader, so there is nothing to lay them beside.
+            # Renamed or rearranged by the model's own loader, so there is nothing to compare them with.
             logger.warning(
                 "%d tensors (%s, ...) cannot be found again in vLLM's model: they are verified as received only",
                 len(self._sent),
@@ -143,7 +143,7 @@ class ReloadVerifier:
         return self._checksums | received
 
     def _now(self, held: _Held) -> int:
-        """Says what is computed with: 1 if a packed layer is right, else a checksum of the parameter."""
+        """State of what is computed with: 1 for a packed layer that is right, a checksum for another parameter."""
         if held.parameter_name == "weight" and id(held.layer) in self._probes:
             return int(computes_with(held.layer, self._probes[id(held.layer)]))
         return tensor_checksum(getattr(held.layer, held.parameter_name))
@@ -179,7 +179,7 @@ class Probe:
     """One product of a matrix (out, in), computed the plain way; float32."""
 
     vector: torch.Tensor
-    """Of signs, (in,)."""
+    """Random signs, (in,)."""
     product: torch.Tensor
     """(out,)."""
     magnitude: torch.Tensor
@@ -208,7 +208,7 @@ def check_packing(layer: Any, probe: Probe) -> None:
 
 
 def computes_with(layer: Any, probe: Probe) -> bool:
-    """Whether a packed layer computes the product that its plain matrix had, but for rounding."""
+    """True if a packed layer computes the product that its plain matrix had, but for rounding."""
     dtype = layer.weight.dtype
     computed = layer.cpu_linear(probe.vector.to(dtype)[None], layer.weight, None)[0].float()
     # Sums are float32 in any order, and the result is rounded once to its dtype.

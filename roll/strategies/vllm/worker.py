@@ -37,36 +37,36 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class RankFailure:
-    """A rank's answer in place of an exception: vLLM would forget the type, and which rank it was."""
+    """A rank's result in place of an exception: vLLM would lose the type, and which rank it was."""
 
     rank: int
     is_value_error: bool
     text: str
 
 
-def answering(method: Callable[..., _Result]) -> Callable[..., _Result | RankFailure]:
-    """A method for ``collective_rpc`` that always answers."""
+def returning_failures(method: Callable[..., _Result]) -> Callable[..., _Result | RankFailure]:
+    """Wrap a method for ``collective_rpc`` so that it returns its exceptions."""
 
     @wraps(method)
-    def answer(*args: Any, **kwargs: Any) -> _Result | RankFailure:
+    def call(*args: Any, **kwargs: Any) -> _Result | RankFailure:
         try:
             return method(*args, **kwargs)
         except Exception as error:  # raised again in the engine's process
             return RankFailure(get_world_group().rank, isinstance(error, ValueError), str(error))
 
-    return answer
+    return call
 
 
-def check_answers(answers: Sequence[Any]) -> None:
-    """Raise what the ranks that failed have to say.
+def check_results(results: Sequence[Any]) -> None:
+    """Raise the failures of ranks.
 
     Raises:
         ValueError: a rank refused a value. RuntimeError: a rank failed otherwise.
     """
-    failures = [answer for answer in answers if isinstance(answer, RankFailure)]
+    failures = [result for result in results if isinstance(result, RankFailure)]
     if not failures:
         return
-    texts = [failure.text if len(answers) == 1 else f"rank {failure.rank}: {failure.text}" for failure in failures]
+    texts = [failure.text if len(results) == 1 else f"rank {failure.rank}: {failure.text}" for failure in failures]
     kind = ValueError if all(failure.is_value_error for failure in failures) else RuntimeError
     raise kind("; ".join(texts))
 
@@ -85,7 +85,7 @@ _MEMORY = "/dev/shm"
 
 @dataclass(frozen=True)
 class SharedTensors:
-    """Says where tensors lie; what the ranks are handed."""
+    """Handle of tensors in shared memory, as the ranks receive it."""
 
     path: str
     num_bytes: int
@@ -236,7 +236,7 @@ class WeightReceiver:
     _roll_verifier: ReloadVerifier | None = None
     _roll_adapter: PolicyAdapter | None = None
 
-    @answering
+    @returning_failures
     def roll_begin(self, engine_pid: int) -> None:
         """In a rank that is a process of its own: end with the engine's process, whatever this one is doing."""
         quieten()
@@ -244,8 +244,8 @@ class WeightReceiver:
         self._roll_make_stage_buffers()
 
     def _roll_make_stage_buffers(self) -> None:
-        """What a later stage receives is copied to buffers, which vLLM makes when it tries the model out: on a CPU it
-        does so only before it compiles."""
+        """Allocate the buffers that a later stage receives into. vLLM makes them in its trial run of the model, which
+        on a CPU takes place only before it compiles."""
         runner = self.model_runner
         is_later_stage = not get_pp_group().is_first_rank
         if is_later_stage and runner.device.type == "cpu" and runner.intermediate_tensors is None:
@@ -253,13 +253,13 @@ class WeightReceiver:
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
 
-    @answering
+    @returning_failures
     def roll_add_adapter(self) -> None:
         """Before the first request of an engine with LoRA: the policy's adapter, which changes nothing yet."""
         self._roll_adapter = PolicyAdapter(self.model_runner.lora_manager)
         self._roll_adapter.clear()
 
-    @answering
+    @returning_failures
     def roll_start_reload(self) -> None:
         model = self.model_runner.model
         initialize_layerwise_reload(model)
@@ -267,7 +267,7 @@ class WeightReceiver:
             self._roll_verifier = ReloadVerifier(model)
         self._roll_verifier.start()
 
-    @answering
+    @returning_failures
     @torch.no_grad()
     def roll_load(self, tensors: Tensors) -> None:
         """Load full tensors by Hugging Face name. A rank of several takes its part of them.
@@ -288,7 +288,7 @@ class WeightReceiver:
 
         self.model_runner.model.load_weights(arriving())
 
-    @answering
+    @returning_failures
     @torch.no_grad()
     def roll_finish_reload(self) -> dict[str, int]:
         """Checksum, as sent, of every tensor that the model now holds."""
@@ -296,17 +296,17 @@ class WeightReceiver:
         finalize_layerwise_reload(self.model_runner.model, self.model_runner.model_config)
         return self._roll_verifier.finish(remember=self._roll_adapter is not None)
 
-    @answering
+    @returning_failures
     @torch.no_grad()
     def roll_replace_adapter(self, tensors: Tensors, scalings: Mapping[str, float]) -> dict[str, int]:
         """Checksum, as sent, of every A and B that the model now computes with."""
         assert self._roll_adapter is not None, "the engine has no adapters"
         return self._roll_adapter.replace(_opened(tensors), scalings)
 
-    @answering
+    @returning_failures
     @torch.no_grad()
     def roll_held_checksums(self, names: Sequence[str]) -> dict[str, int]:
-        """Of tensors that an earlier update brought."""
+        """Checksums of tensors that an earlier update brought."""
         assert self._roll_verifier is not None, "no weights have been loaded"
         return self._roll_verifier.held(names)
 

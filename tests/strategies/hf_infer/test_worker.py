@@ -11,7 +11,7 @@ import torch
 
 from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
 from roll.distributed import WorkerContext
-from roll.rollout.messages import EngineCommand, FinishedGroup
+from roll.rollout.groups import EngineCommand, FinishedGroup
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from roll.strategies.hf_infer.rows import RunningRows, Sampler
 from roll.workers.generation import GenerationWorker

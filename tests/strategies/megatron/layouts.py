@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from roll.protocol.rank import RankInfo
+from roll.protocol.metrics import RankInfo
 from tests.strategies.samples import TensorBatch, split_rows
 
 SHORT = {

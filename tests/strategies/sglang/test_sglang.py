@@ -1,4 +1,4 @@
-"""SGLang beside ``model.generate``, ``hf_infer`` and a plain forward pass; updates: good, faulty, in flight."""
+"""SGLang against ``model.generate``, ``hf_infer`` and a plain forward pass; updates: good, faulty, in flight."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.strategies.vllm import cases
 
 
 def two_ranks(folder: Path, kind: str) -> dict[str, Any]:
-    """An engine of two ranks, its matrices or its layers cut: greedy samples after 0, 1 and 10 updates beside those of
+    """An engine of two ranks, its matrices or its layers sharded: greedy samples after 0, 1 and 10 updates, those of
     ``hf_infer`` and of the model, then updates that go wrong on one rank."""
     found: dict[str, Any] = {}
     model = engine_models.load(folder)
@@ -110,7 +110,7 @@ def parts_of_ranks() -> dict[str, Any]:
 
 def answers_of_ranks() -> dict[str, Any]:
     """What ranks say, together."""
-    from roll.strategies.vllm.worker import RankFailure, SharedBucket, check_answers, joined_checksums
+    from roll.strategies.vllm.worker import RankFailure, SharedBucket, check_results, joined_checksums
 
     messages = []
     for failures in (
@@ -119,10 +119,10 @@ def answers_of_ranks() -> dict[str, Any]:
         [RankFailure(0, True, "odd"), RankFailure(1, True, "odd")],
     ):
         try:
-            check_answers(failures)
+            check_results(failures)
         except (ValueError, RuntimeError) as error:
             messages.append(f"{type(error).__name__}: {error}")
-    check_answers([None, {}])
+    check_results([None, {}])
     bucket, seen = SharedBucket(), []
     for size in (3, 100_000, 7):
         tensors = {"a": torch.arange(size), "b": torch.ones(size, dtype=torch.bfloat16)}

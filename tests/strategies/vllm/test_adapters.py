@@ -1,4 +1,4 @@
-"""LoRA adapters that vLLM computes with itself: A and B alone, beside the merged model."""
+"""LoRA adapters that vLLM computes with itself: A and B alone, against the merged model."""
 
 from __future__ import annotations
 

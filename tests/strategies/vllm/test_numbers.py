@@ -1,4 +1,4 @@
-"""vLLM beside ``model.generate``, ``hf_infer`` and a plain forward pass, before and after weight updates."""
+"""vLLM against ``model.generate``, ``hf_infer`` and a plain forward pass, before and after weight updates."""
 
 from __future__ import annotations
 

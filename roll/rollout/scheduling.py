@@ -1,0 +1,246 @@
+"""Which groups a training step gets: collected for the step, or ahead of it while training goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from roll.rollout.engines import EngineClient, Generation
+from roll.rollout.filters import GroupFilter
+from roll.rollout.flow import DrawPrompts, GroupSettings, Progress, PromptFlow, Rejections
+from roll.rollout.groups import SampleGroup
+from roll.rollout.loops import RolloutLoop
+from roll.rollout.replay import NO_PROGRESS, FindPrompt, ReplayBuffer
+from roll.rollout.rewarding import RewardClient
+from roll.strategies.engines.requests import SamplingParams
+
+
+@dataclass
+class RolloutResult:
+    """Groups in the order in which their prompts were drawn, and what it took to get them."""
+
+    groups: list[SampleGroup]
+    num_drawn: int = 0
+    num_filtered: int = 0
+    num_aborted: int = 0
+    rejected_mean_scores: list[float] = field(default_factory=list)
+
+
+class RolloutScheduler:
+    """Keeps engines and reward workers busy until enough groups have been accepted.
+
+    Args:
+        seed: see :class:`~roll.rollout.flow.GroupSettings`.
+        deadline: seconds after which a step in which nothing moves is given up.
+    """
+
+    def __init__(self, engines: EngineClient, rewards: RewardClient, seed: int, deadline: float) -> None:
+        self._engines = engines
+        self._rewards = rewards
+        self._seed = seed
+        self._deadline = deadline
+
+    async def collect(
+        self,
+        draw: DrawPrompts,
+        num_prompts: int,
+        group_size: int,
+        params: SamplingParams,
+        first_draw: int,
+        filters: Mapping[str, GroupFilter] | None = None,
+        num_additional: int = 0,
+        loop: RolloutLoop | None = None,
+    ) -> RolloutResult:
+        """Generate and score ``group_size`` samples for each of ``num_prompts`` prompts, or for all that there are.
+
+        Args:
+            first_draw: how many prompts the run has drawn before; continues the count of draws.
+            filters: by domain; a rejected group is replaced by another prompt's.
+            num_additional: prompts to run beyond the need at any moment, so that a rejected group is replaced by one
+                that is in flight already; the first to finish count, the rest is aborted.
+            loop: makes a scored group of each prompt; None: its samples are generated and scored.
+
+        Raises:
+            RolloutExhausted: more than ``MAX_DRAWS_PER_WANTED`` groups for each wanted one were rejected by filters or
+                could not be scored.
+            RolloutStalled: nothing has moved for ``deadline`` seconds.
+            Exception: of a loop; the other prompts are aborted.
+        """
+        settings = GroupSettings(group_size, params, self._seed, filters or {})
+        flow = PromptFlow(self._engines, self._rewards, draw, settings, first_draw, loop)
+        accepted: list[SampleGroup] = []
+        rejections = Rejections()
+        flow.start(num_prompts + num_additional)
+        try:
+            while len(accepted) < num_prompts and (flow.num_in_flight or not flow.exhausted):
+                progress = await flow.progress(self._deadline)
+                accepted += progress.accepted
+                for group in progress.rejected:
+                    rejections.add(group)
+                missing = num_prompts - len(accepted) - flow.num_in_flight
+                if progress.rejected and missing + num_additional > 0 and len(accepted) < num_prompts:
+                    rejections.check(num_prompts, len(accepted))
+                    flow.start(missing + num_additional)
+            num_in_flight = flow.num_in_flight
+        finally:
+            await flow.abort()
+        return RolloutResult(
+            groups=sorted(accepted[:num_prompts], key=lambda group: group.order),
+            num_drawn=flow.next_order - first_draw,
+            num_filtered=rejections.count,
+            num_aborted=num_in_flight + max(0, len(accepted) - num_prompts),
+            rejected_mean_scores=rejections.mean_scores,
+        )
+
+
+class AsyncScheduler:
+    """Begins groups as the buffer has room for them, and hands out the groups of each step.
+
+    :meth:`keep_going` runs in the background: groups continue, and others begin, whenever the event loop runs.
+
+    Args:
+        num_steps: steps of the run; no group is begun that none of them needs.
+        deadline: seconds after which a wait in which nothing moves is given up.
+        in_flight: weights are exchanged while samples are partial, which then continue with the new ones; False: the
+            samples in flight are finished first.
+        takes_turns: the engines' devices are others' between two :meth:`collect`: what is partial when a step has its
+            groups is taken back from the engines, and continues with the next step's weights.
+    """
+
+    def __init__(
+        self,
+        engines: EngineClient,
+        flow: PromptFlow,
+        buffer: ReplayBuffer,
+        num_steps: int,
+        deadline: float,
+        in_flight: bool = True,
+        takes_turns: bool = False,
+    ) -> None:
+        self._engines = engines
+        self._flow = flow
+        self._num_steps = num_steps
+        self._deadline = deadline
+        self._in_flight = in_flight
+        self._takes_turns = takes_turns
+        self._aside: list[Generation] = []
+        self._version = 0
+        self._taken_at_version = 0
+        self._may_begin = False
+        self._rejections = Rejections()
+        self._changed = asyncio.Event()
+        self.buffer = buffer
+
+    async def keep_going(self) -> None:
+        """Act on whatever becomes of groups, for as long as the run lasts.
+
+        Raises:
+            RolloutExhausted: filters rejected too many groups for each wanted one.
+            Exception: of a loop, of the last engine, of a reward worker.
+        """
+        while True:
+            self._absorb(await self._flow.progress())
+            self._fill()
+
+    async def collect(self, step: int) -> list[SampleGroup]:
+        """The groups that step ``step`` trains on, in the order in which they were drawn.
+
+        Raises:
+            RolloutStalled: nothing has moved for ``deadline`` seconds.
+        """
+        aside, self._aside = self._aside, []
+        self._engines.resubmit(aside)
+        self._engines.resume()
+        self._absorb(self._flow.take())
+        await self._flow.abort(self.buffer.drop_stale(step))
+        self._may_begin = True
+        self._fill()
+        await self._until(lambda: self.buffer.can_take(step))
+        groups = self.buffer.take(step)
+        self._taken_at_version += len(groups)
+        self._rejections = Rejections()
+        if self._takes_turns:
+            await self._set_aside()
+        else:
+            self._fill()
+            await self._engines.dispatched()  # the driver may compute for a while before the loop runs again
+        return groups
+
+    async def pause(self) -> None:
+        """Leave the engines without a turn in flight, for an exchange of weights; they begin again in
+        :meth:`collect`."""
+        self._may_begin = False
+        if not self._in_flight:
+            await self._until(lambda: not self._flow.num_in_flight)
+        await self._engines.pause()
+        self._engines.readmit()
+
+    def exchanged(self, version: int) -> None:
+        """The engines have the weights of ``version``."""
+        self._version = version
+        self._taken_at_version = 0
+
+    async def free_engines(self) -> None:
+        """Leave the engines to somebody else, between an exchange and :meth:`collect`: what they had in flight is taken
+        back and continues afterwards."""
+        await self._set_aside()
+        self._engines.resume()
+
+    async def state_dict(self) -> dict[str, Any]:
+        """Everything that is held, unfinished samples with their tokens so far: plain values and arrays. The engines
+        are interrupted for it, and continue."""
+        recalled = await self._engines.recall()
+        self._absorb(self._flow.take())
+        state = self.state_between_steps()
+        self._engines.resubmit(recalled)
+        return state
+
+    def state_between_steps(self) -> dict[str, Any]:
+        """As :meth:`state_dict`, without a word to the engines: samples have what they had when an engine last got
+        them."""
+        known = self._flow.progress_state()
+        return self.buffer.state_dict({order: known.get(order, NO_PROGRESS) for order in self.buffer.generating})
+
+    async def load_state_dict(self, state: Mapping[str, Any], find: FindPrompt) -> None:
+        """Continue where ``state`` was taken; before the first :meth:`collect`. ``find`` gives a prompt by its id."""
+        self._engines.hold()
+        self._flow.take_up(*self.buffer.load_state_dict(state, find))
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._flow.watched(self._changed, self._deadline)
+
+    async def _set_aside(self) -> None:
+        """Leave the engines without work."""
+        self._may_begin = False
+        self._engines.hold()
+        for _ in range(2):  # prompts begun just now have yet to submit their requests
+            await asyncio.sleep(0)
+        self._aside += await self._engines.recall()
+        await self._engines.pause()
+
+    def _absorb(self, progress: Progress) -> None:
+        for group in progress.generated:
+            self.buffer.generated(group)
+        for group in progress.accepted:
+            self.buffer.scored(group, accepted=True)
+        for group in progress.rejected:
+            if self.buffer.scored(group, accepted=False):
+                self._rejections.add(group)
+        if progress.rejected:
+            self._rejections.check(self.buffer.ahead.prompts_per_step, self.buffer.num_ready)
+        self._changed.set()
+
+    def _fill(self) -> None:
+        """Begin as many groups as there is room for."""
+        if not self._may_begin:
+            return
+        ahead = self.buffer.ahead
+        needed = (self._num_steps - self._version) * ahead.prompts_per_step + ahead.num_additional
+        count = min(ahead.capacity, needed) - self._taken_at_version - self.buffer.num_held
+        if count > 0:
+            for one in self._flow.start(count):
+                self.buffer.begin(one.order, one.prompt, self._version)
