@@ -23,13 +23,14 @@ from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics, Min
 from roll.rewards import failure_rates
 from roll.rollout.batch import build_batch, greedy_baseline, reward_components
-from roll.rollout.engines import EngineClient, build_router
+from roll.rollout.engines import EngineClient
 from roll.rollout.filters import build_filter
 from roll.rollout.flow import GroupSettings, PromptFlow, greedy, sampling_params
 from roll.rollout.groups import SampleGroup
 from roll.rollout.loops import rollout_loops
 from roll.rollout.replay import ReplayBuffer
 from roll.rollout.rewarding import ModelScorer, RewardClient
+from roll.rollout.routing import build_router
 from roll.rollout.scheduling import AsyncScheduler, RolloutResult, RolloutScheduler
 
 
