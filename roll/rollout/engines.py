@@ -191,6 +191,12 @@ class EngineAccount:
         return command
 
 
+class EngineWorker(Protocol):
+    """An engine's worker (:class:`roll.workers.generation.GenerationWorker`)."""
+
+    def advance(self, command: EngineCommand) -> EngineReport: ...
+
+
 class EngineClient:
     """The engines of a cluster for any number of coroutines on one event loop.
 
@@ -458,7 +464,7 @@ class EngineClient:
     async def _take_turn(self, engine: EngineAccount) -> None:
         command = engine.command(self._slice_seconds, not self._paused, self._report_refusals, self._watched)
         try:
-            turn = self._cluster.submit(engine.rank, "advance", command, deadline=self._turn_timeout)
+            turn = self._cluster.submit(engine.rank, EngineWorker.advance, command).within(self._turn_timeout)
             try:
                 report: EngineReport = await turn
             except RemoteError as loss:
