@@ -17,10 +17,11 @@ import argparse
 import json
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -131,7 +132,7 @@ class SimulatedRewards:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
-    def submit(self, rank: int, method: str, samples: Sequence[RewardSample]) -> SimulatedCall:
+    def submit(self, rank: int, method: Callable[..., Any], samples: Sequence[RewardSample]) -> SimulatedCall:
         return SimulatedCall(self._clock, REWARD_SECONDS, [RewardResult(1.0) for _ in samples])
 
 

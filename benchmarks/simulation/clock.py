@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Generator
-from typing import Any
+from typing import Any, Self
 
 
 class Clock(asyncio.SelectorEventLoop):
@@ -48,6 +48,9 @@ class SimulatedCall:
         self._clock = clock
         self._done_at = clock.now + seconds
         self._answer = answer
+
+    def within(self, seconds: float | None) -> Self:
+        return self
 
     def __await__(self) -> Generator[Any, None, Any]:
         yield from asyncio.sleep(max(0.0, self._done_at - self._clock.now)).__await__()

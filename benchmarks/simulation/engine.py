@@ -6,10 +6,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import Any
 
 import numpy as np
 
 from benchmarks.simulation.clock import Clock, SimulatedCall
+from roll.rollout.engines import EngineWorker
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
 from roll.strategies.engines.requests import GenerationRequest
 
@@ -89,8 +91,8 @@ class SimulatedEngines:
         self._aside: dict[str, tuple[list[_Sample], list[_Sample]]] = {}
         """Of requests that were taken back: finished samples, and the others."""
 
-    def submit(self, rank: int, method: str, command: EngineCommand, deadline: float | None = None) -> SimulatedCall:
-        assert method == "advance"
+    def submit(self, rank: int, method: Callable[..., Any], command: EngineCommand) -> SimulatedCall:
+        assert method is EngineWorker.advance
         engine = self._engines[rank]
         recalled = self._accept(engine, command)
         seconds, groups = self._work(engine, command.slice_seconds) if command.work else (0.0, [])

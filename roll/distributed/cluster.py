@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -189,22 +189,13 @@ class Cluster:
         limit = registration.deadline or self.rpc_timeout
         return self._pending(registration.name or method, refs, limit, call.collect)
 
-    @overload
-    def submit(self, rank: int, method: Method[P, R], /, *args: P.args, **kwargs: P.kwargs) -> PendingCall[R]: ...
-    @overload
-    def submit(
-        self, rank: int, method: str, /, *args: Any, deadline: float | None = None, **kwargs: Any
-    ) -> PendingCall[Any]: ...
-    def submit(self, rank: int, method: str | Callable[..., Any], /, *args: Any, **kwargs: Any) -> PendingCall[Any]:
+    def submit(self, rank: int, method: Method[P, R], /, *args: P.args, **kwargs: P.kwargs) -> PendingCall[R]:
         """Start any public method, registered or not, on one rank; arguments go as they are."""
-        if isinstance(method, str):
-            name, deadline = method, kwargs.pop("deadline", None)
-        else:
-            name, deadline = method.__name__, None
+        name = method.__name__
         assert not name.startswith("_"), f"{name} is not public"
         self.wait_ready()
         ref = self._send(rank, name, RankArguments(args, kwargs))
-        return self._pending(name, {rank: ref}, deadline, lambda answers: answers[rank])
+        return self._pending(name, {rank: ref}, None, lambda answers: answers[rank])
 
     def shutdown(self, graceful: bool = True) -> None:
         """End the workers; a second call does nothing.

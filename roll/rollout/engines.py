@@ -8,10 +8,10 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from roll.distributed import Cluster, PendingCall, RemoteError
-from roll.rollout.groups import EngineReport, FinishedGroup
+from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
 from roll.rollout.routing import EngineAccount, PromptAffinityRouter, Router, num_unfinished
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest
 
@@ -82,6 +82,12 @@ class Generation:
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
+
+
+class EngineWorker(Protocol):
+    """An engine's worker (:class:`roll.workers.generation.GenerationWorker`)."""
+
+    def advance(self, command: EngineCommand) -> EngineReport: ...
 
 
 class EngineClient:
@@ -351,7 +357,7 @@ class EngineClient:
     async def _take_turn(self, engine: EngineAccount) -> None:
         command = engine.command(self._slice_seconds, not self._paused, self._report_refusals, self._watched)
         try:
-            turn = self._cluster.submit(engine.rank, "advance", command, deadline=self._turn_timeout)
+            turn = self._cluster.submit(engine.rank, EngineWorker.advance, command).within(self._turn_timeout)
             try:
                 report: EngineReport = await turn
             except RemoteError as loss:

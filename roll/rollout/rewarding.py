@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from roll.config.rewards import TOKENS
 from roll.config.roles import DataArguments
@@ -16,7 +16,7 @@ from roll.datasets.columns import Columns
 from roll.datasets.reading import SourceRow
 from roll.datasets.types import DataError
 from roll.distributed import Cluster
-from roll.rewards.base import RewardResult
+from roll.rewards.base import RewardResult, RewardSample
 from roll.rollout.groups import SampleGroup
 
 
@@ -29,6 +29,12 @@ class ModelInput:
     response: str = ""
     error: str | None = None
     """Why there is nothing to look at."""
+
+
+class RuleWorker(Protocol):
+    """A reward's worker (:class:`roll.workers.reward.RewardWorker`)."""
+
+    def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]: ...
 
 
 class ScoringWorker(Protocol):
@@ -182,7 +188,7 @@ class RewardClient:
     async def _ask_worker(self, domain: str, rank: int, groups: list[SampleGroup]) -> None:
         samples = [sample for group in groups for sample in group.reward_samples()]
         try:
-            results = cast(list[RewardResult], await self._clusters[domain].submit(rank, "score", samples))
+            results = await self._clusters[domain].submit(rank, RuleWorker.score, samples)
         finally:
             self._load[domain][rank] -= len(samples)
         begin = 0

@@ -160,7 +160,8 @@ def test_calls_are_awaited_many_at_a_time_without_threads(make_cluster):
 def test_an_awaited_call_fails_as_a_blocking_one(make_cluster):
     failing = make_cluster("BasicWorker", name="failing", devices=[0, 1])
     dying = make_cluster("BasicWorker", name="dying", devices=[0])
-    raised, late = failing.submit(0, "unregistered", "text"), failing.submit(1, BasicWorker.nap, 60.0).within(0.5)
+    raised = failing.submit(0, BasicWorker.unregistered, "text")
+    late = failing.submit(1, BasicWorker.nap, 60.0).within(0.5)
     napping = dying.submit(0, BasicWorker.nap, 60.0)
     os.kill(dying.addresses[0].pid, signal.SIGKILL)
     failed, overdue, died = asyncio.run(awaited([raised, late, napping]))

@@ -7,7 +7,7 @@ import functools
 import random
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -15,7 +15,9 @@ from benchmarks.simulation.clock import Clock
 from roll.distributed import DriverLoop, RemoteError, WorkerDied
 from roll.distributed.failures import RankReport
 from roll.rewards.base import RewardResult, RewardSample
+from roll.rollout.engines import EngineWorker
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
+from roll.rollout.rewarding import RuleWorker
 from roll.strategies.engines.requests import GenerationRequest, PartialSample
 
 SLOWEST = 0.1
@@ -60,6 +62,9 @@ class FakeCall:
     rng: random.Random | None = None
     released: bool = False
     waiter: asyncio.Future[None] | None = None
+
+    def within(self, seconds: float | None) -> Self:
+        return self
 
     def __await__(self) -> Generator[Any, None, Any]:
         if self.rng is not None:
@@ -113,10 +118,10 @@ class FakeEngines:
     def __post_init__(self) -> None:
         self.held = [{} for _ in range(self.world_size)]
 
-    def submit(self, rank: int, method: str, command: EngineCommand, deadline: float | None = None) -> FakeCall:
-        assert method == "advance"
+    def submit(self, rank: int, method: Callable[..., Any], command: EngineCommand) -> FakeCall:
+        assert method is EngineWorker.advance
         assert not any(call.rank == rank for call in self.calls), "one turn at a time"
-        call = FakeCall(rank, method, command, lambda: self._advance(call), self.rng)
+        call = FakeCall(rank, method.__name__, command, lambda: self._advance(call), self.rng)
         self.calls.append(call)
         return call
 
@@ -193,10 +198,10 @@ class FakeRewards:
     samples_of_rank: dict[int, int] = field(default_factory=dict)
     rng: random.Random | None = None
 
-    def submit(self, rank: int, method: str, samples: Sequence[RewardSample]) -> FakeCall:
-        assert method == "score"
+    def submit(self, rank: int, method: Callable[..., Any], samples: Sequence[RewardSample]) -> FakeCall:
+        assert method is RuleWorker.score
         self.samples_of_rank[rank] = self.samples_of_rank.get(rank, 0) + len(samples)
-        call = FakeCall(rank, method, samples, lambda: self._score(call), self.rng)
+        call = FakeCall(rank, method.__name__, samples, lambda: self._score(call), self.rng)
         self.calls.append(call)
         return call
 

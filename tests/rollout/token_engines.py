@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from roll.distributed import WorkerDied
 from roll.distributed.failures import RankReport
+from roll.rollout.engines import EngineWorker
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PartialSample, VersionSpan
 from tests.rollout.fake_clusters import FakeCall
@@ -48,10 +50,10 @@ class TokenEngines:
     def __post_init__(self) -> None:
         self._held: list[dict[str, _Request]] = [{} for _ in range(self.world_size)]
 
-    def submit(self, rank: int, method: str, command: EngineCommand, deadline: float | None = None) -> FakeCall:
-        assert method == "advance"
+    def submit(self, rank: int, method: Callable[..., Any], command: EngineCommand) -> FakeCall:
+        assert method is EngineWorker.advance
         assert not any(call.rank == rank for call in self.calls), "one turn at a time"
-        call = FakeCall(rank, method, command, lambda: self._advance(call), self.rng)
+        call = FakeCall(rank, method.__name__, command, lambda: self._advance(call), self.rng)
         self.calls.append(call)
         return call
 

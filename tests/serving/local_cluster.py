@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
 from roll.distributed import WorkerContext, WorkerDied
@@ -29,6 +29,9 @@ class LocalCall:
         self.rank = rank
         self.future = future
 
+    def within(self, seconds: float | None) -> Self:
+        return self
+
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.wrap_future(self.future).__await__()
 
@@ -48,8 +51,8 @@ class LocalCluster:
         self.dead: set[int] = set()
         self.turns = [0] * world_size
 
-    def submit(self, rank: int, method: str, command: Any, deadline: float | None = None) -> LocalCall:
-        call = LocalCall(rank, self._threads[rank].submit(self._turn, rank, method, command))
+    def submit(self, rank: int, method: Callable[..., Any], command: Any) -> LocalCall:
+        call = LocalCall(rank, self._threads[rank].submit(self._turn, rank, method.__name__, command))
         return call
 
     def _turn(self, rank: int, method: str, command: Any) -> Any:
