@@ -69,7 +69,7 @@ def started(shared_ray: str, world: TinyWorld, tmp_path_factory: pytest.TempPath
     pipeline = shrunk("ppo", world, tmp_path_factory.mktemp("clusters"), **changes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", shared_ray)
-        with pipeline.frame.running() as resources:
+        with pipeline.context.running() as resources:
             pipeline.start(resources)
             yield pipeline
 
@@ -93,10 +93,10 @@ def one_step(pipeline: RLVRPipeline, step: int) -> dict[str, float]:
     pipeline.update_engines(step)
     batch = pipeline.generate(step)
     pipeline.look_at(batch)
-    pipeline.frame.record(pipeline.scoring(batch))
+    pipeline.context.record(pipeline.scoring(batch))
     pipeline.learn(batch, step)
-    metrics = to_floats(merge_metrics(pipeline.frame._recorded))
-    pipeline.frame._recorded = []
+    metrics = to_floats(merge_metrics(pipeline.context._recorded))
+    pipeline.context._recorded = []
     return metrics
 
 

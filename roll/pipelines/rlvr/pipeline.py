@@ -46,18 +46,18 @@ class RLVRPipeline:
         self.loaded = loaded
         self.config = loaded.config
         self.plan = loaded.plan
-        self.frame = RunContext(loaded)
+        self.context = RunContext(loaded)
         self.recorded = RecordedRollouts(self.config, self.plan.output_dir, self.plan.samples_per_step)
         generating = loaded.config.actor_infer.generating_args
         self.temperature = generating.temperature if generating.do_sample else 1.0
 
     def run(self) -> None:
         """Train until ``max_steps``; everything that was started is stopped again, however it ends."""
-        with self.frame.running() as resources:
+        with self.context.running() as resources:
             self.start(resources)
             first_step = self.restore()
-            self.frame.save_when_interrupted(self.state_between_steps, self.save_abandoned)
-            for step in self.frame.steps(first_step, self.config.max_steps):
+            self.context.save_when_interrupted(self.state_between_steps, self.save_abandoned)
+            for step in self.context.steps(first_step, self.config.max_steps):
                 self.train_one_step(step)
             self.finish()
 
@@ -65,9 +65,9 @@ class RLVRPipeline:
         """Start all clusters; the data is read while their workers load their models."""
         self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
         starting = start_clusters(self.loaded, resources)
-        self.frame.watch(starting.clusters.all())
+        self.context.watch(starting.clusters.all())
         for judge in starting.clusters.judges.values():
-            self.frame.at_end(judge.close)
+            self.context.at_end(judge.close)
         starting.begin(self.residency)
         self.data = load_data(self.config, self.plan)
         self.clusters = starting.finish(self.residency)
@@ -77,7 +77,7 @@ class RLVRPipeline:
         """Build the phases on top of clusters and data."""
         phase = AsyncRolloutPhase if self.plan.is_async else RolloutPhase
         self.rollout = phase(self.config, self.plan, self.clusters, self.data)
-        self.frame.at_end(self.rollout.close)
+        self.context.at_end(self.rollout.close)
         self.scoring = AdvantageComputer(self.config, self.plan.norm_types, self.plan.max_new_tokens)
         options = sync_options(self.config, self.config.weight_sync, self.config.actor_infer, self.plan)
         self.weight_sync = WeightSync(self.clusters.actor_train, self.clusters.actor_infer, options)
@@ -87,40 +87,40 @@ class RLVRPipeline:
         sides that wait for each other; the step is done again when the run goes on."""
         concurrent = self.plan.validates_concurrently and self.is_validation_due(step)
         self.update_engines(step)
-        with self.frame.interruptible():
+        with self.context.interruptible():
             if self.is_validation_due(step) and not concurrent:
                 self.validate(step)
             batch = self.generate(step)
         with self.validating(step) if concurrent else nullcontext():
-            with self.frame.interruptible():
+            with self.context.interruptible():
                 self.look_at(batch)
-                with self.frame.phase("adv"):
-                    self.frame.record(self.scoring(batch))
+                with self.context.phase("adv"):
+                    self.context.record(self.scoring(batch))
             self.learn(batch, step)
-        self.frame.record(self.residency.metrics())
-        self.frame.end_step(step)
-        if self.frame.is_save_due(step):
+        self.context.record(self.residency.metrics())
+        self.context.end_step(step)
+        if self.context.is_save_due(step):
             self.save(step + 1, self.state_dict())
 
     def update_engines(self, version: int) -> None:
         """Give the engines the trainer's weights."""
-        with self.frame.phase("step_model_update"):
+        with self.context.phase("step_model_update"):
             self.residency.bring({"actor_train": WEIGHTS, "actor_infer": WEIGHTS})
-            self.frame.record(self.rollout.exchange(version, lambda: self.weight_sync.sync(version)))
+            self.context.record(self.rollout.exchange(version, lambda: self.weight_sync.sync(version)))
 
     def generate(self, step: int) -> DataProto:
         """The step's samples with their scores."""
         if self.recorded.replays:
-            with self.frame.phase("step_generate"):
+            with self.context.phase("step_generate"):
                 batch, metrics = self.recorded.read(step)
-            self.frame.record(metrics)
+            self.context.record(metrics)
             return batch
-        with self.frame.phase("step_generate"), self.generating():
+        with self.context.phase("step_generate"), self.generating():
             batch, groups, metrics = self.rollout.collect(step)
         if self.recorded.writes:
             self.recorded.write(step, batch)
-        self.frame.record(metrics)
-        self.frame.dump_samples("train", step, lambda: sample_table(groups))
+        self.context.record(metrics)
+        self.context.dump_samples("train", step, lambda: sample_table(groups))
         return batch
 
     @contextmanager
@@ -142,11 +142,11 @@ class RLVRPipeline:
         if self.plan.needs_reference:
             reference = self.clusters.reference or self.clusters.actor_train
             without_adapters = reference is self.clusters.actor_train
-            with self.frame.phase("ref_log_probs_values"):
+            with self.context.phase("ref_log_probs_values"):
                 self.residency.bring({reference.name: WEIGHTS})
                 add_reference_log_probs(batch, reference, self.temperature, without_adapters)
         if self.plan.needs_old_log_probs:
-            with self.frame.phase("old_log_probs"):
+            with self.context.phase("old_log_probs"):
                 self.residency.bring({"actor_train": WEIGHTS})
                 wanted = {"entropy": self.plan.needs_old_entropy, "sum_of_squares": self.plan.needs_sum_of_squares}
                 more = tuple(name for name, needed in wanted.items() if needed)
@@ -154,21 +154,21 @@ class RLVRPipeline:
         elif self.plan.engine_log_probs_as_old:
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
         if self.clusters.critic is not None:
-            with self.frame.phase("values"):
+            with self.context.phase("values"):
                 self.residency.bring({"critic": WEIGHTS})
                 add_values(batch, self.clusters.critic)
 
     def learn(self, batch: DataProto, step: int) -> None:
         """All optimizer steps of actor and critic on this batch."""
         seed = (self.config.seed, step) if self.config.shuffle_mini_batches else None
-        with self.frame.phase("step_train"):
+        with self.context.phase("step_train"):
             if self.clusters.critic is not None:
                 self.residency.bring({"critic": TRAINING})
-                self.frame.record(update_critic(batch, self.clusters.critic, self.plan, seed))
+                self.context.record(update_critic(batch, self.clusters.critic, self.plan, seed))
             if step >= self.config.critic_warmup or self.clusters.critic is None:
                 self.residency.bring({"actor_train": TRAINING})
                 actor, entropy_coef = self.clusters.actor_train, self.scoring.entropy_coef
-                self.frame.record(update_actor(batch, actor, self.plan, self.temperature, entropy_coef, seed))
+                self.context.record(update_actor(batch, actor, self.plan, self.temperature, entropy_coef, seed))
 
     def is_validation_due(self, step: int) -> bool:
         """Every ``eval_steps`` steps, the first of them before any training unless ``before_train`` is false."""
@@ -179,7 +179,7 @@ class RLVRPipeline:
 
     def validate(self, step: int) -> None:
         """Answer the validation prompts and report accuracies, while everything else waits."""
-        with self.frame.phase("val_step"), self.generating():
+        with self.context.phase("val_step"), self.generating():
             validation = self.rollout.validate()
         self.report(validation, step)
 
@@ -189,17 +189,17 @@ class RLVRPipeline:
         with self.generating():
             self.rollout.begin_validation()
             yield
-            with self.frame.phase("val_step"):
+            with self.context.phase("val_step"):
                 validation = self.rollout.finish_validation()
         self.report(validation, step)
 
     def report(self, validation: Validation, step: int) -> None:
         """Record what came of a validation after ``step`` steps."""
-        self.frame.record({"time/val_step_total": Mean(validation.seconds)})
+        self.context.record({"time/val_step_total": Mean(validation.seconds)})
         metrics, answered = validation.report()
-        self.frame.record_validation(metrics, step)
+        self.context.record_validation(metrics, step)
         for name, groups in answered.items():
-            self.frame.dump_samples("validation", step, partial(sample_table, groups), name)
+            self.context.dump_samples("validation", step, partial(sample_table, groups), name)
 
     def finish(self) -> None:
         """A last validation of the final weights, the last checkpoint, and the summary."""
@@ -209,7 +209,7 @@ class RLVRPipeline:
         if self.config.actor_train.training_args.save_hf_model:
             self.residency.bring({"actor_train": WEIGHTS})
             export_model(self.clusters.actor_train, self.data.tokenizer, self.plan.output_dir / "model")
-        self.frame.finish(self.config.max_steps)
+        self.context.finish(self.config.max_steps)
 
     def save_abandoned(self, step: int, state: dict[str, Any]) -> None:
         """A checkpoint after ``step`` steps, in a later one that was left before it changed a model. What its engines
@@ -225,7 +225,7 @@ class RLVRPipeline:
     def save(self, step: int, state: dict[str, Any]) -> None:
         """A checkpoint after ``step`` steps, with what the driver must remember."""
         writers = [cluster for cluster in (self.clusters.actor_train, self.clusters.critic) if cluster is not None]
-        with self.frame.writing_checkpoint(step, state, writers) as path:
+        with self.context.writing_checkpoint(step, state, writers) as path:
             self.residency.bring({"actor_train": TRAINING})
             self.clusters.actor_train.call_all(TrainingWorker.save_checkpoint, str(path / "actor_train")).result()
             if self.clusters.critic is not None:
@@ -234,7 +234,7 @@ class RLVRPipeline:
 
     def restore(self) -> int:
         """Continue from a checkpoint if the configuration asks for it; the number of steps already done."""
-        checkpoint: Checkpoint | None = self.frame.checkpoint_to_resume()
+        checkpoint: Checkpoint | None = self.context.checkpoint_to_resume()
         if checkpoint is None:
             return 0
         self.residency.bring({"actor_train": TRAINING})
@@ -243,7 +243,7 @@ class RLVRPipeline:
         if self.clusters.critic is not None:
             self.residency.bring({"critic": TRAINING})
             self.clusters.critic.call_all(TrainingWorker.load_checkpoint, str(checkpoint.role("critic"))).result()
-        self.load_state_dict(self.frame.load_state(checkpoint))
+        self.load_state_dict(self.context.load_state(checkpoint))
         return checkpoint.step
 
     def state_dict(self) -> dict[str, Any]:
