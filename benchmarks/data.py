@@ -120,8 +120,66 @@ def with_datasets(folder: Path, file: Path) -> int:
     return len(found)
 
 
+def through_datasets(folder: Path, file: Path, processes: int | None = None) -> int:
+    """This project's reader and row maker under ``datasets``: its generator, ``map`` in batches, Arrow cache."""
+    import datasets
+    import pyarrow
+
+    from roll.config.roles import DataArguments
+    from roll.datasets.columns import Columns
+    from roll.datasets.preparation import CHUNK, cache_key, cache_settings
+    from roll.datasets.prompts import PromptMaker
+    from roll.datasets.reading import SourceRow, data_files, stream_rows
+    from roll.datasets.store import INDEX, ROWS, StoredRow, from_json, to_json
+    from roll.datasets.templates import Renderer, TemplateChoice
+    from roll.datasets.types import BadRows
+
+    datasets.disable_progress_bars()
+    data_args, paths = DataArguments(file_name=str(file)), data_files(str(file))
+    renderer = Renderer(load_tokenizer(folder), TemplateChoice.of_settings(data_args, None, None))
+    maker = PromptMaker(data_args, renderer, LENGTH, {"math": ["math"]})
+    maker.files = {path: number for number, path in enumerate(paths)}
+    settings = cache_settings(maker)
+    assert settings is not None, "the tokenizer is a fast one"
+    key = cache_key(paths, settings)
+    names = [name for name in StoredRow.__slots__ if name != "position"]
+    schema = {**{field.name: field for field in INDEX}, **{field.name: field for field in ROWS}}
+
+    def read() -> Iterator[dict[str, Any]]:
+        yield from ({"number": source.number, "row": to_json(source.row)} for source in stream_rows(paths))
+
+    def encode(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        numbered = zip(batch["number"], batch["row"], strict=True)
+        rows = maker.make([SourceRow(paths[0], number, from_json(row)) for number, row in numbered], BadRows())
+        return {name: [to_json(row.row) if name == "row" else getattr(row, name) for row in rows] for name in names}
+
+    raw = datasets.Dataset.from_generator(read, cache_dir=str(folder / f"read{processes}"), fingerprint=key)
+    maker.columns = Columns.of(data_args, SourceRow(paths[0], 1, from_json(raw[0]["row"])))
+    features = datasets.Features.from_arrow_schema(pyarrow.schema([schema[name] for name in names]))
+    made = raw.map(
+        encode,
+        batched=True,
+        batch_size=CHUNK,
+        num_proc=processes,
+        remove_columns=raw.column_names,
+        features=features,
+        new_fingerprint=key[::-1],
+        cache_file_name=str(folder / f"made{processes}.arrow"),
+    )
+    for name in ("id", "domain"):
+        made.data[name].to_numpy()
+    for number in range(128):
+        made[number]
+    return len(made)
+
+
+def through_datasets_in_processes(folder: Path, file: Path) -> int:
+    return through_datasets(folder, file, len(os.sched_getaffinity(0)))
+
+
 def measured(work: Callable[[Path, Path], int], folder: Path, file: Path) -> tuple[float, float, float, int]:
-    """Seconds and CPU-seconds (imports excluded; of all processes), peak memory of the first one in MiB, rows."""
+    """Seconds and CPU-seconds (of all processes; imports excluded, but that of ``datasets``), peak memory of the first
+    one in MiB, rows."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     process = context.Process(target=_measure, args=(work, folder, file, queue))
@@ -133,8 +191,6 @@ def measured(work: Callable[[Path, Path], int], folder: Path, file: Path) -> tup
 
 def _measure(work: Callable[[Path, Path], int], folder: Path, file: Path, queue: Any) -> None:
     nothing(folder, file)
-    if work is with_datasets:
-        import datasets  # noqa: F401
     begin, cpu_begin = time.perf_counter(), cpu_time()
     rows = work(folder, file)
     seconds, cpu_seconds = time.perf_counter() - begin, cpu_time() - cpu_begin
@@ -165,8 +221,11 @@ def main() -> None:
             ("roll, prepared rows found", with_roll),
             ("roll, cold, a process for each core", with_processes),
             ("roll, in memory", uncached),
-            ("datasets.map, one process, cold", with_datasets),
-            ("datasets.map, found", with_datasets),
+            ("same rows by datasets, cold", through_datasets),
+            ("same rows by datasets, found", through_datasets),
+            ("same rows by datasets, processes", through_datasets_in_processes),
+            ("datasets.map row by row, cold", with_datasets),
+            ("datasets.map row by row, found", with_datasets),
         ]
         for title, work in (case for case in cases if options.only in case[0]):
             seconds, cpu_seconds, peak, rows = measured(work, folder, file)

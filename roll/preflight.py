@@ -32,7 +32,7 @@ from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.masking import masked
 from roll.config.reading.yaml_files import shown
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.registry import BACKEND_OF, checkpoint_readers, typed_strategy_config
+from roll.config.strategies.registry import BACKENDS, checkpoint_readers, typed_strategy_config
 
 TRACKERS = {"wandb": "wandb", "swanlab": "swanlab"}
 """By tracker: its package, of the same name at the index."""
@@ -46,7 +46,7 @@ def require_packages(loaded: LoadedConfig[Any]) -> None:
     """
     problems = []
     for name, role in loaded.plan.roles.items():
-        backend = BACKEND_OF.get(role.strategy_name or "")
+        backend = BACKENDS.get(role.strategy_name or "")
         package = None if backend is None else backend.package
         if package is not None and not is_installed(package.module):
             rule = f"needs a package that is not installed: {package.install}"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from roll.config.reading.errors import closest
-from roll.config.reading.names import Named, Table
+from roll.config.reading.names import Row, Table
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,14 +30,14 @@ class Registry(Generic[F]):
         self._entries: dict[str, F] = {}
         self._names: list[str] = []
 
-    def add(self, function: F, name: str, aliases: tuple[str, ...] = (), row: Named | None = None) -> None:
+    def add(self, function: F, name: str, aliases: tuple[str, ...] = (), row: Row | None = None) -> None:
         """Register ``function``; raises ``ValueError`` when a name is taken by another function.
 
         Args:
             row: what the table learns of a name that it does not have.
         """
         known = self._table.get(name) if self._table is not None else None
-        for key in (name, *(aliases if known is None else known.aliases)):
+        for key in (name, *aliases) if known is None else known.names:
             if key in self._entries and self._entries[key] is not function:
                 raise ValueError(f"{self.kind} {key!r} is registered already; choose another name")
             self._entries[key] = function

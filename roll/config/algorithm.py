@@ -13,15 +13,13 @@ from typing import Any, Literal
 
 from roll.config.corrections import parse_correction
 from roll.config.reading.fields import parse_dotted_path, rules, setting
-from roll.config.reading.names import Table
+from roll.config.reading.names import Named, Table
 
 
 @dataclass(frozen=True)
-class PolicyLoss:
+class PolicyLoss(Named):
     """A policy loss, ``pg_variant``."""
 
-    name: str
-    aliases: tuple[str, ...] = ()
     clips: bool = False
     """PPO's clipped surrogate, with a dual clip where asked."""
 
@@ -46,15 +44,13 @@ POLICY_LOSSES = Table(
     PolicyLoss("clip_cov", ("clip-cov",), clips=True),
     PolicyLoss("kl_cov", ("kl-cov",)),
 )
-CLIPPED = tuple(name for name, row in POLICY_LOSSES.items() if row.clips and row.name == name)
+CLIPPED = tuple(row.name for row in POLICY_LOSSES.rows if row.clips)
 
 
 @dataclass(frozen=True)
-class Estimator:
+class Estimator(Named):
     """An advantage estimator, ``adv_estimator``."""
 
-    name: str
-    aliases: tuple[str, ...] = ()
     norm: tuple[str | None, str | None] = (None, None)
     """``norm_mean_type`` and ``norm_std_type`` of the rewards where the file leaves them open."""
     whitens: bool = False
@@ -119,7 +115,7 @@ NORM_TYPES = ("batch", "group", "running")
 
 def readers(*variants: str) -> dict[str, tuple[str, ...]]:
     """``read_if`` of a key that these policy losses read, in all their spellings."""
-    return {"pg_variant": tuple(name for one in variants for name in (one, *POLICY_LOSSES[one].aliases))}
+    return {"pg_variant": tuple(name for one in variants for name in POLICY_LOSSES[one].names)}
 
 
 def estimators(holds: Callable[[Estimator], bool]) -> dict[str, tuple[str, ...]]:

@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roll.config.strategies.registry import backend_of
+
 if TYPE_CHECKING:
     from roll.config.checks.base import Checks
     from roll.config.roles import ModelArguments, WorkerConfig
@@ -61,8 +63,8 @@ def check_lora(name: str, role: WorkerConfig, trains: bool, in_rl: bool, checks:
         return
     key = f"{path}.lora_target" if args.lora_target else f"{path}.adapter_name_or_path"
     value = args.lora_target or args.adapter_name_or_path
-    if strategy.startswith("megatron"):
-        _check_under_megatron(path, args, strategy, in_rl, checks)
+    if backend_of(strategy).only_plain_adapters:
+        _check_plain(path, args, strategy, in_rl, checks)
     if checks.check_files and find_spec("peft") is None:
         checks.add(key, value, "needs peft, an optional package: pip install 'roll-rl[peft]'")
     if args.freeze_module_prefix:
@@ -79,9 +81,9 @@ def check_lora(name: str, role: WorkerConfig, trains: bool, in_rl: bool, checks:
     _check_adapter(path, args, checks)
 
 
-def _check_under_megatron(path: str, args: ModelArguments, strategy: str, in_rl: bool, checks: Checks) -> None:
-    """What peft adds to plain adapters and Megatron's layers do not compute."""
-    other = f"strategy_name: {strategy.replace('megatron', 'fsdp2')}"
+def _check_plain(path: str, args: ModelArguments, strategy: str, in_rl: bool, checks: Checks) -> None:
+    """What peft adds to plain adapters and the backend does not compute."""
+    other = f"strategy_name: {strategy.replace(backend_of(strategy).name, 'fsdp2')}"
     if args.lora_dropout and not in_rl:
         rule = f"must be 0 under {strategy}, whose ranks would each drop other elements of one input; or use {other}"
         checks.add(f"{path}.lora_dropout", args.lora_dropout, rule, 0.0)

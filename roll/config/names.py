@@ -5,6 +5,10 @@ A test asserts that these lists and the registries of the packages agree.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from roll.config.reading.names import Named, Table
+
 LR_SCHEDULER_OPTIONS: dict[str, tuple[str, ...]] = {
     "linear": (),
     "cosine": ("num_cycles",),
@@ -50,47 +54,51 @@ TEMPLATES = (
 TEMPLATE_ENDINGS = (".jinja", ".j2")
 """Of files that hold a chat template."""
 
-REWARDS = (
-    "gsm8k_rule",
-    "math_rule",
-    "multiple_choice",
-    "format",
-    "exact_match",
-    "f1",
-    "detection",
-    "ifeval",
-    "reward_model",
-    "crossthinkqa",
-    "repetition_penalty",
-    "length_penalty",
-    "http_reward",
-    "llm_judge",
-    "code_sandbox",
-)
-"""Short names of the rewards that run today."""
 
-TRUTH_REWARDS = (
-    "gsm8k_rule",
-    "math_rule",
-    "multiple_choice",
-    "exact_match",
-    "f1",
-    "detection",
-    "crossthinkqa",
-)
-"""Rewards that cannot score a row without ``ground_truth``."""
+@dataclass(frozen=True)
+class BuiltInReward(Named):
+    """A reward that ``worker_cls`` may name; a new one is its module and a row here."""
 
-PUBLISHED_REWARDS = {
-    "CodeSandboxRewardWorker": "code_sandbox",
-    "LLMJudgeRewardWorker": "llm_judge",
-    "MathRuleRewardWorker": "math_rule",
-    "MultipleChoiceBoxedRuleRewardWorker": "multiple_choice",
-    "GeneralRuleRewardWorker": "ifeval",
-    "DetectionRewardWorker": "detection",
-    "CrossThinkQARuleRewardWorker": "crossthinkqa",
-    "GeneralValRuleRewardWorker": "multiple_choice",
-}
-"""Reward classes of ROLL's published files that run today, under their short names."""
+    target: str = ""
+    """Module and class, imported when a worker uses it."""
+    needs_truth: bool = False
+    """It cannot score a row without ``ground_truth``."""
+    published: tuple[str, ...] = ()
+    """Reward classes of ROLL's published files that stand for it."""
+
+
+def _rule(name: str, target: str, *published: str, needs_truth: bool = False) -> BuiltInReward:
+    return BuiltInReward(name, target=f"roll.rewards.{target}", needs_truth=needs_truth, published=published)
+
+
+REWARDS = Table(
+    "worker_cls",
+    _rule("gsm8k_rule", "text_rules.Gsm8kRule", needs_truth=True),
+    _rule("math_rule", "math_rule.MathRule", "MathRuleRewardWorker", needs_truth=True),
+    _rule(
+        "multiple_choice",
+        "multiple_choice.MultipleChoice",
+        "MultipleChoiceBoxedRuleRewardWorker",
+        "GeneralValRuleRewardWorker",
+        needs_truth=True,
+    ),
+    _rule("format", "text_rules.FormatRule"),
+    _rule("exact_match", "text_rules.ExactMatch", needs_truth=True),
+    _rule("f1", "text_rules.F1", needs_truth=True),
+    _rule("detection", "detection.Detection", "DetectionRewardWorker", needs_truth=True),
+    _rule("ifeval", "ifeval.IFEval", "GeneralRuleRewardWorker"),
+    _rule("reward_model", "http_reward.RewardModelScore"),
+    _rule("crossthinkqa", "multiple_choice.CrossThinkQA", "CrossThinkQARuleRewardWorker", needs_truth=True),
+    _rule("repetition_penalty", "text_rules.RepetitionPenalty"),
+    _rule("length_penalty", "text_rules.LengthPenalty"),
+    _rule("http_reward", "http_reward.HttpReward"),
+    _rule("llm_judge", "judge.LLMJudge", "LLMJudgeRewardWorker"),
+    _rule("code_sandbox", "code_sandbox.CodeSandbox", "CodeSandboxRewardWorker"),
+)
+"""Rewards by short name."""
+
+PUBLISHED_REWARDS = {each: name for name, reward in REWARDS.items() for each in reward.published}
+"""Reward classes of ROLL's published files that run here, with their short names."""
 
 PLANNED_REWARDS = {
     "RemoteRewardSystemWorker": "remote",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from roll.config.names import PUBLISHED_PREFIX, PUBLISHED_REWARDS, PUBLISHED_WORKERS
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.strategies.base import own_weights
-from roll.config.strategies.registry import GENERATION_STRATEGIES, INFER_STRATEGIES, TRAIN_STRATEGIES
+from roll.config.strategies.registry import generation_strategies, infer_strategies, train_strategies
 
 if TYPE_CHECKING:
     from roll.config.plan.plan import Plan
@@ -33,13 +33,18 @@ class Task:
     """Work that a role does with its model, and the strategies that can do it."""
 
     name: str
-    strategies: tuple[str, ...]
+    able: Callable[[], tuple[str, ...]]
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """Values of ``strategy_name``."""
+        return self.able()
 
 
-TRAINS = Task("trains", TRAIN_STRATEGIES)
-COMPUTES_LOG_PROBS = Task("computes log-probs", INFER_STRATEGIES)
-GENERATES = Task("generates", GENERATION_STRATEGIES)
-SCORES = Task("scores responses", INFER_STRATEGIES)
+TRAINS = Task("trains", train_strategies)
+COMPUTES_LOG_PROBS = Task("computes log-probs", infer_strategies)
+GENERATES = Task("generates", generation_strategies)
+SCORES = Task("scores responses", infer_strategies)
 
 _PLACE = frozenset(
     ("name", "worker_cls", "model_args", "strategy_args", "device_mapping", "num_gpus_per_worker", "world_size")

@@ -45,36 +45,37 @@ that would need it, with `not available yet: KEY`.
 
 def _strategy_options() -> Iterator[tuple[str, type, tuple[type, ...]]]:
     """A table for the options of each backend, and for the section that the sharded ones have."""
-    for backend in BACKENDS:
+    for backend in BACKENDS.rows:
         names = " and ".join(f"`{name}`" for name in backend.strategies)
         yield f"`strategy_config` of {names}", backend.options, ()
         if backend is FSDP1:
             yield "`strategy_config.wrap_policy`", WrapPolicy, ()
 
 
-PAGES: tuple[tuple[str, type, tuple[type, ...]], ...] = (
-    ("Run control (top level, every pipeline)", RunConfig, ()),
-    *(table for pipeline in definitions() for table in pipeline.reference),
-    ("A role section", WorkerConfig, ()),
-    ("`<role>.model_args`", ModelArguments, ()),
-    ("`<role>.training_args`", TrainingArguments, ()),
-    ("`<role>.data_args`", DataArguments, ()),
-    ("`<role>.data_args.curriculum`", CurriculumArguments, ()),
-    ("`<role>.generating_args`", GeneratingArguments, ()),
-    ("`<role>.strategy_args`", StrategyArguments, ()),
-    *_strategy_options(),
-    ("`<role>.sequence_packing_args`", SequencePackingArguments, ()),
-    ("`<role>.router_replay`", RouterReplayArguments, ()),
-    *(table for pipeline in definitions() for table in pipeline.section_tables),
-    ("`checkpoint_config`", CheckpointConfig, ()),
-    ("`train_infer_correction` as a section", CorrectionConfig, ()),
-    ("`train_infer_correction.is_weight`", ImportanceWeightConfig, ()),
-    ("`train_infer_correction.filters[]`", MismatchFilterConfig, ()),
-    ("`train_infer_correction` as a list of rules", CorrectionRule, ()),
-    ("`rollout_mock`", RolloutMockConfig, ()),
-    ("`transfer_backend`", TransferBackendConfig, ()),
-)
-"""Heading, class, and the classes whose fields stand elsewhere on the page."""
+def tables() -> tuple[tuple[str, type, tuple[type, ...]], ...]:
+    """Heading, class, and the classes whose fields stand elsewhere on the page."""
+    return (
+        ("Run control (top level, every pipeline)", RunConfig, ()),
+        *(table for pipeline in definitions() for table in pipeline.reference),
+        ("A role section", WorkerConfig, ()),
+        ("`<role>.model_args`", ModelArguments, ()),
+        ("`<role>.training_args`", TrainingArguments, ()),
+        ("`<role>.data_args`", DataArguments, ()),
+        ("`<role>.data_args.curriculum`", CurriculumArguments, ()),
+        ("`<role>.generating_args`", GeneratingArguments, ()),
+        ("`<role>.strategy_args`", StrategyArguments, ()),
+        *_strategy_options(),
+        ("`<role>.sequence_packing_args`", SequencePackingArguments, ()),
+        ("`<role>.router_replay`", RouterReplayArguments, ()),
+        *(table for pipeline in definitions() for table in pipeline.section_tables),
+        ("`checkpoint_config`", CheckpointConfig, ()),
+        ("`train_infer_correction` as a section", CorrectionConfig, ()),
+        ("`train_infer_correction.is_weight`", ImportanceWeightConfig, ()),
+        ("`train_infer_correction.filters[]`", MismatchFilterConfig, ()),
+        ("`train_infer_correction` as a list of rules", CorrectionRule, ()),
+        ("`rollout_mock`", RolloutMockConfig, ()),
+        ("`transfer_backend`", TransferBackendConfig, ()),
+    )
 
 
 def field_texts(cls: type) -> dict[str, str]:
@@ -161,13 +162,9 @@ def table(cls: type, elsewhere: tuple[type, ...]) -> Iterator[str]:
 def page() -> str:
     """The whole reference page as Markdown."""
     lines = [INTRODUCTION]
-    for heading, cls, elsewhere in PAGES:
+    for heading, cls, elsewhere in tables():
         lines += [f"## {heading}", "", *table(cls, elsewhere), ""]
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.stdout.write(page())
 
 
 SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -210,7 +207,7 @@ def explain(word: str) -> list[Explanation]:
 
 
 def _rows() -> Iterator[Explanation]:
-    for heading, cls, elsewhere in PAGES:
+    for heading, cls, elsewhere in tables():
         known = {item.name for other in elsewhere for item in fields(other)}
         texts, hints = field_texts(cls), type_hints(cls)
         for item in fields(cls):
@@ -227,7 +224,7 @@ def _words(heading: str) -> set[str]:
 
 
 def _is_section(word: str) -> bool:
-    return any(word in _words(heading) for heading, _, _ in PAGES)
+    return any(word in _words(heading) for heading, _, _ in tables())
 
 
 def json_schema(cls: type, title: str) -> dict[str, Any]:
@@ -317,3 +314,7 @@ def _type_schemas(hint: Any, definitions: dict[str, Any]) -> Iterator[dict[str, 
 
 def _any_of(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [*_type_schemas(hint, definitions), INTERPOLATION]}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

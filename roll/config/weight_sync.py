@@ -8,7 +8,7 @@ from typing import Literal
 
 from roll.config.reading.fields import setting
 from roll.config.strategies.base import UpdateMode as UpdateMode
-from roll.config.strategies.registry import BACKEND_OF
+from roll.config.strategies.registry import backend_of
 
 TransportName = Literal["shared_memory", "object_store", "broadcast", "safetensors", "cuda_ipc"]
 
@@ -41,7 +41,7 @@ def update_mode(options: WeightSyncConfig, engine: str) -> UpdateMode:
     """The mode of updates to an engine of this strategy."""
     if options.mode != "auto":
         return options.mode
-    return "trained" if options.lora == "adapter" else BACKEND_OF[engine].updates[0]
+    return "trained" if options.lora == "adapter" else backend_of(engine).updates[0]
 
 
 def transport_name(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from roll.config.data import DataArguments
 from roll.config.names import TEMPLATE_ENDINGS
+from roll.config.reading.errors import closest
 from roll.datasets.columns import Message
 from roll.datasets.reading import SourceRow
 from roll.datasets.types import DataError
@@ -116,13 +116,13 @@ def get_template(name: str) -> Render:
         return TEMPLATES[name]
     if name.endswith(TEMPLATE_ENDINGS):
         return partial(render_native, chat_template=template_text(name))
-    near = difflib.get_close_matches(name, TEMPLATES, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    near = closest(name, TEMPLATES)
+    hint = f"did you mean {near!r}? " if near else ""
     raise DataError(f"template {name!r} is unknown; {hint}known: {', '.join(TEMPLATES)}, or a .jinja file")
 
 
 def template_text(name: str) -> str:
-    """What a template file holds.
+    """Content of a template file.
 
     Raises:
         DataError: the file cannot be read.
@@ -135,7 +135,7 @@ def template_text(name: str) -> str:
 
 @dataclass(frozen=True)
 class TemplateChoice:
-    """How a row's conversation is laid out: template and system message, by its tag, else the common ones.
+    """Template and system message of a row, by its tag, else the common ones.
 
     Names are checked, and files read, on creation.
     """
@@ -179,7 +179,7 @@ class TemplateChoice:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What is rendered: messages, system message included, under the tag that chooses the template."""
+    """Messages to render, system message included, under the tag that chooses the template."""
 
     source: SourceRow
     tag: str

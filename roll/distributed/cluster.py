@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
@@ -11,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from roll.config.reading.errors import closest
 from roll.config.roles import WorkerConfig
 from roll.distributed import diagnosis
 from roll.distributed.actor import WorkerActor, WorkerAddress
@@ -232,8 +232,8 @@ class Cluster:
         self.wait_ready()
         assert self._registrations is not None
         if method not in self._registrations:
-            near = difflib.get_close_matches(method, self._registrations, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            near = closest(method, self._registrations)
+            hint = f"; did you mean {near!r}?" if near else ""
             raise AttributeError(f"the workers of {self.name!r} register no method {method!r}{hint}")
         return self._registrations[method]
 

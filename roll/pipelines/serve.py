@@ -15,7 +15,7 @@ from roll.config.model_files import looks_like_folder
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.yaml_files import shown
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.registry import GENERATION_STRATEGIES
+from roll.config.strategies.registry import generation_strategies
 from roll.distributed import Cluster, ResourceManager, ray_runtime
 from roll.pipelines.files import load_tokenizer
 from roll.serving.server import FrontOptions, HttpFront
@@ -46,7 +46,7 @@ def served_role(loaded: LoadedConfig[Any], name: str) -> WorkerConfig:
         ConfigError: the configuration starts no such role, it does not generate, or its model is not there.
     """
     plan = loaded.plan
-    generating = [role.name for role in plan.roles.values() if role.strategy_name in GENERATION_STRATEGIES]
+    generating = [role.name for role in plan.roles.values() if role.strategy_name in generation_strategies()]
     if name not in generating:
         rule = f"must be a role that generates; in this configuration: {', '.join(generating) or 'none'}"
         raise ConfigError([Problem("--role", name, rule, source=shown(loaded.source))])

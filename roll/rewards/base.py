@@ -44,7 +44,7 @@ class RewardSample:
     num_tokens: int = 0
     """Length of the response as the model wrote it, end token included."""
     model_result: RewardResult | None = None
-    """What the role ``reward_model`` says; None where the domain does not ask it."""
+    """Result of the role ``reward_model``; None where the domain does not ask it."""
 
 
 class RewardFunction(Protocol):
@@ -63,9 +63,12 @@ class RewardRule(ABC):
     """A reward that judges one sample at a time. Subclasses are dataclasses: their fields are the rule's options."""
 
     numbers: ClassVar[tuple[str, ...]] = ()
-    """Names in the ``metrics`` of every result; empty: not told."""
+    """Names in the ``metrics`` of every result; empty: unknown."""
     concurrent_calls: ClassVar[int] = 1
-    """Calls that may be under way at a time, in as many threads: more than one for rewards that wait for others."""
+    """Calls in flight at a time, in as many threads: more than one for rewards that wait for others."""
+    client_options: ClassVar[tuple[str, ...]] = ()
+    """Options that the clients of a reward service may choose; ``*``: all, for rules whose options read no files and no
+    environment, and make no connections. Subclasses do not inherit it: their own options may."""
 
     @abstractmethod
     def judge(self, sample: RewardSample) -> RewardResult: ...
@@ -102,7 +105,7 @@ class RewardOptionError(ValueError):
     component: str | None = None
     """The component of the domain that it is about; None: the domain has none."""
     key = "reward_kwargs"
-    """What it is about, of the domain or the component."""
+    """The key at fault, of the domain or the component."""
 
 
 class RewardNameError(RewardOptionError):

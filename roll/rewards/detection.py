@@ -180,6 +180,7 @@ class Detection(RewardRule):
     """
 
     numbers: ClassVar[tuple[str, ...]] = ("mean_iou", "precision", "recall", "f1", "answered")
+    client_options: ClassVar[tuple[str, ...]] = ("*",)
     metric: Literal["mean_iou", "precision", "recall", "f1"] = "mean_iou"
     """``mean_iou``: IoUs of the matched pairs over the greater number of boxes, so that missing and surplus boxes cost
     the same; the others count pairs from ``iou_threshold`` on."""

@@ -11,15 +11,16 @@ import os
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import httpx2
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from roll.config.reading.masking import masked_text, register_secrets
+from roll.rewards.custom import LoopThread
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True)
 class HttpSettings:
-    """How patiently a service is asked."""
+    """Time limits, retries and concurrency of requests to a service."""
 
     request_timeout: float = 30.0
     """Seconds for one try, from connecting to the last byte."""
@@ -48,37 +49,37 @@ class HttpSettings:
     max_backoff: float = 20.0
     """Longest pause in seconds, also of those that the service asks for by ``Retry-After``."""
     concurrency: int = 32
-    """Requests under way at a time."""
+    """Requests in flight at a time."""
 
 
-class HttpOptions(Protocol):
-    """The options of a reward that asks a service, in a file's words."""
+@dataclass(kw_only=True)
+class ServiceOptions:
+    """Options of a reward that asks a service, in a file's words."""
 
-    timeout: float
+    timeout: float = 30.0
     """Seconds that one request may take, with all tries."""
-    request_timeout: float | None
-    """Seconds of one try; None: ``timeout``."""
-    max_retries: int
-    backoff: float
-    max_backoff: float
-    concurrency: int
+    request_timeout: float | None = None
+    """Seconds of one try; null: ``timeout``."""
+    max_retries: int = 4
+    backoff: float = 0.5
+    max_backoff: float = 20.0
+    concurrency: int = 32
+    """Requests that one worker has in flight at a time."""
 
-
-def settings_of(options: HttpOptions) -> HttpSettings:
-    """How patiently a reward with these options asks."""
-    return HttpSettings(
-        request_timeout=options.request_timeout or options.timeout,
-        total_timeout=options.timeout,
-        max_retries=options.max_retries,
-        backoff=options.backoff,
-        max_backoff=options.max_backoff,
-        concurrency=options.concurrency,
-    )
+    def http_settings(self) -> HttpSettings:
+        return HttpSettings(
+            request_timeout=self.request_timeout or self.timeout,
+            total_timeout=self.timeout,
+            max_retries=self.max_retries,
+            backoff=self.backoff,
+            max_backoff=self.max_backoff,
+            concurrency=self.concurrency,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came of one request: exactly one of ``body`` and ``error`` is there."""
+    """Outcome of one request: exactly one of ``body`` and ``error`` is there."""
 
     body: Any = None
     error: str | None = None
@@ -218,7 +219,7 @@ class JsonClient:
 
 
 class _Progress:
-    """How often a request was tried, and what went wrong last."""
+    """Number of tries of a request, and the last failure."""
 
     def __init__(self) -> None:
         self.tries = 0
@@ -310,39 +311,3 @@ class AnswerCache:
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as temporary:
             json.dump(answer, temporary)
         os.replace(temporary.name, file)
-
-
-T = TypeVar("T")
-
-
-class LoopThread:
-    """Starts with the first coroutine; several threads may run coroutines on it at the same time."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Wait for a coroutine, from any thread but the loop's own."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._running()).result()
-
-    def close(self) -> None:
-        """End the thread; a later :meth:`run` would start another."""
-        with self._lock:
-            if self._loop is None or self._thread is None:
-                return
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-            self._loop = self._thread = None
-
-    def _running(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                # A daemon: a reward that nobody closed does not keep its process alive.
-                self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
-                self._thread.start()
-            return self._loop

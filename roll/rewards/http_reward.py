@@ -11,20 +11,20 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
-from roll.rewards.http_client import JsonClient, Reply, settings_of
+from roll.rewards.http_client import JsonClient, Reply, ServiceOptions
 
 MAX_SHOWN = 500
 """Characters of a service's words in an error."""
 
 
 @dataclass
-class HttpReward(RewardRule):
+class HttpReward(ServiceOptions, RewardRule):
     """Asks a service for the scores of up to ``batch_size`` samples at a time."""
 
     concurrent_calls: ClassVar[int] = 16
 
     url: str = ""
-    """Where samples are posted to."""
+    """Address that samples are posted to."""
     api_key_env: str = ""
     """Environment variable with the token that is sent as ``Authorization: Bearer ...``."""
     batch_size: int = 64
@@ -33,15 +33,6 @@ class HttpReward(RewardRule):
     """Columns of the data row that are sent; null: all."""
     options: dict[str, Any] = field(default_factory=dict)
     """Sent along with every request, for the service."""
-    timeout: float = 30.0
-    """Seconds that one request may take, with all tries."""
-    request_timeout: float | None = None
-    """Seconds of one try; null: ``timeout``."""
-    max_retries: int = 4
-    backoff: float = 0.5
-    max_backoff: float = 20.0
-    concurrency: int = 32
-    """Requests that one worker has under way at a time."""
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -52,7 +43,7 @@ class HttpReward(RewardRule):
             raise RewardOptionError(f"batch_size = {self.batch_size}: must be at least 1")
         if self.api_key_env and self.api_key_env not in os.environ:
             raise RewardOptionError(f"api_key_env = {self.api_key_env!r}: no such variable in the environment")
-        self._client = JsonClient(self.url, settings_of(self), os.environ.get(self.api_key_env, ""))
+        self._client = JsonClient(self.url, self.http_settings(), os.environ.get(self.api_key_env, ""))
 
     def judge(self, sample: RewardSample) -> RewardResult:
         return self([sample])[0]

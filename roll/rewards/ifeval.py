@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 import json
@@ -10,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from roll.config.reading.errors import closest
 from roll.rewards.answers import after_thought
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
 from roll.rewards.ifeval_instructions import CHECKS
@@ -28,6 +28,7 @@ class IFEval(RewardRule):
     """
 
     numbers: ClassVar[tuple[str, ...]] = ("strict", "loose", "instructions_strict", "instructions_loose")
+    client_options: ClassVar[tuple[str, ...]] = ("*",)
     mode: Literal["strict", "loose"] = "strict"
     """``loose``: an instruction also counts as followed if it is without markdown stars, or without the first line (an
     introduction), the last (a farewell), or both."""
@@ -75,7 +76,7 @@ def follows(text: str, identity: str, arguments: Mapping[str, Any]) -> bool:
 
 
 def loosened(text: str) -> Iterator[str]:
-    """The text's variants of the loose criterion (IFEval, section 2.2), beside the text itself."""
+    """The text's variants of the loose criterion (IFEval, section 2.2), besides the text itself."""
     lines = text.split("\n")
     pieces = (lines, lines[1:], lines[:-1], lines[1:-1])
     for number, piece in enumerate("\n".join(part).strip() for part in pieces):
@@ -123,8 +124,8 @@ def checked(identity: str, arguments: Mapping[str, Any]) -> Instruction:
         ValueError: no such type, or an argument that it lacks.
     """
     if identity not in CHECKS:
-        near = difflib.get_close_matches(str(identity), CHECKS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near = closest(str(identity), CHECKS)
+        hint = f"; did you mean {near!r}?" if near else ""
         raise ValueError(f"no such instruction: {identity!r}{hint}")
     parameters = list(inspect.signature(CHECKS[identity]).parameters.values())[1:]
     missing = [p.name for p in parameters if p.default is p.empty and arguments.get(p.name) is None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Sequence
@@ -14,9 +13,10 @@ from typing import Any, ClassVar, Literal
 from jinja2 import StrictUndefined, Template, TemplateError, meta
 from jinja2.sandbox import SandboxedEnvironment
 
+from roll.config.reading.errors import closest
 from roll.rewards.answers import after_thought
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
-from roll.rewards.http_client import MISSING, AnswerCache, JsonClient, Reply, settings_of
+from roll.rewards.http_client import MISSING, AnswerCache, JsonClient, Reply, ServiceOptions
 from roll.rewards.judge_reading import NoScore, ScoreReader
 
 Extract = Literal["yes_no", "number", "boxed", "json", "regex", "logprob"]
@@ -25,8 +25,8 @@ TOP_LOG_PROBS = 20
 
 
 @dataclass
-class LLMJudge(RewardRule):
-    """Asks a judge about each response. Requests of a batch are under way together, up to ``concurrency``.
+class LLMJudge(ServiceOptions, RewardRule):
+    """Asks a judge about each response. Requests of a batch are sent concurrently, up to ``concurrency``.
 
     A request that fails, an answer without a score and a score out of bounds are errors of the sample, never a 0.
     """
@@ -50,7 +50,7 @@ class LLMJudge(RewardRule):
     system_prompt: str = ""
     """The system message; empty: none."""
     extract: Extract | None = None
-    """How the score is found in the answer; null: as the built-in prompt asks for it."""
+    """Rule that finds the score in the answer; null: as the built-in prompt asks for it."""
     score_pattern: str = ""
     """``extract: regex``: a regular expression with a group named ``score``; the last match counts."""
     json_field: str = "score"
@@ -73,18 +73,9 @@ class LLMJudge(RewardRule):
     """Most tokens of the judge's answer; 1 with ``extract: logprob``."""
     seed: int | None = None
     top_logprobs: int = TOP_LOG_PROBS
-    """Likeliest tokens asked for with ``extract: logprob``."""
+    """Most probable tokens requested with ``extract: logprob``."""
     extra_body: dict[str, Any] = field(default_factory=dict)
     """Further fields of the request, such as ``chat_template_kwargs: {enable_thinking: false}``."""
-    timeout: float = 30.0
-    """Seconds that one response may take, with all tries."""
-    request_timeout: float | None = None
-    """Seconds of one try; null: ``timeout``."""
-    max_retries: int = 4
-    backoff: float = 0.5
-    max_backoff: float = 20.0
-    concurrency: int = 32
-    """Requests that one worker has under way at a time."""
     cache: bool = True
     """Do not ask the same twice."""
     cache_dir: str = ""
@@ -102,7 +93,7 @@ class LLMJudge(RewardRule):
         self._reader = self._make_reader()
         self._cache = AnswerCache(Path(self.cache_dir).expanduser() if self.cache_dir else None) if self.cache else None
         key = self.api_key or os.environ.get(self.api_key_env, "")
-        self._client = JsonClient(f"{self.base_url.rstrip('/')}/chat/completions", settings_of(self), key)
+        self._client = JsonClient(f"{self.base_url.rstrip('/')}/chat/completions", self.http_settings(), key)
 
     def _make_reader(self) -> ScoreReader:
         built_in = BUILT_IN.get(self.prompt)
@@ -199,7 +190,7 @@ VARIABLES = (
     "positive",
     "negative",
 )
-"""What a template may use."""
+"""Variables of a template."""
 
 
 @dataclass(frozen=True)
@@ -235,8 +226,8 @@ def load_template(prompt: str) -> Template:
     except TemplateError as error:
         raise RewardOptionError(f"prompt: not a Jinja template: {error}") from error
     for name in sorted(used - {*VARIABLES}):
-        near = difflib.get_close_matches(name, VARIABLES, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        near = closest(name, VARIABLES)
+        hint = f"did you mean {near!r}? " if near else ""
         raise RewardOptionError(f"prompt: no variable {name!r}; {hint}there are {', '.join(VARIABLES)}")
     return template
 
@@ -254,7 +245,7 @@ def _text(prompt: str) -> str:
 
 
 def variables(sample: RewardSample, answer: str, positive: str, negative: str) -> dict[str, Any]:
-    """What a template sees of a sample; ``answer`` is the response without its thought."""
+    """Variables of a sample's template; ``answer`` is the response without its thought."""
     return {
         "question": question_of(sample),
         "prompt": sample.prompt,
@@ -269,7 +260,7 @@ def variables(sample: RewardSample, answer: str, positive: str, negative: str) -
 
 
 def question_of(sample: RewardSample) -> str:
-    """What the user asked: the last user message of the row, else its ``question``, else the prompt as templated."""
+    """The user's question: the last user message of the row, else its ``question``, else the prompt as templated."""
     messages = sample.row.get("messages")
     if isinstance(messages, str):
         try:

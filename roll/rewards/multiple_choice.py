@@ -20,6 +20,7 @@ class MultipleChoice(RewardRule):
     """
 
     numbers: ClassVar[tuple[str, ...]] = ("correct", "answered")
+    client_options: ClassVar[tuple[str, ...]] = ("*",)
     score: float = 1.0
     format_score: float = 0.0
     choices: str = "ABCDEFGHIJ"
@@ -107,6 +108,7 @@ class CrossThinkQA(RewardRule):
     """
 
     numbers: ClassVar[tuple[str, ...]] = ("correct", "format", "repeated", "length_term")
+    client_options: ClassVar[tuple[str, ...]] = ("*",)
     reward_type: Literal["loose", "soft", "strict"] = "soft"
     """``loose``: the box does not count; ``soft``: half for a correct answer without it; ``strict``: nothing."""
     repetition_penalty: float = 0.5

@@ -3,40 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
-import types
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from roll.config.names import PLANNED_REWARDS, PUBLISHED_REWARDS
+from roll.config.names import PLANNED_REWARDS, PUBLISHED_REWARDS, REWARDS, BuiltInReward
+from roll.config.reading.errors import closest
+from roll.config.reading.schema import Mismatch, convert
 from roll.rewards.base import RewardFunction, RewardNameError, RewardOptionError, RewardRule
 from roll.rewards.custom import Limits
 
-_RULES: dict[str, tuple[str, str]] = {
-    "gsm8k_rule": ("roll.rewards.text_rules", "Gsm8kRule"),
-    "math_rule": ("roll.rewards.math_rule", "MathRule"),
-    "multiple_choice": ("roll.rewards.multiple_choice", "MultipleChoice"),
-    "format": ("roll.rewards.text_rules", "FormatRule"),
-    "exact_match": ("roll.rewards.text_rules", "ExactMatch"),
-    "f1": ("roll.rewards.text_rules", "F1"),
-    "detection": ("roll.rewards.detection", "Detection"),
-    "reward_model": ("roll.rewards.http_reward", "RewardModelScore"),
-    "ifeval": ("roll.rewards.ifeval", "IFEval"),
-    "crossthinkqa": ("roll.rewards.multiple_choice", "CrossThinkQA"),
-    "repetition_penalty": ("roll.rewards.text_rules", "RepetitionPenalty"),
-    "length_penalty": ("roll.rewards.text_rules", "LengthPenalty"),
-    "http_reward": ("roll.rewards.http_reward", "HttpReward"),
-    "llm_judge": ("roll.rewards.judge", "LLMJudge"),
-    "code_sandbox": ("roll.rewards.code_sandbox", "CodeSandbox"),
-}
-"""Short name to module and class; imported when chosen, so a worker loads only what it uses."""
-
-_REGISTERED: dict[str, type[RewardRule]] = {}
-_PUBLISHED = PUBLISHED_REWARDS
-"""Class names behind ``roll.pipeline.rlvr.rewards.<module>.``, as ROLL's YAML files have them."""
-_NOT_YET = PLANNED_REWARDS
 _PUBLISHED_PREFIX = "roll.pipeline.rlvr.rewards."
 
 R = TypeVar("R", bound=type)
@@ -44,7 +21,7 @@ R = TypeVar("R", bound=type)
 
 def reward_names() -> list[str]:
     """The short names that ``worker_cls`` takes."""
-    return sorted({*_RULES, *_REGISTERED})
+    return sorted(REWARDS)
 
 
 def register_reward(name: str) -> Callable[[R], R]:
@@ -55,9 +32,9 @@ def register_reward(name: str) -> Callable[[R], R]:
     """
 
     def decorate(rule: R) -> R:
-        if name in _RULES or name in _REGISTERED:
+        if name in REWARDS:
             raise ValueError(f"reward name {name!r} is taken")
-        _REGISTERED[name] = rule
+        REWARDS.add(BuiltInReward(name, target=f"{rule.__module__}.{rule.__qualname__}"))
         return rule
 
     return decorate
@@ -69,17 +46,17 @@ def resolve_name(worker_cls: str) -> str:
     Raises:
         RewardNameError: a published reward that this version does not have, or an unknown name without a dot.
     """
-    if worker_cls in _RULES or worker_cls in _REGISTERED:
+    if worker_cls in REWARDS:
         return worker_cls
     known = ", ".join(reward_names())
     class_name = worker_cls.rpartition(".")[2]
     if worker_cls.startswith(_PUBLISHED_PREFIX) or class_name == worker_cls:
-        if class_name in _PUBLISHED:
-            return _PUBLISHED[class_name]
-        if class_name in _NOT_YET or worker_cls in _NOT_YET.values():
+        if class_name in PUBLISHED_REWARDS:
+            return PUBLISHED_REWARDS[class_name]
+        if class_name in PLANNED_REWARDS or worker_cls in PLANNED_REWARDS.values():
             raise RewardNameError(f"worker_cls {worker_cls!r}: not available yet; available: {known}")
-        near = difflib.get_close_matches(class_name, [*reward_names(), *_PUBLISHED], n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        near = closest(class_name, (*REWARDS, *PUBLISHED_REWARDS))
+        hint = f"did you mean {near!r}? " if near else ""
         raise RewardNameError(
             f"worker_cls {worker_cls!r}: no such reward; {hint}known: {known}, or the dotted path of your own function"
         )
@@ -122,11 +99,8 @@ def option_names(worker_cls: str) -> set[str]:
 
 def load_target(name: str) -> Any:
     """The rule's class or the user's function behind a resolved name."""
-    if name in _REGISTERED:
-        return _REGISTERED[name]
-    if name in _RULES:
-        module, class_name = _RULES[name]
-        return getattr(importlib.import_module(module), class_name)
+    if name in REWARDS:
+        return load_dotted(REWARDS[name].target)
     target = load_dotted(name)
     if isinstance(target, type) and not (issubclass(target, RewardRule) and dataclasses.is_dataclass(target)):
         raise RewardNameError(f"worker_cls {name!r}: a class must be a dataclass derived from roll.rewards.RewardRule")
@@ -152,8 +126,8 @@ def build_rule(name: str, rule: type, options: Mapping[str, Any]) -> RewardFunct
     checked = {}
     for option, value in options.items():
         if option not in fields:
-            near = difflib.get_close_matches(option, fields, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            near = closest(option, fields)
+            hint = f"did you mean {near!r}? " if near else ""
             raise RewardOptionError(
                 f"reward {name}: unknown option {option!r}; {hint}known: {', '.join(fields) or 'none'}"
             )
@@ -172,28 +146,12 @@ def build_rule(name: str, rule: type, options: Mapping[str, Any]) -> RewardFunct
 
 
 def check_option(name: str, option: str, value: Any, hint: Any) -> Any:
-    """``value`` if it fits ``hint`` (bool, int, float, str, Literal, list of str, or a union of those)."""
-    if _fits(value, hint):
-        return float(value) if hint is float else value
-    wanted = getattr(hint, "__name__", None) or str(hint)
-    if typing.get_origin(hint) is typing.Literal:
-        wanted = "one of " + ", ".join(map(repr, typing.get_args(hint)))
-    raise RewardOptionError(f"reward {name}: {option} = {value!r}: must be {wanted}")
+    """``value`` as ``hint`` (bool, int, float, str, Literal, lists, maps, or a union of those).
 
-
-def _fits(value: Any, hint: Any) -> bool:
-    origin = typing.get_origin(hint)
-    if origin is typing.Literal:
-        return value in typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, choice) for choice in typing.get_args(hint))
-    if origin is dict:
-        return isinstance(value, dict)
-    if origin is list:
-        (item,) = typing.get_args(hint)
-        return isinstance(value, (list, tuple)) and all(_fits(part, item) for part in value)
-    if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)
+    Raises:
+        RewardOptionError: with the rule that it breaks.
+    """
+    try:
+        return convert(value, hint)
+    except Mismatch as error:
+        raise RewardOptionError(f"reward {name}: {option} = {value!r}: {error.rule}") from None

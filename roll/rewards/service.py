@@ -19,7 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from roll.rewards.base import GuardedReward, RewardOptionError, RewardResult, RewardSample
-from roll.rewards.registry import build_reward
+from roll.rewards.registry import build_reward, load_target, resolve_name
 
 logger = logging.getLogger(__name__)
 
@@ -28,32 +28,27 @@ LARGEST_BODY = 64 * 2**20
 MOST_SAMPLES = 4096
 MAX_SHOWN = 1000
 SOCKET_SECONDS = 60.0
-"""How long a client may be silent in the middle of a request."""
+"""Longest silence of a client in the middle of a request."""
 TOKEN_VARIABLE = "ROLL_REWARD_TOKEN"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
-PURE = (
-    *("gsm8k_rule", "math_rule", "multiple_choice", "format", "exact_match", "f1", "ifeval", "detection"),
-    *("crossthinkqa", "repetition_penalty", "length_penalty"),
-)
-"""Rewards whose options read no files and no environment, and make no connections."""
-OF_CODE = (
-    *("score", "partial", "timeout", "case_timeout", "memory_mb", "output_mb", "processes", "tolerance"),
-    *("command", "file_name", "languages", "object_operators", "require"),
-)
-OF_CLIENTS: dict[str, tuple[str, ...]] = {"code_sandbox": OF_CODE, **dict.fromkeys(PURE, ("*",))}
-"""Options that a client may choose where ``--client-options`` says nothing; ``*``: all; of other rewards: none."""
 MOST = {"timeout": 600.0, "case_timeout": 600.0, "memory_mb": 8192, "output_mb": 256, "processes": 256}
-"""What a client may ask of the host, where the service itself is not set to more."""
+"""Most that a client may ask of the host, where the service itself is not set to more."""
+
+
+def client_options(reward: str) -> tuple[str, ...]:
+    """Options that a reward opens to clients; a class opens none by what it inherits."""
+    target = load_target(resolve_name(reward))
+    return target.__dict__.get("client_options", ()) if isinstance(target, type) else ()
 
 
 class ClientOptions:
-    """What clients of a service may choose.
+    """Options that clients of a service may choose.
 
     Args:
         reward: a short name or a dotted path.
         own: the service's own options.
-        allowed: names that clients may set, ``*`` for all; None: as :data:`OF_CLIENTS` has it.
+        allowed: names that clients may set, ``*`` for all; None: the rule's ``client_options``.
 
     Raises:
         RewardOptionError: options that the reward does not have or cannot use.
@@ -61,7 +56,7 @@ class ClientOptions:
 
     def __init__(self, reward: str, own: Mapping[str, Any], allowed: Sequence[str] | None = None) -> None:
         self._own = dict(own)
-        self._allowed = OF_CLIENTS.get(reward, ()) if allowed is None else tuple(allowed)
+        self._allowed = client_options(reward) if allowed is None else tuple(allowed)
         # Also a test of the service's own options, at its start.
         self._model = build_reward(reward, self._own)
         self._model.close()

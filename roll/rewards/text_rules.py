@@ -47,6 +47,7 @@ class Gsm8kRule(RewardRule):
     """
 
     numbers: ClassVar[tuple[str, ...]] = ("correct", "answered")
+    client_options: ClassVar[tuple[str, ...]] = ("*",)
     method: Literal["strict", "flexible"] = "strict"
     """``strict``: the number must stand behind ``####``. ``flexible``: without that mark, the last number counts."""
     score: float = 1.0
@@ -149,9 +150,10 @@ class ExactMatch(RewardRule):
     """1 where the answer equals (one of) the ground truth, else 0."""
 
     numbers: ClassVar[tuple[str, ...]] = ("correct", "answered")
+    client_options: ClassVar[tuple[str, ...]] = ("*",)
     score: float = 1.0
     source: Source = "response"
-    """What is compared: the whole ``response`` after the thought, or its ``boxed``, ``marked`` or ``tagged`` answer."""
+    """Compared text: the whole ``response`` after the thought, or its ``boxed``, ``marked`` or ``tagged`` answer."""
     normalize: bool = True
     """Compare without case, punctuation, articles and spacing; false: character by character."""
 
@@ -174,6 +176,7 @@ class F1(RewardRule):
     """The F1 of the words shared with the ground truth (the best of several), times ``score``."""
 
     numbers: ClassVar[tuple[str, ...]] = ("f1", "answered")
+    client_options: ClassVar[tuple[str, ...]] = ("*",)
     score: float = 1.0
     source: Source = "response"
     """As for ``exact_match``."""
@@ -202,6 +205,7 @@ class FormatRule(RewardRule):
     """``score`` where the pattern matches, ``miss_score`` elsewhere. The ground truth plays no part."""
 
     numbers: ClassVar[tuple[str, ...]] = ("format",)
+    client_options: ClassVar[tuple[str, ...]] = ("*",)
     pattern: str = THINK_THEN_ANSWER
     """Regular expression; ``.`` matches line ends too. The default asks for ``<think>`` and then ``<answer>``."""
     mode: Literal["full", "search"] = "full"
@@ -244,14 +248,15 @@ class RepetitionPenalty(RewardRule):
     """``-max_penalty`` times the share of repeated n-grams, less what is tolerated."""
 
     numbers: ClassVar[tuple[str, ...]] = ("repeated",)
+    client_options: ClassVar[tuple[str, ...]] = ("*",)
     n: int = 20
     """Length of an n-gram; short ones repeat in any text."""
     unit: Literal["word", "character"] = "word"
-    """What n counts; languages without spaces need ``character``."""
+    """Unit of n; languages without spaces need ``character``."""
     tolerated: float = 0.0
     """Share that costs nothing."""
     max_penalty: float = 1.0
-    """What a response of nothing but repetition loses."""
+    """Loss of a response of nothing but repetition."""
 
     def __post_init__(self) -> None:
         if self.n < 1:
@@ -271,6 +276,7 @@ class LengthPenalty(RewardRule):
     """0 up to ``free`` tokens, then falling linearly to ``-max_penalty`` at ``limit`` tokens."""
 
     numbers: ClassVar[tuple[str, ...]] = ("over_length",)
+    client_options: ClassVar[tuple[str, ...]] = ("*",)
     limit: int
     """Tokens of a response that loses all of ``max_penalty``; longer ones lose no more."""
     free: int = 0

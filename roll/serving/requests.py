@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from typing import Any, NoReturn
 
 from starlette.requests import Request
 
+from roll.config.reading.errors import closest
 from roll.strategies.engines.requests import SamplingParams, check_sampling_params
 
 IGNORED = frozenset({"metadata", "parallel_tool_calls", "safety_identifier", "service_tier", "store", "user"})
@@ -185,8 +185,8 @@ class _Fields:
                 if value not in NEUTRAL[name]:
                     raise BadRequest(f"{name}: is not available here", name)
             elif name not in known and name not in IGNORED:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                near = closest(name, known)
+                hint = f"; did you mean {near!r}?" if near else ""
                 raise BadRequest(f"{name}: unknown field{hint}", name)
         asked = self.get("model", str, model)
         if asked != model:

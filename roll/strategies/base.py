@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.registry import TRAIN_STRATEGIES, trains
+from roll.config.strategies.registry import train_strategies, trains
 from roll.platforms import current_platform
 from roll.protocol.metrics import Metrics
 from roll.protocol.metrics import RankInfo as RankInfo
@@ -230,7 +230,7 @@ class ModelStrategy(ABC):
         name = self.role.strategy_args.strategy_name
         if num_training_steps and not self.trains:
             trainer = name.replace("_infer", "_train")
-            use = trainer if trains(trainer) else TRAIN_STRATEGIES[0]
+            use = trainer if trains(trainer) else train_strategies()[0]
             raise ValueError(f"{self.role.name}.strategy_args.strategy_name: {name} cannot train; use {use}")
 
     def _check_outputs(self, outputs: Collection[Output]) -> None:

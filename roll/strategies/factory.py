@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.registry import BACKEND_OF
+from roll.config.strategies.registry import BACKENDS
 from roll.strategies.base import ModelHead, ModelStrategy
 from roll.strategies.engines.base import GenerationStrategy
 
@@ -39,7 +39,7 @@ def create_generation_strategy(role: WorkerConfig, seed: int = 42) -> Generation
 
 def _import(role: WorkerConfig, kind: Literal["computes", "generates"], purpose: str) -> Any:
     name = role.strategy_args.strategy_name
-    paths = {strategy: getattr(backend, kind) for strategy, backend in BACKEND_OF.items() if getattr(backend, kind)}
+    paths = {strategy: getattr(backend, kind) for strategy, backend in BACKENDS.items() if getattr(backend, kind)}
     if name not in paths:
         rule = f"is not a strategy that can {purpose}; use one of {', '.join(paths)}"
         raise ValueError(f"{role.name}.strategy_args.strategy_name: {name!r} {rule}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from roll.config.names import UNPUBLISHED_TRACKERS
+from roll.config.reading.errors import closest
 from roll.tracking.records import CompositeTracker, JsonlTracker, SampleTable, StdoutTracker, Tracker
 
 _MAX_SAMPLES = 16
@@ -268,8 +268,8 @@ def tracker_options(track_with: str | Sequence[str], tracker_kwargs: Mapping[str
     names = [track_with] if isinstance(track_with, str) else list(dict.fromkeys(track_with))
     for name in names:
         if name not in OPTIONS:
-            near = difflib.get_close_matches(name, OPTIONS, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            near = closest(name, OPTIONS)
+            hint = f"; did you mean {near}?" if near else ""
             raise ValueError(f"track_with: {name!r} is no tracker; there are {', '.join(sorted(OPTIONS))}{hint}")
     return {name: _options_of(name, names, tracker_kwargs) for name in names}
 

@@ -79,12 +79,12 @@ def test_neutral_values_load(tmp_path: Path) -> None:
 def test_every_refusal_can_happen() -> None:
     """No pattern of the table is a dead letter: each names a key of the schema."""
     from roll.config.reading.schema import schema_paths
-    from roll.config.strategies.registry import AVAILABLE
+    from roll.config.strategies.registry import BACKENDS
     from roll.pipelines.rlvr.config import RLVRConfig
     from roll.pipelines.sft.config import SFTConfig
 
     known = {*schema_paths(RLVRConfig), *schema_paths(SFTConfig)}
-    known |= {path for options in AVAILABLE.values() for path in schema_paths(options)}
+    known |= {path for options in {backend.options for backend in BACKENDS.values()} for path in schema_paths(options)}
     for refusal in REFUSALS:
         last = refusal.pattern.rsplit(".", 1)[-1]
         assert last in known or "*" in last, refusal.pattern

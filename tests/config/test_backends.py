@@ -15,7 +15,7 @@ from roll.config.strategies.registry import BACKENDS, checkpoint_readers, trains
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("backend", BACKENDS.rows, ids=lambda backend: backend.name)
 def test_every_class_is_there(backend: Backend) -> None:
     """Read as text: the packages of most backends are optional."""
     paths = [path for path in (backend.computes, backend.generates) if path]
@@ -28,10 +28,12 @@ def test_every_class_is_there(backend: Backend) -> None:
 
 
 def test_names_of_every_task() -> None:
-    assert registry.TRAIN_STRATEGIES == ("fsdp2_train", "fsdp_train", "deepspeed_train", "megatron_train")
-    assert registry.INFER_STRATEGIES[:2] == ("fsdp2_infer", "fsdp2_train") and "vllm" not in registry.INFER_STRATEGIES
-    assert registry.GENERATION_STRATEGIES == ("hf_infer", "vllm", "sglang")
-    assert [name for name in registry.AVAILABLE if trains(name)] == list(registry.TRAIN_STRATEGIES)
+    assert registry.train_strategies() == ("fsdp2_train", "fsdp_train", "deepspeed_train", "megatron_train")
+    assert (
+        registry.infer_strategies()[:2] == ("fsdp2_infer", "fsdp2_train") and "vllm" not in registry.infer_strategies()
+    )
+    assert registry.generation_strategies() == ("hf_infer", "vllm", "sglang")
+    assert [name for name in BACKENDS if trains(name)] == list(registry.train_strategies())
 
 
 def test_backends_of_one_format_read_each_others_checkpoints() -> None:

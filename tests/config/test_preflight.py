@@ -109,7 +109,7 @@ def test_keys_of_one_reward_say_that_they_do_nothing_for_another(tmp_path: Path)
     loaded = load(tmp_path, changed({"rewards.math.worker_cls": published}, data))
     assert not {notice.key for notice in loaded.warnings} & {f"rewards.math.{key}" for key in keys}
     check_rewards(loaded)
-    with pytest.raises(ConfigError, match=r"reward_type = 'softly': must be one of 'loose', 'soft', 'strict'"):
+    with pytest.raises(ConfigError, match=r"reward_type = 'softly': must be one of loose, soft, strict"):
         check_rewards(load(tmp_path, changed({"rewards.math.reward_type": "softly"}, loaded.resolved)))
 
 

@@ -7,7 +7,7 @@ import pytest
 from roll.config.reading.errors import ConfigError
 from roll.config.roles import StrategyArguments
 from roll.config.strategies.registry import (
-    AVAILABLE,
+    BACKENDS,
     Fsdp2StrategyConfig,
     HfInferStrategyConfig,
     strategy_keys,
@@ -71,6 +71,6 @@ def test_unknown_option_names_the_nearest() -> None:
 
 
 def test_every_strategy_has_options() -> None:
-    assert all(strategy_keys(name) for name in AVAILABLE)
+    assert all(strategy_keys(name) for name in BACKENDS)
     with pytest.raises(ConfigError, match=r"must be one of fsdp2_train.*sglang"):
         typed_strategy_config(StrategyArguments("sglnag"))

@@ -17,7 +17,7 @@ from roll.algorithms.losses import actor_loss_options, option_names
 from roll.algorithms.metrics import MetricBuilder
 from roll.config.algorithm import ADV_ESTIMATORS, POLICY_LOSSES
 from roll.config.reading.schema import nested_section, rules_of, type_hints
-from roll.config.strategies.registry import AVAILABLE
+from roll.config.strategies.registry import BACKENDS
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.sft.config import SFTConfig
 from tests.config.good import GOOD_SFT, changed, load
@@ -177,7 +177,7 @@ def sections(cls: type) -> Iterator[type]:
 
 def test_conditions_name_keys_that_there_are() -> None:
     effective = {"critic", "reference", "pg_variant"}
-    for root in (RLVRConfig, SFTConfig, *AVAILABLE.values()):
+    for root in (RLVRConfig, SFTConfig, *(backend.options for backend in BACKENDS.rows)):
         top = {item.name for item in fields(root)}
         for section in sections(root):
             assert is_dataclass(section)

@@ -60,8 +60,8 @@ class ReplicatedStrategy(DataParallelStrategy):
 
 
 def register() -> None:
-    for name in REPLICATED.strategies:
-        registry.BACKEND_OF[name], registry.AVAILABLE[name] = REPLICATED, REPLICATED.options
+    if REPLICATED.strategies[0] not in registry.BACKENDS:
+        registry.BACKENDS.add(REPLICATED)
 
 
 def train(role: WorkerConfig, batch: TensorBatch, steps: int) -> dict[str, Any]:

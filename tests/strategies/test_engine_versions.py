@@ -9,7 +9,7 @@ import pytest
 from roll.config.strategies.registry import BACKENDS
 from roll.strategies.engines.base import check_version
 
-ENGINES = {backend.package.title: backend for backend in BACKENDS if backend.package is not None}
+ENGINES = {backend.package.title: backend for backend in BACKENDS.rows if backend.package is not None}
 
 
 @pytest.mark.parametrize(

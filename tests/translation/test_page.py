@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from roll.config.reading.schema import known_keys
-from roll.config.reference import PAGES
+from roll.config.reference import tables
 from roll.translation.engine import DIALECTS
 from roll.translation.page import page
 from roll.translation.tables import read_table
@@ -48,7 +48,7 @@ def test_defaults_have_rules(name: str) -> None:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_our_keys_exist_and_what_has_none_says_why(dialect: str) -> None:
-    known = {key for _, cls, _ in PAGES for key in known_keys(cls)}
+    known = {key for _, cls, _ in tables() for key in known_keys(cls)}
     known |= {"reward_kwargs", "<name>", "gsm8k_rule", "project"}
     rules = [rule for name, rule in RULES if name == dialect]
     assert rules

@@ -16,7 +16,8 @@ from roll.config.reading.schema import rules_of
 from roll.config.rewards import CLASSIFIER
 from roll.config.roles import StrategyArguments, WorkerConfig
 from roll.config.run import RunConfig
-from roll.config.strategies.registry import StrategyConfig
+from roll.config.strategies.base import Backend
+from roll.config.strategies.registry import BACKENDS, StrategyConfig
 
 if TYPE_CHECKING:
     from roll.config.checks.base import Checks
@@ -41,6 +42,10 @@ def other_than(neutral: str) -> Test:
     return lambda value: is_set(value) and value != neutral
 
 
+def nowhere(backend: Backend) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Refusal:
     """A key (``*`` stands for one name, ``**`` for any number) that is refused when ``applies`` to its value."""
@@ -50,8 +55,8 @@ class Refusal:
     instead: Any = None
     """A value that loads; None where the file is for a model that this version does not train, whatever stands here."""
     applies: Test = is_set
-    except_under: tuple[str, ...] = ()
-    """Strategies (by the beginning of their name) that deal with the key themselves."""
+    except_under: Callable[[Backend], bool] = nowhere
+    """Backends that deal with the key themselves."""
 
     @property
     def regex(self) -> re.Pattern[str]:
@@ -78,7 +83,9 @@ REFUSALS = (
     Refusal("**.model_update_frequency", "weight transfers that skip steps", 1, above(1)),
     Refusal("**.router_replay.mode", "router replay", "disabled", other_than("disabled")),
     Refusal("**.mtp_training_mode", "multi-token prediction", "disabled", other_than("disabled")),
-    Refusal("**.model_args.ulysses_size", "context parallelism", 1, above(1), except_under=("deepspeed_", "fsdp")),
+    Refusal(
+        "**.model_args.ulysses_size", "context parallelism", 1, above(1), except_under=lambda backend: backend.ulysses
+    ),
     Refusal("**.model_args.num_labels", "classification heads", 1, above(1)),
     Refusal("**.model_args.moe_aux_loss_coef", "mixture-of-experts training"),
     *(
@@ -100,7 +107,7 @@ REFUSALS = (
         "tensor parallelism in training but by megatron_train (tensor_model_parallel_size)",
         1,
         above(1),
-        except_under=("sglang",),
+        except_under=lambda backend: "tp_size" in backend.size_keys,
     ),
     Refusal("**.generating_args.num_beams", "beam search", 1, above(1)),
     Refusal("**.data_args.image_folder", "vision-language models"),
@@ -135,7 +142,9 @@ def _excepted(refusal: Refusal, data: Mapping[str, Any], path: str) -> bool:
     for name in (path.partition(".")[0], "strategy_args", "strategy_name"):
         node = node.get(name) if isinstance(node, Mapping) else None
     strategy = node if isinstance(node, str) else StrategyArguments().strategy_name
-    return strategy.startswith(refusal.except_under)
+    backend = BACKENDS.get(strategy)
+    # An unknown name has a message of its own.
+    return refusal.except_under is not nowhere and (backend is None or refusal.except_under(backend))
 
 
 _ELSEWHERE = frozenset(("opd_kl_coef", "tag_included", "mtp_training_mode", "router_replay"))

@@ -14,9 +14,9 @@ from roll.config.plan.planning import devices_per_worker, world_size
 from roll.config.roles import WorkerConfig
 from roll.config.run import RunConfig
 from roll.config.strategies.registry import (
-    AVAILABLE,
-    GENERATION_STRATEGIES,
+    BACKENDS,
     StrategyConfig,
+    generation_strategies,
     read_strategy_config,
 )
 
@@ -88,8 +88,8 @@ def check_strategy(name: str, role: WorkerConfig, checks: Checks) -> StrategyCon
         return None
     task = checks.pipeline.task_of(name, role)
     able = task.strategies
-    if strategy in AVAILABLE and strategy not in able:
-        if task is COMPUTES_LOG_PROBS and strategy in GENERATION_STRATEGIES:
+    if strategy in BACKENDS and strategy not in able:
+        if task is COMPUTES_LOG_PROBS and strategy in generation_strategies():
             checks.problems.not_available(f"{path}.strategy_name", strategy, "log-probs by an engine", able[0])
         else:
             checks.add(

@@ -17,7 +17,7 @@ from roll.config.pipelines import PipelineDefinition
 from roll.config.plan.plan import Plan, RolePlan
 from roll.config.reading.errors import count
 from roll.config.reading.masking import masked, masked_text
-from roll.config.strategies.registry import GENERATION_STRATEGIES
+from roll.config.strategies.registry import generation_strategies
 
 WIDEST_DEVICE_TABLE = 8
 
@@ -102,7 +102,7 @@ def forward_sentences(plan: Plan) -> list[str]:
     special = [
         (role.name, role.forward_rule)
         for role in plan.roles.values()
-        if role.strategy_name not in (None, *GENERATION_STRATEGIES)
+        if role.strategy_name not in (None, *generation_strategies())
     ]
     return [f"{name}: {rule.sentence()}" for name, rule in special if rule.removes_padding or rule.max_tokens]
 

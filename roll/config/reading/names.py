@@ -7,65 +7,73 @@ registry of the functions read it. It is live, so that a name that is added late
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 
-class Named(Protocol):
+class Row(Protocol):
     """A row of a table."""
 
     @property
-    def name(self) -> str: ...
+    def names(self) -> tuple[str, ...]:
+        """All that a file may write for it."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """A row with one name and perhaps other spellings."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
 
     @property
-    def aliases(self) -> tuple[str, ...]:
-        """Other spellings."""
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
 
 
-Row = TypeVar("Row", bound=Named)
+R = TypeVar("R", bound=Row)
 
 
-class Table(Mapping[str, Row]):
-    """Rows by name and alias, in the order in which they were added.
+class Table(Mapping[str, R]):
+    """Rows by each of their names, in the order in which they were added.
 
     Args:
         key: of the YAML, for messages.
         rows: what comes with this package; rows that are added later are a user's own.
     """
 
-    def __init__(self, key: str, *rows: Row) -> None:
+    def __init__(self, key: str, *rows: R) -> None:
         self.key = key
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, R] = {}
         for row in rows:
             self.add(row)
         self._shipped = frozenset(self._rows)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: R) -> None:
         """Add a row.
 
         Raises:
             ValueError: a name that is taken.
         """
-        for name in (row.name, *row.aliases):
+        for name in row.names:
             if name in self._rows:
                 raise ValueError(f"{self.key} {name!r} is registered already; choose another name")
-        self._rows |= dict.fromkeys((row.name, *row.aliases), row)
+        self._rows |= dict.fromkeys(row.names, row)
 
-    def remove(self, name: str) -> None:
-        """Take a user's own row out again."""
-        row = self._rows[name]
-        assert row.name not in self._shipped, name
-        for spelling in (row.name, *row.aliases):
-            del self._rows[spelling]
+    @property
+    def rows(self) -> tuple[R, ...]:
+        """The rows, each once."""
+        return tuple(dict.fromkeys(self._rows.values()))
 
     def is_own(self, name: str) -> bool:
-        """True for a row that a user has added."""
+        """True for a name that a user has added."""
         return name in self._rows and name not in self._shipped
 
-    def where(self, holds: Callable[[Row], bool]) -> tuple[str, ...]:
-        """Names and aliases of the rows for which ``holds``."""
+    def where(self, holds: Callable[[R], bool]) -> tuple[str, ...]:
+        """Names of the rows for which ``holds``."""
         return tuple(name for name, row in self._rows.items() if holds(row))
 
-    def __getitem__(self, name: str) -> Row:
+    def __getitem__(self, name: str) -> R:
         return self._rows[name]
 
     def __iter__(self) -> Iterator[str]:

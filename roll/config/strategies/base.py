@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from math import gcd
 from typing import TYPE_CHECKING, Any, Literal
@@ -111,11 +111,25 @@ class Backend:
     """Options that give an engine's tensor-parallel size; its workers then take ``devices_per_worker`` devices."""
     updates: tuple[UpdateMode, ...] = ("full",)
     """Modes of weight updates that an engine takes; the first is what ``weight_sync.mode: auto`` means."""
+    holds_sent_dtype: bool = False
+    """It computes in the type of the weights that it is sent."""
+    adapter_ranks: tuple[int, ...] = ()
+    """Of an engine that computes with an adapter itself: the ranks that it makes room for when it starts."""
+    adapter_arguments: Callable[[int], dict[str, Any]] | None = None
+    """From an adapter's rank to the engine arguments that make this room."""
+    only_plain_adapters: bool = False
+    """It trains adapters, and nothing that peft adds to them."""
+    ulysses: bool = False
+    """It deals with ``model_args.ulysses_size`` itself."""
 
     @property
     def strategies(self) -> tuple[str, ...]:
         """Values of ``strategy_name``."""
         return (f"{self.name}_train", f"{self.name}_infer") if self.trains else (self.name,)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.strategies
 
 
 def own_weights(role: WorkerConfig) -> WorkerConfig:

@@ -280,5 +280,6 @@ DEEPSPEED = Backend(
     computes="roll.strategies.deepspeed.strategy.DeepSpeedStrategy",
     trains=True,
     checkpoints="deepspeed",
+    ulysses=True,
     package=Package("deepspeed", "pip install 'roll-rl[deepspeed]'"),
 )

@@ -79,7 +79,7 @@ class ShardedStrategyConfig(StrategyConfig):
             rule = f"goes with bf16 computation; this role computes in {self.compute_type(role)}"
             problems.add(f"{path}.master_dtype", "bf16", rule, "fp32")
         size = role.model_args.ulysses_size
-        if world_size % size:
+        if world_size % size and not problems.mentions(f"{name}.model_args.ulysses_size"):
             best = max(number for number in range(1, size) if world_size % number == 0)
             rule = f"must divide the role's {world_size} ranks, which share sequences in groups of so many"
             problems.add(f"{name}.model_args.ulysses_size", size, rule, best)
@@ -166,8 +166,18 @@ FSDP1_OFFLOAD = (
 
 
 FSDP2 = Backend(
-    "fsdp2", Fsdp2StrategyConfig, computes="roll.strategies.fsdp.fsdp2.Fsdp2Strategy", trains=True, checkpoints="fsdp"
+    "fsdp2",
+    Fsdp2StrategyConfig,
+    computes="roll.strategies.fsdp.fsdp2.Fsdp2Strategy",
+    trains=True,
+    checkpoints="fsdp",
+    ulysses=True,
 )
 FSDP1 = Backend(
-    "fsdp", Fsdp1StrategyConfig, computes="roll.strategies.fsdp.fsdp1.FsdpStrategy", trains=True, checkpoints="fsdp"
+    "fsdp",
+    Fsdp1StrategyConfig,
+    computes="roll.strategies.fsdp.fsdp1.FsdpStrategy",
+    trains=True,
+    checkpoints="fsdp",
+    ulysses=True,
 )

@@ -36,4 +36,5 @@ HF_INFER = Backend(
     computes="roll.strategies.hf_infer.strategy.HfForwardStrategy",
     generates="roll.strategies.hf_infer.HfInferStrategy",
     updates=("trained", "delta", "full"),
+    holds_sent_dtype=True,
 )

@@ -164,5 +164,6 @@ MEGATRON = Backend(
     computes="roll.strategies.megatron.MegatronStrategy",
     trains=True,
     checkpoints="megatron",
+    only_plain_adapters=True,
     package=Package("megatron.core", "pip install 'roll-rl[megatron]'"),
 )

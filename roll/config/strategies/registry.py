@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from roll.config.reading.errors import ConfigError, Problems, closest
+from roll.config.reading.names import Table
 from roll.config.reading.schema import SchemaReader, build, known_keys
 from roll.config.roles import StrategyArguments, WorkerConfig
+from roll.config.strategies.base import Backend
 from roll.config.strategies.base import StrategyConfig as StrategyConfig
 from roll.config.strategies.deepspeed import DEEPSPEED
 from roll.config.strategies.deepspeed import DeepSpeedStrategyConfig as DeepSpeedStrategyConfig
@@ -27,60 +29,68 @@ from roll.config.strategies.megatron import MegatronStrategyConfig as MegatronSt
 from roll.config.strategies.sglang import SGLANG
 from roll.config.strategies.vllm import VLLM
 
-BACKENDS = (FSDP2, FSDP1, DEEPSPEED, MEGATRON, HF_INFER, VLLM, SGLANG)
-"""The only list of backends and engines."""
+BACKENDS: Table[Backend] = Table("strategy_name", FSDP2, FSDP1, DEEPSPEED, MEGATRON, HF_INFER, VLLM, SGLANG)
+"""The only list of backends and engines, by ``strategy_name``."""
 
-BACKEND_OF = {name: backend for backend in BACKENDS for name in backend.strategies}
-"""Backends by ``strategy_name``."""
 
-AVAILABLE: dict[str, type[StrategyConfig]] = {name: backend.options for name, backend in BACKEND_OF.items()}
-"""The dataclass of every strategy's options."""
+def backend_of(strategy_name: str) -> Backend:
+    """The backend of a strategy; of an unknown name one that can do nothing, since the checks report the name."""
+    return BACKENDS.get(strategy_name) or Backend(strategy_name, StrategyConfig)
 
-TRAIN_STRATEGIES = tuple(backend.strategies[0] for backend in BACKENDS if backend.trains)
-INFER_STRATEGIES = tuple(name for backend in BACKENDS if backend.computes for name in reversed(backend.strategies))
-"""Strategies that compute log-probs, forward-only ones first."""
-GENERATION_STRATEGIES = tuple(backend.name for backend in BACKENDS if backend.generates)
+
+def train_strategies() -> tuple[str, ...]:
+    """Strategies that take optimizer steps."""
+    return tuple(backend.strategies[0] for backend in BACKENDS.rows if backend.trains)
+
+
+def infer_strategies() -> tuple[str, ...]:
+    """Strategies that compute log-probs, forward-only ones first."""
+    return tuple(name for backend in BACKENDS.rows if backend.computes for name in reversed(backend.strategies))
+
+
+def generation_strategies() -> tuple[str, ...]:
+    """Engines."""
+    return BACKENDS.where(lambda backend: backend.generates is not None)
 
 
 def trains(strategy_name: str) -> bool:
     """True for a strategy that takes optimizer steps."""
-    backend = BACKEND_OF.get(strategy_name)
-    return backend is not None and backend.trains and strategy_name == backend.strategies[0]
+    return strategy_name in train_strategies()
 
 
 def checkpoint_readers(strategy_name: str) -> tuple[str, ...]:
     """The strategies that read training checkpoints of ``strategy_name``."""
-    backend = BACKEND_OF.get(strategy_name)
+    backend = BACKENDS.get(strategy_name)
     if backend is None or not backend.trains:
         return (strategy_name,)
-    return tuple(other.strategies[0] for other in BACKENDS if other.checkpoints == backend.checkpoints)
+    return tuple(other.strategies[0] for other in BACKENDS.rows if other.checkpoints == backend.checkpoints)
 
 
 def strategy_keys(strategy_name: str) -> frozenset[str]:
     """The option names of a strategy; empty for an unknown one."""
-    options: type | None = AVAILABLE.get(strategy_name)
-    return frozenset() if options is None else frozenset(known_keys(options))
+    options: type = backend_of(strategy_name).options
+    return frozenset(known_keys(options))
 
 
 def owners_of(key: str) -> list[str]:
     """Every strategy that has an option of this name."""
-    return [name for name in AVAILABLE if key in strategy_keys(name)]
+    return [name for name in BACKENDS if key in strategy_keys(name)]
 
 
 def read_strategy_config(arguments: StrategyArguments, path: str, problems: Problems) -> StrategyConfig | None:
     """The typed options, with every mistake added to ``problems`` under ``path``; None for a strategy without any."""
     name = arguments.strategy_name
-    if name not in AVAILABLE:
-        rule = f"must be one of {', '.join(AVAILABLE)}"
-        problems.add(f"{path}.strategy_name", name, rule, closest(name, tuple(AVAILABLE)))
+    if name not in BACKENDS:
+        rule = f"must be one of {', '.join(BACKENDS)}"
+        problems.add(f"{path}.strategy_name", name, rule, closest(name, BACKENDS))
         return None
-    own = strategy_keys(name)
+    options, own = BACKENDS[name].options, strategy_keys(name)
     foreign = [key for key in arguments.strategy_config if key not in own and owners_of(key)]
     section = f"{path}.strategy_config"
     for key in foreign:
         problems.note(f"{section}.{key}", f"belongs to {', '.join(owners_of(key))}; no effect under {name}")
     data = {key: value for key, value in arguments.strategy_config.items() if key not in foreign}
-    return build(AVAILABLE[name], SchemaReader(problems).read(AVAILABLE[name], data, section))
+    return build(options, SchemaReader(problems).read(options, data, section))
 
 
 def typed_strategy_config(arguments: StrategyArguments) -> StrategyConfig:
@@ -98,7 +108,7 @@ def typed_strategy_config(arguments: StrategyArguments) -> StrategyConfig:
 
 def is_sized_engine(role: WorkerConfig) -> bool:
     """True for an engine whose workers take as many devices as it has ranks."""
-    backend = BACKEND_OF.get(role.strategy_args.strategy_name)
+    backend = BACKENDS.get(role.strategy_args.strategy_name)
     return backend is not None and bool(backend.size_keys)
 
 
@@ -106,7 +116,7 @@ def with_engine_size(role: WorkerConfig) -> WorkerConfig:
     """The role with its engines' tensor-parallel size: as ``strategy_config`` says, else ``num_gpus_per_worker``, which
     ROLL's files often give alone."""
     arguments = role.strategy_args
-    backend, options = BACKEND_OF.get(arguments.strategy_name), arguments.strategy_config
+    backend, options = BACKENDS.get(arguments.strategy_name), arguments.strategy_config
     if backend is None or not backend.size_keys or any(options.get(key) is not None for key in backend.size_keys):
         return role
     has_stages = "pipeline_parallel_size" in strategy_keys(arguments.strategy_name)

@@ -130,4 +130,6 @@ VLLM = Backend(
         tested=("0.32", "0.34"),
     ),
     size_keys=("tensor_parallel_size",),
+    adapter_ranks=VLLM_LORA_RANKS,
+    adapter_arguments=adapter_engine_args,
 )

@@ -20,6 +20,7 @@ from roll.config.lora import uses_lora
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.plan.plan import explain_indivisible, working_values
 from roll.config.reading.errors import closest
+from roll.config.strategies.registry import backend_of
 from roll.pipelines.rlvr.checks_algorithm import check_algorithm
 from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
 from roll.pipelines.rlvr.checks_rollout import check_async, check_validation, check_weight_sync, longest_in_validation
@@ -95,7 +96,7 @@ def check_needed_roles(config: RLVRConfig, checks: Checks) -> None:
     engine, trainer = config.actor_infer, config.actor_train
     if trainer.model_args.dtype != engine.model_args.dtype and not checks.broken("actor_train.model_args.dtype"):
         key, dtype = "actor_infer.model_args.dtype", trainer.model_args.dtype
-        if engine.strategy_args.strategy_name == "hf_infer":
+        if backend_of(engine.strategy_args.strategy_name).holds_sent_dtype:
             rule = f"must be actor_train's, {dtype}: the engine holds exactly the weights it is sent"
             checks.add(key, engine.model_args.dtype, rule, dtype)
         else:

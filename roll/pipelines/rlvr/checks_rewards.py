@@ -141,11 +141,13 @@ def check_reward_name(key: str, section: str, name: str | None, checks: Checks) 
     if name in PLANNED_REWARDS.values() or (published and class_name in PLANNED_REWARDS):
         checks.problems.not_available(path, name, *WHY_PLANNED[PLANNED_REWARDS.get(class_name, name)])
     elif published and name not in REWARDS and class_name not in PUBLISHED_REWARDS:
-        nearest = closest(class_name, (*REWARDS, *PUBLISHED_REWARDS)) or REWARDS[0]
+        nearest = closest(class_name, (*REWARDS, *PUBLISHED_REWARDS)) or next(iter(REWARDS))
         rule = f"must be one of {', '.join(REWARDS)}, or the dotted path of your own function"
         checks.add(path, name, rule, nearest)
     elif not published and not DOTTED_PATH.fullmatch(name):
-        checks.add(path, name, "must be a short name or a dotted path such as my_package.rewards.score", REWARDS[0])
+        checks.add(
+            path, name, "must be a short name or a dotted path such as my_package.rewards.score", next(iter(REWARDS))
+        )
 
 
 def check_filter(key: str, config: FilterConfig, checks: Checks) -> None:

@@ -9,8 +9,7 @@ from roll.config.checks.base import Checks, check_columns, check_data_files
 from roll.config.lora import adapter_rank, uses_lora
 from roll.config.plan.planning import shares_devices
 from roll.config.rewards import section_of
-from roll.config.strategies.registry import BACKEND_OF
-from roll.config.strategies.vllm import VLLM_LORA_RANKS
+from roll.config.strategies.registry import BACKENDS, backend_of
 from roll.config.weight_sync import update_mode
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import sharing_roles
@@ -119,16 +118,16 @@ def check_weight_sync(config: RLVRConfig, checks: Checks) -> None:
     if options.transport == "cuda_ipc":
         _check_cuda_ipc(config, checks)
     engine = config.actor_infer.strategy_args.strategy_name
-    modes = BACKEND_OF[engine].updates if engine in BACKEND_OF else ("full",)
+    modes = backend_of(engine).updates
     if options.lora == "adapter":
         _check_adapter(config, checks)
     elif options.mode not in ("auto", *modes):
         least = "tensors" if "trained" in modes else "layers"
-        others = ", ".join(name for name, backend in BACKEND_OF.items() if options.mode in backend.updates)
+        others = ", ".join(BACKENDS.where(lambda backend: options.mode in backend.updates))
         rule = f"{engine} takes whole {least} only; engines that take parts: {others}"
         checks.add("weight_sync.mode", options.mode, rule, "full")
     sleep_level = config.actor_infer.strategy_args.strategy_config.get("sleep_level")
-    if sleep_level == 2 and engine in BACKEND_OF and update_mode(options, engine) == "trained":
+    if sleep_level == 2 and update_mode(options, engine) == "trained":
         rule = "drops weights that updates do not bring back with "
         rule += "weight_sync.lora: adapter" if options.lora == "adapter" else "weight_sync.mode: trained"
         checks.add("actor_infer.strategy_args.strategy_config.sleep_level", sleep_level, rule, 1)
@@ -142,23 +141,25 @@ def _check_adapter(config: RLVRConfig, checks: Checks) -> None:
     elif options.mode in ("full", "delta"):
         rule = "with lora: adapter, A and B are sent whole and nothing else changes"
         checks.add("weight_sync.mode", options.mode, rule, "trained")
-    elif config.actor_infer.strategy_args.strategy_name == "vllm":
-        _check_vllm_adapter(config, checks)
+    elif backend_of(config.actor_infer.strategy_args.strategy_name).adapter_ranks:
+        _check_adapter_of_engine(config, checks)
 
 
-def _check_vllm_adapter(config: RLVRConfig, checks: Checks) -> None:
-    """vLLM computes with the adapter itself, and must be told its rank when it starts."""
-    args = config.actor_train.model_args
+def _check_adapter_of_engine(config: RLVRConfig, checks: Checks) -> None:
+    """An engine that computes with the adapter itself makes room for its rank when it starts."""
+    args, backend = config.actor_train.model_args, backend_of(config.actor_infer.strategy_args.strategy_name)
+    engine, most = backend.package.title if backend.package else backend.name, backend.adapter_ranks[-1]
     if args.additional_target:
-        rule = "goes with weight_sync.lora: merged: of a policy in vLLM only the adapter is exchanged"
+        rule = f"goes with weight_sync.lora: merged: of a policy in {engine} only the adapter is exchanged"
         checks.add("actor_train.model_args.additional_target", args.additional_target, rule, "~")
     key, rank = "actor_train.model_args.lora_rank", adapter_rank(args)
     on_hub = args.adapter_name_or_path is not None and not Path(args.adapter_name_or_path).expanduser().is_dir()
     if on_hub and not checks.written(key):
-        checks.missing(key, "is needed: the rank of adapter_name_or_path, for which vLLM makes room when it starts", 32)
-    elif rank > VLLM_LORA_RANKS[-1]:
-        rule = f"must be at most {VLLM_LORA_RANKS[-1]} for vLLM; with weight_sync.lora: merged it may be more"
-        checks.add(key, rank, rule, VLLM_LORA_RANKS[-1])
+        rule = f"is needed: the rank of adapter_name_or_path, for which {engine} makes room when it starts"
+        checks.missing(key, rule, 32)
+    elif rank > most:
+        rule = f"must be at most {most} for {engine}; with weight_sync.lora: merged it may be more"
+        checks.add(key, rank, rule, most)
 
 
 def _check_cuda_ipc(config: RLVRConfig, checks: Checks) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
-from roll.config.names import TRUTH_REWARDS
+from roll.config.names import REWARDS
 from roll.config.pipelines import worker_name
 from roll.config.reading.errors import count
 from roll.config.rewards import RewardConfig
@@ -107,7 +107,8 @@ def remarks(config: RLVRConfig, counts: LoadCounts) -> list[str]:
 def truth_reward(name: str, section: RewardConfig) -> str | None:
     """The reward of a domain that needs the ground truth; None: none does."""
     rewards = [part.worker_cls or key for key, part in section.components.items()] or [section.worker_cls or name]
-    return next((found for reward in rewards if (found := worker_name(reward)) in TRUTH_REWARDS), None)
+    found = (worker_name(reward) for reward in rewards)
+    return next((each for each in found if each is not None and each in REWARDS and REWARDS[each].needs_truth), None)
 
 
 class RecordedRollouts:

@@ -26,8 +26,7 @@ from roll.config.rewards import (
 )
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import own_weights
-from roll.config.strategies.registry import GENERATION_STRATEGIES, with_engine_size
-from roll.config.strategies.vllm import adapter_engine_args
+from roll.config.strategies.registry import backend_of, generation_strategies, with_engine_size
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import RLVRPlan, validates_concurrently, validation_sets
 from roll.rewards.base import RewardOptionError
@@ -208,7 +207,7 @@ def finished(config: RLVRConfig, longest: int, name: str, section: WorkerConfig)
     if name in judge_roles(config):
         positions = model_number(section.model_args.model_name_or_path, "max_position_embeddings")
         return own_weights(with_cache_length(section, judge_length(longest, positions)))
-    if section.strategy_args.strategy_name in GENERATION_STRATEGIES:
+    if section.strategy_args.strategy_name in generation_strategies():
         section = with_cache_length(section, longest)
     return with_adapter(section, config) if name == "actor_infer" else section
 
@@ -230,11 +229,12 @@ def reward_calls(domain: str, section: RewardConfig) -> int | None:
 
 
 def with_adapter(role: WorkerConfig, config: RLVRConfig) -> WorkerConfig:
-    """The engines' section, with room for the adapter that the trainer will send by itself, where vLLM needs that."""
+    """The engines' section, with room for the adapter that the trainer will send by itself, where they need that."""
     arguments = role.strategy_args
-    if config.weight_sync.lora != "adapter" or arguments.strategy_name != "vllm":
+    room_for = backend_of(arguments.strategy_name).adapter_arguments
+    if config.weight_sync.lora != "adapter" or room_for is None:
         return role
-    needed = adapter_engine_args(adapter_rank(config.actor_train.model_args))
+    needed = room_for(adapter_rank(config.actor_train.model_args))
     engine_args = needed | dict(arguments.strategy_config.get("engine_args") or {})
     options = {**arguments.strategy_config, "engine_args": engine_args}
     return replace(role, strategy_args=replace(arguments, strategy_config=options))
