@@ -104,7 +104,7 @@ class Costs:
     """Of the trainer, in host memory for each device all the time."""
     engine: float
     cache: float
-    """What ``gpu_memory_utilization`` of 80 GB (24 where the recipe says so) leaves for keys and values."""
+    """The room that ``gpu_memory_utilization`` of 80 GB (24 where the recipe says so) leaves for keys and values."""
     reference: float
     generating: float
     scoring: float

@@ -1,4 +1,4 @@
-"""How many files and functions of the package a training step, a sample and a weight update pass through.
+"""Numbers of files and functions of the package that a training step, a sample and a weight update pass through.
 
     python -m benchmarks.traced_files [--calls]           # print the table of docs/architecture.md
     python -m benchmarks.traced_files --write             # put it there
@@ -144,7 +144,7 @@ def prepare(folder: Path) -> dict[str, str]:
 
 
 def read(folder: Path) -> dict[str, dict[str, set[str]]]:
-    """What the processes of a trace have written down: functions by file by phase."""
+    """Functions by file by phase, as the processes of a trace have recorded them."""
     found: dict[str, dict[str, set[str]]] = {name: defaultdict(set) for name in PHASES}
     for record in folder.glob("calls-*"):
         for line in record.read_text().splitlines():

@@ -38,7 +38,7 @@ class AdvantageOptions(PPOConfig):
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What estimators may use. Rows are responses (in multi-turn work by steps: one step each)."""
+    """Inputs of an estimator. Rows are responses (in multi-turn work by steps: one step each)."""
 
     rewards: Tensor
     """float (B, L), token-level rewards, 0 outside the mask; or (B,), due at each response's last token."""
@@ -142,7 +142,7 @@ def register_advantage(
 
 
 def traits_of(adv_estimator: str) -> Estimator:
-    """What is known of an estimator; raises ``ValueError`` for an unknown one."""
+    """The row of an estimator in the table; raises ``ValueError`` for an unknown one."""
     advantage_estimators.resolve(adv_estimator)
     return estimator(adv_estimator)
 

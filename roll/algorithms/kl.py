@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class KLOptions:
-    """How a divergence is estimated."""
+    """Estimator of a divergence, and its clamps."""
 
     estimator: str = "k3"
     """One of :data:`KL_ESTIMATORS`, or the dotted path of a function (YAML: ``kl_penalty`` for the reward,

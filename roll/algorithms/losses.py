@@ -36,7 +36,7 @@ from roll.config.reading.schema import rules_of
 
 @dataclass(frozen=True)
 class Correction:
-    """What to multiply a per-token loss with."""
+    """Factors of a per-token loss."""
 
     weights: Tensor
     """float (B, L): product of the rules' weights; 1 where none applies."""
@@ -173,7 +173,7 @@ class ActorLossOptions(PPOConfig):
     """Everything the actor's loss depends on: the algorithm's keys, and what follows from them."""
 
     pg: Any = field(default_factory=PPOConfig)
-    """What the variant is given: the algorithm's keys, or its own dataclass."""
+    """Options of the variant: the algorithm's keys, or its own dataclass."""
     correction: CorrectionOptions = field(default_factory=CorrectionOptions)
     """The meaning of ``train_infer_correction``."""
 
@@ -286,7 +286,7 @@ def _kl_per_token(inputs: LossInputs, options: ActorLossOptions) -> Tensor:
 
 @torch.no_grad()
 def _policy_metrics(inputs: LossInputs, metrics: MetricBuilder) -> None:
-    """How far the policy has moved since the batch began, and how much of the batch takes part."""
+    """Log the distance of the policy from the one before the update, and the share of the batch that takes part."""
     tokens, valid = inputs.num_tokens, torch.count_nonzero(inputs.lengths)
     log_ratio, ratio = inputs.log_ratio.detach(), inputs.ratio
     # Outside the mask the log-ratio is 0, so plain sums are masked sums; the ratio there is 1.

@@ -40,9 +40,9 @@ class Keep:
         self.bits = mask.view(torch.int8).neg().to({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
         """Integers of the size of ``dtype``, in the shape of the mask: all bits inside, none outside."""
 
-    def __call__(self, values: Tensor, out: Tensor | None = None) -> Tensor:
+    def __call__(self, values: Tensor) -> Tensor:
         """A copy, 0 outside the mask; ``values`` may be broadcast to the mask's shape."""
-        return kept(values, self.bits, out)
+        return kept(values, self.bits)
 
     @cached_property
     def counts(self) -> Tensor:
@@ -54,10 +54,9 @@ class Keep:
         return clear_(fresh, self.bits)
 
 
-def kept(values: Tensor, bits: Tensor, out: Tensor | None = None) -> Tensor:
-    """A copy of ``values``, in ``out`` where given, 0 where ``bits`` (of a :class:`Keep`) has none."""
-    target = None if out is None else out.view(bits.dtype)
-    return torch.bitwise_and(values.detach().view(bits.dtype), bits, out=target).view(values.dtype)
+def kept(values: Tensor, bits: Tensor) -> Tensor:
+    """A copy of ``values``, 0 where ``bits`` (of a :class:`Keep`) has none."""
+    return torch.bitwise_and(values.detach().view(bits.dtype), bits).view(values.dtype)
 
 
 def clear_(fresh: Tensor, bits: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ class MetricBuilder:
 
 @dataclass(frozen=True)
 class BatchColumns:
-    """What the metrics are computed from; columns as in the batch."""
+    """Columns of the batch that the metrics are computed from."""
 
     scores: Tensor
     """float (B,), raw; 1 or more is right."""

@@ -57,7 +57,7 @@ class RunningMoments:
 
 @dataclass(frozen=True)
 class RewardOptions:
-    """How response-level rewards are normalised: (R - mean) / std, each over its own set, then clipped."""
+    """Normalisation of response-level rewards: (R - mean) / std, each over its own set, then clipped."""
 
     norm_mean_type: NormType = None
     """Whose mean is subtracted: batch, group, running (all batches so far) or none."""
