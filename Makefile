@@ -50,7 +50,7 @@ test-rest:
 test-all:
 	$(MAKE) test; tests=$$?; $(MAKE) test-rest; exit $$((tests + $$?))
 
-# SGLang on this CPU; a minute or two an engine.
+# SGLang on this CPU: about three minutes, half a minute of them for each engine.
 test-sglang: $(SGLANG)/.installed
 	PYTHONPATH=$(CURDIR)/$(SGLANG_FIXTURE) $(SGLANG)/bin/python -m pytest -q -n $(PYTEST_JOBS) --dist loadfile \
 		tests/strategies/sglang tests/pipelines/test_sglang_run.py $(PYTEST_ARGS)
@@ -68,7 +68,7 @@ install-vllm: $(VENV)/.installed-vllm
 
 install-sglang: $(SGLANG)/.installed
 
-# vLLM engines of several ranks: four processes that each import vLLM.
+# vLLM engines of several ranks, one test at a time: their ranks spin while they wait for each other.
 test-vllm-parallel: $(VENV)/.installed-test $(VLLM)
 	TEST_VLLM_PARALLEL=1 $(BIN)/python -m pytest -q tests/strategies/vllm/test_parallel.py tests/strategies/vllm/test_adapters.py tests/pipelines/test_vllm_ranks_run.py $(PYTEST_ARGS)
 

@@ -4,6 +4,9 @@ Conversations: 16 at a time, a first prompt of 256 tokens, then turns of 32 new 
 outside.  CPU-seconds of all turns with ``prefix_cache_tokens`` 0 and with room for everything, and the share of prompt
 tokens that were not computed.
 
+A long conversation: 50 turns of 100 new tokens and 100 generated ones. CPU-seconds of a turn as it grows, with those of
+copying keys and values and of computing the new tokens of the prompt; the rest is decoding.
+
 Weight update in flight: 64 samples, half done.  CPU-seconds of computing their cache anew (``in_flight_update:
 recompute``), next to those of generating the same tokens again, which is what aborting them would cost.
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
+import time
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -26,6 +30,7 @@ from roll.strategies.hf_infer.generic import create_decoder
 
 CONVERSATIONS, FIRST, ANSWER, NEW = 16, 256, 32, 32
 SAMPLES, PROMPT, HALF = 64, 64, 128
+TURN = 100
 
 
 def new_engine(name: str, rows: int, max_len: int, kept: int = 0) -> GenerationEngine:
@@ -76,6 +81,40 @@ def measure_turns(name: str, turns: int, repeats: int) -> None:
     print(f"fast; {share:.0%} of prompt tokens were there already")
 
 
+def measure_growth(name: str, turns: int = 50) -> None:
+    """One conversation of 200 tokens a turn, half of them generated: what a turn costs as it grows."""
+    longest = (turns + 1) * 2 * TURN
+    engine = new_engine(name, 1, longest, longest)
+    spent = {"copies": 0.0, "new prompt": 0.0}
+
+    def timed(owner: object, method: str, kind: str) -> None:
+        function = getattr(owner, method)
+
+        def measured(*arguments: object) -> object:
+            begin = time.process_time()
+            try:
+                return function(*arguments)
+            finally:
+                spent[kind] += time.process_time() - begin
+
+        setattr(owner, method, measured)
+
+    for owner, method in ((engine._prefixes, "extended"), (engine._prefixes, "put"), (engine._cache, "write_prompts")):
+        timed(owner, method, "copies")
+    timed(engine._decoder, "extend", "new prompt")
+    generator = torch.Generator().manual_seed(0)
+    text: list[int] = []
+    for turn in range(1, turns + 1):
+        text += torch.randint(2, engine._decoder.vocab_size, (TURN,), generator=generator).tolist()
+        spent.update(dict.fromkeys(spent, 0.0))
+        engine.add_requests([GenerationRequest("0", text, SamplingParams(TURN, min_new_tokens=TURN, seed=1))])
+        before = time.process_time()
+        text += finish(engine)["0"]
+        if turn % 10 == 0:
+            parts = ", ".join(f"{seconds * 1e3:.0f} ms {kind}" for kind, seconds in spent.items())
+            print(f"turn {turn} ({len(text):,} tokens): {time.process_time() - before:.2f} s, of which {parts}")
+
+
 def measure_update(name: str, repeats: int) -> None:
     generated, again = [], []
     for repeat in range(repeats + 1):
@@ -101,6 +140,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     measure_turns(options.model, options.turns, options.repeats)
+    measure_growth(options.model)
     measure_update(options.model, options.repeats)
 
 

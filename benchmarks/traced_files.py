@@ -1,6 +1,7 @@
 """How many files and functions of the package a training step, a sample and a weight update pass through.
 
-    python -m benchmarks.traced_files [--calls]
+    python -m benchmarks.traced_files [--calls]           # print the table of docs/architecture.md
+    python -m benchmarks.traced_files --write             # put it there
 
 Runs GRPO for three synchronous steps on a tiny model (one rank of FSDP2, one engine of transformers, a reference, one
 reward worker; needs no files) and counts, in its second step, what is entered in the driver and in all workers:
@@ -35,7 +36,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = f"{ROOT / 'roll'}{os.sep}"
 FOLDER = "ROLL_TRACE_FOLDER"
-PHASES = ("training step", "sample", "weight update")
+PAGE = ROOT / "docs/architecture.md"
+BEGIN, END = "<!-- traced files -->", "<!-- end of traced files -->"
+AIMS = {"training step": 20, "sample": 20, "weight update": 15}
+"""Most files that a reader should have to open for each."""
+PHASES = tuple(AIMS)
 NONE = 0
 MEASURED_STEP = 1
 
@@ -148,9 +153,18 @@ def read(folder: Path) -> dict[str, dict[str, set[str]]]:
     return found
 
 
+def table(found: dict[str, dict[str, set[str]]]) -> str:
+    """The numbers of files and functions as the page has them."""
+    rows = (
+        f"| {name} | {len(files)} | {AIMS[name]} | {sum(map(len, files.values()))} |" for name, files in found.items()
+    )
+    return "\n".join(("| | files | aim | functions |", "|---|---|---|---|", *rows))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", action="store_true", help="list the functions, by file")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.relative_to(ROOT)}")
     parser.add_argument("--drive", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.drive:
@@ -158,9 +172,10 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         found = trace(Path(folder))
-    print("| | files | functions |\n|---|---|---|")
-    for name, files in found.items():
-        print(f"| {name} | {len(files)} | {sum(map(len, files.values()))} |")
+    print(table(found))
+    if arguments.write:
+        head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+        PAGE.write_text(f"{head}{BEGIN}\n{table(found)}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
     if arguments.calls:
         for name, files in found.items():
             print(f"\n## {name}")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.traced_files import FOLDER, PHASES, ROOT, prepare, read
+from benchmarks.traced_files import BEGIN, END, FOLDER, PAGE, PHASES, ROOT, prepare, read, table
 
 PROGRAM = """
 from benchmarks.traced_files import _mapped
@@ -38,3 +39,10 @@ def test_functions_are_counted_by_phase_in_all_threads(tmp_path: Path) -> None:
     assert found[PHASES[0]] == {"config/reading/errors.py": {"count"}}
     assert found[PHASES[1]] == {"config/reading/errors.py": {"Problems.add"}}
     assert found[PHASES[2]] == {}
+
+
+def test_the_page_holds_the_table() -> None:
+    """Its rows and aims; the counts are those of the last ``python -m benchmarks.traced_files --write``."""
+    written = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
+    counts = r"\d+ \| (\d+) \| \d+"
+    assert re.sub(counts, r"\1", written) == re.sub(counts, r"\1", table({name: {} for name in PHASES}))

@@ -57,7 +57,7 @@ def gdpo(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Te
         ValueError: ``reward_weights`` and the rewards differ in number.
     """
     components, groups = inputs.require("reward_components", "gdpo").double(), inputs.groups
-    weights = options.reward_weights or (1.0,) * components.shape[1]
+    weights = tuple(options.reward_weights.values()) or (1.0,) * components.shape[1]
     total = torch.zeros_like(components[:, 0])
     for weight, rewards in zip(weights, components.unbind(1), strict=True):
         std = torch.where(groups.sizes > 1, groups.std(rewards)[groups.index], 1.0)

@@ -99,7 +99,7 @@ def verify_folder(folder: Path, contents: bool = True) -> Manifest:
     Files that the manifest does not name are allowed (a note that the user left there, say).
 
     Raises:
-        CheckpointDamagedError: names the first file that is missing, cut or changed.
+        CheckpointDamagedError: names the first file that is missing, truncated or changed.
     """
     manifest = read_manifest(folder)
     for name, entry in manifest.files.items():

@@ -2,7 +2,7 @@
 
 A correction is a list of rules; a rule is level x action x metric x bounds. The key has four spellings: the name of a
 preset, the dotted path of a function, a list of rules, and ROLL's section with ``is_weight`` and ``filters``.
-:mod:`roll.algorithms.corrections` applies the rules.
+:mod:`roll.algorithms.losses` applies the rules.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Under which names a data set keeps what we need; exactly one of ``messages`` and ``prompt`` is set."""
+    """Column names of a data set; exactly one of ``messages`` and ``prompt`` is set."""
 
     id: str
     tag: str
@@ -32,7 +32,7 @@ class Columns:
     prompt: str | None
     response: str
     source: str | None = None
-    """Where rows have no tag: the column that verl's data sets route by."""
+    """The column that verl's data sets route by, for rows without a tag."""
 
     @classmethod
     def of(cls, data_args: DataArguments, first: SourceRow) -> Columns:
@@ -277,7 +277,7 @@ def import_function(path: str) -> Callable[..., Any]:
 
 
 def filter_source(setting: str | Mapping[str, Any] | None) -> Any:
-    """What the filter's result depends on, for a cache key: the conditions, or the module that holds the function.
+    """Source of the filter's result, for a cache key: the conditions, or the module that holds the function.
 
     Raises:
         OSError: the function's source is not there, so nobody can tell whether it changed.

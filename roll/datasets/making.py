@@ -59,7 +59,7 @@ class RowMaker(ABC):
     """Makes prepared rows of one kind (prompts, demonstrations) out of rows as read."""
 
     what: str
-    """What a row is, in the plural."""
+    """Rows of this kind, in the plural."""
     limit_key: str
     """The key that limits its tokens."""
     columns: Columns
@@ -78,7 +78,7 @@ class RowMaker(ABC):
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """What the rows depend on besides data section, tokenizer, templates and limit."""
+        """Settings that the rows depend on besides data section, tokenizer, templates and limit."""
 
     def difficulty(self, source: SourceRow) -> float | None:
         curriculum = self.data_args.curriculum
@@ -87,7 +87,7 @@ class RowMaker(ABC):
 
 @dataclass(frozen=True)
 class Made:
-    """What became of a chunk."""
+    """Outcome of a chunk."""
 
     rows: EncodedRows
     tally: Tally
@@ -96,7 +96,7 @@ class Made:
 
 
 def make_all(maker: RowMaker, chunks: Iterable[list[SourceRow]], processes: int) -> Iterator[Made]:
-    """What becomes of every chunk, in order, by ``processes`` processes next to this one; 1: by this one.
+    """Outcomes of all chunks, in order, from ``processes`` worker processes; 1: from this process.
 
     Few chunks are in memory at a time.
 

@@ -228,7 +228,7 @@ def content_hash(path: Path) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> list[Any] | None:
-    """What token ids and rendered texts depend on; None for a tokenizer that does not say (slow ones)."""
+    """State that token ids and rendered texts depend on; None for a tokenizer that does not expose it (slow ones)."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None

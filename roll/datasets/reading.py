@@ -59,7 +59,7 @@ def stream_rows(paths: Iterable[Path], bad_rows: BadRows | None = None) -> Itera
     """The rows of all files in order.
 
     Args:
-        bad_rows: told of rows that cannot be read; None: the first one raises.
+        bad_rows: takes the rows that cannot be read; None: the first one raises.
 
     Raises:
         DataError: a file that is unreadable, of an unknown kind, or without rows.

@@ -61,7 +61,7 @@ class EpochOrder:
         return bands if curriculum.order == "easy_first" else bands[::-1]
 
     def description(self) -> dict[str, Any]:
-        """What a checkpoint must agree with, as plain JSON values."""
+        """Properties that a checkpoint must agree with, as plain JSON values."""
         curriculum = None if self.curriculum is None else asdict(self.curriculum)
         return {"rows": self.num_rows, "seed": self.seed, "shuffle": self.shuffle, "curriculum": curriculum}
 
@@ -173,7 +173,7 @@ class DomainSampler:
         return {domain: stream.num_drawn for domain, stream in self._streams.items()}
 
     def next_batch(self, size: int) -> list[PromptRow]:
-        """The next ``size`` prompts, domains interleaved. A prompt's id tells its epochs apart (``id``, ``id@1`` ...),
+        """The next ``size`` prompts, domains interleaved. A prompt's id names its epoch (``id``, ``id@1`` ...),
         so every id is unique over the run."""
         return [self._next_row() for _ in range(size)]
 
@@ -217,7 +217,7 @@ class DomainSampler:
         return replace(rows[own_id], prompt_id=prompt_id)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where every domain stands: plain JSON values."""
+        """Position of every domain: plain JSON values."""
         return {
             "data": self._digest,
             "shares": {domain: str(share) for domain, share in self._shares.items()},

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DOMAIN = "sft"
-"""Under which demonstrations are counted."""
+"""Domain that demonstrations are counted under."""
 
 
 class SftDataset(Sequence[SftRow]):

@@ -231,7 +231,7 @@ class RowStoreWriter:
 
 def unique_ids(index: pa.Table, paths: Sequence[Path], id_column: str, bad_rows: BadRows) -> pa.Table:
     """The index with its final ids. Rows without an id get ``<file>:<row>``; equal ids in different files get the
-    file's name in front; of a row whose id its file has already, ``bad_rows`` is told, and it is left out.
+    file's name in front; a row whose id its file has already is reported to ``bad_rows`` and left out.
 
     Raises:
         DataError: an id twice in one file, unless bad rows are skipped.

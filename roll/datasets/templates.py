@@ -122,7 +122,7 @@ def get_template(name: str) -> Render:
 
 
 def template_text(name: str) -> str:
-    """What a template file holds.
+    """Content of a template file.
 
     Raises:
         DataError: the file cannot be read.
@@ -135,7 +135,7 @@ def template_text(name: str) -> str:
 
 @dataclass(frozen=True)
 class TemplateChoice:
-    """How a row's conversation is laid out: template and system message, by its tag, else the common ones.
+    """Template and system message of a row, by its tag, else the common ones.
 
     Names are checked, and files read, on creation.
     """
@@ -179,7 +179,7 @@ class TemplateChoice:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What is rendered: messages, system message included, under the tag that chooses the template."""
+    """Messages to render, system message included, under the tag that chooses the template."""
 
     source: SourceRow
     tag: str

@@ -47,7 +47,7 @@ class SftRow:
 
 @dataclass(frozen=True)
 class LoadCounts:
-    """What became of the rows that were read."""
+    """Numbers of rows read, kept and left out."""
 
     read: int
     kept: dict[str, int]
@@ -76,7 +76,7 @@ class LoadCounts:
 logger = logging.getLogger(__name__)
 
 SHOWN = 5
-"""Skipped rows that the log tells one by one."""
+"""Skipped rows that the log names one by one."""
 
 
 class BadRows:

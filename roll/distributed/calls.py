@@ -337,7 +337,7 @@ class DriverLoop:
         """All tasks but the current one, when callbacks that are due have run."""
         for _ in range(_PASSES_FOR_CALLBACKS):
             await asyncio.sleep(0)
-        return asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
+        return asyncio.all_tasks() - {asyncio.current_task()}
 
 
 def wait_any(calls: Sequence[PendingCall], timeout: float | None = None) -> list[PendingCall]:

@@ -194,7 +194,7 @@ def main() -> None:
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     facts: dict[str, Any] = {}
     for line in _lines(facts):
-        with suppress(json.JSONDecodeError):  # cut short by the driver's end
+        with suppress(json.JSONDecodeError):  # incomplete at the driver's end
             facts.update(json.loads(line))
     if "mark" in facts and not facts.get("done"):
         _succeed(facts)

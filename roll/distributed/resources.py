@@ -63,8 +63,8 @@ class ResourceManager:
     def place(self, name: str, role: WorkerConfig) -> list[Placement]:
         """One placement a worker of the role, by rank.
 
-        ``device_mapping`` is cut, in order, into groups of ``num_gpus_per_worker``, one worker a group. A role without
-        it gets ``world_size`` (default 1) workers without devices, round-robin over the nodes.
+        ``device_mapping`` is divided, in order, into groups of ``num_gpus_per_worker``, one worker a group. A role
+        without it gets ``world_size`` (default 1) workers without devices, round-robin over the nodes.
 
         Raises:
             ValueError: an id that no device has, one listed twice, a list that does not divide into groups, or a group

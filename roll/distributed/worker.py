@@ -36,7 +36,7 @@ class Dispatch(StrEnum):
     RANK_ZERO = "rank_zero"
     """Only rank 0 is called; its result."""
     DP_MP_COMPUTE = "dp_mp_compute"
-    """Every DataProto is cut into one chunk a data-parallel replica, and all ranks of a replica get its chunk; other
+    """Every DataProto is divided into a chunk for each data-parallel replica, which all its ranks get; other
     arguments go to all. The results of each replica's data-source rank, joined in order (see :mod:`.dispatch`)."""
     DP_MP_DISPATCH_FIRST = "dp_mp_dispatch_first"
     """Like DP_MP_COMPUTE, but only the first rank of a replica gets the chunk; the others get a DataProto without

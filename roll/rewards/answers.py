@@ -36,7 +36,7 @@ def after_thought(response: str, prompt: str = "") -> str | None:
 
 
 def last_marked(text: str) -> str | None:
-    """What stands behind the last ``####`` on its line."""
+    """Text behind the last ``####`` on its line."""
     found = _MARKED.findall(text)
     return found[-1].strip() if found else None
 
@@ -214,7 +214,7 @@ def mask(text: str) -> Masked:
 
 
 def _is_money(content: str) -> bool:
-    """Whether ``5 and then `` stands between two amounts, not in a formula."""
+    """True if ``5 and then `` stands between two amounts, not in a formula."""
     return content[0].isdigit() and (content[-1].isspace() or content[-1] == "(") and bool(_PROSE.search(content))
 
 
@@ -285,7 +285,7 @@ def _plain_value(segment: str) -> str | None:
 
 
 def _looks_like_mathematics(value: str) -> bool:
-    """Whether there are digits, commands or operators, and no words but those of mathematics; or a number and its
+    """True if there are digits, commands or operators, and no words but those of mathematics; or a number and its
     unit."""
     value = value.strip()
     if not re.search(r"[0-9\\]", value):

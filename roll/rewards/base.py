@@ -44,7 +44,7 @@ class RewardSample:
     num_tokens: int = 0
     """Length of the response as the model wrote it, end token included."""
     model_result: RewardResult | None = None
-    """What the role ``reward_model`` says; None where the domain does not ask it."""
+    """Result of the role ``reward_model``; None where the domain does not ask it."""
 
 
 class RewardFunction(Protocol):
@@ -105,7 +105,7 @@ class RewardOptionError(ValueError):
     component: str | None = None
     """The component of the domain that it is about; None: the domain has none."""
     key = "reward_kwargs"
-    """What it is about, of the domain or the component."""
+    """The key at fault, of the domain or the component."""
 
 
 class RewardNameError(RewardOptionError):

@@ -104,7 +104,7 @@ def opening_fence(line: str) -> Fence | None:
 
 
 def closing_fence(line: str, fence: str) -> str | None:
-    """What stands before the closing fence on its line; None if it does not close the block."""
+    """Text before the closing fence on its line; None if it does not close the block."""
     stripped = line.rstrip()
     before = stripped.rstrip(fence[0])
     return before if len(stripped) - len(before) >= len(fence) else None
@@ -127,7 +127,7 @@ def language_of(info: str) -> str:
 MOST_AT_A_TIME = 8
 """Samples of one reward worker: more workers (``world_size``) take more."""
 REQUESTS = 64
-"""To a service, under way at a time from one reward worker."""
+"""Requests to a service in flight at a time from one reward worker."""
 WAITS_FOR = 10
 """Times ``timeout`` that a request to a service may take, its wait for a free sandbox included."""
 
@@ -159,7 +159,7 @@ class CodeSandbox(RewardRule):
     tolerance: float = 1e-6
     """Relative or absolute difference within which decimal fractions are equal; whole numbers must be exact."""
     command: list[str] = field(default_factory=list)
-    """What runs the program, such as ``[node, main.js]``, with input and output as cases; empty: this Python."""
+    """Runs the program, such as ``[node, main.js]``, with input and output as cases; empty: this Python."""
     file_name: str = "solution.py"
     """Name under which the command finds the program."""
     languages: list[str] = field(default_factory=lambda: list(PYTHON))
@@ -170,7 +170,7 @@ class CodeSandbox(RewardRule):
     preload: list[str] = field(default_factory=list)
     """Modules loaded once instead of by every program, such as ``[numpy]``."""
     readable: list[str] = field(default_factory=list)
-    """Paths that programs may read beside the system's and Python's own."""
+    """Paths that programs may read besides the system's and Python's own."""
     require: list[str] = field(default_factory=lambda: list(PROMISED))
     """Protections without which nothing runs: ``limits``, ``network``, ``files``, ``private``, ``signals``,
     ``syscalls``, ``ends`` (the default), ``scratch``, ``user``. With fewer, programs that the model writes may do what

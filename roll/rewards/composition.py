@@ -12,7 +12,7 @@ from roll.rewards.custom import Limits
 from roll.rewards.registry import build_reward, load_target, option_names, resolve_name
 
 OWN_NUMBERS = ("score", "error_rate", "timeout_rate")
-"""What is logged of every component beside the numbers that it returns itself."""
+"""Logged of every component, besides the numbers that it returns itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Component:
     """Score where the reward failed; None: the sample has failed."""
 
     def factor(self, score: float) -> float:
-        """What a gate multiplies the sum by."""
+        """Factor of the sum, for a gate."""
         return score if self.gate_threshold is None else float(score >= self.gate_threshold)
 
 
@@ -47,12 +47,12 @@ class CompositeReward:
     @property
     def numbers(self) -> tuple[str, ...]:
         """Names in the ``metrics`` of every result; empty if a component does not tell its own."""
-        told = [getattr(component.reward, "numbers", ()) for component in self._components]
-        if not all(told):
+        numbers = [getattr(component.reward, "numbers", ()) for component in self._components]
+        if not all(numbers):
             return ()
         return tuple(
             f"{component.name}/{number}"
-            for component, own in zip(self._components, told, strict=True)
+            for component, own in zip(self._components, numbers, strict=True)
             for number in (*OWN_NUMBERS, *own)
         )
 
@@ -148,7 +148,7 @@ def _component(domain: str, name: str, part: RewardComponentConfig, config: Rewa
 
 
 def reward_options(name: str, config: RewardConfig) -> tuple[str, dict[str, Any]]:
-    """What :func:`roll.rewards.build_reward` needs for the section ``rewards.<name>`` without components.
+    """Arguments of :func:`roll.rewards.build_reward` for the section ``rewards.<name>`` without components.
 
     Without ``worker_cls`` the section's name is the reward's.
 

@@ -12,11 +12,11 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from roll.config.reading.errors import closest
 from roll.rewards.base import RewardOptionError, RewardResult, RewardSample, failure
@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 
 BATCH_ARGUMENT = "samples"
 """A function with an argument of this name is given a whole batch."""
+CLOSING_SECONDS = 5.0
+"""Wait for the event loop's thread, which a coroutine that blocks it would keep for ever."""
+
+T = TypeVar("T")
 
 
 class CustomReward:
@@ -34,7 +38,7 @@ class CustomReward:
     of ``reward_kwargs`` (which win over a column of the same name); with ``**row`` it gets everything.  It returns the
     score, or a dict with ``score`` and further numbers, which become metrics.  A function that names ``samples`` gets
     the batch as :class:`RewardSample`s, with its options, and returns one of those for each.  ``async`` functions run
-    side by side in an event loop.  What is raised is logged with its traceback the first time and carried as the error
+    concurrently in an event loop.  What is raised is logged with its traceback the first time and carried as the error
     of the sample (of all samples of a batch), and so is a call that takes too long.
     """
 
@@ -84,7 +88,7 @@ class CustomReward:
         return offered if self._takes_all else {n: offered[n] for n in self._names if n in offered}
 
     def _outcomes(self, calls: Sequence[Callable[[], Any]], limit: float | None) -> list[Any]:
-        """What each call returned or raised."""
+        """Each call's result or exception."""
         if self._runner is not None:
             return self._runner.run(calls, limit)
         return [self._outcome(call, limit) for call in calls]
@@ -128,12 +132,12 @@ class CustomReward:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long, and how much at a time."""
+    """Limits on time and concurrency."""
 
     timeout: float | None = None
     """Seconds for one sample; None: no limit."""
     concurrency: int = 32
-    """Samples under way at a time, where scoring them means waiting."""
+    """Samples in flight at a time, where scoring them means waiting."""
 
 
 class Overdue(BaseException):
@@ -171,25 +175,58 @@ def _raise_overdue(number: int, frame: types.FrameType | None) -> None:
     raise Overdue
 
 
+class LoopThread:
+    """An event loop in a thread of its own, started by the first coroutine; any number of threads may run coroutines on
+    it concurrently."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Wait for a coroutine, from any thread but the loop's own."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._running()).result()
+
+    def close(self) -> None:
+        """End the thread; a later :meth:`run` would start another."""
+        with self._lock:
+            if self._loop is None or self._thread is None:
+                return
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CLOSING_SECONDS)
+            if not self._thread.is_alive():
+                self._loop.close()
+            self._loop = self._thread = None
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                # A daemon: a reward that nobody closed does not keep its process alive.
+                self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
+                self._thread.start()
+            return self._loop
+
+
 class CoroutineRunner:
     """Runs coroutines in an event loop of its own, which stays the same from batch to batch: clients that a user's
     code opens on it keep their connections."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = LoopThread("reward-coroutines")
+        weakref.finalize(self, self._thread.close)
 
     def run(self, makers: Sequence[Callable[[], Awaitable[Any]]], timeout: float | None) -> list[Any]:
-        """What each coroutine returned, or the exception that it raised, in order.
+        """Each coroutine's result, or the exception that it raised, in order.
 
         Args:
-            makers: each makes one coroutine; at most ``concurrency`` are under way at a time.
+            makers: each makes one coroutine; at most ``concurrency`` are in flight at a time.
             timeout: seconds for one of them.
         """
-        if self._loop is None:
-            self._loop = start_loop()
-            weakref.finalize(self, stop_loop, self._loop)
-        return asyncio.run_coroutine_threadsafe(self._gathered(makers, timeout), self._loop).result()
+        return self._thread.run(self._gathered(makers, timeout))
 
     async def _gathered(self, makers: Sequence[Callable[[], Awaitable[Any]]], timeout: float | None) -> list[Any]:
         free = asyncio.Semaphore(self._limits.concurrency)
@@ -201,17 +238,4 @@ class CoroutineRunner:
         return await asyncio.gather(*(one(make) for make in makers), return_exceptions=True)
 
     def close(self) -> None:
-        if self._loop is not None:
-            stop_loop(self._loop)
-        self._loop = None
-
-
-def start_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="reward-coroutines", daemon=True).start()
-    return loop
-
-
-def stop_loop(loop: asyncio.AbstractEventLoop) -> None:
-    if loop.is_running():
-        loop.call_soon_threadsafe(loop.stop)
+        self._thread.close()

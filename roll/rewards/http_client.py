@@ -11,15 +11,16 @@ import os
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx2
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from roll.config.reading.masking import masked_text, register_secrets
+from roll.rewards.custom import LoopThread
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class ServiceOptions:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came of one request: exactly one of ``body`` and ``error`` is there."""
+    """Outcome of one request: exactly one of ``body`` and ``error`` is there."""
 
     body: Any = None
     error: str | None = None
@@ -218,7 +219,7 @@ class JsonClient:
 
 
 class _Progress:
-    """How often a request was tried, and what went wrong last."""
+    """Number of tries of a request, and the last failure."""
 
     def __init__(self) -> None:
         self.tries = 0
@@ -310,39 +311,3 @@ class AnswerCache:
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as temporary:
             json.dump(answer, temporary)
         os.replace(temporary.name, file)
-
-
-T = TypeVar("T")
-
-
-class LoopThread:
-    """Starts with the first coroutine; several threads may run coroutines on it at the same time."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Wait for a coroutine, from any thread but the loop's own."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._running()).result()
-
-    def close(self) -> None:
-        """End the thread; a later :meth:`run` would start another."""
-        with self._lock:
-            if self._loop is None or self._thread is None:
-                return
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-            self._loop = self._thread = None
-
-    def _running(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                # A daemon: a reward that nobody closed does not keep its process alive.
-                self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
-                self._thread.start()
-            return self._loop

@@ -24,7 +24,7 @@ class HttpReward(ServiceOptions, RewardRule):
     concurrent_calls: ClassVar[int] = 16
 
     url: str = ""
-    """Where samples are posted to."""
+    """Address that samples are posted to."""
     api_key_env: str = ""
     """Environment variable with the token that is sent as ``Authorization: Bearer ...``."""
     batch_size: int = 64

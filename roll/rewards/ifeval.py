@@ -76,7 +76,7 @@ def follows(text: str, identity: str, arguments: Mapping[str, Any]) -> bool:
 
 
 def loosened(text: str) -> Iterator[str]:
-    """The text's variants of the loose criterion (IFEval, section 2.2), beside the text itself."""
+    """The text's variants of the loose criterion (IFEval, section 2.2), besides the text itself."""
     lines = text.split("\n")
     pieces = (lines, lines[1:], lines[:-1], lines[1:-1])
     for number, piece in enumerate("\n".join(part).strip() for part in pieces):

@@ -73,7 +73,7 @@ def response_language(text: str, *, language: str) -> bool:
 
 
 def _is_in(text: str, code: str) -> bool:
-    """As published: a text whose language cannot be told is not held against the response."""
+    """As published: a text whose language is not detected is not held against the response."""
     return language(text) in (code, None)
 
 
@@ -301,7 +301,7 @@ def count_capital_words(text: str) -> int:
 
 
 def parts(text: str, separator: str) -> list[str] | None:
-    """What stands between separators (a regular expression), without empty ends; None if a middle one is empty."""
+    """Texts between separators (a regular expression), without empty ends; None if a middle one is empty."""
     pieces = [piece.strip() for piece in re.split(separator, text)]
     pieces = pieces[1:] if not pieces[0] else pieces
     pieces = pieces[:-1] if pieces and not pieces[-1] else pieces

@@ -26,7 +26,7 @@ TOP_LOG_PROBS = 20
 
 @dataclass
 class LLMJudge(ServiceOptions, RewardRule):
-    """Asks a judge about each response. Requests of a batch are under way together, up to ``concurrency``.
+    """Asks a judge about each response. Requests of a batch are sent concurrently, up to ``concurrency``.
 
     A request that fails, an answer without a score and a score out of bounds are errors of the sample, never a 0.
     """
@@ -50,7 +50,7 @@ class LLMJudge(ServiceOptions, RewardRule):
     system_prompt: str = ""
     """The system message; empty: none."""
     extract: Extract | None = None
-    """How the score is found in the answer; null: as the built-in prompt asks for it."""
+    """Rule that finds the score in the answer; null: as the built-in prompt asks for it."""
     score_pattern: str = ""
     """``extract: regex``: a regular expression with a group named ``score``; the last match counts."""
     json_field: str = "score"
@@ -73,7 +73,7 @@ class LLMJudge(ServiceOptions, RewardRule):
     """Most tokens of the judge's answer; 1 with ``extract: logprob``."""
     seed: int | None = None
     top_logprobs: int = TOP_LOG_PROBS
-    """Likeliest tokens asked for with ``extract: logprob``."""
+    """Most probable tokens requested with ``extract: logprob``."""
     extra_body: dict[str, Any] = field(default_factory=dict)
     """Further fields of the request, such as ``chat_template_kwargs: {enable_thinking: false}``."""
     cache: bool = True
@@ -190,7 +190,7 @@ VARIABLES = (
     "positive",
     "negative",
 )
-"""What a template may use."""
+"""Variables of a template."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def _text(prompt: str) -> str:
 
 
 def variables(sample: RewardSample, answer: str, positive: str, negative: str) -> dict[str, Any]:
-    """What a template sees of a sample; ``answer`` is the response without its thought."""
+    """Variables of a sample's template; ``answer`` is the response without its thought."""
     return {
         "question": question_of(sample),
         "prompt": sample.prompt,
@@ -260,7 +260,7 @@ def variables(sample: RewardSample, answer: str, positive: str, negative: str) -
 
 
 def question_of(sample: RewardSample) -> str:
-    """What the user asked: the last user message of the row, else its ``question``, else the prompt as templated."""
+    """The user's question: the last user message of the row, else its ``question``, else the prompt as templated."""
     messages = sample.row.get("messages")
     if isinstance(messages, str):
         try:

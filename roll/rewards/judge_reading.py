@@ -30,7 +30,7 @@ class NoScore(ValueError):
 
 @dataclass(frozen=True)
 class ScoreReader:
-    """How the score is found; see ``extract`` of :class:`roll.rewards.judge.LLMJudge`."""
+    """Rule that finds the score; see ``extract`` of :class:`roll.rewards.judge.LLMJudge`."""
 
     extract: str
     pattern: str = ""
@@ -184,7 +184,7 @@ def probability(choice: Mapping[str, Any], positive: str, negative: str) -> floa
     """P(positive) / (P(positive) + P(negative)) of the first token, over all spellings (case, leading space).
 
     Raises:
-        NoScore: the service gave no log-probs, or neither word is among the likeliest tokens.
+        NoScore: the service gave no log-probs, or neither word is among the most probable tokens.
     """
     try:
         first = choice["logprobs"]["content"][0]
@@ -196,8 +196,8 @@ def probability(choice: Mapping[str, Any], positive: str, negative: str) -> floa
     yes = sum(math.exp(value) for token, value in weights if token and positive.casefold().startswith(token))
     no = sum(math.exp(value) for token, value in weights if token and negative.casefold().startswith(token))
     if not yes + no > 0:  # a service may write NaN
-        likeliest = ", ".join(repr(token) for token, _ in weights[:5])
-        raise NoScore(f"neither {positive!r} nor {negative!r} is among the likeliest first tokens ({likeliest} ...)")
+        top = ", ".join(repr(token) for token, _ in weights[:5])
+        raise NoScore(f"neither {positive!r} nor {negative!r} is among the most probable first tokens ({top} ...)")
     return yes / (yes + no)
 
 
@@ -284,7 +284,7 @@ def _as_float(number: str) -> float:
 
 
 def stated_word(text: str, positive: str, negative: str, is_cut: bool) -> bool | None:
-    """Whether the last verdict is ``positive``; None where there is none, or it is negated."""
+    """True if the last verdict is ``positive``; None where there is none, or it is negated."""
     words = sorted((positive, negative), key=len, reverse=True)
     word = rf"(?<![\w'’])(?P<word>{'|'.join(map(re.escape, words))})(?![\w]|['’]\w)"
     # "Yes or No", "Yes/No": the choice, not a verdict.

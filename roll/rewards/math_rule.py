@@ -129,7 +129,7 @@ class MathRule(RewardRule):
 
 
 def find_answer(response: str, prompt: str, sources: Sequence[str]) -> str | None:
-    """What the first source that finds anything has found."""
+    """The answer of the first source that has one."""
     text = after_thought(response, prompt)
     if text is None:
         return None
@@ -198,7 +198,7 @@ class MathVerifier:
         self._received = b""
 
     def equivalent(self, gold: str, answer: str) -> Verdict:
-        """Whether ``answer`` says the same as ``gold``. An error is a timeout of wall time, a crash, or an unreadable
+        """Equality of ``answer`` and ``gold``. An error is a timeout of wall time, a crash, or an unreadable
         ``gold``; an answer on which the process spends all of its CPU time does not say the same."""
         verdict, cpu_is_spent = self._ask(gold, answer)
         if cpu_is_spent and self._ask(gold, gold)[0].equal:

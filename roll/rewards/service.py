@@ -28,12 +28,12 @@ LARGEST_BODY = 64 * 2**20
 MOST_SAMPLES = 4096
 MAX_SHOWN = 1000
 SOCKET_SECONDS = 60.0
-"""How long a client may be silent in the middle of a request."""
+"""Longest silence of a client in the middle of a request."""
 TOKEN_VARIABLE = "ROLL_REWARD_TOKEN"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 MOST = {"timeout": 600.0, "case_timeout": 600.0, "memory_mb": 8192, "output_mb": 256, "processes": 256}
-"""What a client may ask of the host, where the service itself is not set to more."""
+"""Most that a client may ask of the host, where the service itself is not set to more."""
 
 
 def client_options(reward: str) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ def client_options(reward: str) -> tuple[str, ...]:
 
 
 class ClientOptions:
-    """What clients of a service may choose.
+    """Options that clients of a service may choose.
 
     Args:
         reward: a short name or a dotted path.

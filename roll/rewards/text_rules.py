@@ -153,7 +153,7 @@ class ExactMatch(RewardRule):
     client_options: ClassVar[tuple[str, ...]] = ("*",)
     score: float = 1.0
     source: Source = "response"
-    """What is compared: the whole ``response`` after the thought, or its ``boxed``, ``marked`` or ``tagged`` answer."""
+    """Compared text: the whole ``response`` after the thought, or its ``boxed``, ``marked`` or ``tagged`` answer."""
     normalize: bool = True
     """Compare without case, punctuation, articles and spacing; false: character by character."""
 
@@ -252,11 +252,11 @@ class RepetitionPenalty(RewardRule):
     n: int = 20
     """Length of an n-gram; short ones repeat in any text."""
     unit: Literal["word", "character"] = "word"
-    """What n counts; languages without spaces need ``character``."""
+    """Unit of n; languages without spaces need ``character``."""
     tolerated: float = 0.0
     """Share that costs nothing."""
     max_penalty: float = 1.0
-    """What a response of nothing but repetition loses."""
+    """Loss of a response of nothing but repetition."""
 
     def __post_init__(self) -> None:
         if self.n < 1:

@@ -101,7 +101,7 @@ def limit_cpu(seconds: float) -> None:
 
 
 def equivalent(gold: str, given: str, cpu_seconds: float) -> bool:
-    """Whether math-verify takes the two expressions for the same.
+    """True if math-verify takes the two expressions for the same.
 
     An answer that would make huge numbers, or on which algebra fails or takes longer than ``cpu_seconds``, is not: to
     leave it unjudged would let a policy escape its score.
@@ -127,7 +127,7 @@ def equivalent(gold: str, given: str, cpu_seconds: float) -> bool:
 
 
 def is_solved_inequality(expression: str) -> bool:
-    """Whether a single variable stands alone against constants, as in ``x > 2`` and ``-1 \\le x < 3``.
+    """True if a single variable stands alone against constants, as in ``x > 2`` and ``-1 \\le x < 3``.
 
     Such an answer may be compared with an interval.  Any inequality must not be: to repeat the question would be right.
     """
@@ -163,7 +163,7 @@ MAX_ENTRIES = 400
 MAX_DEPTH = 30
 """Brackets in brackets: parsing takes exponential time in them."""
 _EVALUATED_AT_ONCE = re.compile(r"\\[dt]?binom\s*\{?\s*[0-9]{7}")
-"""What the parser does not leave as a tree."""
+"""Types that the parser does not leave as a tree."""
 
 _GROWING = (
     sympy.factorial,

@@ -163,7 +163,7 @@ def put_clip_range(draft: Draft, variant: str) -> set[str]:
 
 
 def is_dual(draft: Draft) -> bool:
-    """True where their loss bounds negative advantages: verl's ``vanilla`` always, SkyRL's ``dual_clip``."""
+    """Return true where their loss bounds negative advantages: verl's ``vanilla`` always, SkyRL's ``dual_clip``."""
     names = draft.facts.get("dual_names", ())
     return draft.raw["loss"] in names if "loss" in draft.raw else "vanilla" in names
 
@@ -197,7 +197,7 @@ def refuse_symmetric_clip(draft: Draft, variant: str) -> None:
 
 
 def put_aggregation(draft: Draft) -> None:
-    """How each term of the actor's loss becomes one number."""
+    """Aggregation of each term of the actor's loss into one number."""
     facts = ("aggregation", "loss", "kl_loss", "entropy_coef", "entropy_on", "norm_length")
     if not draft.states(*facts):
         return
@@ -226,7 +226,7 @@ def put_aggregation(draft: Draft) -> None:
 
 
 def put_norm_length(draft: Draft, used: bool) -> None:
-    """What ``seq-mean-token-sum-norm`` divides by."""
+    """Length that ``seq-mean-token-sum-norm`` divides by."""
     length = draft.value_of("norm_length")
     if not used:
         draft.without_effect(f"no term is divided by it: {NORM} is not used", "norm_length")

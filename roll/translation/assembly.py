@@ -43,7 +43,7 @@ REWARD, ROLE = "rewards.reward_model", "reward_model"
 
 
 def find_roles(draft: Draft) -> None:
-    """Which sections the run has: a critic for ``gae``, a reference for a KL."""
+    """Find the sections of the run: a critic for ``gae``, a reference for a KL."""
     estimator, critic = draft.get("estimator"), draft.facts.get("critic")
     if draft.states("estimator", "critic"):
         wanted = estimator == "gae" and critic is not False
@@ -160,7 +160,7 @@ def put_adapters(draft: Draft) -> None:
 
 
 def put_reward(draft: Draft) -> None:
-    """The reward of a whole run: named by its environment, or told by the files' names."""
+    """The reward of a whole run: named by its environment, or derived from the files' names."""
     if draft.facts.get("rewards_set") or put_reward_model(draft) or put_function(draft):
         return
     files = [str(name) for name in draft.get("train_files", default=[])]
@@ -252,4 +252,4 @@ STEPS: tuple[Callable[[Draft], None], ...] = (
     put_sampling,
     put_tracking,
 )
-"""What an RLVR run has, in order."""
+"""Steps of an RLVR run, in order."""

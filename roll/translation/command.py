@@ -234,7 +234,9 @@ def build_parser() -> argparse.ArgumentParser:
         "project. A script is run in a sandbox with stand-ins for all programs; where there is none, it is not run.",
         epilog="Example: roll translate python3 -m verl.trainer.main_ppo data.train_batch_size=64 ...",
     )
-    parser.add_argument("--from", dest="dialect", choices=tuple(DIALECTS), help="whose keys; default: told by the keys")
+    parser.add_argument(
+        "--from", dest="dialect", choices=tuple(DIALECTS), help="whose keys; default: derived from the keys"
+    )
     parser.add_argument("--yaml", action="store_true", help="print YAML instead of key=value lines")
     parser.add_argument(
         "--recipe", default=RECIPE, help=f"recipe that single keys change, for its sizes and devices ({RECIPE})"

@@ -1,4 +1,4 @@
-"""Translates: their keys, one by one through the table of their dialect, then what follows from several of them."""
+"""Translation of a source: its keys one by one through the table of their dialect, then what follows from several."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KEPT_IN_ENVIRONMENT = (
 """Beginnings of variables that mean the same to a run of ours."""
 OF_A_TOOL = ("VERL_", "SKYRL_")
 NEWER_EXAMPLES = "examples/train/"
-"""Where the package ``skyrl`` keeps its scripts; the older one has them in ``examples/``."""
+"""Folder in which the package ``skyrl`` keeps its scripts; the older one has them in ``examples/``."""
 SIZES = ("gpus", "nodes", "engine_gpus", "engine_nodes")
 SECTIONS = ("tracker_kwargs", "actor_train", "actor_infer", "reference", "critic", "rewards", "validation")
 IDLE_WITHOUT = {
@@ -50,7 +50,7 @@ IDLE_WITHOUT = {
 
 @dataclass(frozen=True)
 class Note:
-    """What one of their keys became."""
+    """Outcome of one of their keys."""
 
     theirs: str
     value: Any
@@ -78,7 +78,7 @@ class Translation:
     unset: tuple[str, ...] = ()
     """Variables that the text uses and does not set: read where the configuration is loaded."""
     remarks: tuple[str, ...] = ()
-    """What is to be said of the way that it was read."""
+    """Remarks on the way that it was read."""
 
 
 def translate(
@@ -134,7 +134,7 @@ def translate(
 
 
 def dialect_of(source: Source) -> Dialect:
-    """Whose keys these are: told by the launcher, else by the keys.
+    """Return the dialect of a source: by its launcher, else by its keys.
 
     Raises:
         ConfigError: no dialect has any of the keys.
@@ -236,7 +236,7 @@ def _defaults(dialect: Dialect, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _default_facts(dialect: Dialect) -> dict[str, Any]:
-    """What their defaults state, by fact."""
+    """Facts that their defaults state."""
     rules = ((dialect.rules.get(key), value) for key, value in dialect.defaults.items())
     return {rule.fact: rule.value(value) for rule, value in rules if rule is not None and rule.fact}
 

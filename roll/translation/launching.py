@@ -96,18 +96,18 @@ class Launch:
 
     @property
     def takes_flags(self) -> bool:
-        """True for programs that read ``--name value``."""
+        """Return true for programs that read ``--name value``."""
         return FLAGGED.search(self.module) is not None
 
     @property
     def is_foreign(self) -> bool:
-        """True for a program that is not known and reads ``--name value``."""
+        """Return true for a program that is not known and reads ``--name value``."""
         flags = any(re.match(r"--[a-z]", word) and not word.startswith("--config-") for word in self.arguments)
         return flags and not self.trains and not OF_DATA.search(self.module.rpartition(".")[2])
 
     @property
     def trains(self) -> bool:
-        """True for the modules of the projects that are known, and for scripts that take ``key=value`` words."""
+        """Return true for the modules of the projects that are known, and for scripts that take ``key=value`` words."""
         if OF_DATA.search(self.module.rpartition(".")[2]):
             return False
         if TRAINING.search(self.module) or self.takes_flags:
@@ -203,11 +203,11 @@ PROGRAM = re.compile(
     r"|^\s*(?:if|for|while|until|case|function|source|\.|read|local|declare|eval|\[)\s",
     re.MULTILINE,
 )
-"""What makes a text a program of the shell: branches, loops, arithmetic, arrays, substitutions, other files."""
+"""Signs of a shell program: branches, loops, arithmetic, arrays, substitutions, other files."""
 
 
 def is_program(text: str) -> bool:
-    """True for text that has to be run to be understood."""
+    """Return true for text that has to be run to be understood."""
     return PROGRAM.search(text) is not None
 
 
@@ -321,7 +321,7 @@ def closing_quote(text: str, start: int) -> int:
 
 
 def plain_end(text: str, start: int) -> int:
-    """Where unquoted text ends; ``${...}`` belongs to it whatever it holds."""
+    """Return where unquoted text ends; ``${...}`` belongs to it whatever it holds."""
     position = start
     while position < len(text) and text[position] not in " \t\r\n;&|'\"":
         if text.startswith("${", position) and "}" in text[position:]:

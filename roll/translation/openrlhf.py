@@ -1,4 +1,4 @@
-"""OpenRLHF's arguments (``python3 -m openrlhf.cli.train_ppo_ray``) beside their table, ``openrlhf.table``.
+"""OpenRLHF's arguments (``python3 -m openrlhf.cli.train_ppo_ray``) with their table, ``openrlhf.table``.
 
 In older versions its means over tokens are those of one micro-batch on one device, averaged; in newer ones and here
 they are of the whole optimizer step. The two are the same where micro-batches have as many tokens.
@@ -55,7 +55,7 @@ def put_data_names(draft: Draft) -> None:
 
 
 def put_openrlhf_algorithm(draft: Draft) -> None:
-    """Every key of the algorithm, its rewards, and what DeepSpeed is told."""
+    """Every key of the algorithm, its rewards, and the options of DeepSpeed."""
     put_advantages(draft)
     put_kl(draft)
     put_loss(draft)

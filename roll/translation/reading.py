@@ -34,7 +34,7 @@ HOUSEKEEPING = {
 
 @dataclass
 class Source:
-    """What was given to translate."""
+    """Keys to translate, and what was read with them."""
 
     keys: dict[str, Any] = field(default_factory=dict)
     """Their keys, in order, the last value of each."""
@@ -51,7 +51,7 @@ class Source:
     options: dict[str, str] = field(default_factory=dict)
     """Of the program that starts one process a device (``torchrun``, ``accelerate launch``, ``deepspeed``)."""
     remarks: list[str] = field(default_factory=list)
-    """What is to be said of the way it was read."""
+    """Remarks on the way it was read."""
 
 
 def read_text(text: str) -> Source:
@@ -152,7 +152,7 @@ def _checked(source: Source, mistakes: Sequence[Problem]) -> Source:
 
 
 def _no_run(recording: Recording, launches: Sequence[tuple[Command, Launch]]) -> str:
-    """Why a script has nothing to translate."""
+    """Return why a script has nothing to translate."""
     if launches:
         started = ", ".join(dict.fromkeys(launch.program for _, launch in launches))
         return (

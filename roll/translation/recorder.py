@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 LAUNCHERS = ("python", "python3", "uv", "torchrun", "accelerate", "deepspeed", "trl", "ray")
 """Programs that start a run, or something around one."""
 DESCRIPTOR = 50
-"""Where stand-ins write; high enough to be out of the way of a script's own redirections."""
+"""Descriptor that stand-ins write to; high enough to be out of the way of a script's own redirections."""
 READY = "READY"
 """The first word of every record: this shell can start processes."""
 DEVICES = 8
@@ -114,7 +114,7 @@ exit() { if ((${1:-0} == 0)); then builtin exit 0; fi; return 0; }
 
 
 def marker(name: str) -> str:
-    """What stands for a variable that the script uses and does not set."""
+    """Marker for a variable that the script uses and does not set."""
     return ("/" if name == "HOME" else "") + _UNSET.format(name)
 
 

@@ -1,4 +1,4 @@
-"""Runs a launch script in the sandbox and says which programs it called, with which words and variables.
+"""Recording of a launch script in the sandbox: the programs that it calls, with their words and variables.
 
 The script is text from anywhere. It runs where model-written code runs (:mod:`roll.rewards.sandbox`): without network,
 without the user's files and processes, in a scratch folder that is thrown away, with little time and memory. Where the
@@ -67,7 +67,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Recording:
-    """What a script did."""
+    """Commands and outcome of a script."""
 
     commands: tuple[Command, ...]
     status: int

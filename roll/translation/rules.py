@@ -24,7 +24,7 @@ def as_written(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Rule:
-    """What one of their keys becomes."""
+    """Translation of one of their keys."""
 
     spellings: tuple[str, ...]
     """The key under all its names."""
@@ -56,7 +56,7 @@ class Section:
 
 @dataclass
 class Draft:
-    """What is known so far."""
+    """Facts and keys found so far."""
 
     whole: bool
     """A run of its own, whose unwritten keys have their tool's defaults; else changes to a recipe."""
@@ -83,7 +83,7 @@ class Draft:
     problems: Problems = field(default_factory=Problems)
 
     def states(self, *names: str) -> bool:
-        """True when one of the facts is theirs rather than the recipe's."""
+        """Return true when one of the facts is theirs rather than the recipe's."""
         return any(name in self.written for name in names)
 
     def get(self, *names: str, default: Any = None) -> Any:
@@ -94,7 +94,7 @@ class Draft:
         )
 
     def value_of(self, fact: str) -> Any:
-        """What holds for a fact: as written, else their default where a whole loss is described, else the recipe's."""
+        """Value of a fact: as written, else their default where a whole loss is described, else the recipe's."""
         if fact in self.written:
             return self.facts[fact]
         if (self.whole or self.states("loss")) and fact in self.defaults:
@@ -150,7 +150,7 @@ class Dialect:
     model_key: str
     """A configuration that sets this key describes a whole run."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What holds in every run of the project, whatever its keys say."""
+    """Facts of every run of the project, whatever its keys say."""
     programs: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     """Patterns of the modules that start their trainer, and the facts that each adds."""
 
@@ -159,9 +159,9 @@ class Dialect:
     algorithm: Callable[[Draft], None] | None = None
     """Keys of the algorithm, for a project with a vocabulary of its own."""
     steps: tuple[Callable[[Draft], None], ...] = ()
-    """All that its facts decide; empty: what an RLVR run has (:mod:`roll.translation.assembly`)."""
+    """Steps from facts to keys; empty: what an RLVR run has (:mod:`roll.translation.assembly`)."""
     pipeline: str = "rlvr"
-    """What a whole run of it is."""
+    """Pipeline of a whole run."""
 
     @cached_property
     def rules(self) -> dict[str, Rule]:

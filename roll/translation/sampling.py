@@ -63,7 +63,7 @@ def verl_rules(draft: Draft) -> list[dict[str, Any]]:
 
 
 def refuse_weighted_baseline(draft: Draft, level: Any, bypass: bool) -> None:
-    """What verl's optimal token baseline does with weights, and cannot do without old log-probs of the trainer."""
+    """Refuse weights that verl also applies to the optimal token baseline, and runs without old log-probs."""
     if bypass:
         draft.refuse(
             "bypass", "leaves the optimal token baseline no sums of squared probabilities, in verl either", False
@@ -136,7 +136,7 @@ def token_rules(draft: Draft, level: Any, metric: Any) -> list[dict[str, Any]]:
 
 
 def put_sampling(draft: Draft) -> None:
-    """What depends on the rewards: groups that are kept, and responses that are too long."""
+    """Options that depend on the rewards: groups that are kept, and responses that are too long."""
     put_group_filter(draft)
     put_overlong(draft)
     put_truncated(draft)

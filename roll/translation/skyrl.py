@@ -1,4 +1,4 @@
-"""SkyRL's vocabulary beside its table, ``skyrl.table``.
+"""SkyRL's vocabulary, next to its table, ``skyrl.table``.
 
 Two vocabularies: the package ``skyrl_train`` with DeepSpeed, FSDP and FSDP2, and its successor ``skyrl`` with FSDP and
 Megatron. They differ in what ``fsdp`` means (FSDP1 next to ``fsdp2``, the FSDP2 API where it stands alone), in what a
@@ -84,8 +84,15 @@ def _dialect(name: str, title: str, package: str, losses: dict[str, str], texts:
         "positive": positive,
     }
     facts = FACTS | {"masks_drop_tokens": name == "skyrl_train"}
-    programs = ((rf"{package}\.entrypoints\.main_\w+", {}),)
-    return Dialect(name, title, read_table("skyrl", conversions, texts), "trainer.policy.model.path", facts, programs)
+    sections = read_table("skyrl", conversions, texts)
+    return Dialect(
+        name,
+        title,
+        sections,
+        "trainer.policy.model.path",
+        facts,
+        programs=((rf"{package}\.entrypoints\.main_\w+", {}),),
+    )
 
 
 SKYRL_TRAIN = _dialect(

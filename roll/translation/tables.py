@@ -4,7 +4,7 @@ A line of a ``.table`` file is a rule::
 
     their keys | our keys | conversion > fact | their default | note
 
-- Several keys in a cell are set apart by blanks; ``a.{b,c}`` is ``a.b a.c``. ``*`` at the end of one of their keys is
+- Several keys in a cell are separated by spaces; ``a.{b,c}`` is ``a.b a.c``. ``*`` at the end of one of their keys is
   any key below it, and in ours what stands there. ``none: note`` in the place of our keys: nothing here needs it.
 - A conversion is a name (``whole``), a list of names that stay (``[cpu, nvme]``), a mapping of names
   (``{bfloat16: bf16}``), several in turn (``truth {true: fa2}``), or ``only [1, null]: reason``, which refuses every
@@ -14,8 +14,8 @@ A line of a ``.table`` file is a rule::
 - A default is YAML, written out where a whole run does not give the key. A note that begins with ``[fsdp]`` speaks of
   that value only.
 - ``# title`` begins a section, ``$NAME = text`` defines a text, ``@NAME = theirs ours role; ...`` roles: a row with
-  ``@NAME`` is one rule for each of them, whose third part completes the fact. An indented line goes on with the one
-  before it.
+  ``@NAME`` is one rule for each of them, whose third part completes the fact. An indented line continues the
+  one before it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def read_table(
         conversions: of its own, by name; those of :data:`CONVERSIONS` are known everywhere.
         texts: for ``$NAME``, besides :data:`TEXTS` and those that the table defines.
     """
-    known, written = CONVERSIONS | conversions, TEXTS | dict(texts or {})
+    known, written = {**CONVERSIONS, **conversions}, {**TEXTS, **(texts or {})}
     roles: dict[str, list[list[str]]] = {}
     sections: list[tuple[str, list[Rule]]] = []
     for line in re.sub(r"\n[ \t]+", " ", (TABLES / f"{name}.table").read_text(encoding="utf-8")).splitlines():
@@ -236,4 +236,4 @@ CONVERSIONS: dict[str, Convert] = {
     "yes": lambda value: True,
     "no": lambda value: False,
 }
-"""Those that every table knows."""
+"""Conversions that every table knows."""

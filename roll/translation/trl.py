@@ -1,4 +1,4 @@
-"""TRL's arguments (``trl grpo`` and ``trl sft``) beside their table, ``trl.table``: batches, losses and rewards.
+"""TRL's arguments (``trl grpo`` and ``trl sft``) with their table, ``trl.table``: batches, losses and rewards.
 
 Defaults are those of version 1: ``loss_type: dapo``, ``beta: 0``, ``vllm_importance_sampling_mode: sequence_mask``.
 """
@@ -11,8 +11,8 @@ from typing import Any
 
 from roll.translation.assembly import data_name
 from roll.translation.placement import devices
-from roll.translation.rules import Dialect, Draft
-from roll.translation.tables import Convert, listed, number, one_of, read_table, whole
+from roll.translation.rules import Convert, Dialect, Draft
+from roll.translation.tables import listed, number, one_of, read_table, whole
 
 TRACKERS = {"wandb": "wandb", "tensorboard": "tensorboard", "swanlab": "swanlab", "none": "stdout", "all": "stdout"}
 MODES = {
@@ -22,7 +22,7 @@ MODES = {
     "bnpo": "token-mean",
 }
 MODES |= {"cispo": "token-mean", "sapo": "seq-mean-token-mean"}
-"""How each ``loss_type`` becomes one number."""
+"""Aggregation of each ``loss_type``."""
 THINK = r"<think>(?!.*<think>)(.*?)</think>.*"
 REWARDS: dict[str, dict[str, Any]] = {
     "accuracy_reward": {"worker_cls": "math_rule"},
@@ -327,8 +327,15 @@ def _dialect(name: str, roles: str, rate: str, **rest: Any) -> Dialect:
     common, *others = read_table("trl", CONVERSIONS, texts)
     sections = (common, others[name == "trl_sft"])
     kind = "sft" if name == "trl_sft" else "grpo"
-    programs = ((rf"(?:.*\.)?(?:trl\.(?:scripts\.)?{kind}|scripts\.{kind})", {}),)
-    return Dialect(name, "TRL", sections, "model_name_or_path", programs=programs, prepare=prepare, **rest)
+    return Dialect(
+        name,
+        "TRL",
+        sections,
+        "model_name_or_path",
+        programs=((rf"(?:.*\.)?(?:trl\.(?:scripts\.)?{kind}|scripts\.{kind})", {}),),
+        prepare=prepare,
+        **rest,
+    )
 
 
 TRL_GRPO = _dialect("trl", "actor_train,actor_infer,reference", "1.0e-6", algorithm=put_trl_algorithm)

@@ -1,4 +1,4 @@
-"""verl's vocabulary beside its table, ``verl.table``: names of algorithms, and conversions that need a program."""
+"""verl's vocabulary, next to its table, ``verl.table``: names of algorithms, and conversions that need a program."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FACTS: dict[str, Any] = {
     "dual_names": ("vanilla",),
     "sequence_mean_losses": ("gspo_token", "gmpo", "sapo"),
 }
-"""What its losses do whatever the keys say: bound negative advantages, take the mean over responses."""
+"""Behaviour of its losses whatever the keys say: negative advantages are bounded, the mean is over responses."""
 
 
 NULLS = (None, "null", "none", "None", "")

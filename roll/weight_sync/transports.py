@@ -1,8 +1,8 @@
 """Transports: how the bytes of a bucket get from the sending rank to the engines; through host memory and storage.
 
 An update is ``start(version) -> update(bucket)* -> finish(version)``. Control messages (versions, checksums, errors)
-are calls of the engines whatever the transport; a transport only says what an engine is handed with a call so that it
-comes by the tensors.
+are calls of the engines whatever the transport; a transport only says what an engine gets with a call in order to
+receive the tensors.
 
 - ``object_store``: a bucket is written into Ray's object store once, and read there by every engine of the host. Ray
   carries it to other hosts by itself. The tensors are written where they will be read: pickled with protocol 5 each of

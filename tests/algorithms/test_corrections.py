@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from roll.algorithms.corrections import correct_mismatch, mismatch_metrics
 from roll.algorithms.loss_types import LossInputs
+from roll.algorithms.losses import correct_mismatch, mismatch_metrics
 from roll.algorithms.metrics import MetricBuilder
 from roll.config.corrections import CORRECTION_PRESETS, CorrectionOptions, CorrectionRule, RuleLevel, correction_options
 from roll.protocol.metrics import merge_metrics, to_floats

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
+from roll.algorithms import masked
 from roll.algorithms.aggregation import (
     AGGREGATION_MODES,
     LossDenominators,
@@ -378,3 +379,57 @@ def test_gradient() -> None:
     assert torch.autograd.gradcheck(
         lambda v: value_loss(v, batch.values, batch.rewards, batch.mask, 0.2, denominators).loss, values
     )
+
+
+@pytest.mark.parametrize("spread", [0.1, 30.0])
+@pytest.mark.parametrize("changes", [{}, {"dual_clip_loss": True}, {"pg_variant": "gspo_token"}])
+def test_blocks_of_rows_change_no_bit(
+    spread: float, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss, gradient and metrics of several blocks are those of one; garbage outside the mask, log-ratios beyond 20."""
+    batch = make_batch(30, 9, 31)
+    outside = torch.where(batch.mask, 0.0, torch.nan)
+    batch = replace(batch, old_log_probs=batch.old_log_probs * spread + outside, log_probs=batch.log_probs + outside)
+    batch = replace(batch, rollout_log_probs=batch.rollout_log_probs * spread + outside)
+    found = []
+    for block in (1, 64, 2**17):
+        monkeypatch.setattr(masked, "_BLOCK", block)
+        log_probs = batch.log_probs.float().requires_grad_()
+        inputs = inputs_of(batch, log_probs=log_probs)
+        inputs = replace(inputs, **{f.name: _single(getattr(inputs, f.name)) for f in fields(inputs)})
+        result = actor_loss(inputs, actor_loss_options(changes), whole(batch))
+        found.append((*torch.autograd.grad(result.loss, log_probs), result.loss, result.metrics))
+    for gradient, loss, metrics in found[1:]:
+        assert torch.equal(gradient, found[0][0])
+        assert loss == found[0][1]
+        assert metrics == found[0][2]
+    assert found[0][0].isfinite().all()
+
+
+def _single(value: object) -> object:
+    is_double = isinstance(value, torch.Tensor) and value.dtype == torch.float64
+    return value.float() if is_double else value  # type: ignore[attr-defined]
+
+
+def test_blocks_hold_all_rows_and_none_of_them_a_single_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row alone would be summed in another order by several threads."""
+    monkeypatch.setattr(masked, "_BLOCK", 1)
+    for rows in range(1, 8):
+        parts = list(masked.row_blocks(torch.arange(rows * 3).view(rows, 3), torch.arange(rows)))
+        assert torch.equal(torch.cat([second for _, second in parts]), torch.arange(rows))
+        assert all(len(first) == len(second) >= min(rows, 2) for first, second in parts)
+    assert len(list(masked.row_blocks(torch.empty(0, 3)))) == 1
+
+
+@pytest.mark.parametrize("variant", ["ppo", "gspo"])
+def test_gradient_where_some_log_ratios_are_clamped(variant: str) -> None:
+    batch = make_batch(31, 4, 6)
+    old = torch.where(torch.arange(6) == 2, batch.old_log_probs + 25.0, batch.old_log_probs)
+    inputs = inputs_of(batch)
+
+    def loss(log_probs: torch.Tensor) -> torch.Tensor:
+        at = replace(inputs, log_probs=log_probs, old_log_probs=torch.where(batch.mask, old, 0.0))
+        options = actor_loss_options({"pg_variant": variant, "pg_clip": 1e9, "loss_agg_mode": "token-mean"})
+        return actor_loss(at, options, whole(batch)).loss
+
+    assert torch.autograd.gradcheck(loss, (batch.log_probs.requires_grad_(),))

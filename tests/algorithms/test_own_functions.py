@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,13 +17,15 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from roll.algorithms import masked
 from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions, estimate_advantages
 from roll.algorithms.aggregation import LossDenominators, aggregate, group_tokens_of
 from roll.algorithms.kl import KLOptions, kl_estimate
 from roll.algorithms.losses import actor_loss, actor_loss_options, value_loss
 from roll.algorithms.metrics import Correlation, MetricBuilder
 from roll.algorithms.registry import Registry
-from roll.algorithms.samples import PPOConfig, sample_weights
+from roll.algorithms.samples import sample_weights
+from roll.config.algorithm import PPOConfig
 from roll.protocol.metrics import to_floats
 from tests.algorithms.reference import make_batch
 from tests.algorithms.test_losses import inputs_of, whole
@@ -170,3 +174,53 @@ def test_the_functions_of_the_documentation_work(tmp_path: Path) -> None:
     advantages = AdvantageInputs(batch.rewards, batch.mask, batch.group_ids)
     assert own.leave_best_out(advantages, AdvantageOptions())[0].shape == batch.mask.shape
     assert own.graded("is 7", "7")["right"] == 1.0
+
+
+ROW = '    PolicyLoss("ppo", clips=True),\n'
+KEY = "class PolicyLossConfig:\n"
+TOY = """
+
+@register_policy_loss("toy")
+def toy(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+    metrics.mean("actor/toy", options.toy_strength, 1.0)
+    return -options.toy_strength * inputs.advantages * inputs.log_probs
+"""
+PROGRAM = """
+import sys, torch
+from roll.algorithms.aggregation import LossDenominators
+from roll.algorithms.loss_types import LossInputs
+from roll.algorithms.losses import actor_loss, actor_loss_options
+from roll.config.loader import load_config
+from roll.pipelines.rlvr.planning import actor_keys
+
+config = load_config(None, sys.argv[1], overrides=sys.argv[2:], check_files=False).config
+ones = torch.ones(1, 2)
+options = actor_loss_options(actor_keys(config))
+result = actor_loss(LossInputs(-ones, ones, ones.bool()), options, LossDenominators(2, 1))
+print(float(result.loss), result.metrics["actor/toy"].value())
+"""
+
+
+def test_a_new_policy_loss_of_the_package_touches_two_files(tmp_path: Path) -> None:
+    """A row and a key in the configuration, and a function: the file is checked, and the loss is computed."""
+    package = Path(masked.__file__).parents[1]
+    shutil.copytree(package, tmp_path / "roll", ignore=shutil.ignore_patterns("__pycache__"))
+    table, functions = tmp_path / "roll/config/algorithm.py", tmp_path / "roll/algorithms/policy_losses.py"
+    text = table.read_text(encoding="utf-8")
+    assert text.count(ROW) == text.count(KEY) == 1
+    begin = text.index('"""', text.index(KEY))
+    end = text.index('"""', begin + 3) + 3
+    key = '\n\n    toy_strength: float = setting(1.0, gt=0, read_if=readers("toy"))\n    """``toy``: its strength."""\n'
+    text = text[:end] + key + text[end:]
+    table.write_text(text.replace(ROW, f'{ROW}    PolicyLoss("toy"),\n'), encoding="utf-8")
+    functions.write_text(functions.read_text(encoding="utf-8") + TOY, encoding="utf-8")
+
+    def run(*changes: str) -> subprocess.CompletedProcess[str]:
+        recipe = str(package.parent / "examples/tiny/rlvr_config.yaml")
+        command = [sys.executable, "-c", PROGRAM, recipe, *changes]
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+    fine = run("pg_variant=toy", "toy_strength=3", "use_kl_loss=false")
+    assert fine.stdout.split() == ["3.0", "3.0"], fine.stderr
+    assert "toy_strength" in run("pg_variant=toy", "toy_strength=0").stderr

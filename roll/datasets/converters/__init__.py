@@ -14,7 +14,7 @@ from roll.datasets.types import DataError
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What the command line says about all rows."""
+    """Options of the command line, for all rows."""
 
     tag: str
     instruction: str = ""

@@ -46,7 +46,7 @@ def _box_at(text: str, start: int) -> str | None:
 
 MATH_TAG = "math"
 MATH_INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
-"""What training scripts for such sets commonly ask for."""
+"""The request that training scripts for such sets commonly make."""
 
 PROBLEMS = ("problem", "Problem", "question", "Question")
 ANSWERS = ("answer", "Answer", "final_answer", "expected_answer", "ground_truth", "target")
@@ -100,7 +100,7 @@ def read_answer(source: SourceRow) -> str:
 
 GSM8K_TAG = "gsm8k"
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
-"""What training scripts for this data set commonly ask for."""
+"""The request that training scripts for this data set commonly make."""
 
 _FINAL = re.compile(r"####\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)")
 

@@ -349,7 +349,7 @@ class AdvantageComputer:
 
 
 def _truncated(batch: DataProto) -> torch.Tensor:
-    """bool (B,): responses that were cut off at the length limit."""
+    """bool (B,): responses truncated at the length limit."""
     return torch.from_numpy(batch.non_tensor_batch["finish_reason"] == "length")
 
 

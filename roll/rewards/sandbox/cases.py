@@ -47,7 +47,7 @@ class Cases:
     """``tests``: a source a case. ``pytest``: the text of one file."""
     setup: str = ""
     entry_point: str = ""
-    """What a test's ``check(candidate)`` is called with."""
+    """Argument of a test's ``check(candidate)``."""
     streams: list[tuple[str, str]] = field(default_factory=list)
     """``io``: input and expected output of each case."""
     fn_name: str = ""

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT = 60.0
 END_GRACE = 10.0
-"""Seconds beyond a process's wall time limit within which its end must have been told."""
+"""Seconds beyond a process's wall time limit within which its end must have been reported."""
 CLOSE_TIMEOUT = 5.0
 """Seconds that the zygote may take to end its processes."""
 _PACKAGE_ROOT = str(Path(__file__).parents[3])
@@ -36,7 +36,7 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What all processes of a sandbox have in common."""
+    """Settings common to all processes of a sandbox."""
 
     preload: tuple[str, ...] = ()
     """Modules loaded once, so that programs import them for free."""
@@ -63,7 +63,7 @@ class Process:
         self._result: Ended | None = None
 
     def wait(self) -> Ended:
-        """How it ended.
+        """Wait for its end.
 
         Raises:
             SandboxError: the host could not run it.
@@ -97,7 +97,7 @@ class Sandbox:
         self.report: Report | None = None
 
     def start(self) -> Report:
-        """What this host protects from.
+        """Protections of this host.
 
         Raises:
             SandboxError: it does not start, or a required protection is missing.
@@ -218,7 +218,7 @@ class Sandbox:
         with self._lock:
             control = self._control
             if control is not None:
-                # Wakes the listening thread, and tells the zygote to clean up and go.
+                # Wakes the listening thread, and the zygote cleans up and exits.
                 control.shutdown(socket.SHUT_RDWR)
             if control is not None and self._zygote is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -242,7 +242,7 @@ def end_zygote(zygote: subprocess.Popen[bytes], control: socket.socket, folder: 
 
 
 def remove_folder(folder: str | None) -> None:
-    """What a zygote that was killed has left; its processes have been killed with it."""
+    """Remove the folder of a zygote that was killed; its processes have been killed with it."""
     if folder is not None and os.path.exists(folder):
         with contextlib.suppress(OSError):
             confinement.remove_tree(folder)

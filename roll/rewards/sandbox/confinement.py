@@ -32,13 +32,13 @@ _SHARED_MEMORY = "/dev/shm"
 _MAX_SCRATCH_FILES = 4096
 _NEW_ROOT = "/tmp"
 _HELD = "/.held"
-"""Where readable paths that the private folders would hide are kept for a process that mounts those."""
+"""Keeps readable paths that the private folders would hide, for a process that mounts those."""
 _OLD_ROOT = "/old-root"
 _PASSWD = "root:x:0:0::/:/bin/sh\nnobody:x:65534:65534::/tmp:/bin/sh\n"
 
 
 def readable_paths(extra: Sequence[str] = ()) -> list[str]:
-    """What a program may read: existing paths, none below another."""
+    """Paths that a program may read: existing paths, none below another."""
     python = [sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix)]
     wanted = [os.path.abspath(path) for path in (*SYSTEM, *SETTINGS, *python, *extra)]
     kept: list[str] = []

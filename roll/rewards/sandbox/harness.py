@@ -1,4 +1,4 @@
-"""The trusted side of tests: runs test code in a process of its own, beside the response's process.
+"""The trusted side of tests: runs test code in a process of its own, next to the response's process.
 
 What the tests name and do not define (``add``, ``Stack``, ``solution.add``) is a proxy of the response's object.  Names
 of Python's built-in functions and of its standard modules are always the real ones: a response cannot put its own
@@ -180,7 +180,7 @@ def run_snippets(settings: dict[str, Any], remote: Remote, report: Verdicts, nam
 
 
 def is_self_contained(source: str) -> bool:
-    """Whether it names nothing of the response's, so that its failure is not the response's."""
+    """True if it names nothing of the response's, so that its failure is not the response's."""
     tree = ast.parse(source)
     own = bound_names(tree) | set(dir(builtins)) | sys.stdlib_module_names | set(USUAL_ALIASES)
     imports = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -226,7 +226,7 @@ def fill_in(source: str, namespace: dict[str, Any], remote: Remote) -> None:
 
 
 def imported_as_module(name: str, tree: ast.AST) -> bool:
-    """Whether the source uses the name as one uses a module: ``name.attribute``."""
+    """True if the source uses the name as one uses a module: ``name.attribute``."""
     return any(
         isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name
         for node in ast.walk(tree)

@@ -24,7 +24,7 @@ COMMAND_PROCESSES = 32
 
 @dataclass(frozen=True, slots=True)
 class Judging:
-    """How sources are run and judged."""
+    """Settings of running and judging sources."""
 
     limits: Limits = field(default_factory=Limits)
     """``wall``: seconds for all cases of a source."""
@@ -32,7 +32,7 @@ class Judging:
     """Seconds for one case."""
     tolerance: float = 1e-6
     command: tuple[str, ...] = ()
-    """What to run instead of Python, beside the source in ``file_name``."""
+    """Command instead of Python; the source is in ``file_name``."""
     file_name: str = "solution.py"
     every_case: bool = True
     """Go on after a failed case, because the share of passed ones counts."""
@@ -41,7 +41,7 @@ class Judging:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a source's cases."""
+    """Outcome of a source's cases."""
 
     total: int
     passed: int = 0
@@ -90,7 +90,7 @@ def memory_file(data: bytes = b"") -> Iterator[int]:
 
 
 def read_file(descriptor: int, limit: int) -> bytes | None:
-    """What a process has written; None if it reached the limit."""
+    """Output of a process; None if it reached the limit."""
     size = os.fstat(descriptor).st_size
     return None if size >= limit else os.pread(descriptor, size, 0)
 

@@ -27,7 +27,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a sandboxed process ended."""
+    """End of a sandboxed process."""
 
     code: int
     """Exit status, or minus the signal that killed it."""
@@ -39,7 +39,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What the host lets the sandbox use; found by trying."""
+    """Means that the host lets the sandbox use; found by trying."""
 
     user_namespace: bool = False
     process_namespace: bool = False
@@ -90,7 +90,7 @@ class MissingProtection(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was found by trying, at the sandbox's start."""
+    """Findings of the trial at the sandbox's start."""
 
     given: dict[str, bool]
     """Protection to whether this host gives it."""
@@ -108,7 +108,7 @@ class Report:
 
     @property
     def broken_promises(self) -> list[str]:
-        """What is missing of the protections that the documentation promises."""
+        """Promised protections that are missing."""
         return [name for name in self.missing if name in PROMISED]
 
     def line(self) -> str:
@@ -119,7 +119,7 @@ class Report:
 
 
 def consequence(names: Sequence[str]) -> str:
-    """What programs may do on a host without these protections; empty: nothing that they should not."""
+    """Consequences of a host without these protections; empty: none."""
     return f"programs that the model writes {'; '.join(CONSEQUENCES[name] for name in names)}" if names else ""
 
 

@@ -79,12 +79,12 @@ class Remote:
         self._turn = threading.RLock()
         self.object_operators = object_operators
         self.impossible: str | None = None
-        """What the tests wanted and this sandbox cannot do: then their failure says nothing about the response."""
+        """A request of the tests that this sandbox cannot serve: their failure says nothing about the response."""
         self._callbacks: list[Callable[..., Any]] = []
         self._proxies: dict[int, Any] = {}
 
     def set_deadline(self, seconds: float) -> None:
-        """What is asked from now on must all be answered within ``seconds``."""
+        """Require answers to all further requests within ``seconds``."""
         self._channel.deadline = time.monotonic() + seconds
 
     def wait_ready(self, preparation: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -259,7 +259,7 @@ def read_line() -> str:
 
 
 INPUT: dict[str, Callable[..., Any]] = {"input": read_input, "readline": read_line}
-"""What a response may ask of the tests' process by name."""
+"""Requests that a response may make of the tests' process, by name."""
 
 
 class Proxy:

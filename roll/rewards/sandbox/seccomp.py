@@ -334,7 +334,7 @@ def _clone_rule(new_processes: bool) -> list[Instruction]:
     threads_only: list[Instruction] = [(_JUMP_SET, 1, 0, kernel.CLONE_THREAD), (_RETURN, 0, 0, _REFUSE)]
     return [
         _argument(0),
-        # Threads share their parent anyway; a process beside this one would be the forking process's child.
+        # Threads share their parent anyway; a sibling process would be the forking process's child.
         (_JUMP_SET, 0, 1, kernel.CLONE_NEW_ANY),
         (_RETURN, 0, 0, _REFUSE),
         (_JUMP_SET, 2, 0, kernel.CLONE_THREAD),

@@ -1,4 +1,4 @@
-"""What a data set's test code tests: definitions that nothing calls are called, and what tests nothing is refused.
+"""Test code of data sets: definitions that nothing calls are called, and what tests nothing is refused.
 
 All of it is decided by the test code alone, before a response is looked at: no response can make its row an error.
 """
@@ -20,7 +20,7 @@ MODULE_NAMES = ("solution", "main", "candidate", "answer", "submission")
 RUN_UNITTEST = "roll_run_unittest"
 """Name of the harness's function that runs a class of unittest's."""
 FORWARDED = ("builtins.input", "sys.stdin", "sys.stdout", "sys.stderr")
-"""What tests may replace for the response: its input is asked of the tests' process, its output is handed to it."""
+"""Replaceable by tests for the response: its input is asked of the tests' process, its output is handed to it."""
 _FIXTURES_WITH_FILES = {"tmp_path", "tmpdir", "tmp_path_factory", "tmpdir_factory"}
 _BLIND_MODULES = ("tempfile", "subprocess", "runpy", "pickle", "inspect", "multiprocessing")
 _PLAIN_MODULES = ("typing", "dataclasses", "__future__", "collections", "enum")
@@ -107,7 +107,7 @@ class Piece:
         self.executes_a_test = any(isinstance(node, ast.Assert | ast.Raise | ast.Call) for node in inside)
 
     def _is_test(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-        """Whether it is a test that nothing calls; a helper is called, or has another name."""
+        """True for a test that nothing calls; a helper is called, or has another name."""
         if node.name in self._used:
             return False
         return takes_candidate(node) or (
@@ -145,7 +145,7 @@ class Piece:
         return f"import asyncio\nasyncio.run({call})" if isinstance(node, ast.AsyncFunctionDef) else call
 
     def names_the_response(self) -> bool:
-        """Whether it imports the response, or looks names up at run time."""
+        """True if it imports the response, or looks names up at run time."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import) and any(alias.name in MODULE_NAMES for alias in node.names):
                 return True
@@ -174,7 +174,7 @@ class Piece:
 
 
 def bound_names(tree: ast.AST) -> set[str]:
-    """What a source imports (the response aside), defines, assigns or takes as arguments, anywhere in it."""
+    """Names that a source imports (the response aside), defines, assigns or takes as arguments, anywhere in it."""
     bound: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -324,7 +324,7 @@ def why_not_call(node: ast.Call, mocks: bool) -> str | None:
 
 
 def target_of(node: ast.Call) -> str:
-    """What is replaced: ``"a.b"``, or ``a, "b"``."""
+    """Target of a replacement: ``"a.b"``, or ``a, "b"``."""
     values: Iterator[str] = (
         str(each.value) if isinstance(each, ast.Constant) else ".".join(dotted(each)) for each in node.args[:2]
     )
@@ -335,7 +335,7 @@ def target_of(node: ast.Call) -> str:
 
 @functools.lru_cache(maxsize=512)
 def preparation(sources: tuple[str, ...]) -> dict[str, Any]:
-    """What both processes are told of the tests before any of them runs.
+    """Information on the tests that both processes get before any of them runs.
 
     Returns:
         ``classes`` that only hold data, and the ``prelude`` that defines them; ``expects_ends``: whether
@@ -350,7 +350,7 @@ def preparation(sources: tuple[str, ...]) -> dict[str, Any]:
 
 
 def packages(source: str) -> set[str]:
-    """What it imports at its top, beside Python's own modules and the response."""
+    """Packages imported at its top, besides Python's own modules and the response."""
     try:
         tree = ast.parse(source)
     except SyntaxError:
@@ -390,7 +390,7 @@ def holds_data(node: ast.ClassDef) -> bool:
 
 
 def judges_by_arguments(sources: Iterable[str]) -> bool:
-    """Whether tests compute what they expect from an argument after the call: ``assert f(x) == sorted(x)``.
+    """True if tests compute their expectation from an argument after the call: ``assert f(x) == sorted(x)``.
 
     Then a function that returns something and also changes its argument would decide on what is expected.
     """

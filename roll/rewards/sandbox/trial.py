@@ -81,7 +81,7 @@ def reaches_network() -> bool:
 
 
 def reaches_sockets_of_this_host() -> bool:
-    """Whether a datagram may be addressed; that nobody has the address does not matter."""
+    """True if a datagram may be addressed; that nobody has the address does not matter."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     with ours, theirs:
         try:

@@ -342,7 +342,7 @@ def within(given: float, wanted: float, tolerance: float) -> bool:
 
 
 def equal_values(given: Any, wanted: Any, tolerance: float) -> bool:
-    """Whether a returned value is the expected one of a JSON file, which knows no tuples and only texts as keys."""
+    """True if a returned value is the expected one of a JSON file, which knows no tuples and only texts as keys."""
     if isinstance(wanted, list):
         if not isinstance(given, (list, tuple)) or len(given) != len(wanted):
             return False

@@ -72,7 +72,7 @@ class Zygote:
         self._poll.register(control, select.POLLIN)
         self._own_namespace = own_namespace
         self.folder = folder
-        """Where private folders are made; None: each process mounts its own."""
+        """Parent of private folders; None: each process mounts its own."""
         self._to_remove: deque[str] = deque()
         self._remover: tuple[int, int, float] | None = None
         """Descriptor, process and deadline."""
@@ -170,7 +170,7 @@ class Zygote:
         if pid == 0:
             try:
                 place_descriptors([*descriptors, writing])
-                self._confine_or_tell(len(descriptors), limits, slot, folder, proc)
+                self._confine_or_report(len(descriptors), limits, slot, folder, proc)
                 candidate.forget_own_modules()
                 candidate.settle_in(folder or confinement.SCRATCH)
                 program()
@@ -186,17 +186,17 @@ class Zygote:
             kernel.setns(self._own_namespace, kernel.CLONE_NEWPID)
             kernel.unshare(kernel.CLONE_NEWPID)
 
-    def _confine_or_tell(self, told: int, limits: Limits, slot: int, folder: str | None, proc: bool) -> None:
-        """Confine this process and write ``CONFINED``, or why not, to descriptor ``told``."""
+    def _confine_or_report(self, report: int, limits: Limits, slot: int, folder: str | None, proc: bool) -> None:
+        """Confine this process and write ``CONFINED``, or why not, to descriptor ``report``."""
         try:
             confinement.confine(
                 self.means, limits, self._uid(slot), folder or confinement.SCRATCH, self._readable, proc
             )
-            os.write(told, CONFINED)
+            os.write(report, CONFINED)
         except (OSError, ValueError) as error:
-            os.write(told, f"{type(error).__name__}: {error}".encode())
+            os.write(report, f"{type(error).__name__}: {error}".encode())
             os._exit(1)
-        os.close(told)
+        os.close(report)
 
     def _uid(self, slot: int) -> int | None:
         return None if self.means.first_uid is None else self.means.first_uid + slot
@@ -336,7 +336,7 @@ class Zygote:
 
 
 def read_and_close(descriptor: int) -> bytes:
-    """What has been written so far."""
+    """Bytes written so far."""
     try:
         return os.read(descriptor, MAX_MESSAGE)
     except BlockingIOError:
