@@ -104,7 +104,7 @@ def test_a_built_in_name_is_written_in_two_files() -> None:
     written = {file.relative_to(PACKAGE).as_posix(): set(constants(file)) for file in files}
     homes = {
         "config/algorithm.py": ("algorithms/policy_losses.py", ["gspo", "cispo", "vespo", "topr", "sapo", "kl_cov"]),
-        "config/names.py": ("rewards/", ["gsm8k_rule", "exact_match", "ifeval", "detection", "crossthinkqa"]),
+        "config/names.py": ("rewards/", ["gsm8k_rule", "exact_match", "ifeval", "detection"]),
     }
     estimators = ["rloo", "opo", "gpg", "maxrl", "gdpo", "reinforce++"]
     rows = [(table, home, name) for table, (home, names) in homes.items() for name in names]
