@@ -106,7 +106,7 @@ def test_a_built_in_name_is_written_in_two_files() -> None:
         "config/algorithm.py": ("algorithms/policy_losses.py", ["gspo", "cispo", "vespo", "topr", "sapo", "kl_cov"]),
         "config/names.py": ("rewards/", ["gsm8k_rule", "exact_match", "ifeval", "detection"]),
     }
-    estimators = ["rloo", "opo", "gpg", "maxrl", "gdpo", "reinforce++"]
+    estimators = ["rloo", "opo", "gpg", "maxrl", "remax", "reinforce++"]
     rows = [(table, home, name) for table, (home, names) in homes.items() for name in names]
     for table, home, name in [
         *rows,
