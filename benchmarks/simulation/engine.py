@@ -14,7 +14,7 @@ from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
 from roll.strategies.engines.requests import GenerationRequest
 
 Draw = Callable[[str, int], tuple[int, float]]
-"""From request id and sample index: tokens of the response, and seconds in which its environment keeps it waiting."""
+"""From a prompt's number and a sample's index: tokens of the response, and seconds that its environment takes."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class SimulatedEngines:
     def _samples_of(self, request: GenerationRequest) -> list[_Sample]:
         samples = []
         for index in range(request.num_samples):
-            tokens, away = self._draw(request.request_id, index)
+            tokens, away = self._draw(request.request_id.partition(".")[0], index)  # the number of the prompt
             back_at = self._clock.now + away if away else None
             samples.append(_Sample(request.request_id, index, tokens, back_at=back_at))
         return samples

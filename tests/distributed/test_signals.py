@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -12,6 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from roll.distributed.calls import DriverLoop
 from roll.distributed.signals import SAME_SECONDS, EndingSignals, Interrupted
 
 
@@ -97,3 +100,48 @@ def test_the_second_one_ends_the_process_and_ignored_ones_stay_ignored(before: s
         check=False,
     )
     assert (done.returncode, done.stdout.strip()) == (status, output), done.stderr
+
+
+async def until_cancelled(ends: list[str], number: signal.Signals | None = None) -> None:
+    try:
+        await asyncio.sleep(0.01)
+        if number is not None:
+            get(number)  # while a coroutine computes
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        await asyncio.sleep(0.01)
+        ends.append("cancelled")
+        raise
+
+
+@pytest.mark.parametrize("by_a_coroutine", [False, True])
+def test_a_driver_that_waits_is_interrupted_and_leaves_nothing_pending(
+    ending: EndingSignals, by_a_coroutine: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends: list[str] = []
+    driver = DriverLoop()
+    if not by_a_coroutine:  # the loop has nothing to do but wait
+        threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGTERM]).start()
+    try:
+        for _ in range(3):
+            driver.spawn(until_cancelled(ends))
+        with pytest.raises(Interrupted):
+            driver.run(until_cancelled(ends, signal.SIGTERM if by_a_coroutine else None))
+    finally:
+        driver.close()
+    assert ends == ["cancelled"] * (3 if by_a_coroutine else 4), "the interrupted coroutine has ended by the signal"
+    assert DriverLoop.of_this_thread() is None
+    gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
+def test_an_error_from_another_thread_ends_the_wait_of_a_driver(ending: EndingSignals) -> None:
+    """As when a daemon of Ray dies."""
+    driver, lost = DriverLoop(), LookupError("a daemon has ended")
+    threading.Timer(0.1, ending.raise_in_main, [lost]).start()
+    try:
+        with pytest.raises(SystemExit) as raised:
+            driver.run(asyncio.Event().wait())
+        assert ending.meant(raised.value) is lost
+    finally:
+        driver.close()

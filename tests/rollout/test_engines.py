@@ -8,8 +8,9 @@ import pytest
 
 from roll.distributed import DeadlineExceeded, WorkerDied, WorkerFailed
 from roll.distributed.failures import RankReport
-from roll.rollout.engines import EngineClient, EngineLoad, Generation, build_router
+from roll.rollout.engines import EngineClient, Generation
 from roll.rollout.groups import FinishedGroup
+from roll.rollout.routing import EngineLoad, build_router
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from tests.rollout.fake_clusters import FakeEngines, let_be_done, on_clock, settle
 

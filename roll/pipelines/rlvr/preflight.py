@@ -137,6 +137,6 @@ def _build_filter(kind: str, arguments: dict[str, Any]) -> object:
 
 
 def _build_router(section: RouterConfig) -> object:
-    from roll.rollout.engines import build_router
+    from roll.rollout.routing import build_router
 
     return build_router(section.router_name, section.router_config)

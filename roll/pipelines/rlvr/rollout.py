@@ -23,13 +23,14 @@ from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics, Min
 from roll.rewards import failure_rates
 from roll.rollout.batch import build_batch, greedy_baseline, reward_components
-from roll.rollout.engines import EngineClient, build_router
+from roll.rollout.engines import EngineClient
 from roll.rollout.filters import build_filter
 from roll.rollout.flow import GroupSettings, PromptFlow, greedy, sampling_params
 from roll.rollout.groups import SampleGroup
 from roll.rollout.loops import rollout_loops
 from roll.rollout.replay import ReplayBuffer
 from roll.rollout.rewarding import ModelScorer, RewardClient
+from roll.rollout.routing import build_router
 from roll.rollout.scheduling import AsyncScheduler, RolloutResult, RolloutScheduler
 
 
@@ -50,8 +51,6 @@ class RolloutPhase:
         # A new process would load its model while others have the device, and threads would not wait for it.
         may_restart = not plan.roles["actor_infer"].colocated_with and (role.max_concurrency or 1) == 1
         max_restarts = role.max_restarts if may_restart else 0
-        self.driver = DriverLoop()
-        gc.freeze()  # modules, data and plans live as long as the run: no collection has to look through them
         self._engines = EngineClient(
             clusters.actor_infer,
             limit,
@@ -72,6 +71,8 @@ class RolloutPhase:
         path = config.user_defined_rollout_loop_cls
         self._loop = None if path is None else rollout_loops.resolve(path)()
         self._busy_before = 0.0
+        self.driver = DriverLoop()
+        gc.freeze()  # modules, data and plans live as long as the run: no collection has to look through them
         self.num_drawn = 0
         """Prompts drawn since the run began."""
 

@@ -1,0 +1,119 @@
+"""Engines as a router sees them, routers, and the account of what each engine has been given."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from roll.algorithms.registry import Registry
+from roll.rollout.groups import EngineCommand
+from roll.strategies.engines.requests import GenerationRequest
+
+
+class EngineLoad(Protocol):
+    """An engine as a router sees it."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that it has in hand."""
+
+    @property
+    def num_samples(self) -> int:
+        """Their samples that were unfinished when it got them."""
+
+
+class Router(Protocol):
+    """Chooses an engine for each request, in the order in which they were submitted. One router serves a cluster."""
+
+    def choose(self, request: GenerationRequest, engines: Sequence[EngineLoad]) -> int:
+        """The rank of one of ``engines``: those that are alive and have room, by rank, at least one."""
+
+
+class PromptAffinityRouter:
+    """The engine with the fewest samples in hand. The samples of a prompt are one request and stay together, so the
+    prompt is computed once."""
+
+    def choose(self, request: GenerationRequest, engines: Sequence[EngineLoad]) -> int:
+        return min(engines, key=lambda engine: engine.num_samples).rank
+
+
+routers: Registry[Callable[..., Router]] = Registry("router_args.router_name")
+routers.add(PromptAffinityRouter, "PromptAffinityRouter")
+
+
+def build_router(name: str | None, options: Mapping[str, Any]) -> Router:
+    """The router that a ``router_args`` section asks for; ``name`` may be the dotted path of a class of your own.
+
+    Raises:
+        ValueError: no such class, one that does not take these options, or one without a method ``choose``.
+    """
+    shown = name or "PromptAffinityRouter"
+    factory = routers.resolve(shown)
+    try:
+        router = factory(**options)
+    except TypeError as error:
+        raise ValueError(f"router_args.router_config {dict(options)} does not fit {shown}: {error}") from error
+    if not callable(getattr(router, "choose", None)):
+        raise ValueError(f"router_args.router_name: {shown} has no method choose(request, engines)")
+    return router
+
+
+def num_unfinished(request: GenerationRequest) -> int:
+    """Samples of a request that are still to be generated."""
+    return request.num_samples - len(request.finished)
+
+
+@dataclass(slots=True)
+class EngineAccount:
+    """What one engine has been given, and what its next turn is to do."""
+
+    rank: int
+    outstanding: dict[str, GenerationRequest] = field(default_factory=dict)
+    """Requests that were given to the engine and have not come back, as they were given."""
+    num_samples: int = 0
+    """Their samples that were unfinished then."""
+    to_add: dict[str, GenerationRequest] = field(default_factory=dict)
+    to_abort: list[str] = field(default_factory=list)
+    to_recall: list[str] = field(default_factory=list)
+    turn: asyncio.Task[None] | None = None
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.outstanding)
+
+    def accept(self, request: GenerationRequest) -> None:
+        self.outstanding[request.request_id] = request
+        self.num_samples += num_unfinished(request)
+        self.to_add[request.request_id] = request
+
+    def release(self, request_id: str) -> bool:
+        """Take a request off the engine's account; False where it is not on it."""
+        request = self.outstanding.pop(request_id, None)
+        if request is not None:
+            self.num_samples -= num_unfinished(request)
+        return request is not None
+
+    def withdraw(self, request_id: str) -> bool:
+        """Take back a request that the engine has not been sent yet; False where it is none."""
+        return self.to_add.pop(request_id, None) is not None and self.release(request_id)
+
+    def command(
+        self, slice_seconds: float, work: bool, report_refusals: bool, watched: Collection[str] = ()
+    ) -> EngineCommand:
+        """What the next turn is to do."""
+        command = EngineCommand(
+            tuple(self.to_add.values()),
+            tuple(self.to_abort),
+            tuple(self.to_recall),
+            slice_seconds,
+            work and not self.to_recall,
+            tuple(request_id for request_id in watched if request_id in self.outstanding),
+            report_refusals,
+        )
+        self.to_add, self.to_abort, self.to_recall = {}, [], []
+        return command
