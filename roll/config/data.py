@@ -81,19 +81,11 @@ class DataArguments:
     """Keep the prepared rows on disk and read them from there the next time; null: for files of 4 MiB and more."""
     cache_dir: str | None = None
     """Folder of prepared rows; null: ``$ROLL_CACHE_DIR``, else ``~/.cache/roll``, in the folder ``datasets``."""
-    eval_file_name: str | list[str] | None = field(
-        default=None, metadata=rules(inert="validation.data_args.file_name decides")
-    )
-    """Accepted for older files."""
     dataset_dir: str | None = setting(None, inert="file names start from the working directory")
-    """Accepted for older files."""
-    dataset_type: str = setting("json", inert="the file's extension decides")
     """Accepted for older files."""
     domain_interleave_probs: dict[str, float] | None = None
     """Share of each domain (a name under ``rewards``) in a rollout batch; the shares are divided by their sum. null: by
     data size."""
-    interleave_probs: str | float | None = setting(None, inert="domain_interleave_probs decides")
-    """Accepted for older files."""
     preprocessing_num_workers: int | None = setting(None, ge=1)
     """Processes that render and tokenise rows, but no more than there are cores, and than 8 MiB of data files for each;
     null or 1: the run's own process, with the tokenizer's threads."""

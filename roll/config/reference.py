@@ -10,7 +10,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -19,7 +19,8 @@ from roll.config.corrections import CorrectionConfig, CorrectionRule, Importance
 from roll.config.data import CurriculumArguments, DataArguments
 from roll.config.pipelines import definitions
 from roll.config.reading.errors import ConfigError, Problem, closest
-from roll.config.reading.schema import mapped_section, nested_section, rules_of, type_hints
+from roll.config.reading.legacy_keys import legacy_of
+from roll.config.reading.schema import mapped_section, nested_section, rules_of, section_fields, type_hints
 from roll.config.roles import (
     GeneratingArguments,
     ModelArguments,
@@ -79,12 +80,12 @@ def tables() -> tuple[tuple[str, type, tuple[type, ...]], ...]:
 
 
 def field_texts(cls: type) -> dict[str, str]:
-    """The string literal under each field of a dataclass, its bases included."""
+    """The string literal under each field of a dataclass, its bases included, and the texts of legacy keys."""
     texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if is_dataclass(base):
             texts |= _own_texts(base)
-    return texts
+    return texts | {name: row.text for name, row in legacy_of(cls).items()}
 
 
 @cache
@@ -146,11 +147,11 @@ def meaning(item: Field[Any], text: str) -> str:
 
 def table(cls: type, elsewhere: tuple[type, ...]) -> Iterator[str]:
     """Markdown lines of one section's keys."""
-    known = {item.name for other in elsewhere for item in fields(other)}
+    known = {item.name for other in elsewhere for item in section_fields(other)}
     texts, hints = field_texts(cls), type_hints(cls)
     yield "| key | type | default | meaning |"
     yield "|---|---|---|---|"
-    for item in fields(cls):
+    for item in section_fields(cls):
         if item.name in known:
             continue
         hint = hints[item.name]
@@ -208,9 +209,9 @@ def explain(word: str) -> list[Explanation]:
 
 def _rows() -> Iterator[Explanation]:
     for heading, cls, elsewhere in tables():
-        known = {item.name for other in elsewhere for item in fields(other)}
+        known = {item.name for other in elsewhere for item in section_fields(other)}
         texts, hints = field_texts(cls), type_hints(cls)
-        for item in fields(cls):
+        for item in section_fields(cls):
             if item.name not in known:
                 hint = hints[item.name]
                 text = meaning(item, texts[item.name]).replace("\\|", "|")
@@ -246,7 +247,7 @@ def json_schema(cls: type, title: str) -> dict[str, Any]:
 def _section_schema(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
     texts, hints = field_texts(cls), type_hints(cls)
     properties: dict[str, Any] = {}
-    for item in fields(cls):
+    for item in section_fields(cls):
         entry = _value_schema(item, hints[item.name], definitions) | {"description": texts[item.name]}
         default = item.default if item.default_factory is MISSING else None
         if isinstance(default, bool | int | float | str):

@@ -29,8 +29,6 @@ class ModelArguments:
     """Keep all activations instead of recomputing them in the backward pass: faster, more memory."""
     gradient_checkpointing_use_reentrant: bool = False
     """Use PyTorch's reentrant form of gradient checkpointing."""
-    device_map: str = setting("balanced", inert="device_mapping decides")
-    """Accepted for older files."""
     dtype: Literal["bf16", "fp16", "fp32"] = setting("bf16", parse=parse_dtype)
     """Compute type. Trained parameters are kept in float32 whatever stands here."""
     model_type: str | None = setting(
@@ -59,8 +57,6 @@ class ModelArguments:
     additional_target: str | list[str] | None = None
     """Further modules trained in full in addition to the adapters (a list, or with commas). A critic's head always
     is."""
-    autocast_adapter_dtype: bool = setting(True, inert="adapters are trained in the type of master weights")
-    """Accepted for older files."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Only for sources you trust."""
 
@@ -106,14 +102,8 @@ class TrainingArguments:
     """Gradients are clipped to this global norm; null: the pipeline's ``max_grad_norm``."""
     seed: int | None = setting(None, ge=0, inert="the run's seed decides")
     """null: the run's ``seed``."""
-    fp16: bool | None = setting(None, inert="model_args.dtype decides")
-    """Accepted for older files."""
-    bf16: bool | None = setting(None, inert="model_args.dtype decides")
-    """Accepted for older files."""
     save_hf_model: bool = False
     """Write the trained model in Hugging Face format to ``output_dir/model`` at the end."""
-    dataloader_num_workers: int = setting(0, ge=0, inert="the driver reads the data")
-    """Accepted for older files."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +129,6 @@ class GeneratingArguments:
     """Tokens before which a response may not stop."""
     repetition_penalty: float = setting(1.0, ge=0.01, le=100)
     """Penalty on tokens already seen; 1 is off."""
-    length_penalty: float = setting(1.0, inert="it belongs to beam search")
-    """Accepted for older files."""
     num_return_sequences: int | None = setting(None, ge=1)
     """Samples of a prompt. In training ``num_return_sequences_in_group`` counts; in validation this key."""
     stop_strings: list[str] | None = None
@@ -149,8 +137,6 @@ class GeneratingArguments:
     """A response ends with one of these tokens, in addition to the model's own end-of-sequence tokens."""
     include_stop_str_in_output: bool = setting(False, read_if={"stop_strings": ()})
     """Keep the stop string at the end of the response."""
-    logprobs: int = setting(0, ge=0, inert="the log-prob of each sampled token always comes with it")
-    """Accepted for older files."""
     seed: int | None = setting(None, ge=0, inert="the run's seed decides")
     """Seed of the sampling streams; null: the run's ``seed``."""
 
@@ -274,12 +260,6 @@ class WorkerConfig:
     """Lay several sequences into one row without padding; ``sequence_packing_args.algorithm`` says which."""
     sequence_packing_args: SequencePackingArguments = field(default_factory=SequencePackingArguments)
     """Which sequences are packed together."""
-    logits_in_fp32: bool = setting(True, inert="softmax arithmetic is always float32")
-    """Accepted for older files."""
-    apply_loss_scale: bool = setting(True, inert="loss denominators are always global")
-    """Accepted for older files."""
-    offload_nccl: bool = setting(False, inert="")
-    """Accepted for older files."""
     router_replay: RouterReplayArguments = field(default_factory=RouterReplayArguments)
     """Expert choices replayed in training."""
     mtp_training_mode: str = setting("disabled", choices=("disabled", "joint", "detach"))

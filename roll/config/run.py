@@ -61,8 +61,6 @@ class RunConfig:
     """Seed of data order, initialisation and sampling."""
     output_dir: str = "./output"
     """Folder of checkpoints and results, used as written; the default ``./output`` becomes ``./output/<exp_name>``."""
-    base_dir: str = setting("./output", inert="output_dir and logging_dir decide")
-    """Accepted for older files."""
     logging_dir: str = "./output/logs"
     """Folder of logs, used as written; the default ``./output/logs`` becomes ``./output/logs/<exp_name>``."""
     rollout_dump_dir: str | None = None
@@ -103,10 +101,6 @@ class RunConfig:
     """Nodes; null: as many as the device ids need."""
     max_grad_norm: float | None = setting(1.0, gt=0)
     """Gradients are clipped to this global norm; null: not clipped."""
-    model_download_type: str | None = setting(
-        None, choices=("HUGGINGFACE_HUB", "MODELSCOPE"), inert="models come from the Hugging Face hub or from a folder"
-    )
-    """Accepted for older files."""
     is_offload_states: bool | None = None
     """Between phases, move the states of roles that share devices to host memory while another one works there. null:
     on accelerators; true: on a CPU host too (which frees nothing there but the KV caches); false: everything stays."""
@@ -120,10 +114,6 @@ class RunConfig:
     """Folder of the profiler's files; null: a folder under ``logging_dir``."""
     otlp_output_dir: str | None = None
     """Folder of OpenTelemetry traces."""
-    local_rank: int = setting(-1, inert="")
-    """Accepted for older files."""
-    offload_nccl: bool = setting(False, inert="")
-    """Accepted for older files."""
     rollout_mock: RolloutMockConfig = field(default_factory=RolloutMockConfig)
     """Write rollouts to disk, or train on written ones."""
     transfer_backend: TransferBackendConfig = field(default_factory=TransferBackendConfig)
@@ -134,3 +124,8 @@ class RunConfig:
     """A name for ``${lora_alpha}`` in ``model_args``; has no effect by itself."""
     lora_target: str | None = None
     """A name for ``${lora_target}`` in ``model_args``; has no effect by itself."""
+
+
+@dataclass(frozen=True)
+class OlderRLVRKeys:
+    """Keys at the top of older RLVR files: those of :mod:`roll.config.reading.legacy_keys`."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING, Any, Literal
+
+from roll.config.reading.schema import section_fields
 
 if TYPE_CHECKING:
     from roll.config.reading.errors import Problems
@@ -146,7 +148,8 @@ def check_engine_args(path: str, options: Any, decided: Mapping[str, str], probl
         options: the dataclass of these options, with ``engine_args``.
         decided: arguments that the strategy fills in, and what decides about them.
     """
-    own = {item.name for item in fields(options)}
+    section: type = type(options)
+    own = {item.name for item in section_fields(section)}
     for key, value in options.engine_args.items():
         if key in own:
             problems.add(f"{path}.engine_args.{key}", value, f"has a key of its own: write {path}.{key}")

@@ -7,12 +7,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from roll.config.reading.errors import Problems, closest
-from roll.config.reading.fields import rules, setting
-from roll.config.reading.schema import MOST_KEYS_LISTED
+from roll.config.reading.fields import setting
+from roll.config.reading.schema import MOST_KEYS_LISTED, section_fields
 from roll.config.strategies.base import Backend, Package, StrategyConfig
 from roll.config.strategies.deepspeed_keys import KEYS, REMOVED, VERSION
 
@@ -62,24 +62,6 @@ class DeepSpeedStrategyConfig(StrategyConfig):
     """Optimizer steps between two progress lines of DeepSpeed; null: none."""
     deepspeed_config: dict[str, Any] = field(default_factory=dict)
     """Any further key of DeepSpeed's JSON, passed through; names are checked against DeepSpeed's own."""
-    optimizer: dict[str, Any] = field(default_factory=dict, metadata=rules(inert="training_args decides"))
-    """Accepted for older files."""
-    scheduler: dict[str, Any] = field(default_factory=dict, metadata=rules(inert="training_args decides"))
-    """Accepted for older files."""
-    fp16: dict[str, Any] = field(default_factory=dict, metadata=rules(inert="model_args.dtype decides"))
-    """Accepted for older files."""
-    gradient_clipping: float | str | None = setting(None, inert="max_grad_norm decides")
-    """Accepted for older files."""
-    train_batch_size: int | str | None = setting(None, inert="training_args decides")
-    """Accepted for older files."""
-    train_micro_batch_size_per_gpu: int | str | None = setting(None, inert="training_args decides")
-    """Accepted for older files."""
-    gradient_accumulation_steps: int | str | None = setting(None, inert="training_args decides")
-    """Accepted for older files."""
-    prescale_gradients: bool = setting(False, inert="gradients are plain sums")
-    """Accepted for older files."""
-    zero_allow_untested_optimizer: bool = setting(True, inert="the optimizer is AdamW")
-    """Accepted for older files."""
 
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
         """Report mistakes, and what was asked for in vain."""
@@ -246,7 +228,8 @@ def _check_keys(path: str, config: DeepSpeedStrategyConfig, problems: Problems) 
                 "(model_args.disable_gradient_checkpointing: false); leave it out"
             )
             problems.add(f"{path}.activation_checkpointing.{name}", value, rule, "~")
-    own = {item.name for item in fields(config)}
+    section: type = type(config)
+    own = {item.name for item in section_fields(section)}
     for name, value in config.deepspeed_config.items():
         key = f"{path}.deepspeed_config.{name}"
         if name in own:

@@ -61,18 +61,6 @@ class MegatronStrategyConfig(StrategyConfig):
     """Expert-parallel ranks."""
     expert_tensor_parallel_size: int | None = setting(None, ge=1)
     """Tensor-parallel ranks of experts."""
-    moe_token_dispatcher_type: str = setting("alltoall", inert="experts are not available yet; dense models have none")
-    """Accepted for files of mixture-of-experts models."""
-    moe_grouped_gemm: bool = setting(False, inert="experts are not available yet; dense models have none")
-    """Accepted for files of mixture-of-experts models."""
-    moe_permute_fusion: bool = setting(False, inert="experts are not available yet; dense models have none")
-    """Accepted for files of mixture-of-experts models."""
-    moe_layer_recompute: bool = setting(False, inert="experts are not available yet; dense models have none")
-    """Accepted for files of mixture-of-experts models."""
-    moe_aux_loss_coeff: float | None = setting(None, inert="experts are not available yet; dense models have none")
-    """Accepted for files of mixture-of-experts models."""
-    moe_shared_expert_overlap: bool = setting(False, inert="experts are not available yet; dense models have none")
-    """Accepted for files of mixture-of-experts models."""
     mtp_num_layers: int | None = None
     """Multi-token-prediction layers."""
     fp8: str | None = None
@@ -83,30 +71,6 @@ class MegatronStrategyConfig(StrategyConfig):
     """Keep optimizer states in host memory and update there."""
     optimizer: Literal["adam"] = "adam"
     """AdamW; ``training_args`` has its options."""
-    apply_rope_fusion: bool = setting(False, inert="rotary embeddings are computed by PyTorch")
-    """Accepted for older files."""
-    cross_entropy_loss_fusion: bool = setting(False, inert="log-probs have a head of their own")
-    """Accepted for older files."""
-    overlap_param_gather: bool = setting(False, inert="updated parameters are gathered after each optimizer step")
-    """Accepted for older files."""
-    delay_grad_reduce: bool = setting(False, inert="all stages reduce alike")
-    """Accepted for older files."""
-    distrib_optim_fully_reshardable: bool = setting(True, inert="checkpoints load under any parallel sizes")
-    """Accepted for older files."""
-    ckpt_format: str | None = setting(None, inert="checkpoints load under any parallel sizes")
-    """Accepted for older files."""
-    save_hf_model: bool = setting(False, inert="training_args.save_hf_model decides")
-    """Accepted for older files."""
-    save_merged_model: bool = setting(False, inert="exports are always merged")
-    """Accepted for older files."""
-    use_batched_model_update: bool = setting(False, inert="weights travel in buckets")
-    """Accepted for older files."""
-    compile_warmup: bool = setting(False, inert="nothing is compiled")
-    """Accepted for older files."""
-    bf16: bool = setting(False, inert="model_args.dtype decides")
-    """Accepted for older files."""
-    fp16: bool = setting(False, inert="model_args.dtype decides")
-    """Accepted for older files."""
 
     def replica_size(self, role: WorkerConfig) -> int:
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size

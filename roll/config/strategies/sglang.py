@@ -71,8 +71,6 @@ class SglangStrategyConfig(StrategyConfig):
     """Any further argument of SGLang's ``ServerArgs``, passed through."""
     allow_untested_version: bool = False
     """Run with an SGLang outside the tested versions."""
-    grpc_mode: bool = setting(False, inert="the engine is in its worker; nothing is served over gRPC")
-    """Accepted for older files."""
 
     @property
     def devices_per_worker(self) -> int:

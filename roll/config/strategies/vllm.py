@@ -80,14 +80,6 @@ class VllmStrategyConfig(StrategyConfig):
     """Any further argument of vLLM's ``EngineArgs``, passed through."""
     allow_untested_version: bool = False
     """Run with a vLLM outside the tested versions."""
-    distributed_executor_backend: str | None = setting(None, inert="ranks of an engine are processes of its worker")
-    """Accepted for older files."""
-    disable_log_stats: bool = setting(True, inert="the run's own metrics tell what an engine does")
-    """Accepted for older files."""
-    disable_mm_preprocessor_cache: bool = setting(False, inert="prompts are token ids")
-    """Accepted for older files."""
-    VLLM_USE_V1: int | str | bool | None = setting(None, inert="there is no other engine than V1")
-    """Accepted for older files."""
 
     @property
     def devices_per_worker(self) -> int:

@@ -8,7 +8,6 @@ from typing import Any, Literal
 from roll.config.algorithm import PPOConfig
 from roll.config.data import DataArguments
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
-from roll.config.older import OlderRLVRKeys
 from roll.config.reading.fields import parse_dotted_path, rules, setting
 from roll.config.rewards import RewardConfig
 from roll.config.roles import (
@@ -18,7 +17,7 @@ from roll.config.roles import (
     StrategyArguments,
     WorkerConfig,
 )
-from roll.config.run import RunConfig
+from roll.config.run import OlderRLVRKeys, RunConfig
 from roll.config.weight_sync import WeightSyncConfig
 
 
@@ -123,8 +122,6 @@ class RLVRConfig(PPOConfig, OlderRLVRKeys, RunConfig):
     steps in a row; 0: never."""
     warn_truncated_share: float = setting(0.5, ge=0, le=1, read_if={"warn_after_steps": ()})
     """Share of responses truncated at the length limit above which a step counts for ``warn_after_steps``."""
-    is_num_return_sequences_expand: bool = setting(False, inert="a prompt is computed once for all of its samples")
-    """Accepted for older files."""
     max_running_requests: int = setting(128, ge=1)
     """Prompts that one engine works on at a time."""
     is_use_additional_prompts: bool = False

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from roll.config.algorithm import PolicyLossConfig, PPOConfig
 from roll.config.checks.base import Checks
-from roll.config.older import OlderRLVRKeys
 from roll.config.pipelines import (
     COMPUTES_LOG_PROBS,
     GENERATES,
@@ -36,7 +35,7 @@ from roll.config.rewards import (
     section_of,
 )
 from roll.config.roles import WorkerConfig
-from roll.config.run import RunConfig
+from roll.config.run import OlderRLVRKeys, RunConfig
 from roll.config.strategies.base import own_weights
 from roll.config.weight_sync import WeightSyncConfig
 from roll.pipelines.rlvr.checks import check_rlvr
