@@ -154,3 +154,24 @@ def test_folders_of_datasets_save_to_disk(tmp_path: Path) -> None:
         read_rows(str(tmp_path / "neither"))
     assert "holds the splits" in str(name_problem(str(tmp_path / "neither"), check_files=True))
     assert name_problem(str(tmp_path / "both"), check_files=True) is None
+
+
+@pytest.mark.parametrize(
+    ("ending", "text", "rows"),
+    [
+        ("jsonl", '{"g": 1}\n{"g": "1"}\n', [1, "1"]),
+        ("jsonl", '{"g": "2024-01-02"}\n', ["2024-01-02"]),
+        ("jsonl", '{"g": 123456789012345678901234567890}\n', [123456789012345678901234567890]),
+        ("csv", "g\n007\nNA\n", ["007", "NA"]),
+    ],
+)
+def test_values_are_those_of_the_file(tmp_path: Path, ending: str, text: str, rows: list[object]) -> None:
+    """docs/design/data-preparation.md: ``datasets`` guesses one type for each column, which changes these values."""
+    import datasets
+
+    path = tmp_path / f"rows.{ending}"
+    path.write_text(text)
+    assert [source.row["g"] for source in read_rows(str(path))] == rows
+    kind = "csv" if ending == "csv" else "json"
+    guessed = datasets.load_dataset(kind, data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
+    assert list(guessed["g"]) != rows, "datasets keeps this value now: the record may be revisited"
