@@ -19,27 +19,27 @@ class Overloaded(RuntimeError):
 
 
 class Unavailable(RuntimeError):
-    """The engines have failed, or were told to drop what they had."""
+    """The engines have failed, or have dropped their requests for a pause."""
 
 
 class Refused(ValueError):
-    """The engine cannot answer this request, whenever it is asked."""
+    """The engine cannot serve this request, now or later."""
 
 
 @dataclass
 class ServiceCounts:
-    """What became of all requests since the start."""
+    """Requests since the start, by outcome."""
 
     finished: int = 0
     refused: int = 0
     turned_away: int = 0
     """For lack of room."""
     cancelled: int = 0
-    """Whoever asked had gone."""
+    """The client had disconnected."""
 
 
 class EngineService:
-    """Answers requests by an engine client, as many as may be in flight, and can be paused.
+    """Requests to an engine client, with a limit on those in flight, and a pause.
 
     Everything happens on one event loop; engines compute in other processes meanwhile.
 
@@ -60,7 +60,7 @@ class EngineService:
 
     @property
     def failure(self) -> Exception | None:
-        """What ended the engines."""
+        """Failure that ended the engines, if any."""
         return self._engines.failure
 
     @property
@@ -79,10 +79,10 @@ class EngineService:
         num_samples: int = 1,
         listener: Listener | None = None,
     ) -> FinishedGroup:
-        """All samples of one prompt. Whoever stops waiting (cancellation) has the request dropped.
+        """Generate all samples of one prompt. Cancelling the call drops the request.
 
         Args:
-            listener: is given what the samples have so far, about every turn of an engine that can tell.
+            listener: receives the samples so far, about once a turn, from engines that keep such a record.
 
         Raises:
             Overloaded, Unavailable, Refused: see there.
