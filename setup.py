@@ -91,6 +91,8 @@ EXTRAS = {
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.8",
         "ruff==0.17.5",
+        # Its copies of published chat templates; nothing of it is imported.
+        "trl==1.16.0",
     ],
     "docs": ["mkdocs>=1.6", "mkdocs-material>=9.6"],
     "bench": ["tensordict>=0.15", "trl==1.16.0"],

@@ -1,5 +1,5 @@
-"""The command line: ``roll run | check | plan | serve | prepare-data | inspect-data | translate | explain | schema |
-init | completion``.
+"""The command line: ``roll run | check | plan | serve | prepare-data | inspect-data | translate | env | explain |
+schema | init | completion``.
 
 Heavy packages are imported by the command that needs them, so that ``roll check`` answers at once.
 """
@@ -45,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return prepare_data(words[1:])
     if words[:1] == ["translate"]:
         return translate(words[1:])
+    if words[:1] == ["env"]:
+        return play_environments(words[1:])
     parser = build_parser()
     arguments, rest = parser.parse_known_args(words)
     unknown = [word for word in rest if word.startswith("-")]
@@ -278,6 +280,12 @@ def translate(argv: Sequence[str]) -> int:
     return run_translation(argv)
 
 
+def play_environments(argv: Sequence[str]) -> int:
+    from roll.environments.command import main as environments
+
+    return environments(argv)
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="roll", description="Train language models by reinforcement.")
     parser.add_argument("--version", action="version", version=f"roll {__version__}")
@@ -304,6 +312,7 @@ def build_parser() -> argparse.ArgumentParser:
     served.add_argument("--max-open-requests", type=int, default=1024, help="more are turned away (default: 1024)")
     prepare = f"turn published files into this project's columns: {', '.join(DATA_SETS)}"
     commands.add_parser("prepare-data", help=prepare, add_help=False)
+    commands.add_parser("env", help="list, check and play environments", add_help=False)
     commands.add_parser("translate", help="turn keys of SkyRL or verl into this project's", add_help=False)
     explained = commands.add_parser("explain", help="say what a key does, its type and its default")
     explained.add_argument("key", help="a key, also with its section: learning_rate, training_args.learning_rate")

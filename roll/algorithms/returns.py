@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from roll.algorithms.masked import Groups, Keep, has_holes, row_blocks
+from roll.algorithms.masked import Groups, Keep, has_holes
 
 _BLOCK = 32
 _DEEPEST_EXPONENT = 2.0
@@ -45,7 +45,7 @@ def masked_discounted_sum(values: Tensor, mask: Tensor, discount: float) -> Tens
     """y_t = sum over s >= t of discount^n x_s, n the masked tokens in (t, s]: float (B, L) -> (B, L).
 
     Only masked tokens discount.  What stands on an unmasked token counts for the tokens left of it as if it stood on
-    the last masked one before it.  ``values`` may be written into.
+    the last masked one before it.
     """
     rows, length = values.shape
     if discount == 1.0 or length == 0:
@@ -57,24 +57,18 @@ def masked_discounted_sum(values: Tensor, mask: Tensor, discount: float) -> Tens
     missing = blocks * width - length
     if missing:
         values, mask = (torch.nn.functional.pad(t, (0, missing)) for t in (values, mask))
-    values, mask = values.view(rows, blocks, width), mask.view(torch.uint8).view(rows, blocks, width)
-    weights = torch.empty_like(values)
-    # Of each block: what stands at its start, and the discount across the whole of it.
-    starts, whole = torch.empty(2, rows, blocks, dtype=values.dtype, device=values.device).unbind()
+    counts = mask.view(torch.uint8).view(rows, blocks, width).cumsum(-1, dtype=torch.uint8)
+    weights = counts.to(values.dtype).mul_(exponent).exp_()
     suffix = torch.ones(width, width, dtype=values.dtype, device=values.device).tril_()
-    for inside, bits, weight, first, last in row_blocks(values, mask, weights, starts, whole):
-        weight.copy_(bits.cumsum(-1, dtype=torch.uint8)).mul_(exponent).exp_()
-        torch.matmul(inside * weight, suffix, out=inside)
-        first.copy_(inside[..., 0])
-        last.copy_(weight[..., -1])
-    running, discounts = starts.t().contiguous().unbind(), whole.t().contiguous().unbind()
-    inflow = [torch.zeros_like(running[-1])]
-    for block in range(blocks - 2, -1, -1):
-        inflow.append(discounts[block] * running[block + 1])
-        running[block].add_(inflow[-1])
-    for inside, weight, carried in row_blocks(values, weights, torch.stack(inflow[::-1], -1).unsqueeze(-1)):
-        inside.add_(carried).div_(weight)
-    return values.view(rows, blocks * width)[:, :length]
+    inside = values.view(rows, blocks, width).mul_(weights) @ suffix
+    if blocks > 1:
+        starts, whole = (edge.t().contiguous().unbind() for edge in (inside[..., 0], weights[..., -1]))
+        inflow = [torch.zeros_like(starts[-1])]
+        for block in range(blocks - 2, -1, -1):
+            inflow.append(whole[block] * starts[block + 1])
+            starts[block].add_(inflow[-1])
+        inside += torch.stack(inflow[::-1], -1).unsqueeze(-1)
+    return inside.div_(weights).view(rows, blocks * width)[:, :length]
 
 
 def discounted_returns(token_level_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
@@ -99,18 +93,14 @@ def generalized_advantages(
     Returns:
         (advantages, returns = advantages + values), float (B, L), 0 outside the mask.
     """
-    returns, delta = torch.empty_like(values), torch.empty_like(values)
-    for reward, value, present, kept, out in row_blocks(token_level_rewards, values, mask, returns, delta):
-        keep = Keep(present, values.dtype)
-        keep(value, out=kept)
-        keep(reward, out=out).sub_(kept)
-        # The hole before a turn gets gamma times the value of the turn's first token: of all tokens left of it, it is
-        # the last one of the turn before that has it undiscounted, as its delta asks for.
-        out[:, :-1].add_(kept[:, 1:], alpha=gamma)
-    advantages = _recursion(delta, mask, gamma * lambd)
-    for advantage, present, total in row_blocks(advantages, mask, returns):
-        total.add_(Keep(present, values.dtype).in_place(advantage))
-    return advantages, returns
+    keep = Keep(mask, values.dtype)
+    kept_values = keep(values)
+    delta = keep(token_level_rewards).sub_(kept_values)
+    # The hole before a turn gets gamma times the value of the turn's first token: of all tokens left of it, it is the
+    # last one of the turn before that has it undiscounted, as its delta asks for.
+    delta[:, :-1].add_(kept_values[:, 1:], alpha=gamma)
+    advantages = keep.in_place(_recursion(delta, mask, gamma * lambd))
+    return advantages, kept_values.add_(advantages)
 
 
 def discounted_step_returns(step_rewards: Tensor, trajectory_ids: Tensor, step_index: Tensor, gamma: float) -> Tensor:

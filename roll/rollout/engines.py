@@ -101,8 +101,9 @@ class Generation:
         self._error: Exception | None = None
         self.name = request.request_id
         own = f"{self.name}#{number}"
+        fields = (request.prompt_token_ids, request.params, request.num_samples, request.partial)
         finished = tuple(replace(output, request_id=own) for output in request.finished)
-        self.request = replace(request, request_id=own, finished=finished)
+        self.request = GenerationRequest(own, *fields, finished)
         """As it was last given to an engine: with what its samples had then."""
         self.listener = listener
         self.on_finished = on_finished

@@ -129,7 +129,7 @@ class Progress:
     rejected: list[SampleGroup] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Prompt:
     """A prompt in flight."""
 

@@ -43,7 +43,7 @@ class SingleTurn:
 rollout_loops: Registry[Callable[[], RolloutLoop]] = Registry("user_defined_rollout_loop_cls")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class RolloutContext:
     """The engines and rewards of the run, for one prompt."""
 
@@ -58,9 +58,8 @@ class RolloutContext:
     _progress: Mapping[str, Any] | None = None
     """Of the samples of the first request, in an earlier run."""
     _on_scoring: Callable[[SampleGroup], None] | None = None
-    _generations: dict[str, Generation] = field(default_factory=dict)
-    _asked: dict[str, Sequence[int]] = field(default_factory=dict)
-    """The context of every request."""
+    _asked: dict[str, tuple[Generation, Sequence[int]]] = field(default_factory=dict)
+    """Every request with its context."""
     _finished: list[FinishedGroup] = field(default_factory=list)
 
     def start(
@@ -78,8 +77,8 @@ class RolloutContext:
         request = GenerationRequest(name, token_ids, own, num_samples or self.group_size)
         if self._progress is not None and not number:
             request = with_progress(request, self._progress)
-        self._asked[name] = token_ids
-        self._generations[name] = generation = self._engines.submit(request, on_finished=self._finished.append)
+        generation = self._engines.submit(request, on_finished=self._finished.append)
+        self._asked[name] = generation, token_ids
         return generation
 
     async def generate(
@@ -115,7 +114,7 @@ class RolloutContext:
     @property
     def in_flight(self) -> list[Generation]:
         """Requests that are not finished."""
-        return [one for one in self._generations.values() if not one.done]
+        return [one for one, _ in self._asked.values() if not one.done]
 
     def close(self) -> None:
         """Abort what is in flight."""
@@ -127,9 +126,10 @@ class RolloutContext:
             if part.request_id == str(self.order):
                 return part  # of a group that was put together before
             raise ValueError(f"context.group was given {part.request_id!r}, which is no request of this prompt")
-        if self._asked[part.request_id] is prompt.token_ids:
+        _, asked = self._asked[part.request_id]
+        if asked is prompt.token_ids:
             return part
-        context, count = list(map(int, self._asked[part.request_id])), len(prompt.token_ids)
+        context, count = list(map(int, asked)), len(prompt.token_ids)
         if context[:count] != list(prompt.token_ids):
             raise ValueError(
                 "context.group was given samples of a context that does not begin with the prompt's tokens; they would "
@@ -145,7 +145,7 @@ class RolloutContext:
         best: tuple[FinishedGroup, int] | None = None
         longest = 0
         for group in self._finished:
-            asked = list(map(int, self._asked[group.request_id]))
+            asked = list(map(int, self._asked[group.request_id][1]))
             for index, tokens in enumerate(group.split(group.token_ids)):
                 whole = len(asked) + len(tokens)
                 if (
@@ -158,7 +158,7 @@ class RolloutContext:
         if best is None:
             return _Passage.of_given(context[count:])
         group, index = best
-        passage = self._earlier(list(map(int, self._asked[group.request_id])), count)
+        passage = self._earlier(list(map(int, self._asked[group.request_id][1])), count)
         tokens, log_probs = (group.split(flat)[index] for flat in (group.token_ids, group.log_probs))
         passage.add_sampled(tokens, log_probs, group.weight_versions[index])
         passage.add_given(context[longest:])

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import threading
 import time
 
 import pytest
 import torch
 
 from roll.config.roles import WorkerConfig
-from roll.distributed import Cluster, DeadlineExceeded, Worker, WorkerDied, WorkerFailed, wait_any
+from roll.distributed import (
+    Cluster,
+    DeadlineExceeded,
+    DriverLoop,
+    PendingCall,
+    Worker,
+    WorkerDied,
+    WorkerFailed,
+    wait_any,
+)
 from roll.distributed.dispatch import chunked, joined
 from roll.protocol import DataProto
 from tests.distributed.light_workers import BasicWorker, IndependentWorker, Note
@@ -130,6 +141,62 @@ def test_wait_any_returns_what_is_done(make_cluster):
     assert wait_any([napping, late]) == [late]
     with pytest.raises(ValueError, match="no call is pending"):
         wait_any([])
+
+
+async def awaited(calls: list[PendingCall]) -> list[object]:
+    return await asyncio.gather(*calls, return_exceptions=True)
+
+
+def test_calls_are_awaited_many_at_a_time_without_threads(make_cluster):
+    cluster = make_cluster("BasicWorker", devices=[0, 1])
+    calls = [cluster.submit(i % 2, BasicWorker.unregistered, i) for i in range(200)]
+    both = cluster.call_all(BasicWorker.echo, [1, 2])
+    threads = threading.active_count()
+    assert asyncio.run(awaited([*calls, both])) == [*(i + i % 2 for i in range(200)), [[[1, 2]], [[1, 2]]]]
+    assert threading.active_count() <= threads + 1
+    assert asyncio.run(awaited([calls[0], both])) == [0, both.result()], "once more, and when it is answered"
+
+
+def test_an_awaited_call_fails_as_a_blocking_one(make_cluster):
+    failing = make_cluster("BasicWorker", name="failing", devices=[0, 1])
+    dying = make_cluster("BasicWorker", name="dying", devices=[0])
+    raised, late = failing.submit(0, "unregistered", "text"), failing.submit(1, BasicWorker.nap, 60.0).within(0.5)
+    napping = dying.submit(0, BasicWorker.nap, 60.0)
+    os.kill(dying.addresses[0].pid, signal.SIGKILL)
+    failed, overdue, died = asyncio.run(awaited([raised, late, napping]))
+    assert isinstance(failed, WorkerFailed) and "TypeError" in str(failed)
+    assert isinstance(overdue, DeadlineExceeded) and overdue.silent_ranks == [1]
+    assert isinstance(died, WorkerDied) and died.cluster == "dying"
+    for call, error in ((raised, failed), (late, overdue), (napping, died)):
+        assert call.error is error
+        with pytest.raises(type(error)):
+            call.result()
+
+
+def test_coroutines_go_on_while_the_driver_waits_for_a_result(make_cluster):
+    cluster = make_cluster("BasicWorker", devices=[0, 1])
+    driver, seen = DriverLoop(), []
+
+    async def go_on() -> None:
+        for i in range(3):
+            seen.append(await cluster.submit(1, BasicWorker.unregistered, i))
+
+    async def fail() -> None:
+        await cluster.submit(1, BasicWorker.unregistered, 0)
+        raise LookupError("of a coroutine")
+
+    try:
+        driver.spawn(go_on())
+        cluster.submit(0, BasicWorker.nap, 1.0).result()
+        assert seen == [1, 2, 3]
+        driver.spawn(fail())
+        with pytest.raises(LookupError, match="of a coroutine"):
+            cluster.submit(0, BasicWorker.nap, 60.0).result()
+        left = driver.spawn(asyncio.sleep(60))
+    finally:
+        driver.close()
+    assert left.cancelled()
+    assert cluster.submit(1, BasicWorker.unregistered, 1).result() == 2, "without a loop as well"
 
 
 def test_a_method_that_the_class_of_the_ranks_does_not_have(make_cluster):

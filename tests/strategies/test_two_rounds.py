@@ -26,13 +26,13 @@ SCRIPT = {"0.0": [[26, 5]], "0.1": [[35, 8, 9], [7]], "0.2": [[93], [23, 8, 46]]
 ADVANTAGES = (0.75, -1.125, 0.5, 0.25)
 
 
-class ScriptedFlow:
+class ScriptedEngines:
     """Engines that answer by the script."""
 
     def __init__(self) -> None:
         self.contexts: dict[str, list[int]] = {}
 
-    def ask(self, request: GenerationRequest) -> None:
+    def submit(self, request: GenerationRequest, on_finished: Any) -> None:
         self.contexts[request.request_id] = list(request.prompt_token_ids)
 
     def finished(self, context: RolloutContext, name: str) -> FinishedGroup:
@@ -53,16 +53,17 @@ class ScriptedFlow:
 
 def two_rounds(earlier_rounds: bool) -> tuple[dict[str, torch.Tensor], list[list[tuple[list[int], list[int]]]]]:
     """The columns of a batch of four samples, and of each of them what the engine sampled behind what."""
-    flow: Any = ScriptedFlow()
-    context = RolloutContext(0, 4, SamplingParams(max_new_tokens=4, seed=1), flow)
+    engines: Any = ScriptedEngines()
+    rewards: Any = None
+    context = RolloutContext(0, 4, SamplingParams(max_new_tokens=4, seed=1), engines, rewards)
     prompt = PromptRow("p", "domain", "tag", PROMPT, "prompt", "truth", {})
     context.start(PROMPT, 1)
-    draft = flow.finished(context, "0.0")
+    draft = engines.finished(context, "0.0")
     seen = [*PROMPT, *draft.token_ids.tolist(), *OBSERVATION]
     context.start(seen, 2)
-    answers = flow.finished(context, "0.1")
+    answers = engines.finished(context, "0.1")
     context.start(PROMPT, 2)
-    plain = flow.finished(context, "0.2")
+    plain = engines.finished(context, "0.2")
     group = context.group(prompt, answers, plain, earlier_rounds=earlier_rounds)
     group.rewards = [RewardResult(1.0)] * group.num_samples
     batch = build_batch([group], pad_token_id=0).batch

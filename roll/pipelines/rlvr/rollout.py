@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from asyncio import Task
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -50,6 +51,7 @@ class RolloutPhase:
         may_restart = not plan.roles["actor_infer"].colocated_with and (role.max_concurrency or 1) == 1
         max_restarts = role.max_restarts if may_restart else 0
         self.driver = DriverLoop()
+        gc.freeze()  # modules, data and plans live as long as the run: no collection has to look through them
         self._engines = EngineClient(
             clusters.actor_infer,
             limit,

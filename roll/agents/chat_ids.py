@@ -1,0 +1,325 @@
+"""Chat messages as token ids that only grow: the text that a template puts between two turns, derived and checked.
+
+A response is trained on the ids that were sampled, so nothing of a conversation may be tokenised twice.  The ids of a
+later turn are those of the earlier ones, the sampled response, and a *bridge*: what the chat template puts behind the
+response's text up to the next generation prompt.  The bridge is read off the template itself, by rendering the
+conversation with a marker in place of every response, so no template is known here by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+
+_THOUGHTS = re.compile(
+    r"<think>.*?(?:</think>\s*|$)|<\|channel\|>analysis<\|message\|>.*?<\|end\|>(?:<\|start\|>assistant)?", re.DOTALL
+)
+"""Thinking of a response as chat templates write it: Qwen, DeepSeek and their kin; gpt-oss."""
+
+_MARKER = "Zq7Response{}Zq7"
+"""Stands for a response: plain ASCII, so that neither JSON nor a template's ``trim`` changes it."""
+
+
+class TemplateError(ValueError):
+    """A chat template cannot render a conversation, or not by appending to what it rendered before."""
+
+
+@dataclass(frozen=True)
+class Bridge:
+    """The tokens between a sampled response and the next one."""
+
+    token_ids: list[int]
+    end_token: int | None
+    """The first of ``token_ids`` where the template ends a turn with a token; not repeated behind a response that was
+    sampled up to its end."""
+    moved: str | None = None
+    """Where the template renders earlier turns otherwise than before: the first text that differs."""
+    only_thoughts: bool = False
+    """What differs is thinking of earlier responses, which the template drops."""
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer, with the tools and template arguments of a run.
+
+    Args:
+        end_tokens: ids that end a turn (the model's end tokens; empty: the tokenizer's).
+        tools: JSON schemas in OpenAI's form, given to the template.
+        arguments: further variables of the template (``enable_thinking``).
+
+    Raises:
+        TemplateError: the tokenizer has no chat template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        end_tokens: Sequence[int] = (),
+        tools: Sequence[Message] | None = None,
+        arguments: dict[str, Any] | None = None,
+    ) -> None:
+        if not tokenizer.chat_template:
+            raise TemplateError("the tokenizer has no chat template: give one with `template` or `chat_template`")
+        self._tokenizer = tokenizer
+        self._tools: list[Any] | None = list(tools) if tools else None
+        self._arguments = dict(arguments or {})
+        ends = list(end_tokens) or ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
+        self._ends = {str(tokenizer.convert_ids_to_tokens(token)): token for token in ends}
+        self._json_arguments: bool | None = None
+        """Tool arguments are a JSON text (True) or a mapping; None until a call was rendered."""
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        return frozenset(self._ends.values())
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a rendered text; special tokens in it are recognised, none is added."""
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of sampled ids, special tokens included."""
+        text: Any = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return str(text)
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of a conversation's beginning, the generation prompt included."""
+        return self.encode(self.render(messages))
+
+    def render(self, messages: Sequence[Message], generation_prompt: bool = True) -> str:
+        """The text of ``messages``.
+
+        Raises:
+            TemplateError: with the template's own message.
+        """
+        import jinja2
+
+        try:
+            return self._rendered(messages, generation_prompt)
+        except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise TemplateError(f"the chat template cannot render the roles {roles}: {error}") from error
+
+    def _rendered(self, messages: Sequence[Message], generation_prompt: bool) -> str:
+        rendered: Any = self._tokenizer.apply_chat_template(
+            list(messages),
+            tools=self._tools,
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
+            **self._arguments,
+        )
+        return str(rendered)
+
+    def bridge(self, history: Sequence[Message], new: Sequence[Message]) -> Bridge:
+        """What stands between the last response of ``history`` and the generation prompt behind ``new``.
+
+        Args:
+            history: all messages so far; the last one is the response.
+            new: the messages that answer it; none of an assistant.
+
+        Raises:
+            TemplateError: the template refuses the conversation, or renders no response where one stands.
+        """
+        assert history and history[-1]["role"] == "assistant"
+        assert new and all(message["role"] != "assistant" for message in new)
+        whole = self._with_markers([*history, *new])
+        marker = _MARKER.format(len(history) - 1)
+        text = self._render_marked(whole)
+        _, found, tail = text.rpartition(marker)
+        if not found:
+            raise TemplateError("the chat template leaves out the response that the new messages answer")
+        starts = [(tail.find(end), end) for end in self._ends if end in tail]
+        end = min(starts)[1] if starts else None
+        ids = self.encode(tail if end is None else tail[tail.index(end) :])
+        for message in new:
+            self._assert_shown(message, tail)
+        earlier = self._with_markers(history[:-1])
+        begun, bare = self._render_marked(earlier), self._render_marked(earlier, generation_prompt=False)
+        # What both renderings begin with is the messages; templates may end a conversation with a token of its own.
+        shown = _common_beginning(begun, bare)
+        moved = None if text.startswith(shown) else _difference(shown, text)
+        only_thoughts = moved is not None and _without_thoughts(text).startswith(_without_thoughts(shown))
+        return Bridge(ids, None if end is None else self._ends[end], moved, only_thoughts)
+
+    def extended(self, prompt_ids: Sequence[int], response: Sequence[int], bridge: Bridge) -> list[int]:
+        """``prompt_ids``, the sampled ``response`` and the bridge as the ids of the next prompt.
+
+        A response that ends with any end token is followed by what comes behind the template's: a model may be trained
+        to end a turn otherwise than its template writes history.  One that was cut short gets the template's.
+        """
+        ended = bool(response) and response[-1] in self.end_tokens and bridge.end_token is not None
+        return [*prompt_ids, *response, *(bridge.token_ids[1:] if ended else bridge.token_ids)]
+
+    def drops_thoughts(self, asked: Sequence[Message], response: Message, new: Sequence[Message]) -> bool:
+        """The template renders ``response`` otherwise once ``new`` stands behind it: without its thinking.
+
+        Responses stand as they were sampled, thinking included, so what is compared are the texts in which the
+        response is the last message and in which it is not.
+        """
+        try:
+            alone = self.render([*asked, response], generation_prompt=False)
+            followed = self.render([*asked, response, *new])
+        except TemplateError:
+            return True
+        text = str(response.get("content") or "")
+        return not followed.startswith(alone) and _without_thoughts(text) != text
+
+    @staticmethod
+    def _assert_shown(message: Message, tail: str) -> None:
+        content = message.get("content")
+        if isinstance(content, str) and content.strip() not in tail and json.dumps(content)[1:-1] not in tail:
+            raise TemplateError(f"the chat template leaves out the message of role {message['role']}")
+
+    def _with_markers(self, messages: Sequence[Message]) -> list[Message]:
+        """``messages`` with a marker as the text of every response, and one call for every tool message behind it."""
+        marked: list[Message] = []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                marked.append(message)
+                continue
+            marker = _MARKER.format(index)
+            response: Message = {"role": "assistant", "content": marker}
+            calls: list[Message] = []
+            for follower in messages[index + 1 :]:
+                if follower["role"] != "tool":
+                    break
+                calls.append(_call(follower, len(calls), marker))
+            if calls:
+                response["tool_calls"] = calls
+            marked.append(response)
+        return marked
+
+    def _render_marked(self, messages: list[Message], generation_prompt: bool = True) -> str:
+        """Render calls with their arguments in the form that this template takes: a mapping or a JSON text."""
+        if not any("tool_calls" in message for message in messages):
+            return self.render(messages, generation_prompt)
+        forms = (False, True) if self._json_arguments is None else (self._json_arguments,)
+        for as_json in forms:
+            try:
+                text = self.render(_with_arguments(messages, as_json), generation_prompt)
+            except TemplateError:
+                if as_json is forms[-1]:
+                    raise
+                continue
+            self._json_arguments = as_json
+            return text
+        raise AssertionError("unreachable: the last form raises")
+
+
+def _call(tool_message: Message, index: int, marker: str) -> Message:
+    name = str(tool_message.get("name", "tool"))
+    identifier = str(tool_message.get("tool_call_id", f"call{index:05d}"))
+    return {"id": identifier, "type": "function", "function": {"name": name, "arguments": {"value": marker}}}
+
+
+def _with_arguments(messages: Sequence[Message], as_json: bool) -> list[Message]:
+    if not as_json:
+        return list(messages)
+    rendered = []
+    for message in messages:
+        calls = [
+            one | {"function": one["function"] | {"arguments": json.dumps(one["function"]["arguments"])}}
+            for one in message.get("tool_calls", ())
+        ]
+        rendered.append(message | {"tool_calls": calls} if calls else message)
+    return rendered
+
+
+def _without_thoughts(text: str) -> str:
+    return _THOUGHTS.sub("", text)
+
+
+def _common_beginning(one: str, other: str) -> str:
+    length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return one[:length]
+
+
+def _difference(earlier: str, later: str) -> str:
+    """The first text of ``earlier`` that ``later`` does not continue with, shortened."""
+    at = len(_common_beginning(earlier, later))
+    return earlier[max(0, at - 20) : at + 40]
+
+
+Thinking = Literal["keep", "new_sample"]
+"""Where a template drops the thinking of earlier turns: keep its ids all the same, or begin a new sample there."""
+
+_PROBES: dict[str, tuple[list[str], list[str]]] = {
+    "user": (["user", "assistant"], ["user"]),
+    "user, twice": (["user", "assistant", "user", "assistant"], ["user"]),
+    "tool": (["user", "assistant"], ["tool"]),
+    "tool, twice": (["user", "assistant", "tool", "assistant"], ["tool"]),
+    "two tools": (["user", "assistant"], ["tool", "tool"]),
+    "user after tool": (["user", "assistant", "tool", "assistant"], ["user"]),
+}
+"""Name of a boundary to the roles before it and behind it."""
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """The boundaries between turns that a chat template can render, each by its name in ``_PROBES``."""
+
+    appended: tuple[str, ...]
+    """Rendered by appending."""
+    dropping_thoughts: tuple[str, ...]
+    """Rendered by appending, but for the thinking of earlier turns."""
+    moving: Mapping[str, str]
+    """Rendered otherwise: with the first text that moved."""
+    refused: Mapping[str, str]
+    """Not rendered: with the reason."""
+
+
+def probe_boundaries(template: ChatTemplate) -> Boundaries:
+    """Render one conversation for every kind of boundary."""
+    appended, dropping, moving, refused = [], [], {}, {}
+    for name, (before, behind) in _PROBES.items():
+        messages = [_probe(role, index) for index, role in enumerate([*before, *behind])]
+        try:
+            bridge = template.bridge(messages[: len(before)], messages[len(before) :])
+        except TemplateError as error:
+            refused[name] = str(error)
+            continue
+        if bridge.moved is None:
+            appended.append(name)
+        elif bridge.only_thoughts:
+            dropping.append(name)
+        else:
+            moving[name] = bridge.moved
+    return Boundaries(tuple(appended), tuple(dropping), moving, refused)
+
+
+def check_template(template: ChatTemplate, thinking: Thinking, tools: bool) -> Boundaries:
+    """Refuse a template whose conversations cannot grow by appending, before anything is generated.
+
+    Args:
+        tools: conversations have tool messages; otherwise only the boundaries between users and responses count.
+
+    Raises:
+        TemplateError: ``thinking`` is ``keep`` and the template moves earlier text at a boundary that is needed, or
+            cannot render it at all.
+    """
+    found = probe_boundaries(template)
+    needed = ("tool", "tool, twice") if tools else ("user", "user, twice")
+    for name in needed:
+        if name in found.refused:
+            raise TemplateError(f"the chat template has no turns of the kind '{name}': {found.refused[name]}")
+        if thinking == "keep" and name in found.moving:
+            raise TemplateError(
+                f"the chat template renders earlier turns otherwise once a later one is there ('{name}': "
+                f"{found.moving[name]!r} moves), so a conversation's ids cannot grow; set thinking: new_sample, which "
+                "begins a new sample at every such place, or give a `chat_template` that only appends"
+            )
+    return found
+
+
+def _probe(role: str, index: int) -> Message:
+    message: Message = {"role": role, "content": f"probe {index} of {role}"}
+    if role == "tool":
+        message |= {"name": "probe", "tool_call_id": f"probe{index:04d}"}
+    return message

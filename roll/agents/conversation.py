@@ -1,0 +1,243 @@
+"""The model calls of an episode as a tree of token ids: which call goes on from which, and what of it is trained."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from roll.agents.chat_ids import ChatTemplate, Message, TemplateError, Thinking
+
+
+@dataclass
+class Call:
+    """One generation of an episode.
+
+    The prompt's ids are those of ``parent`` (prompt and response) followed by ``new_ids``; without a parent they are
+    ``new_ids`` alone.  Only ``response_ids`` were sampled.
+    """
+
+    index: int
+    parent: int | None
+    new_ids: list[int]
+    messages: list[Message]
+    """The whole conversation that was asked about."""
+    response_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    """Of ``response_ids``, by the engine."""
+    versions: list[int] = field(default_factory=list)
+    """Weight version of every sampled id."""
+    finish_reason: str = ""
+    """``stop``, ``length`` or ``abort``; empty while the call is in flight."""
+    reward: float = 0.0
+    message: Message = field(default_factory=dict)
+    """The response as it was given to the agent."""
+    state: str = ""
+    """Identifies the state of the environment that the call acted in, for step-level advantages."""
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.finish_reason)
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A sample of an episode: ids from the first prompt to the last response of a chain of calls."""
+
+    calls: tuple[int, ...]
+    token_ids: NDArray[np.int64]
+    """Shape (length,)."""
+    trained: NDArray[np.bool_]
+    """Shape (length,): sampled here, and in no earlier branch."""
+    log_probs: NDArray[np.float32]
+    """Shape (length,): of sampled ids, 0 elsewhere."""
+    versions: NDArray[np.int64]
+    """Shape (length,): weight versions of sampled ids, -1 elsewhere."""
+    turns: NDArray[np.int64]
+    """Shape (length,): index of the call that sampled an id, -1 elsewhere."""
+    rewards: NDArray[np.float32]
+    """Shape (length,): the reward of a call on its last trained id, 0 elsewhere."""
+
+
+@dataclass
+class ConversationCounts:
+    """What happened to the ids of an episode's conversations."""
+
+    breaks: int = 0
+    """Calls that answer an earlier response without going on from its ids."""
+    kept_thoughts: int = 0
+    """Boundaries at which the template would have dropped thinking that was kept."""
+    foreign_responses: int = 0
+    """Responses in a conversation that no call gave: context, never trained."""
+
+
+class Conversations:
+    """All conversations of an episode, as a tree of calls.
+
+    A conversation is known by its messages: an agent that sends the messages of an earlier call, its response and new
+    messages goes on from the ids of that call, whoever keeps the list, in whatever order its calls interleave.
+    """
+
+    def __init__(self, template: ChatTemplate, thinking: Thinking = "keep") -> None:
+        self._template = template
+        self._thinking = thinking
+        self.calls: list[Call] = []
+        self.counts = ConversationCounts()
+        self._answered: dict[str, int] = {}
+        """Digest of a conversation that ends with a response that a call gave, to the newest such call."""
+
+    def ask(self, messages: Sequence[Message]) -> Call:
+        """A new call whose prompt is ``messages``, from the ids of an earlier call where it goes on from one.
+
+        Raises:
+            TemplateError: the chat template cannot render them.
+        """
+        messages = [dict(message) for message in messages]
+        parent, new_ids = self._grown(messages)
+        if parent is None:
+            new_ids = self._template.prompt(messages)
+        call = Call(len(self.calls), parent, new_ids, messages)
+        self.calls.append(call)
+        return call
+
+    def answer(
+        self,
+        call: Call,
+        response_ids: Sequence[int],
+        log_probs: Sequence[float],
+        versions: Sequence[int],
+        finish_reason: str,
+        message: Message,
+    ) -> None:
+        """Record what was sampled for ``call``, and ``message``, the form in which the agent gets it."""
+        assert not call.finished and len(response_ids) == len(log_probs) == len(versions)
+        call.response_ids, call.log_probs, call.versions = list(response_ids), list(log_probs), list(versions)
+        call.finish_reason, call.message = finish_reason, dict(message)
+        self._answered[_digest([*call.messages, call.message])] = call.index
+
+    def prompt_ids(self, call: Call) -> list[int]:
+        """The ids that the engine is given for ``call``."""
+        chain = self._chain(call)
+        ids: list[int] = []
+        for one in chain[:-1]:
+            ids += one.new_ids
+            ids += one.response_ids
+        return ids + call.new_ids
+
+    def branches(self) -> list[Branch]:
+        """Samples whose union is every call, each sampled id trained once: in the first branch that holds it."""
+        parents = {call.parent for call in self.calls if call.finished}
+        seen: set[int] = set()
+        found = []
+        for call in self.calls:
+            if call.finished and call.index not in parents:
+                chain = self._chain(call)
+                found.append(_branch(chain, {one.index for one in chain} - seen))
+                seen |= {one.index for one in chain}
+        return found
+
+    def steps(self) -> list[Branch]:
+        """One sample a call: its prompt as context, its response trained."""
+        return [_branch(self._chain(call), {call.index}) for call in self.calls if call.finished]
+
+    def _chain(self, call: Call) -> list[Call]:
+        chain = [call]
+        while (parent := chain[-1].parent) is not None:
+            chain.append(self.calls[parent])
+        return chain[::-1]
+
+    def _grown(self, messages: list[Message]) -> tuple[int | None, list[int]]:
+        """The call that ``messages`` go on from, and the ids that come behind its response."""
+        responses = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if not responses:
+            return None, []
+        last = responses[-1]
+        known = self._answered.get(_digest(messages[: last + 1]))
+        if known is None or last + 1 == len(messages):
+            self.counts.foreign_responses += known is None
+            self.counts.breaks += known is not None
+            return None, []
+        call, new = self.calls[known], messages[last + 1 :]
+        try:
+            bridge = self._template.bridge([*call.messages, call.message], new)
+        except TemplateError:
+            self.counts.breaks += 1
+            return None, []
+        if self._breaks(call, new, bridge.token_ids, bridge.moved is not None, bridge.only_thoughts):
+            self.counts.breaks += 1
+            return None, []
+        grown = self._template.extended([], call.response_ids, bridge)
+        return known, grown[len(call.response_ids) :]
+
+    def _breaks(self, call: Call, new: list[Message], bridge: list[int], moved: bool, only_thoughts: bool) -> bool:
+        if moved and not only_thoughts:
+            return True
+        if self._thinking == "keep":
+            self.counts.kept_thoughts += moved
+            return False
+        return moved or self._template.drops_thoughts(call.messages, call.message, new)
+
+
+def _branch(chain: Sequence[Call], trained: set[int]) -> Branch:
+    parts = list(_parts(chain))
+    sizes = [len(ids) for ids, _ in parts]
+    length = sum(sizes)
+    token_ids = np.fromiter((one for ids, _ in parts for one in ids), np.int64, length)
+    log_probs, rewards = np.zeros(length, np.float32), np.zeros(length, np.float32)
+    versions, turns = np.full(length, -1, np.int64), np.full(length, -1, np.int64)
+    mask = np.zeros(length, bool)
+    at = 0
+    for size, (_, call) in zip(sizes, parts, strict=True):
+        if call is not None and size:
+            here = slice(at, at + size)
+            log_probs[here], versions[here], turns[here] = call.log_probs, call.versions, call.index
+            if call.index in trained:
+                mask[here] = True
+                rewards[at + size - 1] = call.reward
+        at += size
+    return Branch(tuple(call.index for call in chain), token_ids, mask, log_probs, versions, turns, rewards)
+
+
+def _parts(chain: Sequence[Call]) -> Iterator[tuple[list[int], Call | None]]:
+    """Context ids (with None) and sampled ids (with their call), in order."""
+    for call in chain:
+        yield call.new_ids, None
+        yield call.response_ids, call
+
+
+def _digest(messages: Sequence[Message]) -> str:
+    """What identifies a conversation, whatever a client's library does to absent fields and to JSON's white space."""
+    return json.dumps([_canonical(message) for message in messages], sort_keys=True, default=str)
+
+
+def _canonical(message: Message) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": message["role"], "content": _text(message.get("content"))}
+    calls = message.get("tool_calls")
+    if calls:
+        found["tool_calls"] = [_canonical_call(call) for call in calls]
+    if message["role"] == "tool":
+        found["tool_call_id"] = message.get("tool_call_id")
+    return found
+
+
+def _text(content: Any) -> Any:
+    """A list of text parts as one text; no content as an empty one."""
+    if content is None:
+        return ""
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        return "".join(part["text"] for part in content)
+    return content
+
+
+def _canonical_call(call: dict[str, Any]) -> list[Any]:
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):
+            arguments = json.loads(arguments)
+    return [function.get("name"), arguments]

@@ -1,0 +1,208 @@
+"""The agent that plays an environment: prompts from observations, actions from responses, rewards turn by turn."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from roll.agents.chat_ids import Message
+from roll.agents.episode import Episode, EpisodeOver, Model, Task
+from roll.environments.base import Environment, Turn, read_reset, read_step, takes_task
+
+Context = Literal["append", "observation", "last"]
+"""What the next prompt holds: everything so far; the current observation with the last turns told in a template; the
+current observation behind the last turns as messages."""
+
+
+@dataclass(frozen=True)
+class EnvironmentOptions:
+    """How an environment is played."""
+
+    system: str | None = None
+    """System message."""
+    template: str = "{observation}"
+    """Text of a turn. With ``context: append`` and ``last``: ``{observation} {turn_idx} {suffix} {actions_left}
+    {max_response_length}``; with ``observation``: ``{env_instruction} {history} {step_count} {history_length}
+    {current_step} {current_observation}``."""
+    context: Context = "append"
+    history_length: int = 5
+    """Turns that ``observation`` and ``last`` remember."""
+    max_steps: int = 10
+    max_tokens: int = 128
+    """Of a response; shown to the policy."""
+    reset_seconds: float = 60.0
+    step_seconds: float = 60.0
+    retries: int = 1
+    """Further attempts at a ``reset`` that failed, each in a new environment."""
+
+
+class EnvironmentAgent:
+    """Plays environments that ``make`` builds, one per episode.
+
+    Plain methods run in threads, coroutines on the event loop; both within their deadlines.  A thread cannot be ended:
+    an environment that hangs keeps its thread, and is not used again.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Environment], options: EnvironmentOptions) -> None:
+        self._name, self._make, self._options = name, make, options
+
+    async def run(self, task: Task, model: Model, episode: Episode) -> None:
+        """Play one episode to its end."""
+        environment, turn = await self._begun(task, episode)
+        try:
+            await self._played(environment, turn, model, episode)
+        finally:
+            await self._closed(environment)
+
+    async def _begun(self, task: Task, episode: Episode) -> tuple[Environment, Turn]:
+        for attempt in range(self._options.retries + 1):
+            try:
+                environment = self._make()
+                options = {"task": task.row} if takes_task(environment) else {}
+                answer = await self._timed(
+                    episode, self._options.reset_seconds, environment.reset, task.seed, **options
+                )
+                return environment, read_reset(self._name, answer)
+            except Exception as error:
+                if attempt == self._options.retries:
+                    raise self._fault(episode, "reset", error) from error
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _played(self, environment: Environment, turn: Turn, model: Model, episode: Episode) -> None:
+        memory = _Memory(self._options, turn)
+        while True:
+            response = await model.chat(memory.prompt(turn))
+            response.call.state = turn.state
+            before = turn
+            try:
+                answer = await self._timed(episode, self._options.step_seconds, environment.step, response.text)
+                turn = read_step(self._name, answer)
+            except Exception as error:
+                raise self._fault(episode, "step", error) from error
+            model.reward(turn.reward, response.call)
+            memory.add(before, response.message, response.text)
+            _note(episode, turn)
+            if turn.done:
+                episode.outcome = "terminated" if turn.terminated else "truncated"
+                return
+            if memory.turns >= self._options.max_steps:
+                raise EpisodeOver("turn_limit")
+
+    def _fault(self, episode: Episode, method: str, error: Exception) -> EpisodeOver:
+        limit = self._options.reset_seconds if method == "reset" else self._options.step_seconds
+        what = f"took more than {limit:g} s" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+        episode.error = f"{self._name}.{method}: {what}"
+        return EpisodeOver("environment_error")
+
+    async def _timed(
+        self, episode: Episode, limit: float, method: Callable[..., Any], *args: Any, **options: Any
+    ) -> Any:
+        begin = time.perf_counter()
+        try:
+            return await asyncio.wait_for(_called(method, *args, **options), limit)
+        finally:
+            episode.seconds.environment += time.perf_counter() - begin
+
+    async def _closed(self, environment: Environment) -> None:
+        close = getattr(environment, "close", None)
+        if close is not None:
+            try:
+                await asyncio.wait_for(_called(close), self._options.step_seconds)
+            except Exception:
+                # What an environment does when it is thrown away changes no episode.
+                return
+
+
+class _Memory:
+    """The turns so far, as the prompt of the next one."""
+
+    def __init__(self, options: EnvironmentOptions, first: Turn) -> None:
+        self._options = options
+        self._messages: list[Message] = []
+        if options.system:
+            self._messages.append({"role": "system", "content": options.system})
+        self._pairs: list[tuple[list[Message], Message]] = []
+        self._told: list[tuple[str, str]] = []
+        self._instruction = str(first.info.get("instruction", first.info.get("env_instruction", "")))
+        self.turns = 0
+
+    def prompt(self, turn: Turn) -> list[Message]:
+        options = self._options
+        if options.context == "observation":
+            return [*self._messages, {"role": "user", "content": self._step_text(turn)}]
+        shown = self._shown(turn)
+        kept = self._pairs if options.context == "append" else self._pairs[-options.history_length :]
+        before = [message for asked, answer in kept for message in (*asked, answer)]
+        return [*self._messages, *before, *shown]
+
+    def add(self, turn: Turn, message: Message, text: str) -> None:
+        """Remember what was shown and answered."""
+        if self._options.context == "observation":
+            self._told.append((_text_of(turn.observation), text))
+        else:
+            self._pairs.append((self._shown(turn), message))
+        self.turns += 1
+
+    def _shown(self, turn: Turn) -> list[Message]:
+        """The observation's messages, the last user message of them in the template."""
+        options = self._options
+        messages = [dict(message) for message in turn.observation]
+        users = [message for message in messages if message["role"] == "user" and isinstance(message["content"], str)]
+        if users:
+            users[-1]["content"] = _filled(
+                options.template,
+                observation=users[-1]["content"],
+                turn_idx=self.turns + 1,
+                suffix=turn.info.get("suffix", ""),
+                actions_left=options.max_steps - self.turns,
+                max_response_length=options.max_tokens,
+            )
+        return messages
+
+    def _step_text(self, turn: Turn) -> str:
+        remembered = self._told[-self._options.history_length :]
+        first = self.turns - len(remembered) + 1
+        history = "\n".join(
+            f"Turn {first + number}: observation: {seen}\naction: {answer}"
+            for number, (seen, answer) in enumerate(remembered)
+        )
+        return _filled(
+            self._options.template,
+            env_instruction=self._instruction,
+            history=history,
+            step_count=self.turns,
+            history_length=len(remembered),
+            current_step=self.turns + 1,
+            current_observation=_text_of(turn.observation),
+            observation=_text_of(turn.observation),
+            max_response_length=self._options.max_tokens,
+            actions_left=self._options.max_steps - self.turns,
+        )
+
+
+def _note(episode: Episode, turn: Turn) -> None:
+    """Take ``success`` of the last turn that has it and the sum of every metric."""
+    if "success" in turn.info:
+        episode.success = bool(turn.info["success"])
+    for name, value in dict(turn.info.get("metrics", {})).items():
+        episode.metrics[name] = episode.metrics.get(name, 0.0) + float(value)
+
+
+async def _called(method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    if inspect.iscoroutinefunction(method):
+        return await method(*args, **options)
+    value = await asyncio.to_thread(method, *args, **options)
+    return await value if isinstance(value, Awaitable) else value
+
+
+def _text_of(observation: Sequence[Message]) -> str:
+    return "\n".join(str(message["content"]) for message in observation)
+
+
+def _filled(template: str, **values: Any) -> str:
+    """``str.format`` with the values alone: no attribute or index of them."""
+    return template.format_map({name: str(value) for name, value in values.items()})

@@ -1,0 +1,223 @@
+"""An episode: a task, an agent that works on it through a model, and what both leave for training."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from roll.agents.chat_ids import ChatTemplate, Message, Thinking
+from roll.agents.conversation import Call, Conversations
+from roll.agents.tool_calls import ParsedResponse, parse_response
+
+Outcome = Literal[
+    "terminated", "truncated", "turn_limit", "context_limit", "time_limit", "environment_error", "agent_error"
+]
+"""How an episode ended: by the task's own rules, at the environment's limit, at one of the episode's limits, or by a
+fault of the environment or of the agent's code."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be done."""
+
+    tag: str
+    """Which of the configured environments or agents."""
+    seed: int
+    """Equal for all members of a group."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """Of a data set; empty for environments that need none."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one episode."""
+
+    turns: int = 10
+    """Model calls."""
+    new_tokens: int = 128
+    """Of a call."""
+    context: int = 2048
+    """Tokens of a call's prompt and response together."""
+    seconds: float | None = None
+    """Of the whole episode."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A response as an engine gives it; all of the same length but for ``finish_reason``."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    versions: list[int]
+    """Weight version of every token."""
+    finish_reason: str
+    """``stop`` or ``length``."""
+
+
+class Sample(Protocol):
+    """An engine, as a model's handle calls it."""
+
+    def __call__(self, prompt_ids: list[int], max_new_tokens: int, options: Mapping[str, Any]) -> Awaitable[Sampled]:
+        """``options``: sampling parameters that the agent asked for, such as ``temperature``."""
+        ...
+
+
+class EpisodeOver(BaseException):
+    """A limit of the episode is reached; raised out of a model call.
+
+    No ``Exception``, like cancellation: an agent that survives the errors of its tools ends all the same.
+    """
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome)
+        self.outcome: Outcome = outcome
+
+
+class EngineFault(BaseException):
+    """An engine failed, which is the run's trouble and not the episode's; the cause says how."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """What an agent gets of a call."""
+
+    message: Message
+    """To be put into the conversation as it is."""
+    parsed: ParsedResponse
+    text: str
+    """As sampled, without the token that ended the turn."""
+    finish_reason: str
+    call: Call
+
+
+@dataclass
+class Seconds:
+    """Where an episode's time went."""
+
+    model: float = 0.0
+    environment: float = 0.0
+    total: float = 0.0
+
+
+@dataclass
+class Episode:
+    """What an episode leaves."""
+
+    task: Task
+    conversations: Conversations
+    outcome: Outcome = "agent_error"
+    reward: float = 0.0
+    """Sum of all rewards of its calls."""
+    success: bool | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+    seconds: Seconds = field(default_factory=Seconds)
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls that were answered."""
+        return [call for call in self.conversations.calls if call.finished]
+
+
+class Model:
+    """The policy, as an agent of one episode talks to it."""
+
+    def __init__(
+        self, sample: Sample, template: ChatTemplate, tool_format: str, limits: Limits, thinking: Thinking = "keep"
+    ) -> None:
+        self._sample, self._template, self._tool_format, self._limits = sample, template, tool_format, limits
+        self.conversations = Conversations(template, thinking)
+        self.seconds = 0.0
+        """Spent waiting for responses."""
+
+    @property
+    def turns_left(self) -> int:
+        return self._limits.turns - len(self.conversations.calls)
+
+    async def chat(self, messages: Sequence[Message], **options: Any) -> Response:
+        """The response to ``messages``; ``options`` are sampling parameters.
+
+        Raises:
+            EpisodeOver: no turn is left, or the prompt leaves no room for a response.
+            TemplateError: the chat template cannot render the messages.
+        """
+        if self.turns_left <= 0:
+            raise EpisodeOver("turn_limit")
+        call = self.conversations.ask(messages)
+        prompt_ids = self.conversations.prompt_ids(call)
+        wanted = int(options.pop("max_new_tokens", self._limits.new_tokens))
+        room = min(wanted, self._limits.new_tokens, self._limits.context - len(prompt_ids))
+        if room <= 0:
+            raise EpisodeOver("context_limit")
+        begin = time.perf_counter()
+        try:
+            sampled = await self._sample(prompt_ids, room, options)
+        except Exception as error:
+            raise EngineFault(str(error)) from error
+        finally:
+            self.seconds += time.perf_counter() - begin
+        return self._answered(call, sampled)
+
+    def reward(self, value: float, call: Call | None = None) -> None:
+        """Add to the reward of ``call`` (None: the newest that was answered)."""
+        target = call or next((one for one in reversed(self.conversations.calls) if one.finished), None)
+        if target is not None:
+            target.reward += value
+
+    def _answered(self, call: Call, sampled: Sampled) -> Response:
+        ids = sampled.token_ids
+        ended = bool(ids) and ids[-1] in self._template.end_tokens
+        text = self._template.decode(ids[:-1] if ended else ids)
+        parsed = parse_response(text, self._tool_format)
+        message: Message = {"role": "assistant", "content": text}
+        if parsed.calls:
+            message["content"] = parsed.content
+            message["tool_calls"] = [
+                {
+                    "id": f"call{call.index:04d}{number:02d}",
+                    "type": "function",
+                    "function": {"name": one.name, "arguments": one.arguments},
+                }
+                for number, one in enumerate(parsed.calls)
+            ]
+        self.conversations.answer(call, ids, sampled.log_probs, sampled.versions, sampled.finish_reason, message)
+        return Response(message, parsed, text, sampled.finish_reason, call)
+
+
+class Agent(Protocol):
+    """What works on tasks; one object serves many episodes at once."""
+
+    async def run(self, task: Task, model: Model, episode: Episode) -> float | None:
+        """Work until done; what is returned is added to the reward of the last call.
+
+        It may await anything.  ``episode`` takes ``outcome``, ``success`` and ``metrics``.
+        """
+        ...
+
+
+async def run_episode(task: Task, agent: Agent, model: Model, limits: Limits) -> Episode:
+    """Let ``agent`` work on ``task``; whatever goes wrong in its code is an outcome of the episode.
+
+    Raises:
+        Exception: what the engines raise; nothing of the agent or its environment.
+    """
+    episode = Episode(task, model.conversations, outcome="terminated")
+    begin = time.perf_counter()
+    try:
+        async with asyncio.timeout(limits.seconds):
+            model.reward(await agent.run(task, model, episode) or 0.0)
+    except EpisodeOver as over:
+        episode.outcome = over.outcome
+    except TimeoutError:
+        episode.outcome = "time_limit"
+    except EngineFault as fault:
+        raise fault.__cause__ or fault from None
+    except Exception as error:
+        episode.outcome, episode.error = "agent_error", f"{type(error).__name__}: {error}"
+    episode.seconds.total = time.perf_counter() - begin
+    episode.seconds.model = model.seconds
+    episode.reward = sum(call.reward for call in episode.calls)
+    return episode

@@ -1,0 +1,274 @@
+"""Tool calls, thinking and content in a sampled response, in the formats that model families write.
+
+What is trained are the sampled ids; what is read here only decides what an agent sees of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A function and its arguments as the model wrote them."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass
+class ParsedResponse:
+    """A response as an agent sees it."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    """Calls that were begun and cannot be read, each with the reason; their text stays in ``content``."""
+
+
+class _BadCall(ValueError):
+    """A call that cannot be read."""
+
+
+_Found = Iterator[tuple[int, int, Callable[[], list[ToolCall]]]]
+"""Where calls begin and end in a text, and their reader, which raises ``_BadCall``."""
+
+
+def parse_response(text: str, tool_format: str) -> ParsedResponse:
+    """Read a response in ``tool_format``.
+
+    Args:
+        text: decoded with special tokens, without the token that ended the turn.
+        tool_format: one of :data:`TOOL_FORMATS`.
+    """
+    parsed = ParsedResponse()
+    if tool_format == "gpt_oss":
+        return _gpt_oss(text)
+    text = _split_thinking(text, parsed)
+    at, kept = 0, []
+    for begin, end, read in TOOL_FORMATS[tool_format](text):
+        try:
+            calls = read()
+        except _BadCall as error:
+            parsed.errors.append(str(error))
+            continue
+        kept.append(text[at:begin])
+        parsed.calls += calls
+        at = end
+    parsed.content = "".join([*kept, text[at:]]).strip() if parsed.calls else text.strip()
+    return parsed
+
+
+def detect_format(chat_template: str) -> str:
+    """The format that a chat template writes calls in; ``hermes`` where it has none of its own."""
+    for mark, name in _MARKS:
+        if mark in chat_template:
+            return name
+    return "hermes"
+
+
+_MARKS = (
+    ("<|channel|>", "gpt_oss"),
+    ("<arg_key>", "glm"),
+    ("<function=", "qwen_xml"),
+    ("<tool_call>", "hermes"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("tool▁call", "deepseek"),
+    ("<|python_tag|>", "llama3"),
+)
+"""What only the template of one format has, the telling ones first."""
+
+
+_TAGGED = re.compile(r"<tool_call>(?P<body>.*?)(?P<end></tool_call>|$)", re.DOTALL)
+_FUNCTION = re.compile(
+    r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>(?P<body>.*?)(?P<end></function>|$)(?:\s*</tool_call>)?", re.DOTALL
+)
+_NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*?\})\s*(?=\[TOOL_CALLS\]|$)", re.DOTALL)
+_DEEPSEEK = re.compile(
+    "(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>(?P<before>.*?)<｜tool▁sep｜>(?P<body>.*?)(?P<end><｜tool▁call▁end｜>|$)"
+    r"(?:\s*<｜tool▁calls▁end｜>)?",
+    re.DOTALL,
+)
+_HARMONY = re.compile(
+    r"(?:<\|start\|>assistant)?(?P<to>[^<]*)<\|channel\|>(?P<channel>\w+)(?P<rest>[^<]*)(?:<\|constrain\|>\w+)?"
+    r"<\|message\|>(?P<body>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|$)",
+    re.DOTALL,
+)
+
+
+def _split_thinking(text: str, parsed: ParsedResponse) -> str:
+    """Move ``<think>...</think>`` to ``parsed``; a template may have opened it in the prompt."""
+    head, closed, rest = text.partition("</think>")
+    if not closed:
+        opened = text.lstrip().startswith("<think>")
+        parsed.reasoning = text.lstrip().removeprefix("<think>").strip() if opened else ""
+        return "" if opened else text
+    parsed.reasoning = head.lstrip().removeprefix("<think>").strip()
+    return rest
+
+
+def _hermes(text: str) -> _Found:
+    def read(match: re.Match[str]) -> list[ToolCall]:
+        return [_call_of(_json(_closed(match)))]
+
+    yield from _each(_TAGGED, text, read)
+
+
+def _qwen_xml(text: str) -> _Found:
+    def read(match: re.Match[str]) -> list[ToolCall]:
+        return [ToolCall(match["name"].strip(), _parameters(_closed(match)))]
+
+    yield from _each(_FUNCTION, text, read)
+
+
+def _parameters(body: str) -> dict[str, Any]:
+    found = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", body, re.DOTALL)
+    return {name.strip(): _value(value) for name, value in found}
+
+
+def _glm(text: str) -> _Found:
+    pair = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+    def read(match: re.Match[str]) -> list[ToolCall]:
+        body = _closed(match)
+        name = re.split(r"<arg_key>|\n", body.strip(), maxsplit=1)[0].strip()
+        if not name:
+            raise _BadCall("a tool call without a name")
+        return [ToolCall(name, {key.strip(): _value(value.strip()) for key, value in pair.findall(body)})]
+
+    yield from _each(_TAGGED, text, read)
+
+
+def _mistral(text: str) -> _Found:
+    """``[TOOL_CALLS] [{...}, ...]``, and ``[TOOL_CALLS]name{...}`` or ``name[ARGS]{...}`` of later versions."""
+    begin = text.find("[TOOL_CALLS]")
+    if begin < 0:
+        return
+    body = text[begin + len("[TOOL_CALLS]") :]
+
+    def read() -> list[ToolCall]:
+        if body.lstrip().startswith("["):
+            calls = _json(body)
+            if not isinstance(calls, list):
+                raise _BadCall("[TOOL_CALLS] is followed by no list of calls")
+            return [_call_of(call) for call in calls]
+        parts = re.findall(
+            r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*?\})\s*(?=\[TOOL_CALLS\]|$)", body, re.DOTALL
+        )
+        if not parts:
+            raise _BadCall(f"[TOOL_CALLS] is followed by {body[:80]!r}, neither a list of calls nor name{{arguments}}")
+        return [_call_of({"name": name, "arguments": _json(arguments)}) for name, arguments in parts]
+
+    yield begin, len(text), read
+
+
+def _deepseek(text: str) -> _Found:
+    """V3 and R1: ``function<sep>name`` and a fenced JSON; V3.1: ``name<sep>{...}``."""
+
+    def read(match: re.Match[str]) -> list[ToolCall]:
+        before, behind = match["before"], _closed(match)
+        fenced = re.fullmatch(r"(.*?)\n```json\n(.*)\n```\s*", behind, re.DOTALL)
+        name, arguments = (fenced[1], fenced[2]) if fenced else (before, behind)
+        return [_call_of({"name": name.strip(), "arguments": _json(arguments)})]
+
+    yield from _each(_DEEPSEEK, text, read)
+
+
+def _llama3(text: str) -> _Found:
+    """A response that is nothing but calls: ``{"name": ..., "parameters": {...}}``, several with ``;`` between."""
+    body = text.strip().removeprefix("<|python_tag|>").strip()
+    if not body.startswith("{"):
+        return
+
+    def read() -> list[ToolCall]:
+        decoder, at, calls = json.JSONDecoder(), 0, []
+        while at < len(body):
+            try:
+                value, at = decoder.raw_decode(body, at)
+            except ValueError as error:
+                raise _BadCall(f"{body[:80]!r} is no JSON: {error}") from None
+            calls.append(_call_of(value))
+            at += len(body[at:]) - len(body[at:].lstrip("; \n"))
+        return calls
+
+    yield 0, len(text), read
+
+
+TOOL_FORMATS: dict[str, Callable[[str], _Found]] = {
+    "hermes": _hermes,
+    "qwen_xml": _qwen_xml,
+    "glm": _glm,
+    "mistral": _mistral,
+    "deepseek": _deepseek,
+    "llama3": _llama3,
+    "gpt_oss": lambda _: iter(()),
+}
+"""Name to the finder of calls; ``gpt_oss`` has channels in place of marks and a reader of its own."""
+
+
+def _gpt_oss(text: str) -> ParsedResponse:
+    """Harmony: messages with a channel each; a call is a message ``to=functions.NAME``."""
+    parsed = ParsedResponse()
+    contents, thoughts = [], []
+    for match in _HARMONY.finditer(text):
+        recipient = re.search(r"to=(?:functions\.)?([\w.-]+)", match["to"] + match["rest"])
+        if recipient is not None:
+            try:
+                parsed.calls.append(_call_of({"name": recipient[1], "arguments": _json(match["body"])}))
+            except _BadCall as error:
+                parsed.errors.append(str(error))
+        elif match["channel"] == "analysis":
+            thoughts.append(match["body"])
+        else:
+            contents.append(match["body"])
+    if not (parsed.calls or parsed.errors or thoughts or contents):
+        contents.append(text)
+    parsed.content, parsed.reasoning = "".join(contents).strip(), "\n".join(thoughts).strip()
+    return parsed
+
+
+def _each(pattern: re.Pattern[str], text: str, read: Callable[[re.Match[str]], list[ToolCall]]) -> _Found:
+    for match in pattern.finditer(text):
+        yield match.start(), match.end(), functools.partial(read, match)
+
+
+def _closed(match: re.Match[str]) -> str:
+    """The body of a call that was written to its end."""
+    if not match["end"]:
+        raise _BadCall(f"a tool call that does not end: {match['body'][:80]!r}")
+    return match["body"]
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise _BadCall(f"{text.strip()[:80]!r} is no JSON: {error}") from None
+
+
+def _call_of(value: Any) -> ToolCall:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        raise _BadCall(f"a tool call needs a name: {str(value)[:80]}")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = _json(arguments)
+    if not isinstance(arguments, dict):
+        raise _BadCall(f"arguments of {value['name']} must be an object, got {str(arguments)[:80]}")
+    return ToolCall(value["name"], arguments)
+
+
+def _value(text: str) -> Any:
+    """A value without quotes: JSON or a Python literal where it is one, else the text."""
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+            continue
+    return text

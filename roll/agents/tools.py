@@ -1,0 +1,253 @@
+"""Tools that a policy calls: plain functions and MCP servers, checked arguments, deadlines, results as text."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from roll.agents.chat_ids import Message
+from roll.agents.tool_calls import ToolCall
+
+_MAX_RESULT = 20_000
+"""Characters of a result that a conversation gets by default."""
+
+
+class ToolError(ValueError):
+    """Tools that cannot be offered: two of one name, a function without type hints, a server that does not answer."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that a policy may call."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    """JSON schema of an object."""
+    function: Callable[..., Any]
+    """Called with the arguments as keywords; plain functions run in a thread, coroutines on the event loop."""
+
+    @property
+    def schema(self) -> Message:
+        """The form that chat templates and the OpenAI API take."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """What a call brought."""
+
+    text: str
+    failed: bool = False
+    """The call could not be made, raised, or took too long; ``text`` says which."""
+
+
+def tool_of(function: Callable[..., Any]) -> Tool:
+    """The tool of a function: its schema from type hints and a docstring in Google's style.
+
+    Raises:
+        ToolError: an argument without a type hint or a description.
+    """
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
+
+    try:
+        schema = get_json_schema(function)["function"]
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        name = getattr(function, "__qualname__", repr(function))
+        raise ToolError(f"tool {name}: {error}") from error
+    parameters = schema.get("parameters", {"type": "object", "properties": {}})
+    return Tool(schema["name"], schema["description"], parameters, function)
+
+
+class ToolBox:
+    """The tools of a task.
+
+    Args:
+        timeout: seconds of one call.
+        max_result: characters of a result; longer ones lose their middle.
+
+    Raises:
+        ToolError: two tools of one name.
+    """
+
+    def __init__(self, tools: Sequence[Tool], timeout: float = 30.0, max_result: int = _MAX_RESULT) -> None:
+        self._tools = {tool.name: tool for tool in tools}
+        if len(self._tools) != len(tools):
+            names = sorted(name for name in self._tools if sum(tool.name == name for tool in tools) > 1)
+            raise ToolError(f"several tools are called {', '.join(names)}; give each a name of its own")
+        self._timeout, self._max_result = timeout, max_result
+
+    @property
+    def schemas(self) -> list[Message]:
+        return [tool.schema for tool in self._tools.values()]
+
+    async def call_all(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """Make the calls of one response concurrently; results in their order."""
+        return list(await asyncio.gather(*map(self.call, calls)))
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        """Make one call; whatever goes wrong is a result that the policy reads."""
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return ToolResult(f"Error: no tool {call.name!r}; there are {', '.join(self._tools) or 'none'}.", True)
+        problem = _argument_problem(tool, call.arguments)
+        if problem is not None:
+            return ToolResult(f"Error: {problem}", True)
+        try:
+            value = await asyncio.wait_for(_run(tool.function, call.arguments), self._timeout)
+        except TimeoutError:
+            return ToolResult(f"Error: {call.name} took more than {self._timeout:g} s.", True)
+        except Exception as error:
+            return ToolResult(f"Error: {type(error).__name__}: {error}"[: self._max_result], True)
+        if isinstance(value, ToolResult):
+            return ToolResult(_shortened(value.text, self._max_result), value.failed)
+        return ToolResult(_shortened(_shown(value), self._max_result))
+
+
+def tool_messages(calls: Sequence[ToolCall], identities: Sequence[str], results: Sequence[ToolResult]) -> list[Message]:
+    """The messages that answer the calls of one response, all together: templates render them as one turn."""
+    return [
+        {"role": "tool", "tool_call_id": identity, "name": call.name, "content": result.text}
+        for call, identity, result in zip(calls, identities, results, strict=True)
+    ]
+
+
+class McpServer:
+    """The tools of an MCP server, started as a child process or reached over HTTP.
+
+    ``async with McpServer(...) as tools`` gives the list of its tools; calls of many episodes share the session.
+
+    Args:
+        command: program and arguments of a server that speaks over standard input and output.
+        url: address of a server that speaks streamable HTTP.
+        names: the tools to offer; empty: all.
+        env: environment of the child process, added to the few variables that MCP's client hands on.
+
+    Raises:
+        ToolError: neither or both of ``command`` and ``url``; on entry, a server that does not start, or lacks a name.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str] = (),
+        url: str | None = None,
+        names: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        start_timeout: float = 60.0,
+    ) -> None:
+        if bool(command) == bool(url):
+            raise ToolError("an MCP server has either `command` (a program and its arguments) or `url`")
+        self._command, self._url, self._names = list(command), url, list(names)
+        self._env, self._start_timeout = dict(env or {}), start_timeout
+        self._stack = contextlib.AsyncExitStack()
+
+    @property
+    def _title(self) -> str:
+        return f"MCP server {self._url or ' '.join(self._command)}"
+
+    async def __aenter__(self) -> list[Tool]:
+        try:
+            async with asyncio.timeout(self._start_timeout):
+                client = await self._connect()
+                listed = [tool async for tool in _listed(client)]
+        except TimeoutError:
+            await self._stack.aclose()
+            raise ToolError(f"{self._title} did not answer within {self._start_timeout:g} s") from None
+        except Exception as error:
+            await self._stack.aclose()
+            raise ToolError(f"{self._title} cannot be used: {_first_reason(error)}") from error
+        missing = set(self._names) - {tool.name for tool in listed}
+        if missing:
+            await self._stack.aclose()
+            there = ", ".join(tool.name for tool in listed)
+            raise ToolError(f"{self._title} has no tools {', '.join(sorted(missing))}; it has {there}")
+        return [
+            Tool(tool.name, tool.description or "", tool.input_schema, _McpCall(client, tool.name))
+            for tool in listed
+            if not self._names or tool.name in self._names
+        ]
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stack.aclose()
+
+    async def _connect(self) -> Any:
+        from mcp import Client, StdioServerParameters
+        from mcp.client.stdio import get_default_environment
+
+        if self._url is not None:
+            return await self._stack.enter_async_context(Client(self._url))
+        environment = get_default_environment() | self._env
+        program = StdioServerParameters(command=self._command[0], args=self._command[1:], env=environment)
+        return await self._stack.enter_async_context(Client(program))
+
+
+async def _listed(client: Any) -> AsyncIterator[Any]:
+    cursor = None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        for tool in page.tools:
+            yield tool
+        cursor = page.next_cursor
+        if cursor is None:
+            return
+
+
+@dataclass(frozen=True)
+class _McpCall:
+    client: Any
+    name: str
+
+    async def __call__(self, **arguments: Any) -> ToolResult:
+        answer = await self.client.call_tool(self.name, arguments)
+        texts = [block.text if block.type == "text" else f"[{block.type}]" for block in answer.content]
+        return ToolResult("\n".join(texts), bool(answer.is_error))
+
+
+async def _run(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    if inspect.iscoroutinefunction(function) or isinstance(function, _McpCall):
+        return await function(**arguments)
+    value = await asyncio.to_thread(function, **arguments)
+    return await value if isinstance(value, Awaitable) else value
+
+
+def _argument_problem(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
+    """The first way in which arguments break the tool's schema."""
+    import jsonschema
+
+    validator = jsonschema.Draft202012Validator(tool.parameters)
+    error = jsonschema.exceptions.best_match(validator.iter_errors(dict(arguments)))
+    if error is not None:
+        where = ".".join(map(str, error.absolute_path))
+        return f"{tool.name}{'.' + where if where else ''}: {error.message}"
+    unknown = set(arguments) - set(tool.parameters.get("properties", {}))
+    if unknown and tool.parameters.get("additionalProperties") is not True and not isinstance(tool.function, _McpCall):
+        return f"{tool.name} has no argument {', '.join(sorted(unknown))}"
+    return None
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _shortened(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+
+
+def _first_reason(error: BaseException) -> str:
+    """The innermost exception of a group, in words."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"

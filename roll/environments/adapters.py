@@ -1,0 +1,286 @@
+"""Environments of other libraries as environments of ours; a library is imported when one of its environments is made.
+
+Libraries that draw from the process-wide generators of Python and NumPy would make an episode depend on whatever else
+runs in the process: every call here has generators of its own, seeded by ``reset`` and put away between calls.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from roll.config.reading.errors import closest
+from roll.environments.base import BrokenContract
+
+_GENERATORS = threading.Lock()
+
+
+class _OwnGenerators:
+    """Python's and NumPy's process-wide generators in a state that belongs to one environment."""
+
+    def __init__(self) -> None:
+        self._state: tuple[Any, Any] | None = None
+
+    @contextlib.contextmanager
+    def __call__(self, seed: int | None = None) -> Iterator[None]:
+        with _GENERATORS:
+            others = random.getstate(), np.random.get_state()
+            if seed is not None:
+                random.seed(seed)
+                np.random.seed(seed % 2**32)
+            elif self._state is not None:
+                random.setstate(self._state[0])
+                np.random.set_state(self._state[1])
+            try:
+                yield
+            finally:
+                self._state = random.getstate(), np.random.get_state()
+                random.setstate(others[0])
+                np.random.set_state(others[1])
+
+
+class _Wrapped:
+    """An environment of another library in ``inner``."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self._generators = _OwnGenerators()
+
+    def close(self) -> None:
+        close = getattr(self.inner, "close", None)
+        if close is not None:
+            close()
+
+
+class GymnasiumEnvironment(_Wrapped):
+    """A gymnasium environment; observations are shown by ``str``, actions read as Python literals.
+
+    An action that is no literal of the action space is penalised by ``format_penalty`` and not performed.
+    """
+
+    def __init__(self, inner: Any, format_penalty: float = 0.0, instruction: str = "") -> None:
+        super().__init__(inner)
+        self._format_penalty = format_penalty
+        self._instruction = instruction
+        self._text = ""
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        with self._generators(seed):
+            observation, info = self.inner.reset(seed=seed)
+        self._text = _shown(observation)
+        return f"{self._instruction}{self._text}", dict(info)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        chosen = self._action(action)
+        if chosen is None:
+            return self._text, self._format_penalty, False, False, {"valid": False}
+        with self._generators():
+            observation, reward, terminated, truncated, info = self.inner.step(chosen)
+        self._text = _shown(observation)
+        return self._text, float(reward), bool(terminated), bool(truncated), {"valid": True, **info}
+
+    def sample_action(self, rng: random.Random) -> str:
+        space = self.inner.action_space
+        space.seed(rng.getrandbits(31))
+        return _shown(space.sample())
+
+    def _action(self, text: str) -> Any:
+        space = self.inner.action_space
+        if space.contains(text):
+            return text
+        try:
+            literal = ast.literal_eval(text.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return None
+        dtype = getattr(space, "dtype", None) if isinstance(literal, bool | int | float | list | tuple) else None
+        for candidate in (literal, np.asarray(literal, dtype)):
+            with contextlib.suppress(TypeError, ValueError):
+                if space.contains(candidate):
+                    return candidate
+        return None
+
+
+def gymnasium_environment(identifier: str, **config: Any) -> GymnasiumEnvironment:
+    """``gymnasium:ID``; ``format_penalty`` and ``instruction`` are ours, the rest goes to ``gymnasium.make``."""
+    import gymnasium
+
+    own = {key: config.pop(key) for key in ("format_penalty", "instruction") if key in config}
+    try:
+        return GymnasiumEnvironment(gymnasium.make(identifier, **config), **own)
+    except gymnasium.error.Error as error:
+        raise ValueError(str(error)) from error
+
+
+class GemEnvironment(_Wrapped):
+    """A GEM environment: gymnasium's five-tuple with texts; ``info["suffix"]`` is added to the observation."""
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        with self._generators(seed):
+            observation, info = self.inner.reset(seed=seed)
+        return f"{observation}{info.get('suffix', '')}", dict(info)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        with self._generators():
+            observation, reward, terminated, truncated, info = self.inner.step(action)
+        text = f"{observation}{info.get('suffix', '')}"
+        return text, float(reward), bool(terminated), bool(truncated), dict(info)
+
+    def sample_action(self, rng: random.Random) -> str:
+        with self._generators(rng.getrandbits(32)):
+            return str(self.inner.sample_random_action())
+
+
+def gem_environment(identifier: str, **config: Any) -> GemEnvironment:
+    """``gem:ID``, such as ``gem:game:GuessTheNumber-v0``."""
+    import gem
+    import gem.envs  # registers the environments
+    from gem.envs.registration import ENV_REGISTRY
+
+    if identifier not in ENV_REGISTRY:
+        near = closest(identifier, ENV_REGISTRY)
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise ValueError(f"the installed gem has no environment {identifier!r}{hint}")
+    return GemEnvironment(gem.make(identifier, **config))
+
+
+class SkyRLEnvironment(_Wrapped):
+    """A SkyRL-Gym environment: ``init(prompt)`` and ``step(text)``; the prompt comes with the task."""
+
+    def reset(self, seed: int, task: Mapping[str, Any] | None = None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        prompt = (task or {}).get("prompt")
+        if prompt is None:
+            raise BrokenContract("skyrl: an environment of SkyRL-Gym needs a data set with a column `prompt`")
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        with self._generators(seed):
+            observation, info = self.inner.init(messages)
+        return list(observation), dict(info or {})
+
+    def step(self, action: str) -> tuple[list[dict[str, Any]], float, bool, bool, dict[str, Any]]:
+        with self._generators():
+            output = self.inner.step(action)
+        info = dict(output.get("metadata") or {})
+        return list(output["observations"]), float(output["reward"]), bool(output["done"]), False, info
+
+
+def skyrl_environment(identifier: str, **config: Any) -> SkyRLEnvironment:
+    """``skyrl:ID``; the configuration goes to the environment as SkyRL passes it (``env_config`` and ``extras``)."""
+    import skyrl_gym
+
+    return SkyRLEnvironment(skyrl_gym.make(identifier, **config))
+
+
+class TextArenaEnvironment(_Wrapped):
+    """A TextArena game for one policy; ``opponent`` (a function from observation to action) plays the other players.
+
+    The reward comes at the end: the game's reward of the policy's player.
+    """
+
+    def __init__(self, make: Callable[[], Any], num_players: int = 1, player: int = 0, opponent: Any = None) -> None:
+        super().__init__(make())
+        self._make = make
+        if num_players > 1 and opponent is None:
+            raise ValueError(f"a game of {num_players} players needs `opponent`, the dotted path of a function")
+        if not 0 <= player < num_players:
+            raise ValueError(f"player must lie in 0..{num_players - 1}, got {player}")
+        self._num_players, self._player, self._opponent = num_players, player, opponent
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        with self._generators(seed):
+            # Wrappers of the library keep what earlier games said.
+            self.inner = self._make()
+            self.inner.reset(num_players=self._num_players, seed=seed)
+            text, _ = self._to_own_turn(False)
+        return text, {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        with self._generators():
+            done, _ = self.inner.step(action)
+            text, done = self._to_own_turn(bool(done))
+            if not done:
+                return text, 0.0, False, False, {}
+            rewards, details = self.inner.close()
+        own = dict((details or {}).get(self._player, {}))
+        valid = not own.get("invalid_move", False)
+        reward = float((rewards or {}).get(self._player, 0.0))
+        return text, reward, True, False, {"success": reward > 0, "valid": valid}
+
+    def _to_own_turn(self, done: bool) -> tuple[str, bool]:
+        """Let the others play until the policy's player is to move or the game is over."""
+        while not done:
+            player, observation = self.inner.get_observation()
+            text = _game_text(observation)
+            if player == self._player:
+                return text, False
+            done, _ = self.inner.step(self._opponent(text))
+        return "", True
+
+    def close(self) -> None:
+        """A game is closed by its end; one that is given up holds nothing."""
+
+
+def textarena_environment(identifier: str, **config: Any) -> TextArenaEnvironment:
+    """``textarena:ID``; ``num_players``, ``player`` and ``opponent`` are ours, the rest goes to ``textarena.make``."""
+    import importlib
+
+    import textarena
+
+    own = {key: config.pop(key) for key in ("num_players", "player", "opponent") if key in config}
+    if isinstance(own.get("opponent"), str):
+        module, _, name = own["opponent"].rpartition(".")
+        own["opponent"] = getattr(importlib.import_module(module), name)
+    return TextArenaEnvironment(lambda: textarena.make(identifier, **config), **own)
+
+
+class OpenEnvEnvironment:
+    """An OpenEnv server; actions are sent as ``{action_key: text}``, texts read from ``observation_key``.
+
+    Methods are coroutines: thousands of sessions wait on one event loop.
+    """
+
+    def __init__(self, url: str, action_key: str = "message", observation_key: str | None = None) -> None:
+        from openenv.core.generic_client import GenericEnvClient
+
+        self._client = GenericEnvClient(base_url=url)
+        self._action_key, self._observation_key = action_key, observation_key
+        self._connected = False
+
+    async def reset(self, seed: int, task: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        if not self._connected:
+            await self._client.connect()
+            self._connected = True
+        result = await self._client.reset(seed=seed, **(task or {}))
+        return self._text(result.observation), {}
+
+    async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        result = await self._client.step({self._action_key: action})
+        return self._text(result.observation), float(result.reward or 0.0), bool(result.done), False, {}
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    def _text(self, observation: Mapping[str, Any]) -> str:
+        if self._observation_key is not None:
+            return str(observation[self._observation_key])
+        return _shown(dict(observation))
+
+
+def openenv_environment(url: str, **config: Any) -> OpenEnvEnvironment:
+    """``openenv:URL``, such as ``openenv:http://localhost:8000``."""
+    return OpenEnvEnvironment(url, **config)
+
+
+def _shown(value: Any) -> str:
+    return str(value.tolist() if hasattr(value, "tolist") else value)
+
+
+def _game_text(observation: Any) -> str:
+    """TextArena's observation: a text, or messages as (sender, text, kind)."""
+    if isinstance(observation, str):
+        return observation
+    return "\n".join(str(entry[1]) for entry in observation)

@@ -1,0 +1,143 @@
+"""The contract of a text environment: gymnasium's five-tuple with texts or chat messages as observations."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import math
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, SupportsFloat, runtime_checkable
+
+Message = dict[str, Any]
+Observation = str | list[Message]
+"""A text, which becomes the content of a user message, or chat messages (``role`` and ``content``)."""
+
+
+class BrokenContract(RuntimeError):
+    """An environment broke its contract; the message names the environment, the method and the rule."""
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """An environment of one episode at a time; methods may be coroutines.
+
+    ``reset`` takes ``seed`` and, where its signature has it, ``task`` (the row of a data set). Equal seeds and tasks
+    must give equal episodes for equal actions: members of a group are compared with each other.
+    ``info`` may hold ``success`` (bool), ``state`` (a text that identifies the state, for step-level advantages),
+    ``valid`` (bool: the action was understood), ``metrics`` (name to number), ``tools`` (schemas, at reset) and
+    ``role`` of a text observation (default ``user``).  A method ``close()`` is called at the end where there is one,
+    ``sample_action(rng)`` gives a random legal action to ``roll env play --random``.
+    """
+
+    def reset(self, seed: int) -> tuple[Any, dict[str, Any]] | Awaitable[tuple[Any, dict[str, Any]]]: ...
+
+    def step(
+        self, action: str
+    ) -> (
+        tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]
+        | Awaitable[tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]]
+    ): ...
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A checked answer of ``reset`` (reward 0, not done) or ``step``."""
+
+    observation: list[Message]
+    reward: float = 0.0
+    terminated: bool = False
+    """The task has ended by its own rules."""
+    truncated: bool = False
+    """The environment stopped short of that, at a limit of its own."""
+    info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def done(self) -> bool:
+        return self.terminated or self.truncated
+
+    @property
+    def state(self) -> str:
+        """Identifies the state: ``info["state"]``, else a digest of the observation."""
+        given = self.info.get("state")
+        if given is not None:
+            return str(given)
+        text = json.dumps(self.observation, sort_keys=True, default=str)
+        return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+def takes_task(environment: Environment) -> bool:
+    """``reset`` has a parameter ``task`` (or takes any keyword)."""
+    parameters = inspect.signature(environment.reset).parameters.values()
+    return any(one.name == "task" or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+
+
+def read_reset(name: str, answer: Any) -> Turn:
+    """Check what ``reset`` returned.
+
+    Raises:
+        BrokenContract: not a pair of an observation and a mapping.
+    """
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise BrokenContract(f"{name}: reset must return (observation, info), got {_shape(answer)}")
+    observation, info = answer
+    return Turn(_messages(name, "reset", observation, _info(name, "reset", info)), info=dict(info))
+
+
+def read_step(name: str, answer: Any) -> Turn:
+    """Check what ``step`` returned.
+
+    Raises:
+        BrokenContract: not gymnasium's five-tuple, or a reward that is not a finite number.
+    """
+    if not isinstance(answer, tuple) or len(answer) != 5:
+        raise BrokenContract(
+            f"{name}: step must return (observation, reward, terminated, truncated, info), got {_shape(answer)}"
+        )
+    observation, reward, terminated, truncated, info = answer
+    try:
+        number = float(reward)
+    except (TypeError, ValueError):
+        raise BrokenContract(f"{name}: step returned the reward {reward!r}, which is not a number") from None
+    if not math.isfinite(number):
+        raise BrokenContract(f"{name}: step returned the reward {number}; rewards are finite")
+    messages = _messages(name, "step", observation, _info(name, "step", info))
+    return Turn(
+        messages, number, _flag(name, "terminated", terminated), _flag(name, "truncated", truncated), dict(info)
+    )
+
+
+def _info(name: str, method: str, info: Any) -> Mapping[str, Any]:
+    if not isinstance(info, Mapping):
+        raise BrokenContract(f"{name}: info of {method} must be a mapping, got {_shape(info)}")
+    return info
+
+
+def _flag(name: str, which: str, value: Any) -> bool:
+    # numpy's bool is no bool, but its item() is.
+    plain = value.item() if hasattr(value, "item") else value
+    if not isinstance(plain, bool):
+        raise BrokenContract(f"{name}: step returned {which} = {value!r}; it must be true or false")
+    return plain
+
+
+def _messages(name: str, method: str, observation: Any, info: Mapping[str, Any]) -> list[Message]:
+    if isinstance(observation, str):
+        return [{"role": str(info.get("role", "user")), "content": observation}]
+    if isinstance(observation, Sequence) and all(_is_message(one) for one in observation):
+        return [dict(one) for one in observation]
+    raise BrokenContract(
+        f"{name}: the observation of {method} must be a text or a list of messages with role and content, "
+        f"got {_shape(observation)}"
+    )
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("role"), str) and "content" in value
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}: ({', '.join(type(one).__name__ for one in value)})"
+    return f"{type(value).__name__} {value!r}"[:200]

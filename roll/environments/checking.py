@@ -1,0 +1,182 @@
+"""What ``roll env check`` finds wrong with an environment before a policy meets it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from roll.environments.base import Environment, Turn, read_reset, read_step
+from roll.environments.registry import make_environment
+
+_BLOCKING_SECONDS = 0.05
+"""A coroutine that keeps the event loop for longer stalls every other episode."""
+_MAX_TURNS = 200
+
+
+@dataclass
+class EnvironmentReport:
+    """What was found; ``faults`` must be mended, ``remarks`` may be meant."""
+
+    episodes: int = 0
+    turns: int = 0
+    reset_milliseconds: float = 0.0
+    """Slowest."""
+    step_milliseconds: float = 0.0
+    """Slowest."""
+    rewards: tuple[float, float] = (0.0, 0.0)
+    """Least and greatest reward of a step."""
+    returns: list[float] = field(default_factory=list)
+    successes: int = 0
+    unfinished: int = 0
+    """Episodes that did not end within 200 turns."""
+    faults: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Played:
+    """An episode as it went."""
+
+    actions: list[str]
+    turns: list[Turn]
+    """That of ``reset`` first."""
+
+    @property
+    def trace(self) -> list[tuple[Any, float, bool, bool]]:
+        return [(turn.observation, turn.reward, turn.terminated, turn.truncated) for turn in self.turns]
+
+
+def check_environment(
+    env_type: str, env_config: Mapping[str, Any], episodes: int = 20, actions: Callable[[int], str] | None = None
+) -> EnvironmentReport:
+    """Play ``episodes`` seeds twice with the same actions, in two environments, and compare.
+
+    Args:
+        actions: the n-th action of an episode, for environments without ``sample_action``.
+
+    Raises:
+        EnvironmentOptionError: the environment cannot be made.
+    """
+    report = EnvironmentReport()
+    first, second = make_environment(env_type, env_config), make_environment(env_type, env_config)
+    if actions is None and not hasattr(first, "sample_action"):
+        report.remarks.append("no sample_action(rng): every action is the text 'test'")
+    asyncio.run(_check(env_type, first, second, episodes, actions, report))
+    return report
+
+
+async def _check(
+    name: str,
+    first: Environment,
+    second: Environment,
+    episodes: int,
+    actions: Callable[[int], str] | None,
+    report: EnvironmentReport,
+) -> None:
+    least, greatest = float("inf"), float("-inf")
+    started: dict[str, int] = {}
+    for seed in range(episodes):
+        try:
+            played = await play(name, first, seed, actions, report)
+            # The other environment plays another seed before: nothing of it may be left.
+            await play(name, second, seed + episodes, actions, None)
+            again = await play(name, second, seed, played.actions.__getitem__, None)
+        except Exception as error:
+            report.faults.append(f"seed {seed}: {type(error).__name__}: {error}")
+            break
+        if again.turns[0].observation != played.turns[0].observation:
+            report.faults.append(f"seed {seed}: reset gives two different observations; members of a group start apart")
+            break
+        if again.trace != played.trace:
+            turn = next(i for i, (a, b) in enumerate(zip(played.trace, again.trace, strict=False)) if a != b)
+            report.faults.append(f"seed {seed}: the same actions give another episode from turn {turn} on")
+            break
+        started.setdefault(str(played.turns[0].observation), seed)
+        rewards = [turn.reward for turn in played.turns[1:]] or [0.0]
+        least, greatest = min(least, *rewards), max(greatest, *rewards)
+        report.episodes += 1
+        report.turns += len(played.actions)
+        report.returns.append(sum(rewards))
+        report.successes += bool(played.turns[-1].info.get("success"))
+        report.unfinished += not played.turns[-1].done
+    if report.episodes > 1 and len(started) == 1:
+        report.remarks.append("every seed begins alike: the seed may not be used")
+    if report.unfinished:
+        report.remarks.append(f"{report.unfinished} episodes did not end within {_MAX_TURNS} turns")
+    if report.episodes:
+        report.rewards = (least, greatest)
+        if least == greatest:
+            report.remarks.append(f"every reward is {least:g}: a random player learns nothing about the task")
+    for environment in (first, second):
+        close = getattr(environment, "close", None)
+        if close is not None:
+            await _resolved(close())
+
+
+async def play(
+    name: str,
+    environment: Environment,
+    seed: int,
+    actions: Callable[[int], str] | None,
+    report: EnvironmentReport | None,
+) -> Played:
+    """One episode: the given actions, else random ones drawn from ``seed``."""
+    rng = random.Random(seed)
+    answer = await _timed(functools.partial(environment.reset, seed), "reset", report)
+    played = Played([], [read_reset(name, answer)])
+    while not played.turns[-1].done and len(played.actions) < _MAX_TURNS:
+        if actions is not None:
+            try:
+                action = actions(len(played.actions))
+            except IndexError:
+                break
+        else:
+            action = environment.sample_action(rng) if hasattr(environment, "sample_action") else "test"
+        answer = await _timed(functools.partial(environment.step, action), "step", report)
+        played.actions.append(action)
+        played.turns.append(read_step(name, answer))
+    return played
+
+
+async def _timed(call: Callable[[], Any], method: str, report: EnvironmentReport | None) -> Any:
+    """The answer of ``call``; its time, and whether a coroutine kept the event loop to itself, go into ``report``."""
+    begin = time.perf_counter()
+    answer = call()
+    if inspect.isawaitable(answer):
+        gaps = asyncio.create_task(_longest_gap())
+        await asyncio.sleep(0)
+        answer = await answer
+        gaps.cancel()
+        longest = await gaps
+        remark = f"{method} is a coroutine that blocks the event loop; use `await asyncio.to_thread(...)` inside"
+        if report is not None and longest > _BLOCKING_SECONDS and remark not in report.faults:
+            report.faults.append(remark)
+    if report is not None:
+        taken = 1e3 * (time.perf_counter() - begin)
+        if method == "reset":
+            report.reset_milliseconds = max(report.reset_milliseconds, taken)
+        else:
+            report.step_milliseconds = max(report.step_milliseconds, taken)
+    return answer
+
+
+async def _longest_gap() -> float:
+    """Seconds between two turns of the event loop, the longest until it is cancelled."""
+    longest, last = 0.0, time.perf_counter()
+    try:
+        while True:
+            await asyncio.sleep(0.001)
+            now = time.perf_counter()
+            longest, last = max(longest, now - last), now
+    except asyncio.CancelledError:
+        return max(longest, time.perf_counter() - last)
+
+
+async def _resolved(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value

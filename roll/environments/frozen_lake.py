@@ -1,0 +1,137 @@
+"""FrozenLake as text: reach the goal over ice without falling into a hole."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from roll.environments.actions import MOVES, ActionPattern, move_named, moved
+
+Cell = tuple[int, int]
+
+_INSTRUCTION = (
+    "You are walking on a frozen lake. Reach the goal (G) without falling into a hole (O). P is you, _ is ice, X is "
+    "you in a hole, √ is you on the goal.{slippery} The actions are Up, Down, Left and Right."
+)
+_SLIPPERY = " The ice is slippery: with probability 2/3 you slide to one side of where you meant to go."
+_SYMBOLS: dict[int | str, str] = {0: "P", 1: "_", 2: "O", 3: "G", 4: "X", 5: "√"}
+_MAX_TRIES = 1000
+
+
+@dataclass
+class FrozenLake:
+    """A square lake with random start, goal and holes, drawn from the seed; the goal can always be reached in time.
+
+    The reward is 1 at the goal, otherwise 0; ``format_penalty`` is added for a response without a legal action.
+    """
+
+    size: int = 4
+    p: float = 0.8
+    """Probability that a cell is ice."""
+    is_slippery: bool = False
+    """Every move goes to one of its two sides with probability 1/3 each, as in gymnasium's FrozenLake."""
+    max_steps: int = 10
+    format_penalty: float = 0.0
+    action_pattern: str | None = None
+    min_distance: int = 1
+    """Fewest moves from start to goal."""
+    map_seed: int | None = None
+    """Draws the map in place of the episode's seed, so that every episode has the same map."""
+    grid_lookup: Mapping[int | str, str] = field(default_factory=lambda: dict(_SYMBOLS))
+    """Symbols by code: 0 player, 1 ice, 2 hole, 3 goal, 4 player in a hole, 5 player on the goal."""
+    show_instruction: bool = True
+    """Put the rules of the game before the first observation."""
+
+    def __post_init__(self) -> None:
+        if self.size < 2:
+            raise ValueError(f"size of frozen_lake must be at least 2, got {self.size}")
+        if not 0 < self.p <= 1:
+            raise ValueError(f"p of frozen_lake is the probability of ice, above 0 and at most 1, got {self.p}")
+        if not 1 <= self.min_distance <= self.max_steps:
+            raise ValueError(f"min_distance of frozen_lake must lie in 1..max_steps, got {self.min_distance}")
+        self._pattern = ActionPattern(self.action_pattern)
+        self._symbols = {int(code): symbol for code, symbol in self.grid_lookup.items()}
+        if set(self._symbols) != set(range(6)):
+            raise ValueError(f"grid_lookup of frozen_lake needs the codes 0 to 5, got {sorted(self._symbols)}")
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        self._rng = random.Random(f"frozen_lake/{seed}")
+        self._draw_map(self._rng if self.map_seed is None else random.Random(f"frozen_lake/map/{self.map_seed}"))
+        self._steps = 0
+        rules = _INSTRUCTION.format(slippery=_SLIPPERY if self.is_slippery else "") + "\n"
+        text = self.render()
+        return (rules if self.show_instruction else "") + text, {"state": text, "instruction": rules}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self._steps += 1
+        move = move_named(self._pattern.find(action))
+        before = self.position
+        if move is not None:
+            self._walk(self._slid(move))
+        success, fallen = self.position == self.goal, self.position in self.holes
+        reward = float(success) + (self.format_penalty if move is None else 0.0)
+        truncated = not (success or fallen) and self._steps >= self.max_steps
+        text = self.render()
+        metrics = {"valid": float(move is not None), "effective": float(self.position != before)}
+        info = {"success": success, "valid": move is not None, "state": text, "metrics": metrics}
+        return text, reward, success or fallen, truncated, info
+
+    def render(self) -> str:
+        """The lake as ``size`` lines."""
+        cells = range(self.size)
+        return "\n".join("".join(f" {self._symbol((row, column))}" for column in cells) for row in cells)
+
+    def sample_action(self, rng: random.Random) -> str:
+        return rng.choice(list(MOVES))
+
+    def best_moves(self) -> list[str]:
+        """The moves that begin a shortest way to the goal, the ice not being slippery."""
+        near = self._distances[self.position]
+        return [move for move in MOVES if self._distances.get(moved(self.position, move), near) < near]
+
+    def _draw_map(self, rng: random.Random) -> None:
+        cells = [(row, column) for row in range(self.size) for column in range(self.size)]
+        for _ in range(_MAX_TRIES):
+            self.position, self.goal = rng.sample(cells, 2)
+            self.holes = {cell for cell in cells if cell not in (self.position, self.goal) and rng.random() >= self.p}
+            self._distances = self._distances_to_goal()
+            if self.min_distance <= self._distances.get(self.position, -1) <= self.max_steps:
+                return
+        raise ValueError(
+            f"no frozen_lake of size {self.size} with p {self.p} has a way of {self.min_distance} to {self.max_steps} "
+            f"moves in {_MAX_TRIES} draws; raise p, or lower min_distance"
+        )
+
+    def _distances_to_goal(self) -> dict[Cell, int]:
+        found, waiting = {self.goal: 0}, deque([self.goal])
+        while waiting:
+            cell = waiting.popleft()
+            for move in MOVES:
+                near = moved(cell, move)
+                if self._inside(near) and near not in self.holes and near not in found:
+                    found[near] = found[cell] + 1
+                    waiting.append(near)
+        return found
+
+    def _slid(self, move: str) -> str:
+        if not self.is_slippery:
+            return move
+        names = list(MOVES)  # neighbours in this order are at right angles
+        return names[(names.index(move) + self._rng.choice((-1, 0, 1))) % len(names)]
+
+    def _walk(self, move: str) -> None:
+        cell = moved(self.position, move)
+        if self._inside(cell):
+            self.position = cell
+
+    def _inside(self, cell: Cell) -> bool:
+        return 0 <= cell[0] < self.size and 0 <= cell[1] < self.size
+
+    def _symbol(self, cell: Cell) -> str:
+        hole, goal = cell in self.holes, cell == self.goal
+        if cell == self.position:
+            return self._symbols[4 if hole else 5 if goal else 0]
+        return self._symbols[2 if hole else 3 if goal else 1]

@@ -1,0 +1,135 @@
+"""From ``env_type`` and ``env_config`` to an environment: built-in names, adapters by prefix, and dotted paths."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from roll.config.reading.errors import closest
+from roll.environments.base import Environment
+
+_BUILT_IN: dict[str, tuple[str, str]] = {
+    "frozen_lake": ("roll.environments.frozen_lake", "FrozenLake"),
+    "sokoban": ("roll.environments.sokoban", "Sokoban"),
+    "guess_number": ("roll.environments.games", "GuessNumber"),
+    "calculator": ("roll.environments.games", "Calculator"),
+    "hidden_word": ("roll.environments.games", "HiddenWord"),
+}
+"""Name to module and class, imported when chosen."""
+
+_ADAPTERS: dict[str, tuple[str, str]] = {
+    "gymnasium": ("roll.environments.adapters", "gymnasium_environment"),
+    "gem": ("roll.environments.adapters", "gem_environment"),
+    "textarena": ("roll.environments.adapters", "textarena_environment"),
+    "skyrl": ("roll.environments.adapters", "skyrl_environment"),
+    "openenv": ("roll.environments.adapters", "openenv_environment"),
+}
+"""Prefix of ``PREFIX:ID`` to the function that wraps an environment of another library: ``(id, **config)``."""
+
+ADAPTER_PREFIXES = tuple(_ADAPTERS)
+
+_GEM_PREFIXES = ("game", "math", "code", "qa", "logic", "rg", "eval")
+"""ROLL's files name GEM's environments without ``gem:``."""
+
+_REGISTERED: dict[str, Callable[..., Environment]] = {}
+
+
+class EnvironmentOptionError(ValueError):
+    """An environment that does not exist, or an option that it does not have or cannot use."""
+
+
+def register_environment(name: str) -> Callable[[Callable[..., Environment]], Callable[..., Environment]]:
+    """Give an environment class of one's own a short name.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+
+    def decorate(target: Callable[..., Environment]) -> Callable[..., Environment]:
+        if name in _BUILT_IN or name in _REGISTERED:
+            raise ValueError(f"environment name {name!r} is taken")
+        _REGISTERED[name] = target
+        return target
+
+    return decorate
+
+
+def environment_names() -> list[str]:
+    """The short names that ``env_type`` takes, prefixes of adapters apart."""
+    return sorted({*_BUILT_IN, *_REGISTERED})
+
+
+def make_environment(env_type: str, env_config: Mapping[str, Any] | None = None) -> Environment:
+    """Build one environment.
+
+    Args:
+        env_type: a built-in or registered name, ``gymnasium:ID``, ``gem:ID``, ``textarena:ID``, ``skyrl:ID``,
+            ``openenv:URL``, or the dotted path of a class or function of one's own.
+
+    Raises:
+        EnvironmentOptionError: see there; the message names what would work.
+    """
+    config = dict(env_config or {})
+    prefix, colon, identifier = env_type.partition(":")
+    if colon and prefix in _GEM_PREFIXES:
+        prefix, identifier = "gem", env_type
+    if colon and prefix in _ADAPTERS:
+        target = _load(*_ADAPTERS[prefix])
+        return _build(env_type, lambda: target(identifier, **config))
+    target = load_environment_class(env_type)
+    _check_options(env_type, target, config)
+    return _build(env_type, lambda: target(**config))
+
+
+def load_environment_class(env_type: str) -> Callable[..., Environment]:
+    """The class or function behind a name or dotted path.
+
+    Raises:
+        EnvironmentOptionError: there is none.
+    """
+    if env_type in _REGISTERED:
+        return _REGISTERED[env_type]
+    if env_type in _BUILT_IN:
+        return _load(*_BUILT_IN[env_type])
+    module, _, attribute = env_type.replace(":", ".").rpartition(".")
+    if not module:
+        known = environment_names()
+        near = closest(env_type, known)
+        hint = f"did you mean {near!r}? " if near else ""
+        raise EnvironmentOptionError(
+            f"env_type {env_type!r} is not known; {hint}known: {', '.join(known)}; {', '.join(_ADAPTERS)} with an id, "
+            "as in gymnasium:CartPole-v1; or the dotted path of your own class"
+        )
+    try:
+        return _load(module, attribute)
+    except (ImportError, AttributeError) as error:
+        raise EnvironmentOptionError(f"env_type {env_type!r} cannot be imported: {error}") from error
+
+
+def _load(module: str, attribute: str) -> Callable[..., Environment]:
+    target: Callable[..., Environment] = getattr(importlib.import_module(module), attribute)
+    return target
+
+
+def _check_options(env_type: str, target: Callable[..., Environment], config: Mapping[str, Any]) -> None:
+    parameters = inspect.signature(target).parameters
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        return
+    for key in config:
+        if key not in parameters:
+            near = closest(key, parameters)
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise EnvironmentOptionError(
+                f"env_config.{key}: {env_type} has no such option{hint} (it has {', '.join(parameters)})"
+            )
+
+
+def _build(env_type: str, make: Callable[[], Environment]) -> Environment:
+    try:
+        return make()
+    except ModuleNotFoundError as error:
+        raise EnvironmentOptionError(f"env_type {env_type!r} needs a package that is not installed: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise EnvironmentOptionError(f"env_type {env_type!r}: {error}") from error

@@ -1,0 +1,224 @@
+"""Episodes of scripted policies: rewards on their turns, limits, faults of environments, contexts, many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import pytest
+
+from roll.agents.chat_ids import ChatTemplate
+from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
+from roll.agents.episode import Episode, Limits, Model, Sampled, Task, run_episode
+from roll.environments.frozen_lake import FrozenLake
+from roll.environments.games import GuessNumber
+from tests.agents.templates import CHATML
+from tests.agents.tiny import make_tokenizer
+
+
+class Scripted:
+    """An engine that says what ``choose`` makes of the prompt's text."""
+
+    def __init__(self, template: ChatTemplate, choose: Any) -> None:
+        self.template, self.choose, self.prompts = template, choose, list[list[int]]()
+
+    async def __call__(self, prompt_ids: list[int], max_new_tokens: int, options: Mapping[str, Any]) -> Sampled:
+        await asyncio.sleep(0)
+        self.prompts.append(prompt_ids)
+        text = self.choose(self.template.decode(prompt_ids))
+        ids = [*self.template.encode(text)[: max_new_tokens - 1], *self.template.end_tokens]
+        return Sampled(ids, [-1.0] * len(ids), [len(self.prompts)] * len(ids), "stop")
+
+
+@pytest.fixture(scope="module")
+def template() -> ChatTemplate:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHATML
+    return ChatTemplate(tokenizer)
+
+
+def play(
+    chat: ChatTemplate, make: Any, choose: Any, limits: Limits | None = None, seed: int = 3, **options: Any
+) -> tuple[Episode, Scripted]:
+    engine = Scripted(chat, choose)
+    limits = limits or Limits()
+    model = Model(engine, chat, "hermes", limits)
+    agent = EnvironmentAgent("env", make, EnvironmentOptions(**options))
+    return asyncio.run(run_episode(Task("env", seed), agent, model, limits)), engine
+
+
+def bisect(prompt: str) -> str:
+    """The binary search of 1 to 20, from the whole conversation."""
+    low, high, guess = 1, 20, None
+    for line in prompt.split("\n"):
+        word = line.removesuffix("<|im_end|>")
+        if guess is not None and word == "higher":
+            low = guess + 1
+        elif guess is not None and word == "lower":
+            high = guess - 1
+        elif word.isdigit():
+            guess = int(word)
+    return str((low + high) // 2)
+
+
+def test_an_episode_is_one_growing_sample(template: ChatTemplate) -> None:
+    episode, engine = play(template, GuessNumber, bisect)
+    assert (episode.outcome, episode.success, episode.reward) == ("terminated", True, 1.0)
+    (branch,) = episode.conversations.branches()
+    for prompt in engine.prompts:
+        assert branch.token_ids[: len(prompt)].tolist() == prompt
+    sampled = sum(len(call.response_ids) for call in episode.calls)
+    assert branch.trained.sum() == sampled and branch.rewards.sum() == 1.0
+    assert branch.rewards[-1] == 1.0 and branch.trained[-1]
+    assert episode.calls[0].state == "1-20"
+    assert episode.seconds.environment > 0 and episode.seconds.model > 0
+
+
+def test_rewards_sit_on_the_last_token_of_their_turn(template: ChatTemplate) -> None:
+    episode, _ = play(template, lambda: FrozenLake(format_penalty=-0.5, max_steps=3), lambda _: "nonsense")
+    (branch,) = episode.conversations.branches()
+    assert (episode.outcome, episode.reward) == ("truncated", -1.5)
+    ends = [max(i for i, turn in enumerate(branch.turns) if turn == call.index) for call in episode.calls]
+    assert [branch.rewards[i] for i in ends] == [-0.5] * 3 and branch.rewards.sum() == -1.5
+
+
+def test_contexts(template: ChatTemplate) -> None:
+    shown = {
+        "append": ("Turn {turn_idx}: {observation} ({actions_left} left)", 1),
+        "last": ("{observation}", 2),
+        "observation": ("{history}\nnow {current_observation}", 3),
+    }
+    for context, (text, branches) in shown.items():
+        episode, engine = play(
+            template, lambda: GuessNumber(max_steps=3), lambda _: "no", template=text, context=context, history_length=1
+        )
+        assert len(episode.conversations.branches()) == branches, context
+        last = template.decode(engine.prompts[-1])
+        if context == "append":
+            assert "Turn 3: Not a number" in last and "(8 left)" in last
+        else:
+            assert "Guess a number" not in last and last.count("Not a number") == 2
+        assert len(episode.conversations.steps()) == 3
+    system, engine = play(template, GuessNumber, bisect, system="You play.")
+    assert template.decode(engine.prompts[0]).startswith("<|im_start|>system\nYou play.<|im_end|>")
+    assert system.success
+
+
+def test_limits_end_any_agent(template: ChatTemplate) -> None:
+    turns, _ = play(template, GuessNumber, lambda _: "1", Limits(turns=2))
+    assert (turns.outcome, len(turns.calls)) == ("turn_limit", 2)
+    short, engine = play(template, GuessNumber, lambda _: "1" * 50, Limits(context=150, new_tokens=20))
+    assert short.outcome == "context_limit" and max(map(len, engine.prompts)) < 150
+    none, engine = play(template, GuessNumber, bisect, Limits(context=5))
+    assert (none.outcome, none.calls, engine.prompts) == ("context_limit", [], [])
+
+    class Stubborn:
+        async def run(self, task: Task, model: Model, episode: Episode) -> float:
+            while True:
+                with contextlib.suppress(Exception):
+                    await model.chat([{"role": "user", "content": "again"}])
+
+    engine = Scripted(template, lambda _: "x")
+    limits = Limits(turns=3)
+    episode = asyncio.run(run_episode(Task("t", 0), Stubborn(), Model(engine, template, "hermes", limits), limits))
+    assert (episode.outcome, len(episode.calls)) == ("turn_limit", 3)
+
+
+class Raising(GuessNumber):
+    def step(self, action: str) -> Any:
+        raise RuntimeError("broken")
+
+
+class Hanging(GuessNumber):
+    def step(self, action: str) -> Any:
+        time.sleep(0.5)
+
+
+class Garbage(GuessNumber):
+    def step(self, action: str) -> Any:
+        return "x", None, True, False, {}
+
+
+class AsyncHanging(GuessNumber):
+    async def reset(self, seed: int) -> Any:  # type: ignore[override]
+        await asyncio.sleep(60)
+
+
+class FailsOnce(GuessNumber):
+    failed: ClassVar[list[int]] = []
+
+    def reset(self, seed: int) -> Any:
+        if not self.failed:
+            self.failed.append(1)
+            raise OSError("no connection")
+        return super().reset(seed)
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (Raising, "env.step: RuntimeError: broken"),
+        (Hanging, "env.step: took more than 0.1 s"),
+        (Garbage, "env.step: BrokenContract"),
+        (AsyncHanging, "env.reset: took more than 0.1 s"),
+        (lambda: 1 / 0, "env.reset: ZeroDivisionError"),
+    ],
+)
+def test_faults_of_environments_are_outcomes(template: ChatTemplate, make: Any, error: str) -> None:
+    episode, _ = play(template, make, bisect, step_seconds=0.1, reset_seconds=0.1)
+    assert episode.outcome == "environment_error" and episode.error is not None and episode.error.startswith(error)
+
+
+def test_a_reset_is_tried_again(template: ChatTemplate) -> None:
+    episode, _ = play(template, FailsOnce, bisect)
+    assert episode.success
+
+
+def test_faults_of_agents_are_outcomes_and_those_of_engines_are_not(template: ChatTemplate) -> None:
+    class Faulty:
+        async def run(self, task: Task, model: Model, episode: Episode) -> float:
+            await model.chat([{"role": "user", "content": "x"}])
+            raise KeyError("oops")
+
+    async def lost(*_: Any) -> Sampled:
+        raise ConnectionError("no engine")
+
+    limits = Limits()
+    model = Model(Scripted(template, lambda _: "x"), template, "hermes", limits)
+    episode = asyncio.run(run_episode(Task("t", 0), Faulty(), model, limits))
+    assert (episode.outcome, episode.error) == ("agent_error", "KeyError: 'oops'")
+    with pytest.raises(ConnectionError, match="no engine"):
+        asyncio.run(run_episode(Task("t", 0), Faulty(), Model(lost, template, "hermes", limits), limits))
+
+
+def test_time_limit(template: ChatTemplate) -> None:
+    async def slow(*_: Any) -> Sampled:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    limits = Limits(seconds=0.1)
+    agent = EnvironmentAgent("env", GuessNumber, EnvironmentOptions())
+    episode = asyncio.run(run_episode(Task("t", 0), agent, Model(slow, template, "hermes", limits), limits))
+    assert episode.outcome == "time_limit" and episode.calls == []
+
+
+def test_members_of_a_group_meet_the_same_task_and_many_run_at_once(template: ChatTemplate) -> None:
+    engine = Scripted(template, bisect)
+    limits = Limits()
+    agent = EnvironmentAgent("env", GuessNumber, EnvironmentOptions())
+
+    async def all_of_them() -> list[Episode]:
+        return await asyncio.gather(
+            *(
+                run_episode(Task("env", n // 4), agent, Model(engine, template, "hermes", limits), limits)
+                for n in range(200)
+            )
+        )
+
+    episodes = asyncio.run(all_of_them())
+    assert all(episode.success for episode in episodes)
+    for first in range(0, 200, 4):
+        assert len({tuple(len(call.response_ids) for call in one.calls) for one in episodes[first : first + 4]}) == 1

@@ -1,0 +1,144 @@
+"""Tools: schemas from functions, checked arguments, deadlines, errors as results, a real MCP server both ways."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from roll.agents.tool_calls import ToolCall
+from roll.agents.tools import McpServer, ToolBox, ToolError, ToolResult, tool_messages, tool_of
+
+SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+async def slow(seconds: float) -> str:
+    """Wait.
+
+    Args:
+        seconds: How long.
+    """
+    await asyncio.sleep(seconds)
+    return "x" * 100
+
+
+def blocking() -> str:
+    """Block a thread."""
+    time.sleep(0.2)
+    return "done"
+
+
+def broken() -> str:
+    """Raise."""
+    raise RuntimeError("no")
+
+
+@pytest.mark.asyncio
+async def test_functions_as_tools() -> None:
+    box = ToolBox([tool_of(add), tool_of(slow), tool_of(broken), tool_of(blocking)], timeout=0.5, max_result=20)
+    parameters = box.schemas[0]["function"]["parameters"]
+    assert parameters["required"] == ["a"] and set(parameters["properties"]) == {"a", "b"}
+    calls = [
+        ToolCall("add", {"a": 1, "b": 2}),
+        ToolCall("add", {"a": 1}),
+        ToolCall("add", {"a": "one"}),
+        ToolCall("add", {}),
+        ToolCall("add", {"a": 1, "c": 2}),
+        ToolCall("slow", {"seconds": 0}),
+        ToolCall("slow", {"seconds": 5}),
+        ToolCall("broken", {}),
+        ToolCall("nothing", {}),
+    ]
+    results = await box.call_all(calls)
+    assert [result.failed for result in results] == [False, False, True, True, True, False, True, True, True]
+    assert [result.text for result in results[:2]] == ["3", "2"]
+    assert results[5].text == "x" * 10 + "\n[80 characters left out]\n" + "x" * 10
+    assert "took more than 0.5 s" in results[6].text
+    assert results[7].text == "Error: RuntimeError:"[:20]
+    assert "no tool 'nothing'" in results[8].text
+    messages = tool_messages(calls[:2], ["c1", "c2"], results[:2])
+    assert messages[1] == {"role": "tool", "tool_call_id": "c2", "name": "add", "content": "2"}
+
+
+@pytest.mark.asyncio
+async def test_blocking_functions_run_in_threads() -> None:
+    box = ToolBox([tool_of(blocking)])
+    begin = time.monotonic()
+    assert [result.text for result in await box.call_all([ToolCall("blocking", {})] * 4)] == ["done"] * 4
+    assert time.monotonic() - begin < 0.75
+
+
+def test_what_cannot_be_a_tool() -> None:
+    def bare(x):  # type: ignore[no-untyped-def]
+        return x
+
+    with pytest.raises(ToolError, match="bare"):
+        tool_of(bare)
+    with pytest.raises(ToolError, match="several tools are called add"):
+        ToolBox([tool_of(add), tool_of(add)])
+
+
+@pytest.fixture(scope="module")
+def http_server() -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([*SERVER, str(port)], stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(300):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}/mcp"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("way", ["stdio", "http"])
+@pytest.mark.asyncio
+async def test_mcp_server(way: str, http_server: str) -> None:
+    server = McpServer(SERVER) if way == "stdio" else McpServer(url=http_server)
+    async with server as tools:
+        assert [tool.name for tool in tools] == ["add", "fail", "wait"]
+        box = ToolBox(tools, timeout=1.0)
+        many = await box.call_all([ToolCall("add", {"a": i, "b": 1}) for i in range(50)])
+        assert [result.text for result in many] == [str(i + 1) for i in range(50)]
+        failed, wrong, late = await box.call_all(
+            [ToolCall("fail", {}), ToolCall("add", {"a": "x", "b": 1}), ToolCall("wait", {"seconds": 3})]
+        )
+        assert failed.failed and "fail" in failed.text
+        assert wrong.failed and late.failed and "1 s" in late.text
+        assert (await box.call(ToolCall("add", {"a": 2, "b": 2}))) == ToolResult("4")
+
+
+@pytest.mark.asyncio
+async def test_mcp_servers_that_cannot_be_used() -> None:
+    with pytest.raises(ToolError, match="either"):
+        McpServer()
+    with pytest.raises(ToolError, match="cannot be used"):
+        async with McpServer(["/no/such/program"]):
+            pass
+    with pytest.raises(ToolError, match="did not answer within 1 s"):
+        async with McpServer([sys.executable, "-c", "import time; time.sleep(60)"], start_timeout=1.0):
+            pass
+    with pytest.raises(ToolError, match="has no tools subtract; it has add"):
+        async with McpServer(SERVER, names=["subtract"]):
+            pass
