@@ -236,7 +236,7 @@ def test_a_template_of_ones_own(tmp_path: Path) -> None:
         ({"extract": "number", "score_pattern": r"(?P<score>\d)"}, "belongs to extract: regex"),
         ({"min_score": 3.0, "max_score": 1.0}, "must be less than max_score"),
         ({"api_key_env": "NO_SUCH_VARIABLE"}, "no such variable"),
-        ({"extra_body": [1]}, "must be dict"),
+        ({"extra_body": [1]}, "must be a section of keys"),
     ],
 )
 def test_options_that_cannot_work(options: dict[str, Any], words: str) -> None:
