@@ -72,6 +72,8 @@ EXTRAS = {
     "deepspeed": ["deepspeed==0.19.8"],
     "megatron": ["megatron-core==0.16.1"],
     "peft": ["peft==0.21.2"],
+    # Tools of agents: MCP servers, and checks of arguments.
+    "agents": ["jsonschema>=4.20", "mcp>=2.0"],
     # Languages of responses, for the reward `ifeval`.
     "ifeval": ["langdetect>=1.0.9"],
     "wandb": ["wandb>=0.20"],
@@ -82,7 +84,9 @@ EXTRAS = {
     "test": [
         "deepspeed==0.19.8",
         "hypothesis>=6.100",
+        "jsonschema>=4.20",
         "langdetect>=1.0.9",
+        "mcp>=2.0",
         "megatron-core==0.16.1",
         "mypy>=2.0",
         "peft==0.21.2",
