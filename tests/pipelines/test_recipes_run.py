@@ -72,6 +72,7 @@ def started(shared_ray: str, world: TinyWorld, tmp_path_factory: pytest.TempPath
         with pipeline.context.running() as resources:
             pipeline.start(resources)
             yield pipeline
+            pipeline.rollout.close()
 
 
 def on_clusters_of(started: RLVRPipeline, recipe: RLVRPipeline) -> RLVRPipeline:
@@ -83,7 +84,9 @@ def on_clusters_of(started: RLVRPipeline, recipe: RLVRPipeline) -> RLVRPipeline:
         critic=started.clusters.critic if plan.needs_critic else None,
     )
     recipe.data, recipe.residency = started.data, started.residency
+    started.rollout.close()  # a thread has one event loop
     recipe.connect()
+    started.rollout = recipe.rollout
     recipe.clusters.actor_train.call_all(ConfigurableActor.use_loss, actor_keys(recipe.config)).result()
     return recipe
 

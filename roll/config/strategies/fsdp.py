@@ -80,7 +80,7 @@ class ShardedStrategyConfig(StrategyConfig):
             problems.add(f"{path}.master_dtype", "bf16", rule, "fp32")
         size = role.model_args.ulysses_size
         if world_size % size and not problems.mentions(f"{name}.model_args.ulysses_size"):
-            best = max(number for number in range(1, size) if world_size % number == 0)
+            best = largest_divisor(size, world_size)
             rule = f"must divide the role's {world_size} ranks, which share sequences in groups of so many"
             problems.add(f"{name}.model_args.ulysses_size", size, rule, best)
 
