@@ -313,7 +313,9 @@ def build_parser() -> argparse.ArgumentParser:
     prepare = f"turn published files into this project's columns: {', '.join(DATA_SETS)}"
     commands.add_parser("prepare-data", help=prepare, add_help=False)
     commands.add_parser("env", help="list, check and play environments", add_help=False)
-    commands.add_parser("translate", help="turn keys of SkyRL or verl into this project's", add_help=False)
+    commands.add_parser(
+        "translate", help="turn a launch of verl, SkyRL, TRL or OpenRLHF into this project's keys", add_help=False
+    )
     explained = commands.add_parser("explain", help="say what a key does, its type and its default")
     explained.add_argument("key", help="a key, also with its section: learning_rate, training_args.learning_rate")
     schema = commands.add_parser("schema", help="print the JSON schema of a configuration, for editors")

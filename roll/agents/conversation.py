@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from roll.agents.chat_ids import ChatTemplate, Message, TemplateError, Thinking
+from roll.agents.chat_ids import Bridge, ChatTemplate, Message, TemplateError, Thinking
 
 
 @dataclass
@@ -168,14 +168,16 @@ class Conversations:
         except TemplateError:
             self.counts.breaks += 1
             return None, []
-        if self._breaks(call, new, bridge.token_ids, bridge.moved is not None, bridge.only_thoughts):
+        if self._breaks(call, new, bridge):
             self.counts.breaks += 1
             return None, []
         grown = self._template.extended([], call.response_ids, bridge)
         return known, grown[len(call.response_ids) :]
 
-    def _breaks(self, call: Call, new: list[Message], bridge: list[int], moved: bool, only_thoughts: bool) -> bool:
-        if moved and not only_thoughts:
+    def _breaks(self, call: Call, new: list[Message], bridge: Bridge) -> bool:
+        """A new sample begins: the ids of ``call`` cannot grow, or the template drops their thinking."""
+        moved = bridge.moved is not None
+        if moved and not bridge.only_thoughts:
             return True
         if self._thinking == "keep":
             self.counts.kept_thoughts += moved

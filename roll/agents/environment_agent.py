@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from roll.agents.chat_ids import Message
 from roll.agents.episode import Episode, EpisodeOver, Model, Task
-from roll.environments.base import Environment, Turn, read_reset, read_step, takes_task
+from roll.environments.base import Environment, Turn, call_off_loop, read_reset, read_step, takes_task
 
 Context = Literal["append", "observation", "last"]
 """What the next prompt holds: everything so far; the current observation with the last turns told in a template; the
@@ -103,7 +102,7 @@ class EnvironmentAgent:
     ) -> Any:
         begin = time.perf_counter()
         try:
-            return await asyncio.wait_for(_called(method, *args, **options), limit)
+            return await asyncio.wait_for(call_off_loop(method, *args, **options), limit)
         finally:
             episode.seconds.environment += time.perf_counter() - begin
 
@@ -111,7 +110,7 @@ class EnvironmentAgent:
         close = getattr(environment, "close", None)
         if close is not None:
             try:
-                await asyncio.wait_for(_called(close), self._options.step_seconds)
+                await asyncio.wait_for(call_off_loop(close), self._options.step_seconds)
             except Exception:
                 # What an environment does when it is thrown away changes no episode.
                 return
@@ -190,13 +189,6 @@ def _note(episode: Episode, turn: Turn) -> None:
         episode.success = bool(turn.info["success"])
     for name, value in dict(turn.info.get("metrics", {})).items():
         episode.metrics[name] = episode.metrics.get(name, 0.0) + float(value)
-
-
-async def _called(method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    if inspect.iscoroutinefunction(method):
-        return await method(*args, **options)
-    value = await asyncio.to_thread(method, *args, **options)
-    return await value if isinstance(value, Awaitable) else value
 
 
 def _text_of(observation: Sequence[Message]) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from roll.agents.chat_ids import Message
 from roll.agents.tool_calls import ToolCall
+from roll.environments.base import call_off_loop
 
 _MAX_RESULT = 20_000
 """Characters of a result that a conversation gets by default."""
@@ -104,7 +104,7 @@ class ToolBox:
         if problem is not None:
             return ToolResult(f"Error: {problem}", True)
         try:
-            value = await asyncio.wait_for(_run(tool.function, call.arguments), self._timeout)
+            value = await asyncio.wait_for(call_off_loop(tool.function, **call.arguments), self._timeout)
         except TimeoutError:
             return ToolResult(f"Error: {call.name} took more than {self._timeout:g} s.", True)
         except Exception as error:
@@ -211,13 +211,6 @@ class _McpCall:
         answer = await self.client.call_tool(self.name, arguments)
         texts = [block.text if block.type == "text" else f"[{block.type}]" for block in answer.content]
         return ToolResult("\n".join(texts), bool(answer.is_error))
-
-
-async def _run(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    if inspect.iscoroutinefunction(function) or isinstance(function, _McpCall):
-        return await function(**arguments)
-    value = await asyncio.to_thread(function, **arguments)
-    return await value if isinstance(value, Awaitable) else value
 
 
 def _argument_problem(tool: Tool, arguments: Mapping[str, Any]) -> str | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import inspect
 import json
 import math
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
@@ -65,6 +66,18 @@ class Turn:
             return str(given)
         text = json.dumps(self.observation, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+async def resolved(value: Any) -> Any:
+    """``value``, awaited where it is an awaitable."""
+    return await value if inspect.isawaitable(value) else value
+
+
+async def call_off_loop(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a coroutine function on the event loop, any other in a thread, so that it blocks nobody."""
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        return await function(*args, **options)
+    return await resolved(await asyncio.to_thread(function, *args, **options))
 
 
 def takes_task(environment: Environment) -> bool:

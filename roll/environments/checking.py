@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from roll.environments.base import Environment, Turn, read_reset, read_step
+from roll.environments.base import Environment, Turn, read_reset, read_step, resolved
 from roll.environments.registry import make_environment
 
 _BLOCKING_SECONDS = 0.05
@@ -116,7 +116,7 @@ async def _check(
     for environment in (first, second):
         close = getattr(environment, "close", None)
         if close is not None:
-            await _resolved(close())
+            await resolved(close())
 
 
 async def play(
@@ -176,7 +176,3 @@ async def _longest_gap() -> float:
             longest, last = max(longest, now - last), now
     except asyncio.CancelledError:
         return max(longest, time.perf_counter() - last)
-
-
-async def _resolved(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value

@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from roll.environments.base import Environment, Turn, read_reset, read_step
+from roll.environments.base import Environment, Turn, read_reset, read_step, resolved
 from roll.environments.checking import EnvironmentReport, check_environment
 from roll.environments.registry import (
     ADAPTER_PREFIXES,
@@ -109,7 +109,7 @@ def _summary(report: EnvironmentReport) -> str:
 async def _play(
     console: Console, name: str, environment: Environment, seed: int, choose: Callable[[], str | None]
 ) -> None:
-    turn = read_reset(name, await _resolved(environment.reset(seed)))
+    turn = read_reset(name, await resolved(environment.reset(seed)))
     total, number = 0.0, 0
     _show(console, turn)
     while not turn.done:
@@ -119,7 +119,7 @@ async def _play(
             return
         number += 1
         console.print(f"[{number}] {action}", style="cyan", markup=False, highlight=False)
-        turn = read_step(name, await _resolved(environment.step(action)))
+        turn = read_step(name, await resolved(environment.step(action)))
         total += turn.reward
         _show(console, turn)
     how = "ended" if turn.terminated else "stopped at its limit"
@@ -148,7 +148,3 @@ def _random_player(environment: Environment, seed: int) -> Callable[[], str | No
     if sample is None:
         raise EnvironmentOptionError("the environment has no method sample_action(rng); play it by hand")
     return lambda: str(sample(rng))
-
-
-async def _resolved(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
