@@ -122,6 +122,16 @@ class Episode:
         return [call for call in self.conversations.calls if call.finished]
 
 
+@dataclass
+class EpisodeGroup:
+    """Episodes of the same task, which share a baseline."""
+
+    order: int
+    """Position in the order in which tasks were drawn; groups of a step are sorted by it."""
+    task: Task
+    episodes: list[Episode]
+
+
 class Model:
     """The policy, as an agent of one episode talks to it."""
 
