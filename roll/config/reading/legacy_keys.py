@@ -160,6 +160,7 @@ LEGACY_KEYS: dict[str, tuple[Legacy, ...]] = {
         Legacy("zero_allow_untested_optimizer", bool, True, "the optimizer is AdamW"),
     ),
     "MegatronStrategyConfig": (
+        Legacy("max_grad_norm", float | None, None, "max_grad_norm of training_args or at the top decides"),
         Legacy("moe_token_dispatcher_type", str, "alltoall", DENSE, text=EXPERT_FILES),
         Legacy("moe_grouped_gemm", bool, False, DENSE, text=EXPERT_FILES),
         Legacy("moe_permute_fusion", bool, False, DENSE, text=EXPERT_FILES),

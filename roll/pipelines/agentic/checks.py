@@ -159,9 +159,9 @@ def check_lengths(config: AgenticConfig, checks: Checks) -> None:
             text = f"actor_infer.generating_args.max_new_tokens {most} is smaller, and counts"
             checks.note(key, text)
     own = config.train_env_manager.generating_args
-    if checks.written("train_env_manager.generating_args") and checks.written("actor_infer.generating_args"):
-        if own != config.actor_infer.generating_args:
-            checks.note("train_env_manager.generating_args", "has no effect: actor_infer.generating_args decides")
+    both = all(checks.written(f"{name}.generating_args") for name in ("train_env_manager", "actor_infer"))
+    if both and own != config.actor_infer.generating_args:
+        checks.note("train_env_manager.generating_args", "has no effect: actor_infer.generating_args decides")
 
 
 def check_batches(config: AgenticConfig, checks: Checks) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import string
 
 from roll.config.checks.base import Checks
-from roll.config.names import PUBLISHED_PREFIX
 from roll.config.reading.errors import closest
 from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig
 from roll.pipelines.agentic.planning import MANAGERS, played_as, used_entries
@@ -50,8 +49,7 @@ def check_entry(key: str, section: CustomEnvConfig, checks: Checks) -> None:
     check_door(key, section, checks)
     check_texts(key, section, checks)
     if section.use_thread_lock and section.max_env_step_concurrent > 1:
-        rule = "contradicts use_thread_lock: true, which lets one call at a time through; keep one of them"
-        checks.add(f"{key}.max_env_step_concurrent", section.max_env_step_concurrent, rule, 0)
+        checks.note(f"{key}.max_env_step_concurrent", "has no effect with use_thread_lock: true: one call at a time")
 
 
 def check_manager(key: str, section: CustomEnvConfig, checks: Checks) -> None:
@@ -104,8 +102,3 @@ def check_texts(key: str, section: CustomEnvConfig, checks: Checks) -> None:
             return
     if not {"observation", "current_observation", "history"} & set(names):
         checks.note(path, "names no observation: the policy does not see the environment")
-
-
-def is_published(path: str | None) -> bool:
-    """A class path of ROLL's files."""
-    return (path or "").startswith(PUBLISHED_PREFIX)
