@@ -28,7 +28,7 @@ from roll.rollout.filters import build_filter
 from roll.rollout.flow import GroupSettings, PromptFlow, greedy, sampling_params
 from roll.rollout.groups import SampleGroup
 from roll.rollout.loops import rollout_loops
-from roll.rollout.replay import ReplayBuffer
+from roll.rollout.replay import PromptCodec, ReplayBuffer
 from roll.rollout.rewarding import ModelScorer, RewardClient
 from roll.rollout.routing import build_router
 from roll.rollout.scheduling import AsyncScheduler, RolloutResult, RolloutScheduler
@@ -118,10 +118,10 @@ class RolloutPhase:
             "scheduler/aborted_query_count": Mean(result.num_aborted),
         }
 
-    def _collected(self, **options: Any) -> RolloutResult:
+    def _collected(self, **options: Any) -> RolloutResult[SampleGroup]:
         """See :meth:`RolloutScheduler.collect`; the engines have nothing left to do afterwards."""
 
-        async def collect() -> RolloutResult:
+        async def collect() -> RolloutResult[SampleGroup]:
             result = await self._scheduler.collect(**options)
             await self._engines.drain()
             return result
@@ -241,7 +241,7 @@ class AsyncRolloutPhase(RolloutPhase):
         self._ahead = AsyncScheduler(
             self._engines,
             self._flow,
-            ReplayBuffer(ahead),
+            ReplayBuffer(ahead, PromptCodec(data.sampler.find)),
             config.max_steps,
             config.rpc_timeout,
             in_flight=config.partial_rollout,
@@ -289,7 +289,7 @@ class AsyncRolloutPhase(RolloutPhase):
         super().load_state_dict(state)
         self._flow.next_order = self.num_drawn
         if "ahead" in state:  # not in the checkpoint of a synchronous run
-            self.driver.run(self._ahead.load_state_dict(state["ahead"], self._data.sampler.find))
+            self.driver.run(self._ahead.load_state_dict(state["ahead"]))
         self._counts_before = self._ahead.buffer.counts()
 
 
