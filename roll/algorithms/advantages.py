@@ -22,7 +22,7 @@ from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.registry import Registry
 from roll.algorithms.returns import discounted_returns, generalized_advantages, reverse_discounted_sum
 from roll.algorithms.samples import EPS, NormType, token_level_rewards
-from roll.config.algorithm import ADV_ESTIMATORS, PLANNED_ADV_ESTIMATORS, Estimator, PPOConfig, estimator
+from roll.config.algorithm import ADV_ESTIMATORS, Estimator, PPOConfig, estimator
 from roll.protocol.metrics import Metrics
 
 
@@ -134,7 +134,7 @@ def register_advantage(
     """
 
     def decorate(function: EstimatorFunction) -> EstimatorFunction:
-        row = None if name in PLANNED_ADV_ESTIMATORS else Estimator(name, aliases, norm, whitens, needs_values)
+        row = Estimator(name, aliases, norm, whitens, needs_values)
         advantage_estimators.add(function, name, aliases, row)
         return function
 

@@ -69,6 +69,10 @@ class Estimator(Named):
     """It compares every sample with the greedy response to its prompt."""
     weighs_rewards: bool = False
     """It normalises the rewards of ``reward_weights`` apart."""
+    works_in_turns: bool = False
+    """It looks at the turns of an episode, which only the agentic pipeline has."""
+    takes_steps: bool = False
+    """Its rows are single turns."""
 
 
 ADV_ESTIMATORS = Table(
@@ -92,9 +96,10 @@ ADV_ESTIMATORS = Table(
     Estimator("pass@k", ("pass_at_k",), is_pass_at_k=True),
     Estimator("remax", needs_greedy=True),
     Estimator("gdpo", weighs_rewards=True),
+    Estimator("gigpo", takes_steps=True, works_in_turns=True),
+    Estimator("step_reinforce", takes_steps=True, works_in_turns=True),
+    Estimator("agentic_reinforce", discounts=True, works_in_turns=True),
 )
-PLANNED_ADV_ESTIMATORS = ("gigpo", "step_reinforce", "agentic_reinforce")
-"""Estimators that need what no pipeline supplies yet: turns."""
 
 KL_PENALTIES = (
     *("kl", "k1", "k2", "k3", "abs", "mse", "low_var_kl"),
@@ -205,9 +210,7 @@ class PPOConfig(PolicyLossConfig):
     """Passes over a rollout batch."""
     shuffle_mini_batches: bool = False
     """Draw the samples of each mini-batch anew in every pass; false: consecutive samples, the same in every pass."""
-    adv_estimator: str = setting(
-        "gae", choices=ADV_ESTIMATORS, planned=PLANNED_ADV_ESTIMATORS, dotted_path=True, example="grpo"
-    )
+    adv_estimator: str = setting("gae", choices=ADV_ESTIMATORS, dotted_path=True, example="grpo")
     """Advantage estimator: ``gae`` (needs a critic), ``grpo``, ``reinforce``, ``reinforce++``, ``rloo`` ..."""
     pg_variant: str = setting("ppo", choices=POLICY_LOSSES, dotted_path=True)
     """Policy loss; ``actor_train.pg_variant`` counts where it is set."""

@@ -17,6 +17,9 @@ from roll.pipelines.rlvr.planning import max_new_tokens
 
 def check_algorithm(config: RLVRConfig, checks: Checks) -> None:
     group = config.num_return_sequences_in_group
+    if estimator(config.adv_estimator).works_in_turns:
+        rule = "looks at the turns of episodes, which only the agentic pipeline (custom_envs, train_env_manager) has"
+        checks.add("adv_estimator", config.adv_estimator, rule, "grpo")
     if estimator(config.adv_estimator).leaves_one_out and group < 2:
         rule = f"must be at least 2 with {config.adv_estimator}: a sample is compared with the others of its prompt"
         checks.add("num_return_sequences_in_group", group, rule, 8)
