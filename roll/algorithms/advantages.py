@@ -93,7 +93,7 @@ class AdvantageInputs:
         return Turns.of(self.mask, self.turn_ids)
 
     def with_bootstrap(self, rewards: Tensor, gamma: float) -> Tensor:
-        """Token-level rewards (B, L), those of truncated rows with what was still to come: gamma V on the last token."""
+        """Token-level rewards (B, L); a truncated row has what was still to come, gamma V, on its last token."""
         if self.bootstrap_values is None:
             return rewards
         return rewards + token_level_rewards(gamma * self.bootstrap_values, self.mask)

@@ -1,8 +1,8 @@
 r"""From per-token losses to a micro-batch's share of the loss of the whole optimizer step.
 
 With :math:`l_{it}` the loss of token t of sample i, :math:`m_{it}` the mask, :math:`n_i` the masked tokens of sample i,
-and T (tokens), N (samples with a masked token), T_g (tokens of prompt g) and P (prompts with a masked token) counted over
-*all* ranks and micro-batches of the optimizer step:
+and T (tokens), N (samples with a masked token), T_g (tokens of prompt g) and P (prompts with a masked token) counted
+over *all* ranks and micro-batches of the optimizer step:
 
 =========================  ==================================================  =====================================
 mode                       loss                                                source

@@ -70,9 +70,9 @@ class Estimator(Named):
     weighs_rewards: bool = False
     """It normalises the rewards of ``reward_weights`` apart."""
     rewards_turns: bool = False
-    """In work of several turns its rewards stand on the turns that earned them; else a trajectory has one, at its end."""
+    """In work of several turns its rewards stand on the turns that earned them; else a trajectory has one at its end."""
     works_in_turns: bool = False
-    """It compares or discounts turns, so it needs episodes."""
+    """It looks at the turns of an episode, which only the agentic pipeline has."""
     normalises_steps: bool = False
     """The rewards' normalisation is that of the discounted returns of all turns, not of whole trajectories."""
 

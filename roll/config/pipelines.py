@@ -307,7 +307,7 @@ PIPELINES = (
     PipelineEntry(
         "agentic",
         ("train_env_manager", "val_env_manager", "custom_envs", "env_manager_cls", "max_actions_per_traj"),
-        missing="agents in environments",
+        "roll.pipelines.agentic.definition.Agentic",
     ),
     PipelineEntry("dpo", ("chosen_key", "rejected_key", "ipo"), missing="preference optimisation"),
     PipelineEntry(

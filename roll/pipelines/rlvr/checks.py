@@ -21,20 +21,19 @@ from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.plan.plan import explain_indivisible, working_values
 from roll.config.reading.errors import closest
 from roll.config.strategies.registry import backend_of
+from roll.pipelines.policy import (
+    is_async,
+    needs_critic,
+    needs_reference,
+    policy_training_plans,
+    reference_is_actor,
+    rollout_file,
+)
 from roll.pipelines.rlvr.checks_algorithm import check_algorithm
 from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
 from roll.pipelines.rlvr.checks_rollout import check_async, check_validation, check_weight_sync, longest_in_validation
 from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.rlvr.planning import (
-    is_async,
-    lengths,
-    model_path,
-    needs_critic,
-    needs_reference,
-    reference_is_actor,
-    rlvr_training_plans,
-    rollout_file,
-)
+from roll.pipelines.rlvr.planning import lengths, model_path
 
 PROBABILITY_TOLERANCE = 1e-6
 
@@ -146,7 +145,7 @@ def check_batches(config: RLVRConfig, checks: Checks) -> None:
     prompts, group = config.rollout_batch_size, config.num_return_sequences_in_group
     if checks.broken("rollout_batch_size", "num_return_sequences_in_group"):
         return
-    for name, plan in rlvr_training_plans(config).items():
+    for name, plan in policy_training_plans(config).items():
         sizes = f"{name}.training_args"
         if checks.broken(sizes, f"{name}.device_mapping", f"{name}.num_gpus_per_worker"):
             continue

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from roll.config.algorithm import estimator
 from roll.config.checks.base import Checks
-from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.rlvr.planning import (
-    max_new_tokens,
+from roll.pipelines.policy import (
     needs_critic,
     needs_old_entropy,
     needs_sum_of_squares,
-    rlvr_training_plans,
+    policy_training_plans,
     uses_old_log_probs,
 )
+from roll.pipelines.rlvr.config import RLVRConfig
+from roll.pipelines.rlvr.planning import max_new_tokens
 
 
 def check_algorithm(config: RLVRConfig, checks: Checks) -> None:
     group = config.num_return_sequences_in_group
+    if estimator(config.adv_estimator).works_in_turns:
+        rule = "looks at the turns of episodes, which only the agentic pipeline (custom_envs, train_env_manager) has"
+        checks.add("adv_estimator", config.adv_estimator, rule, "grpo")
     if estimator(config.adv_estimator).leaves_one_out and group < 2:
         rule = f"must be at least 2 with {config.adv_estimator}: a sample is compared with the others of its prompt"
         checks.add("num_return_sequences_in_group", group, rule, 8)
@@ -132,7 +135,7 @@ def note_without_effect(config: RLVRConfig, checks: Checks) -> None:
             checks.note(key, "has no effect without target_entropy")
     if needs_sum_of_squares(config) and config.train_infer_correction:
         checks.note("train_infer_correction", f"weighs the loss alone, not the baseline of {config.adv_estimator}")
-    if config.shuffle_mini_batches and rlvr_training_plans(config)["actor_train"].optimizer_steps_per_step == 1:
+    if config.shuffle_mini_batches and policy_training_plans(config)["actor_train"].optimizer_steps_per_step == 1:
         checks.note("shuffle_mini_batches", "has no effect: a batch is one mini-batch, passed over once")
     if config.rl_loss_coef == 0 and config.entropy_loss_coef == 0 and not (config.use_kl_loss or config.target_entropy):
         checks.note("rl_loss_coef", "0 with no other loss term: the policy does not learn")

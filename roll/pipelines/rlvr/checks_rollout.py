@@ -11,15 +11,10 @@ from roll.config.plan.planning import shares_devices
 from roll.config.rewards import section_of
 from roll.config.strategies.registry import BACKENDS, backend_of
 from roll.config.weight_sync import update_mode
+from roll.pipelines.policy import engine_log_probs_as_old, is_async, needs_greedy_baseline, trainer_is_old
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import sharing_roles
-from roll.pipelines.rlvr.planning import (
-    engine_log_probs_as_old,
-    is_async,
-    needs_greedy_baseline,
-    started_roles,
-    trainer_is_old,
-)
+from roll.pipelines.rlvr.planning import started_roles
 
 KEY = "async_generation_ratio"
 

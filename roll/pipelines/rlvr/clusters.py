@@ -11,11 +11,12 @@ from roll.algorithms.losses import actor_loss_options
 from roll.config.loader import LoadedConfig
 from roll.config.rewards import RewardConfig, judge_role, model_inputs
 from roll.distributed import Cluster, PendingCall, ResourceManager
+from roll.pipelines.policy import actor_keys
 from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.judge import JudgeService
 from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.rlvr.planning import actor_keys, judge_roles
+from roll.pipelines.rlvr.planning import judge_roles
 from roll.strategies.base import StateKind
 from roll.workers import (
     ACTOR_WORKER,

@@ -16,9 +16,9 @@ from roll.config.rewards import RewardConfig
 from roll.config.roles import DataArguments
 from roll.datasets import DataError, DomainSampler, LoadCounts, PromptDataset
 from roll.pipelines.files import load_tokenizer
+from roll.pipelines.policy import recorded_rollouts, rollout_file
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.rlvr.planning import recorded_rollouts, rollout_file
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics
 
