@@ -154,9 +154,8 @@ def has_holes(mask: Tensor) -> Tensor:
 
 def segment_mean(values: Tensor, mask: Tensor, turn_ids: Tensor | None = None) -> Tensor:
     """Mean over each segment of :func:`segment_starts`, on each of its tokens: (B, L) -> (B, L), 0 outside the mask."""
-    ids = (
-        segment_starts(mask, turn_ids).flatten().cumsum(0)
-    )  # 1.. on masked tokens; what stands between is masked out below
+    # 1.. on masked tokens; what stands between is masked out below.
+    ids = segment_starts(mask, turn_ids).flatten().cumsum(0)
     kept = torch.where(mask, values, 0.0).flatten()
     size = mask.numel() + 1
     totals = torch.zeros(size, dtype=values.dtype, device=values.device).index_add(0, ids, kept)
@@ -168,9 +167,9 @@ def segment_mean(values: Tensor, mask: Tensor, turn_ids: Tensor | None = None) -
 def level_log_ratio(log_ratio: Tensor, mask: Tensor, level: str, turn_ids: Tensor | None = None) -> Tensor:
     """Log-ratio of the unit that each token belongs to: (B, L) -> (B, L).
 
-    ``token``: its own; ``segment``: mean over its turn, a run of masked tokens or, in it, of equal ``turn_ids``; ``geometric`` or ``seq``: mean over its response (GSPO, arXiv
-    2507.18071 eq. 7); ``sequence``: sum over its response; ``max``: the largest of its response.  Raises ``ValueError``
-    for another level.
+    ``token``: its own; ``segment``: mean over its turn, a run of masked tokens or, in it, of equal ``turn_ids``;
+    ``geometric`` or ``seq``: mean over its response (GSPO, arXiv 2507.18071 eq. 7); ``sequence``: the sum over it;
+    ``max``: the largest of its response.  Raises ``ValueError`` for another level.
     """
     if level == "token":
         return log_ratio

@@ -1,9 +1,9 @@
 """Work in several turns: the turns of a row, and the tokens of a trajectory that stand in several rows.
 
 A trajectory's tokens may be spread over rows: the branches of a tree, one row a call, a conversation that began anew.
-What comes later in time is then not always what stands further right.  :class:`TrajectoryLayout` puts all sampled tokens
-of a trajectory behind one another in the order in which they were sampled, one trajectory a row, where recursions over
-time and statistics over trajectories are those of single responses; and back.
+What comes later in time is then not always what stands further right.  :class:`TrajectoryLayout` puts all sampled
+tokens of a trajectory behind one another in the order in which they were sampled, one trajectory a row, where
+recursions over time and statistics over trajectories are those of single responses; and back.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Estimator(Named):
     weighs_rewards: bool = False
     """It normalises the rewards of ``reward_weights`` apart."""
     rewards_turns: bool = False
-    """In work of several turns its rewards stand on the turns that earned them; else a trajectory has one at its end."""
+    """In work of several turns its rewards stand on the turns that earned them; else each trajectory has one."""
     works_in_turns: bool = False
     """It looks at the turns of an episode, which only the agentic pipeline has."""
     normalises_steps: bool = False
