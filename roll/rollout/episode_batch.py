@@ -9,7 +9,7 @@ and go into one optimizer step.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,7 +52,7 @@ class _Row:
 
 def build_episode_batch(
     groups: Sequence[EpisodeGroup],
-    rule: SampleRule,
+    rule: SampleRule | Mapping[str, SampleRule],
     pad_token_id: int,
     *,
     roles: Collection[str] | None = None,
@@ -65,6 +65,7 @@ def build_episode_batch(
     padding token without a score: it takes part in no mean, and the number of episodes stays that of the step.
 
     Args:
+        rule: of all episodes, or by the tag of their task.
         roles: whose calls are trained; None: all. Those of others are context.
         on_error: an episode that failed by a fault of environment or agent has no score (``drop``), the score 0
             (``zero``, its turns' rewards too), or what it has earned before (``keep``).
@@ -131,14 +132,18 @@ def group_scores(group: EpisodeGroup, on_error: OnError = "drop") -> NDArray[np.
 
 
 def _rows(
-    groups: Sequence[EpisodeGroup], rule: SampleRule, roles: Collection[str] | None, on_error: OnError
+    groups: Sequence[EpisodeGroup],
+    rule: SampleRule | Mapping[str, SampleRule],
+    roles: Collection[str] | None,
+    on_error: OnError,
 ) -> Iterator[_Row]:
     tasks: dict[str, int] = {}
     episodes = trajectories = 0
     for number, group in enumerate(groups):
         task = tasks.setdefault(_task_key(group.task), len(tasks))
+        of_group = rule if isinstance(rule, str) else rule[group.task.tag]
         for episode in group.episodes:
-            found = list(_samples(episode, rule, roles))
+            found = _samples(episode, of_group, roles)
             seen = dict.fromkeys(role for role, _, _ in found)
             index = {role: trajectories + place for place, role in enumerate(seen)}
             for role, branch, mask in found:
