@@ -15,7 +15,7 @@ from roll.protocol.metrics import Max, Mean, Metrics, Min
 
 
 def episode_metrics(groups: Sequence[EpisodeGroup], prefix: str = "") -> Metrics:
-    """Of all episodes and by tag: ``rollout/``, ``episode/``, ``env/<tag>/``, ``turn/``, ``agent/``, ``time/share/``."""
+    """Of all episodes and by tag: rollout, episode, env, turn, agent, shares of time."""
     everything = [episode for group in groups for episode in group.episodes]
     metrics = _rollout(everything) | _outcomes(everything, "episode") | _tokens(everything) | _times(everything)
     by_tag: dict[str, list[Episode]] = defaultdict(list)
