@@ -69,18 +69,20 @@ class Estimator(Named):
     """It compares every sample with the greedy response to its prompt."""
     weighs_rewards: bool = False
     """It normalises the rewards of ``reward_weights`` apart."""
+    rewards_turns: bool = False
+    """In work of several turns its rewards stand on the turns that earned them; else each trajectory has one."""
     works_in_turns: bool = False
     """It looks at the turns of an episode, which only the agentic pipeline has."""
-    takes_steps: bool = False
-    """Its rows are single turns."""
+    normalises_steps: bool = False
+    """The rewards' normalisation is that of the discounted returns of all turns, not of whole trajectories."""
 
 
 ADV_ESTIMATORS = Table(
     "adv_estimator",
-    Estimator("gae", needs_values=True, discounts=True),
+    Estimator("gae", needs_values=True, discounts=True, rewards_turns=True),
     Estimator("grpo", norm=("group", "group"), discounts=True),
-    Estimator("reinforce", discounts=True),
-    Estimator("reinforce++", ("reinforce_plus_plus",), whitens=True, discounts=True),
+    Estimator("reinforce", discounts=True, rewards_turns=True),
+    Estimator("reinforce++", ("reinforce_plus_plus",), whitens=True, discounts=True, rewards_turns=True),
     Estimator(
         "reinforce++_baseline",
         ("reinforce_plus_plus_baseline",),
@@ -88,7 +90,7 @@ ADV_ESTIMATORS = Table(
         whitens=True,
         discounts=True,
     ),
-    Estimator("rloo", leaves_one_out=True),
+    Estimator("rloo", ("loop",), leaves_one_out=True),
     Estimator("opo"),
     Estimator("optimal_token_baseline", ("tir_optimal_token_baseline",), needs_squares=True),
     Estimator("gpg"),
@@ -96,9 +98,10 @@ ADV_ESTIMATORS = Table(
     Estimator("pass@k", ("pass_at_k",), is_pass_at_k=True),
     Estimator("remax", needs_greedy=True),
     Estimator("gdpo", weighs_rewards=True),
-    Estimator("gigpo", takes_steps=True, works_in_turns=True),
-    Estimator("step_reinforce", takes_steps=True, works_in_turns=True),
-    Estimator("agentic_reinforce", discounts=True, works_in_turns=True),
+    Estimator("turn_gae", needs_values=True, discounts=True, rewards_turns=True, works_in_turns=True),
+    Estimator("gigpo", norm=("group", "group"), works_in_turns=True),
+    Estimator("step_reinforce", works_in_turns=True, normalises_steps=True),
+    Estimator("agentic_reinforce", discounts=True, rewards_turns=True, works_in_turns=True),
 )
 
 KL_PENALTIES = (
