@@ -56,6 +56,8 @@ def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
     check_judges(config, checks)
     check_data(config, checks)
     check_turns(config, checks)
+    if config.router_args.router_name == "EnvAffinityRouter":
+        checks.problems.not_available("router_args.router_name", "EnvAffinityRouter", "this router", "~")
     check_algorithm(config, max_new_tokens(config), checks)
     check_async(config, checks)
     note_sampling(config, checks)
