@@ -46,7 +46,11 @@ class CollectingFlow(Protocol[GroupT]):
 
 
 async def collected(
-    flow: CollectingFlow[GroupT], count: int, num_additional: int, deadline: float, rejections: Rejections | None = None
+    flow: CollectingFlow[GroupT],
+    count: int,
+    num_additional: int,
+    deadline: float,
+    rejected_by: str = "query_filter_config",
 ) -> RolloutResult[GroupT]:
     """``count`` groups of ``flow``, or all that there are; the rest is aborted.
 
@@ -54,6 +58,7 @@ async def collected(
         num_additional: groups to run beyond the need at any moment, so that a rejected one is replaced by one
             that is in flight already.
         deadline: seconds after which a wait in which nothing moves is given up.
+        rejected_by: key of the configuration that the groups' filter comes from, for messages.
 
     Raises:
         RolloutExhausted: more than ``MAX_DRAWS_PER_WANTED`` groups for each wanted one were rejected.
@@ -62,7 +67,7 @@ async def collected(
     """
     first_draw = flow.next_order
     accepted: list[GroupT] = []
-    rejections = rejections or Rejections()
+    rejections = Rejections(rejected_by)
     flow.start(count + num_additional)
     try:
         while len(accepted) < count and (flow.num_in_flight or not flow.exhausted):

@@ -65,7 +65,7 @@ class Refusal:
 
 
 REFUSALS = (
-    Refusal("router_args.router_name", "this router", "~", one_of("EnvAffinityRouter", "SglangRouter")),
+    Refusal("router_args.router_name", "this router", "~", one_of("SglangRouter")),
     Refusal("kl_penalty", "KL over the whole vocabulary", "k1", one_of("full")),
     Refusal("kl_loss_type", "KL over the whole vocabulary", "k3", one_of("full")),
     Refusal("transfer_backend.backend_name", "another transfer backend", "~"),

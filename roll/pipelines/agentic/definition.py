@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from roll.config.checks.base import Checks
@@ -105,6 +106,8 @@ class Agentic(PipelineDefinition):
     def reads(self, key: str, section: WorkerConfig, config: AgenticConfig) -> frozenset[str]:
         if isinstance(section, EnvManagerConfig):
             return MANAGER_KEYS
+        if key == "reward":
+            return frozenset(item.name for item in fields(WorkerConfig))
         return READ_KEYS[self.task_of(key, section)] | (POLICY_KEYS if key == "actor_train" else frozenset())
 
     def effective(self, config: AgenticConfig) -> dict[str, Any]:

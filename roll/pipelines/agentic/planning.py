@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -36,6 +37,8 @@ def played_as(section: CustomEnvConfig) -> PlayedAs:
     """Context and samples of an entry: its own keys, else its ``env_manager_cls``."""
     name = (section.env_manager_cls or "TrajEnvManager").rpartition(".")[2]
     manager = MANAGERS.get(name, MANAGERS["TrajEnvManager"])
+    if name == "StepConcatEnvManager" and re.search(r"{(history|current_observation)}", section.agent_template or ""):
+        manager = MANAGERS["StepEnvManager"]
     context = section.context or manager.context
     own = manager.samples if section.context is None else "trajectory" if context == "append" else "step"
     return PlayedAs(context, section.samples or own)
