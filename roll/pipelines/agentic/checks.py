@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from roll.config.algorithm import estimator
 from roll.config.checks.base import Checks, check_resume, check_schedule, check_template_file
 from roll.config.checks.keys import note_unread
 from roll.config.checks.models import note_positions
@@ -13,7 +12,7 @@ from roll.config.reading.errors import closest, count
 from roll.config.strategies.registry import backend_of
 from roll.pipelines.agentic.checks_entries import check_entries
 from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
-from roll.pipelines.agentic.planning import entry_plan, managers, played_as, training_sampling
+from roll.pipelines.agentic.planning import entry_plan, managers, training_sampling
 from roll.pipelines.policy import policy_training_plans
 from roll.pipelines.policy_checks import (
     check_algorithm,
@@ -194,19 +193,10 @@ def check_batches(config: AgenticConfig, checks: Checks) -> None:
 
 def check_turns(config: AgenticConfig, checks: Checks) -> None:
     """The estimator gets the rows that it compares."""
-    name, row, key = config.adv_estimator, estimator(config.adv_estimator), "adv_estimator"
+    name, key = config.adv_estimator, "adv_estimator"
     if name in UNANSWERABLE:
         checks.add(key, name, f"cannot be used with episodes: {UNANSWERABLE[name]}", "grpo")
         return
-    tags = [tag for tag in config.train_env_manager.tags if tag in config.custom_envs]
-    samples = {tag: played_as(config.custom_envs[tag]).samples for tag in tags}
-    for tag, kind in samples.items():
-        if row.takes_steps and kind != "step":
-            rule = f"must be step with adv_estimator: {name}, which compares single turns"
-            checks.add(f"custom_envs.{tag}.samples", kind, rule, "step")
-        elif name == "agentic_reinforce" and kind != "trajectory":
-            rule = f"must be trajectory with adv_estimator: {name}, which discounts over the turns of a row"
-            checks.add(f"custom_envs.{tag}.samples", kind, rule, "trajectory")
     if name == "gigpo" and config.group_size < 2:
         checks.note(config.group_key, "1 with gigpo: no other episode meets the same states, so steps teach nothing")
     if config.overlong_buffer_length is not None:

@@ -8,6 +8,7 @@ from functools import partial
 from roll.config.loader import LoadedConfig
 from roll.distributed import ResourceManager
 from roll.pipelines.agentic.config import AgenticConfig
+from roll.pipelines.agentic.learning import EpisodeAdvantageComputer
 from roll.pipelines.agentic.metrics import validation_metrics
 from roll.pipelines.agentic.plan import AgenticPlan
 from roll.pipelines.agentic.rollout import (
@@ -20,7 +21,6 @@ from roll.pipelines.files import load_tokenizer
 from roll.pipelines.policy_pipeline import PolicyPipeline
 from roll.pipelines.rlvr.clusters import StartingClusters, start_policy_clusters
 from roll.pipelines.rlvr.data import RecordedRollouts
-from roll.pipelines.rlvr.phases import AdvantageComputer
 from roll.protocol.metrics import Mean
 
 
@@ -44,8 +44,9 @@ class AgenticPipeline(PolicyPipeline[AgenticConfig, AgenticPlan, EpisodeValidati
         phase = AsyncEpisodeRollout if self.plan.is_async else EpisodeRollout
         return phase(self.config, self.plan, self.clusters, self.data)
 
-    def build_scoring(self) -> AdvantageComputer:
-        return AdvantageComputer(self.config, self.plan.norm_types, self.plan.max_new_tokens)
+    def build_scoring(self) -> EpisodeAdvantageComputer:
+        most = max(entry.turns * entry.new_tokens for entry in self.plan.entries.values())
+        return EpisodeAdvantageComputer(self.config, self.plan.norm_types, most, self.plan.normalizes_by_tag)
 
     def is_validation_due(self, step: int) -> bool:
         """Every ``eval_steps`` steps, the first before any training."""
