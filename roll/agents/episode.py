@@ -147,8 +147,14 @@ class Model:
     def turns_left(self) -> int:
         return self._limits.turns - len(self.conversations.calls)
 
-    async def chat(self, messages: Sequence[Message], **options: Any) -> Response:
-        """The response to ``messages``; ``options`` are sampling parameters.
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None = None, **options: Any
+    ) -> Response:
+        """The response to ``messages``.
+
+        Args:
+            tools: schemas that the policy may call; None: those of the run's template.
+            options: sampling parameters by the names of :class:`~roll.strategies.engines.requests.SamplingParams`.
 
         Raises:
             EpisodeOver: no turn is left, or the prompt leaves no room for a response.
@@ -156,7 +162,7 @@ class Model:
         """
         if self.turns_left <= 0:
             raise EpisodeOver("turn_limit")
-        call = self.conversations.ask(messages)
+        call = self.conversations.ask(messages, tools)
         prompt_ids = self.conversations.prompt_ids(call)
         wanted = int(options.pop("max_new_tokens", self._limits.new_tokens))
         room = min(wanted, self._limits.new_tokens, self._limits.context - len(prompt_ids))
