@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from roll.models.loading import TensorFiles
     from transformers import PreTrainedModel
 
 
@@ -101,6 +102,20 @@ class StoredLayout:
             rows = torch.cat([stored[part.name].reshape(part.end - part.begin, -1) for part in parts])
             live[name] = rows.view(self._shapes[name])
         return live
+
+    def read(self, files: TensorFiles, stored: str) -> Tensor:
+        """A stored tensor from a folder, also from one that holds live tensors.
+
+        Raises:
+            ValueError: the folder lacks it.
+        """
+        live, part = self._live.get(stored, (stored, None))
+        if part is None or stored in files or live not in files or live == stored:
+            return files.read_rows(stored, slice(None))
+        rows = self._shapes[live][1] if len(self._shapes[live]) == 3 else 1
+        expert, offset = divmod(part.begin, rows)
+        own = files.read_rows(live, slice(expert, expert + 1)).flatten(0, -2)
+        return own[offset : offset + part.end - part.begin].reshape(part.shape)
 
     def stored_shapes(self) -> dict[str, torch.Size]:
         """By stored name."""
