@@ -8,7 +8,7 @@ Megatron Core 0.16 creates tensors on ``"cuda"``, asks ``torch.cuda.current_devi
    packages see it is untouched.
 2. The random states that activation recomputation saves and restores are those of the CPU.
 3. Streams and events, on which the all-to-all of experts moves sizes to the host, do nothing; those sizes become
-   arrays although they are on the host already, and without Transformer Engine its matrix product is None.
+   arrays although they are on the host already, tensors of several shapes are gathered one by one, and without Transformer Engine its matrix product is None.
 4. While a model or an optimizer is built (:func:`construction`), ``Tensor.cuda`` returns the tensor itself and
    ``Tensor.type`` speaks of CUDA types.
 """
@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "ones_like", "tensor", "zeros", "zeros_like")
@@ -104,6 +105,35 @@ class _Cuda(ModuleType):
         return getattr(torch.cuda, name)
 
 
+def _all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None) -> None:
+    """gloo gathers tensors of one shape only; the tokens of an expert's ranks are of any number."""
+    if len({len(output) for output in outputs}) == 1:
+        dist.all_gather(outputs, tensor, group=group)
+        return
+    for rank, output in enumerate(outputs):
+        if rank == dist.get_rank(group):
+            output.copy_(tensor)
+        dist.broadcast(output, dist.get_global_rank(group, rank), group=group)
+
+
+def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Any = None) -> None:
+    for rank, part in enumerate(inputs):
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        if rank == dist.get_rank(group):
+            output.copy_(total)
+
+
+class _Distributed(ModuleType):
+    """``torch.distributed`` on gloo."""
+
+    all_gather = staticmethod(_all_gather)
+    reduce_scatter = staticmethod(_reduce_scatter)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+
 class _Torch(ModuleType):
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -113,6 +143,7 @@ class _Torch(ModuleType):
 def _stand_in() -> ModuleType:
     module = _Torch("torch")
     module.cuda = _Cuda("torch.cuda")  # type: ignore[attr-defined]
+    module.distributed = _Distributed("torch.distributed")  # type: ignore[attr-defined]
     for name in _FACTORIES:
         setattr(module, name, _on_cpu(getattr(torch, name)))
     return module

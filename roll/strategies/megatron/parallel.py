@@ -165,7 +165,8 @@ def _architecture(hf: PretrainedConfig) -> dict[str, Any]:
         "kv_channels": head_dim(hf),
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf.rms_norm_eps,
-        "qk_layernorm": hf.model_type in ("qwen3", "qwen3_moe", "olmoe"),
+        # Megatron would sum gradients of OLMoE's norms over tensor-parallel ranks, which hold parts of them.
+        "qk_layernorm": hf.model_type in ("qwen3", "qwen3_moe"),
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
