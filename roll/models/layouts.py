@@ -93,6 +93,10 @@ class TokenLayout(_OnDevice):
     """int64 (N,), indices of the response tokens in the flattened (B * L) batch."""
     num_padding: int
     """Number of the S * T tokens on which no result depends."""
+    sources: Tensor
+    """int64 (S, T), index of each token in the flattened (B * L) batch; -1: no result depends on it."""
+    token_rows: Tensor | None = None
+    """float32 (S, T), how many rows each token stands for; where somebody asks (:func:`with_token_rows`)."""
 
     def scatter(self, values: Tensor, shape: torch.Size) -> Tensor:
         """Put (N,) values at their places in a (B, L) tensor of zeros; gradients flow back to ``values``."""
@@ -120,7 +124,30 @@ class TokenLayout(_OnDevice):
             predictors=(sequence * width + column - columns.start)[own],
             targets=self.targets[own],
             destinations=self.destinations[own],
+            sources=self.sources[:, columns],
+            token_rows=None if self.token_rows is None else self.token_rows[:, columns],
         )
+
+
+def with_token_rows(layout: TokenLayout) -> TokenLayout:
+    """With ``token_rows``: 0 for padding, the number of its responses for a token of a shared prompt, 1 for others.
+
+    Sums weighted by it are the same in every layout of the same rows.
+    """
+    sequences, length = layout.input_ids.shape
+    pattern, place = layout.pattern, torch.arange(sequences * length, device=layout.input_ids.device)
+    if pattern is None:
+        # The last hidden state that predicts something; what comes after it is padding.
+        last = place.new_full((sequences,), -1)
+        last = last.scatter_reduce(0, layout.predictors // length, layout.predictors % length, "amax")
+        return replace(layout, token_rows=(place.view(sequences, length)[:1] <= last[:, None]).float())
+    rows = (place < layout.input_ids.numel() - layout.num_padding).float()
+    if isinstance(pattern, PromptParts):
+        num_prompts, width = pattern.prompts.shape
+        responses = torch.bincount(pattern.prompt_of_part, minlength=num_prompts)
+        prompt = (pattern.restore // width).clamp_(max=num_prompts - 1)
+        rows *= torch.where(pattern.restore < pattern.prompts.numel(), responses[prompt], 1)
+    return replace(layout, token_rows=rows.view(sequences, length))
 
 
 def row_layout(input_ids: Tensor, response_mask: Tensor, width_multiple: int = 1) -> TokenLayout:
@@ -136,6 +163,9 @@ def row_layout(input_ids: Tensor, response_mask: Tensor, width_multiple: int = 1
     width = int(columns.max()) + 1 if len(columns) else 1
     width += -width % width_multiple
     ids = input_ids[:, :width] if width <= length else pad(input_ids, (0, width - length))
+    last = _last_responses(response_mask)[:, None]
+    place = torch.arange(width, device=ids.device)
+    starts = torch.arange(len(ids), device=ids.device)[:, None] * length
     return TokenLayout(
         input_ids=ids,
         position_ids=None,
@@ -143,7 +173,8 @@ def row_layout(input_ids: Tensor, response_mask: Tensor, width_multiple: int = 1
         predictors=rows * width + columns,
         targets=input_ids[rows, columns + 1],
         destinations=rows * length + columns + 1,
-        num_padding=ids.numel() - int(_last_responses(response_mask).sum()),
+        num_padding=ids.numel() - int(last.sum()),
+        sources=torch.where(place < last, starts + place, -1),
     )
 
 
@@ -174,6 +205,7 @@ def packed_layout(input_ids: Tensor, response_mask: Tensor) -> TokenLayout:
         targets=input_ids[response_rows, response_columns + 1],
         destinations=response_rows * length + response_columns + 1,
         num_padding=0,
+        sources=(rows[:, None] * length + columns)[used][None],
     )
 
 
@@ -193,6 +225,7 @@ def padded(layout: TokenLayout, sequences: int, length: int) -> TokenLayout:
         pattern=layout.pattern.padded(length - width) if layout.pattern is not None else None,
         predictors=layout.predictors // width * length + layout.predictors % width,
         num_padding=layout.num_padding + sequences * length - rows * width,
+        sources=pad(layout.sources, extra, value=-1),
     )
 
 
@@ -244,6 +277,7 @@ def shared_prompt_layout(
         targets=ids[row_index, column_index],
         destinations=rows[row_index] * length + column_index,
         num_padding=0,
+        sources=(rows[:, None] * length + columns)[used][None],
     )
 
 
