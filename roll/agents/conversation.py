@@ -41,6 +41,8 @@ class Call:
     """The response as it was given to the agent."""
     state: str = ""
     """Identifies the state of the environment that the call acted in, for step-level advantages."""
+    role: str = ""
+    """Who speaks, where the policy plays several parts: each has rewards and baselines of its own."""
 
     @property
     def finished(self) -> bool:

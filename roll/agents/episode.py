@@ -117,6 +117,11 @@ class Episode:
     seconds: Seconds = field(default_factory=Seconds)
 
     @property
+    def failed(self) -> bool:
+        """A fault of its environment or of the agent's code has ended it: its reward says nothing of the policy."""
+        return self.outcome in ("environment_error", "agent_error")
+
+    @property
     def calls(self) -> list[Call]:
         """The calls that were answered."""
         return [call for call in self.conversations.calls if call.finished]
@@ -130,6 +135,20 @@ class EpisodeGroup:
     """Position in the order in which tasks were drawn; groups of a step are sorted by it."""
     task: Task
     episodes: list[Episode]
+
+    @property
+    def error(self) -> str | None:
+        """What went wrong in an episode, if anything did."""
+        return next((one.error for one in self.episodes if one.error is not None), None)
+
+    def scores(self) -> list[float]:
+        """The rewards of the episodes that no fault has ended."""
+        return [one.reward for one in self.episodes if not one.failed]
+
+    def mean_score(self) -> float:
+        """Their mean; NaN where there is none."""
+        scores = self.scores()
+        return sum(scores) / len(scores) if scores else float("nan")
 
 
 class Model:

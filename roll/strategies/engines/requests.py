@@ -65,6 +65,8 @@ class GenerationRequest:
     """By sample index; samples in neither ``partial`` nor ``finished`` start from the prompt."""
     finished: tuple[GenerationOutput, ...] = ()
     """Samples that are done already."""
+    conversation: str | None = None
+    """Names the conversation that the prompt is the next turn of, for routers that keep one at its engine."""
 
     @property
     def unfinished_samples(self) -> list[int]:
