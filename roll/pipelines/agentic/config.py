@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from roll.config.algorithm import ADV_ESTIMATORS, estimator
+from roll.config.algorithm import estimator, estimators
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.fields import parse_dotted_path, rules, setting
@@ -211,9 +211,7 @@ class AgenticConfig(PolicyRunConfig, OlderRLVRKeys):
     failed_episodes: Literal["drop", "zero", "keep"] = "drop"
     """Episodes that a fault of their environment or agent has ended: ``drop`` them from baselines and loss, count them
     with reward ``zero``, or ``keep`` what they have earned."""
-    bootstrap_truncated: bool = setting(
-        True, read_if={"adv_estimator": ADV_ESTIMATORS.where(lambda row: row.needs_values)}
-    )
+    bootstrap_truncated: bool = setting(True, read_if=estimators(lambda row: row.needs_values))
     """Episodes that a limit has ended go on with the critic's value of the state in which they were left; false: as if
     the task had ended there."""
     ratio_type: Literal["token", "segment"] = "token"
