@@ -87,17 +87,20 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
 
     def collect(self, step: int) -> tuple[DataProto, Callable[[], SampleTable], Metrics]:
         groups, metrics = self._groups_of(step)
-        batch = build_episode_batch(groups, self._rule, pad_token_id(self._data.tokenizer))
+        batch = build_episode_batch(
+            groups,
+            {tag: entry.samples for tag, entry in self._plan.entries.items()},
+            pad_token_id(self._data.tokenizer),
+            roles=self._config.train_roles or None,
+            on_error=self._config.failed_episodes,
+            bootstrap=self._config.bootstraps,
+        )
         sampled = float(batch.batch["response_mask"].sum())
         given = float(batch.batch["attention_mask"].sum()) - sampled
         metrics |= self._size_metrics(len(batch), sampled, given) | self._loss_metrics()
         metrics |= episode_metrics(groups) | token_checks(batch, groups) | self._what_became()
         templates = {tag: player.template for tag, player in self._data.players.items()}
         return batch, partial(episode_table, groups, templates), metrics
-
-    @property
-    def _rule(self) -> Any:
-        return next(iter(self._plan.entries.values())).samples
 
     def _groups_of(self, step: int) -> tuple[list[EpisodeGroup], Metrics]:
         self._busy_before = self._engines.busy_seconds
