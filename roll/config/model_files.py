@@ -114,7 +114,7 @@ NEEDS = {
 SUPPORT: dict[str, tuple[str, ...]] = {
     VISION: (),
     AUDIO: (),
-    EXPERTS: (),
+    EXPERTS: ("megatron",),
     RECURRENT: (),
     ENCODER: (),
 }

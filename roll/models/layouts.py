@@ -93,6 +93,8 @@ class TokenLayout(_OnDevice):
     """int64 (N,), indices of the response tokens in the flattened (B * L) batch."""
     num_padding: int
     """Number of the S * T tokens on which no result depends."""
+    sources: Tensor
+    """int64 (S, T), index of each token in the flattened (B * L) batch; -1: no result depends on it."""
     token_rows: Tensor | None = None
     """float32 (S, T), how many rows each token stands for; where somebody asks (:func:`with_token_rows`)."""
 
@@ -122,6 +124,7 @@ class TokenLayout(_OnDevice):
             predictors=(sequence * width + column - columns.start)[own],
             targets=self.targets[own],
             destinations=self.destinations[own],
+            sources=self.sources[:, columns],
             token_rows=None if self.token_rows is None else self.token_rows[:, columns],
         )
 
@@ -160,6 +163,9 @@ def row_layout(input_ids: Tensor, response_mask: Tensor, width_multiple: int = 1
     width = int(columns.max()) + 1 if len(columns) else 1
     width += -width % width_multiple
     ids = input_ids[:, :width] if width <= length else pad(input_ids, (0, width - length))
+    last = _last_responses(response_mask)[:, None]
+    place = torch.arange(width, device=ids.device)
+    starts = torch.arange(len(ids), device=ids.device)[:, None] * length
     return TokenLayout(
         input_ids=ids,
         position_ids=None,
@@ -167,7 +173,8 @@ def row_layout(input_ids: Tensor, response_mask: Tensor, width_multiple: int = 1
         predictors=rows * width + columns,
         targets=input_ids[rows, columns + 1],
         destinations=rows * length + columns + 1,
-        num_padding=ids.numel() - int(_last_responses(response_mask).sum()),
+        num_padding=ids.numel() - int(last.sum()),
+        sources=torch.where(place < last, starts + place, -1),
     )
 
 
@@ -198,6 +205,7 @@ def packed_layout(input_ids: Tensor, response_mask: Tensor) -> TokenLayout:
         targets=input_ids[response_rows, response_columns + 1],
         destinations=response_rows * length + response_columns + 1,
         num_padding=0,
+        sources=(rows[:, None] * length + columns)[used][None],
     )
 
 
@@ -217,6 +225,7 @@ def padded(layout: TokenLayout, sequences: int, length: int) -> TokenLayout:
         pattern=layout.pattern.padded(length - width) if layout.pattern is not None else None,
         predictors=layout.predictors // width * length + layout.predictors % width,
         num_padding=layout.num_padding + sequences * length - rows * width,
+        sources=pad(layout.sources, extra, value=-1),
     )
 
 
@@ -268,6 +277,7 @@ def shared_prompt_layout(
         targets=ids[row_index, column_index],
         destinations=rows[row_index] * length + column_index,
         num_padding=0,
+        sources=(rows[:, None] * length + columns)[used][None],
     )
 
 

@@ -35,7 +35,7 @@ UNREAD: list[tuple[dict[str, Any], str, str]] = [
     ({"cispo_epsilon_high": 0.1}, "cispo_epsilon_high", "with pg_variant: ppo (read with cispo)"),
     ({"pg_clip_low": 0.2}, "pg_clip_low", "without use_pg_clip_range: true"),
     ({"dual_clip_coef": 3.0}, "dual_clip_coef", "without dual_clip_loss: true"),
-    ({"lambd": 0.9}, "lambd", "with adv_estimator: grpo (read with gae)"),
+    ({"lambd": 0.9}, "lambd", "with adv_estimator: grpo (read with gae"),
     ({"adv_estimator": "rloo", "gamma": 0.9}, "gamma", "with adv_estimator: rloo"),
     ({"pass_k": 2}, "pass_k", "read with pass@k"),
     ({"value_clip": 0.2}, "value_clip", "without critic"),

@@ -92,8 +92,6 @@ REFUSALS = (
         for role in ("*_train", "*_infer", "reference", "critic", "validation")
     ),
     Refusal("**.strategy_config.ep_size", "expert parallelism", applies=above(1)),
-    Refusal("**.strategy_config.expert_model_parallel_size", "expert parallelism", applies=above(1)),
-    Refusal("**.strategy_config.expert_tensor_parallel_size", "expert parallelism", applies=above(1)),
     Refusal("**.strategy_config.mtp_num_layers", "multi-token prediction", "~"),
     Refusal("**.strategy_config.fp8", "fp8 computation", "~"),
     Refusal("**.strategy_config.optimizer_cpu_offload", "optimizer states in host memory under Megatron", False),
