@@ -69,8 +69,10 @@ def check_manager(key: str, section: CustomEnvConfig, checks: Checks) -> None:
 
 
 def check_door(key: str, section: CustomEnvConfig, checks: Checks) -> None:
-    """An environment that there is."""
-    if section.env_type is None:
+    """An environment that there is, or an agent with its tasks."""
+    if section.agent is not None:
+        check_agent_keys(key, section, checks)
+    elif section.env_type is None:
         checks.missing(f"{key}.env_type", "is needed: which environment is played (roll env list)", "frozen_lake")
     elif section.env_type in ELSEWHERE:
         rule = f"is not part of this package: {ELSEWHERE[section.env_type]}"
@@ -78,11 +80,22 @@ def check_door(key: str, section: CustomEnvConfig, checks: Checks) -> None:
         checks.add(f"{key}.env_type", section.env_type, rule, remedy)
 
 
+def check_agent_keys(key: str, section: CustomEnvConfig, checks: Checks) -> None:
+    """An agent has no environment, and one that answers questions has a data set of them."""
+    if section.env_type is not None:
+        rule = "cannot be there with agent: an entry has an environment that is played, or an agent of its own"
+        checks.add(f"{key}.env_type", section.env_type, rule, "~")
+    if section.agent == "tools" and (section.data_args is None or not section.data_args.file_name):
+        checks.missing(f"{key}.data_args.file_name", "is needed with agent: tools: the questions", "[questions.jsonl]")
+    if section.context is not None:
+        checks.note(f"{key}.context", "has no effect with agent: prompts are what the agent sends")
+
+
 def check_texts(key: str, section: CustomEnvConfig, checks: Checks) -> None:
     """The turn's text names what there is in its context."""
     context = played_as(section).context
     path, text = f"{key}.agent_template", section.agent_template
-    if text is None:
+    if text is None or section.agent is not None:
         return
     if context == "own":
         checks.note(path, "has no effect with context: own, whose messages are the environment's")

@@ -136,7 +136,7 @@ def _most_new_tokens(entry: EntryPlan, sequence_length: int) -> int:
 def _entry(entry: EntryPlan, sequence_length: int) -> str:
     seconds = f", {entry.seconds:g} s" if entry.seconds is not None else ""
     rows = "a row a conversation" if entry.samples == "trajectory" else "a row a turn"
-    name = entry.section.env_type or ""
+    name = entry.section.env_type or f"agent {entry.section.agent}"
     limits = f"at most {count(entry.turns, 'turn')} of {entry.new_tokens} tokens, {sequence_length} tokens of context"
     return f"{name}; {limits}{seconds}; context {entry.context}, {rows}"
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from roll.agents.agent_options import AgentOptionError
+from roll.agents.doors import check_agent, uses_tools
 from roll.config.loader import LoadedConfig
 from roll.config.model_files import model_folder
 from roll.config.pipelines import find_own_modules
@@ -39,6 +41,8 @@ def check_environments(loaded: LoadedConfig[AgenticConfig]) -> None:
     find_own_modules()
     problems = []
     for tag, section in used_entries(loaded.config).items():
+        if section.agent is not None:
+            problems += _problems_of_agent(f"custom_envs.{tag}", section.agent, section.agent_config, loaded)
         if section.env_type is None:
             continue
         try:
@@ -47,6 +51,15 @@ def check_environments(loaded: LoadedConfig[AgenticConfig]) -> None:
             problems.append(_problem(f"custom_envs.{tag}", section.env_type, section.env_config, error, loaded))
     if problems:
         raise ConfigError(problems)
+
+
+def _problems_of_agent(key: str, agent: str, options: dict[str, Any], loaded: LoadedConfig[Any]) -> Iterator[Problem]:
+    """What is wrong with an agent, at the key that the agent names."""
+    try:
+        check_agent(agent, options)
+    except AgentOptionError as error:
+        place, _, rule = str(error).partition(": ")
+        yield Problem(f"{key}.{place}", None, rule, source=shown(loaded.source), has_value=False)
 
 
 def _problem(
@@ -83,7 +96,8 @@ def check_chat_template(loaded: LoadedConfig[AgenticConfig]) -> None:
         if entry.turns == 1 or entry.context not in ("append", "last"):
             continue
         try:
-            check_template(chat_template(loaded.config, tokenizer), entry.section.thinking, tools=False)
+            tools = entry.section.agent is not None and uses_tools(entry.section.agent)
+            check_template(chat_template(loaded.config, tokenizer), entry.section.thinking, tools)
         except TemplateError as error:
             key = f"custom_envs.{entry.tag}.thinking"
             raise ConfigError(
