@@ -12,7 +12,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from roll.config.lora import frozen_by, names_of
 from roll.config.roles import ModelArguments
 from roll.models.vision import reads_images
 
@@ -186,21 +187,23 @@ def _refuse_changed_logits(config: PretrainedConfig, path: str) -> None:
             )
 
 
-def freeze_modules(model: PreTrainedModel, prefixes: str | None) -> None:
-    """Freeze the parameters whose name starts with one of the comma-separated prefixes.
+def freeze_modules(model: PreTrainedModel, prefixes: str | Sequence[str] | None) -> None:
+    """Freeze the parameters whose name starts with one of the prefixes (a list, or with commas).
 
     Raises:
         ValueError: a prefix that matches nothing.
     """
-    for prefix in (part.strip() for part in (prefixes or "").split(",") if part.strip()):
-        matching = [parameter for name, parameter in model.named_parameters() if name.startswith(prefix)]
+    parameters = dict(model.named_parameters())
+    for prefix in names_of(prefixes):
+        matching = frozen_by(prefix, parameters)
         if not matching:
-            known = ", ".join(sorted({name.split(".")[0] for name, _ in model.named_parameters()}))
+            tops = {".".join(name.split(".")[:2]).removesuffix(".weight") for name in parameters}
             raise ValueError(
-                f"model_args.freeze_module_prefix: no parameter starts with {prefix!r}; the top modules are {known}"
+                f"model_args.freeze_module_prefix: no parameter starts with {prefix!r}; the top modules are "
+                f"{', '.join(sorted(tops))}"
             )
-        for parameter in matching:
-            parameter.requires_grad_(False)
+        for name in matching:
+            parameters[name].requires_grad_(False)
 
 
 TILED_FAMILIES = {"qwen2": "Qwen2MLP", "qwen3": "Qwen3MLP", "llama": "LlamaMLP"}

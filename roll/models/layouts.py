@@ -242,7 +242,9 @@ def padded(layout: TokenLayout, sequences: int, length: int) -> TokenLayout:
     extra = (0, length - width, 0, sequences - rows)
     flat = layout.pattern is not None
     assert min(extra) >= 0 and (not flat or rows == sequences == 1), (layout.input_ids.shape, sequences, length)
-    positions = layout.position_ids
+    positions, images = layout.position_ids, layout.images
+    if images is not None:
+        images = replace(images, tokens=_moved(images.tokens, width, length))
     return replace(
         layout,
         input_ids=pad(layout.input_ids, extra),
@@ -250,7 +252,7 @@ def padded(layout: TokenLayout, sequences: int, length: int) -> TokenLayout:
         pattern=layout.pattern.padded(length - width) if layout.pattern is not None else None,
         predictors=_moved(layout.predictors, width, length),
         sources=pad(layout.sources, extra, value=-1),
-        images=None if layout.images is None else replace(layout.images, tokens=_moved(layout.images.tokens, width, length)),
+        images=images,
         num_padding=layout.num_padding + sequences * length - rows * width,
     )
 

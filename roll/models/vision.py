@@ -1,6 +1,6 @@
 """Images in the forward pass of a vision-language model: their features, and positions of three axes.
 
-A batch comes with an object column of :class:`~roll.protocol.vision.VisionInputs`. :func:`with_images` replaces it, once
+A batch has an object column of :class:`~roll.protocol.vision.VisionInputs`. :func:`with_images` replaces it, once
 for all micro-batches, by columns of one number a token: which feature of which image the token stands for, and where it
 is. From there on images need no care of their own: a layout takes those numbers along with its tokens, whether these
 are padded, packed, behind a shared prompt or in the chunk of a rank.
