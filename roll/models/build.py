@@ -74,7 +74,7 @@ def build_model(args: ModelArguments, head: HeadName, dtype: torch.dtype = torch
         OSError: no such folder, or a folder without a model.
     """
     config = checked_config(args, head)
-    model, info = auto_class(head).from_pretrained(
+    model, info = auto_class(config, head).from_pretrained(
         args.model_name_or_path,
         config=config,
         dtype=dtype,
@@ -91,11 +91,14 @@ def build_model(args: ModelArguments, head: HeadName, dtype: torch.dtype = torch
     return model
 
 
-def auto_class(head: HeadName) -> Any:
-    """The class of transformers that makes a model with this head."""
-    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+def auto_class(config: PretrainedConfig, head: HeadName) -> Any:
+    """The class of transformers that makes a model of this configuration with this head."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification
 
-    return AutoModelForTokenClassification if head == "value" else AutoModelForCausalLM
+    if head == "value":
+        return AutoModelForTokenClassification
+    # The family's model of text alone would be found as well, without its vision tower.
+    return AutoModelForImageTextToText if getattr(config, "vision_config", None) is not None else AutoModelForCausalLM
 
 
 def checked_config(args: ModelArguments, head: HeadName) -> PretrainedConfig:

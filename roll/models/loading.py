@@ -192,7 +192,7 @@ def build_on_meta(args: ModelArguments, head: HeadName, dtype: torch.dtype = tor
         obstacle = "there are no safetensors files"
     if obstacle is None:
         with torch.device("meta"):
-            model = auto_class(head).from_config(
+            model = auto_class(config, head).from_config(
                 config, dtype=dtype, attn_implementation=attention_implementation(args)
             )
         stored, found = _stored_tensors(model), files.shapes()
