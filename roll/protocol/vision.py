@@ -138,10 +138,10 @@ class VisionInputs:
         return [self.processing.tokens(grid) for grid in self.image_grid_thw.tolist()]
 
     @property
-    def digest(self) -> str:
-        """Of the images and how they are processed: equal digests have equal patches."""
-        text = repr((self.processing, [image.digest for image in self.images]))
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    def image_keys(self) -> list[str]:
+        """A name for each image and its processing, in hexadecimal: images of equal keys have equal patches."""
+        texts = (f"{image.digest} {self.processing}" for image in self.images)
+        return [hashlib.blake2b(text.encode(), digest_size=16).hexdigest() for text in texts]
 
     def grids(self) -> torch.Tensor:
         """``image_grid_thw`` as a tensor of its own, int64 (images, 3)."""
@@ -154,7 +154,7 @@ class VisionInputs:
         Raises:
             ImageError: an image that cannot be decoded.
         """
-        parts = [_PATCHES.get(image, self.processing) for image in self.images]
+        parts = [patches_of(image, self.processing) for image in self.images]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def resized_images(self) -> list[Image]:
@@ -261,3 +261,17 @@ class _PatchCache:
 
 
 _PATCHES = _PatchCache(PATCH_CACHE_BYTES)
+
+
+def patches_of(image: EncodedImage, processing: ImageProcessing) -> torch.Tensor:
+    """Patches of one image, float32 (patches, patch_dim); not to be written to.
+
+    Raises:
+        ImageError: an image that cannot be decoded.
+    """
+    return _PATCHES.get(image, processing)
+
+
+def num_processed() -> int:
+    """Images that this process has cut into patches."""
+    return _PATCHES.num_processed
