@@ -214,15 +214,15 @@ def text_inputs(body: PreTrainedModel, layout: TokenLayout) -> dict[str, Any]:
 
 
 def _nothing_seen(body: PreTrainedModel, like: Tensor) -> Tensor:
-    """0 of the type of ``like``, computed by the whole tower: through every one of its outputs, or the layers behind
-    the others would get no gradient."""
+    """0 of the type of ``like``, computed by the whole tower: through every output that an image would be seen by, or
+    the layers behind the others would get no gradient. (Through no other one: ZeRO-3 compares what ranks compute.)"""
     config: Any = body.config.vision_config
     side = config.spatial_merge_size
     channels = getattr(config, "in_channels", 3)
     patch_dim = channels * config.temporal_patch_size * config.patch_size**2
     blank = torch.zeros(side * side, patch_dim, device=like.device)
     seen = body.get_image_features(blank, torch.tensor([[1, side, side]], device=like.device), return_dict=True)
-    outputs = [seen.last_hidden_state, *seen.pooler_output]
+    outputs = [*seen.pooler_output]
     outputs += [part for feature in getattr(seen, "deepstack_features", None) or () for part in feature]
     return sum((output.sum() for output in outputs), start=torch.zeros((), device=like.device)).to(like.dtype) * 0.0
 
