@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
+from roll.config.lora import names_of
 from roll.models.loading import TensorFiles
 from roll.models.lora import DOWN_PART, UP_PART, adapter_names, merged_weight
 from roll.platforms import current_platform
@@ -221,8 +222,8 @@ def read_parameter(
     return own.correspondence.layout.split([files.read(name) for name in sources], tensor_rank, tensor_size)
 
 
-def freeze(parameters: list[OwnParameter], names: list[str], prefixes: str | None) -> None:
-    """Freeze parameters whose Hugging Face name starts with one of the comma-separated prefixes.
+def freeze(parameters: list[OwnParameter], names: list[str], prefixes: str | Sequence[str] | None) -> None:
+    """Freeze parameters whose Hugging Face name starts with one of the prefixes (a list, or with commas).
 
     Args:
         names: those of the whole model.
@@ -230,7 +231,7 @@ def freeze(parameters: list[OwnParameter], names: list[str], prefixes: str | Non
     Raises:
         ValueError: a prefix that matches nothing, or only a part of what Megatron keeps as one parameter.
     """
-    for prefix in (part.strip() for part in (prefixes or "").split(",") if part.strip()):
+    for prefix in names_of(prefixes):
         if not any(name.startswith(prefix) for name in names):
             known = ", ".join(sorted({name.split(".")[0] for name in names}))
             raise ValueError(
