@@ -212,6 +212,10 @@ class ImageReader:
         each = iter(counts)
         return [token for one in token_ids for token in ([image] * next(each) if one == image else [one])]
 
+    def is_seen(self, token_ids: Sequence[int]) -> bool:
+        """True for a prompt with images."""
+        return self.model is not None and self.model.image_token_id in token_ids
+
     def restore(
         self, source: SourceRow, messages: Callable[[SourceRow], list[Message]], token_ids: Sequence[int]
     ) -> VisionInputs | None:
@@ -223,8 +227,7 @@ class ImageReader:
         Raises:
             DataError: an image that is gone, or has another size than when the row was prepared.
         """
-        if self.model is None or self.model.image_token_id not in token_ids:
-            return None
+        assert self.model is not None
         _, images = self.read(source, messages(source))
         vision = self.look(source, images, whole=False)
         found = sum(vision.num_tokens) if vision is not None else 0
@@ -345,6 +348,8 @@ class PreparedImages:
         Raises:
             DataError: an image that is gone or has changed since the row was prepared.
         """
+        if not self._reader.is_seen(token_ids):
+            return None
         source = SourceRow(self._files[file], number, row)
         return self._reader.restore(source, Columns.of(self._data_args, source).read_messages, token_ids)
 
