@@ -18,10 +18,11 @@ from roll.config.model_files import model_config
 from roll.datasets.columns import Columns, Message
 from roll.datasets.reading import Row, SourceRow
 from roll.datasets.types import DataError
-from roll.protocol.vision import EncodedImage, ImageError, ImageProcessing, VisionInputs, vision_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from roll.protocol.vision import EncodedImage, ImageProcessing, VisionInputs  # which imports torch
 
 IMAGE_MARK = "<image>"
 """Where an image stands in a text."""
@@ -75,6 +76,8 @@ def load_processing(model_path: str) -> ImageProcessing:
         DataError: no image processor, or one of another kind.
     """
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    from roll.protocol.vision import ImageProcessing
 
     try:
         settings, _ = Qwen2VLImageProcessorPil.get_image_processor_dict(model_path)
@@ -188,6 +191,8 @@ class ImageReader:
         """
         if not images:
             return None
+        from roll.protocol.vision import ImageError, vision_inputs
+
         assert self.model is not None
         try:
             return vision_inputs(images, self.model.processing, whole)
@@ -283,6 +288,8 @@ class ImageReader:
         Raises:
             DataError: none of these, or one that cannot be read.
         """
+        from roll.protocol.vision import EncodedImage
+
         where = f"{source.place}: image {number + 1} of column {self.column!r}"
         if isinstance(value, Mapping):  # what the library `datasets` writes
             value = value.get("bytes") or value.get("path") or value.get("url")
