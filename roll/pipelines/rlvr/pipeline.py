@@ -6,7 +6,7 @@ models whose opinion is needed look at the answers; scores become advantages; ac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from roll.checkpoint import Checkpoint
 from roll.config.loader import LoadedConfig
 from roll.config.rewards import REWARD_MODEL
 from roll.distributed import ResourceManager
-from roll.pipelines.files import export_model, sample_table
+from roll.pipelines.files import export_model, sample_table, write_images
 from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency, moves_states
 from roll.pipelines.rlvr.clusters import start_clusters
 from roll.pipelines.rlvr.config import RLVRConfig
@@ -34,6 +34,7 @@ from roll.pipelines.rlvr.validation import Validation
 from roll.pipelines.run_context import RunContext
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean
+from roll.rollout.groups import SampleGroup
 from roll.weight_sync.controller import WeightSync, sync_options
 from roll.workers.training import TrainingWorker
 
@@ -120,8 +121,14 @@ class RLVRPipeline:
         if self.recorded.writes:
             self.recorded.write(step, batch)
         self.context.record(metrics)
-        self.context.dump_samples("train", step, lambda: sample_table(groups))
+        self.dump("train", step, groups)
         return batch
+
+    def dump(self, kind: str, step: int, groups: Sequence[SampleGroup], part: str = "") -> None:
+        """Samples, and the images of their prompts, where ``rollout_dump_dir`` says."""
+        self.context.dump_samples(kind, step, partial(sample_table, groups), part)
+        if self.plan.dump_dir is not None:
+            write_images(self.plan.dump_dir / "images", groups)
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -199,7 +206,7 @@ class RLVRPipeline:
         metrics, answered = validation.report()
         self.context.record_validation(metrics, step)
         for name, groups in answered.items():
-            self.context.dump_samples("validation", step, partial(sample_table, groups), name)
+            self.dump("validation", step, groups, name)
 
     def finish(self) -> None:
         """A last validation of the final weights, the last checkpoint, and the summary."""
