@@ -95,6 +95,8 @@ class TokenLayout(_OnDevice):
     """Number of the S * T tokens on which no result depends."""
     sources: Tensor
     """int64 (S, T), index of each token in the flattened (B * L) batch; -1: no result depends on it."""
+    token_rows: Tensor | None = None
+    """float32 (S, T), how many rows each token stands for; where somebody asks (:func:`with_token_rows`)."""
 
     def scatter(self, values: Tensor, shape: torch.Size) -> Tensor:
         """Put (N,) values at their places in a (B, L) tensor of zeros; gradients flow back to ``values``."""
@@ -123,7 +125,29 @@ class TokenLayout(_OnDevice):
             targets=self.targets[own],
             destinations=self.destinations[own],
             sources=self.sources[:, columns],
+            token_rows=None if self.token_rows is None else self.token_rows[:, columns],
         )
+
+
+def with_token_rows(layout: TokenLayout) -> TokenLayout:
+    """With ``token_rows``: 0 for padding, the number of its responses for a token of a shared prompt, 1 for others.
+
+    Sums weighted by it are the same in every layout of the same rows.
+    """
+    sequences, length = layout.input_ids.shape
+    pattern, place = layout.pattern, torch.arange(sequences * length, device=layout.input_ids.device)
+    if pattern is None:
+        # The last hidden state that predicts something; what comes after it is padding.
+        last = place.new_full((sequences,), -1)
+        last = last.scatter_reduce(0, layout.predictors // length, layout.predictors % length, "amax")
+        return replace(layout, token_rows=(place.view(sequences, length)[:1] <= last[:, None]).float())
+    rows = (place < layout.input_ids.numel() - layout.num_padding).float()
+    if isinstance(pattern, PromptParts):
+        num_prompts, width = pattern.prompts.shape
+        responses = torch.bincount(pattern.prompt_of_part, minlength=num_prompts)
+        prompt = (pattern.restore // width).clamp_(max=num_prompts - 1)
+        rows *= torch.where(pattern.restore < pattern.prompts.numel(), responses[prompt], 1)
+    return replace(layout, token_rows=rows.view(sequences, length))
 
 
 def row_layout(input_ids: Tensor, response_mask: Tensor, width_multiple: int = 1) -> TokenLayout:

@@ -92,3 +92,70 @@ def write_moe(folder: Path, family: str = "qwen3_moe", **changes: Any) -> Path:
                 tensor.normal_(std=0.5)
     model.save_pretrained(folder)
     return folder
+
+
+def divided(folder: Path) -> Path:
+    """A copy of a Qwen3-MoE model that sends token ids below half of the vocabulary to the first half of the experts,
+    and the others to the second."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    half = VOCABULARY // 2
+    with torch.no_grad():
+        embeddings = model.get_input_embeddings().weight
+        embeddings[:half, 0], embeddings[half:, 0] = 5.0, -5.0
+        for layer in model.model.layers:
+            layer.mlp.gate.weight[:3, 0], layer.mlp.gate.weight[3:, 0] = 5.0, -5.0
+    model.save_pretrained(folder.with_name(f"{folder.name}_divided"))
+    return folder.with_name(f"{folder.name}_divided")
+
+
+SEPARATE = "separate_experts"
+
+
+def register_separate() -> None:
+    """Let transformers know ``separate_experts``: Qwen2 whose MLP layers are experts in a ``ModuleList``, of which a pass
+    calls those that have tokens."""
+    from torch import nn
+    from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
+
+    class SeparateConfig(Qwen2Config):
+        model_type = SEPARATE
+        num_experts = 4
+        num_experts_per_tok = 2
+
+    class SeparateMLP(Qwen2MLP):
+        pass
+
+    class SeparateBlock(nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+            self.experts = nn.ModuleList(SeparateMLP(config) for _ in range(config.num_experts))
+            self.top_k = config.num_experts_per_tok
+
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            tokens = hidden_states.flatten(0, -2)
+            weights, chosen = self.gate(tokens).float().softmax(-1).topk(self.top_k, -1)
+            output = torch.zeros_like(tokens)
+            for index in chosen.unique():
+                rows, places = (chosen == index).nonzero(as_tuple=True)
+                weighted = self.experts[index](tokens[rows]) * weights[rows, places, None].to(tokens.dtype)
+                output = output.index_add(0, rows, weighted)
+            return output.view_as(hidden_states)
+
+    class SeparateForCausalLM(Qwen2ForCausalLM):
+        config_class = SeparateConfig
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            for layer in self.model.layers:
+                layer.mlp = SeparateBlock(config)
+            self.post_init()
+
+    AutoConfig.register(SEPARATE, SeparateConfig, exist_ok=True)
+    AutoModelForCausalLM.register(SeparateConfig, SeparateForCausalLM, exist_ok=True)
+
+
+FAMILIES[SEPARATE] = {}
