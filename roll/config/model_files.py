@@ -114,7 +114,7 @@ NEEDS = {
 SUPPORT: dict[str, tuple[str, ...]] = {
     VISION: (),
     AUDIO: (),
-    EXPERTS: ("fsdp", "deepspeed", "hf_infer", "vllm", "sglang"),
+    EXPERTS: ("fsdp", "deepspeed", "megatron", "hf_infer", "vllm", "sglang"),
     RECURRENT: (),
     ENCODER: (),
 }

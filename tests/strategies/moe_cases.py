@@ -11,7 +11,7 @@ from roll.models.layouts import row_layout, with_token_rows
 from roll.strategies.factory import create_strategy
 from tests.strategies import sharded_cases
 from tests.strategies.moe_models import register_separate
-from tests.strategies.samples import TensorBatch, policy_loss
+from tests.strategies.samples import TensorBatch
 
 register_separate()
 

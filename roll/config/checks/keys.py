@@ -65,7 +65,7 @@ class Refusal:
 
 
 REFUSALS = (
-    Refusal("router_args.router_name", "this router", "~", one_of("EnvAffinityRouter", "SglangRouter")),
+    Refusal("router_args.router_name", "this router", "~", one_of("SglangRouter")),
     Refusal("kl_penalty", "KL over the whole vocabulary", "k1", one_of("full")),
     Refusal("kl_loss_type", "KL over the whole vocabulary", "k3", one_of("full")),
     Refusal("transfer_backend.backend_name", "another transfer backend", "~"),
@@ -92,8 +92,6 @@ REFUSALS = (
         for role in ("*_train", "*_infer", "reference", "critic", "validation")
     ),
     Refusal("**.strategy_config.ep_size", "expert parallelism", applies=above(1)),
-    Refusal("**.strategy_config.expert_model_parallel_size", "expert parallelism", applies=above(1)),
-    Refusal("**.strategy_config.expert_tensor_parallel_size", "expert parallelism", applies=above(1)),
     Refusal("**.strategy_config.mtp_num_layers", "multi-token prediction", "~"),
     Refusal("**.strategy_config.fp8", "fp8 computation", "~"),
     Refusal("**.strategy_config.optimizer_cpu_offload", "optimizer states in host memory under Megatron", False),

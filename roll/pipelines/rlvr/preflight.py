@@ -7,13 +7,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from roll.config.pipelines import find_own_modules
+from roll.config.policy import RouterConfig
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.masking import masked
 from roll.config.reading.yaml_files import shown
-from roll.pipelines.rlvr.config import RLVRConfig, RouterConfig
+from roll.pipelines.policy import actor_keys, pg_variant
+from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.rlvr.planning import actor_keys, pg_variant
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
