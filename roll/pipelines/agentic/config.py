@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from roll.config.algorithm import estimator, estimators
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.fields import parse_dotted_path, rules, setting
@@ -204,6 +205,15 @@ class AgenticConfig(PolicyRunConfig, OlderRLVRKeys):
     """``gigpo``: weight of the advantage of a step among those taken from the same state."""
     step_reward_gamma: float = setting(0.95, ge=0, le=1, read_if={"adv_estimator": ("gigpo", "step_reinforce")})
     """Discount per step in the return from a step on."""
+    train_roles: list[str] = field(default_factory=list)
+    """Roles of agents that speak in several (``model.as_(role)``) whose calls are trained; empty: all. What others say
+    is context."""
+    failed_episodes: Literal["drop", "zero", "keep"] = "drop"
+    """Episodes that a fault of their environment or agent has ended: ``drop`` them from baselines and loss, count them
+    with reward ``zero``, or ``keep`` what they have earned."""
+    bootstrap_truncated: bool = setting(True, read_if=estimators(lambda row: row.needs_values))
+    """Episodes that a limit has ended go on with the critic's value of the state in which they were left; false: as if
+    the task had ended there."""
     ratio_type: Literal["token", "segment"] = "token"
     """Probability ratio of the policy loss: of each ``token``, or of each turn (``segment``: the mean log-ratio of its
     tokens)."""
@@ -224,4 +234,9 @@ class AgenticConfig(PolicyRunConfig, OlderRLVRKeys):
 
     @property
     def longest_sequence(self) -> int:
-        return self.sequence_length
+        return self.sequence_length + self.bootstraps
+
+    @property
+    def bootstraps(self) -> bool:
+        """The critic looks one token further."""
+        return self.bootstrap_truncated and estimator(self.adv_estimator).needs_values

@@ -12,10 +12,11 @@ import numpy as np
 
 from roll.agents.episode import EpisodeGroup
 from roll.config.plan.plan import RunAhead
-from roll.pipelines.agentic.config import AgenticConfig
+from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
 from roll.pipelines.agentic.metrics import episode_metrics, episode_table, token_checks
 from roll.pipelines.agentic.plan import AgenticPlan, ManagerPlan
 from roll.pipelines.agentic.players import TaskSource, build_players, read_data
+from roll.pipelines.agentic.preflight import own_group_filter
 from roll.pipelines.engine_rollout import EngineRollout
 from roll.pipelines.files import pad_token_id
 from roll.pipelines.rlvr.clusters import Clusters
@@ -86,17 +87,20 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
 
     def collect(self, step: int) -> tuple[DataProto, Callable[[], SampleTable], Metrics]:
         groups, metrics = self._groups_of(step)
-        batch = build_episode_batch(groups, self._rule, pad_token_id(self._data.tokenizer))
+        batch = build_episode_batch(
+            groups,
+            {tag: entry.samples for tag, entry in self._plan.entries.items()},
+            pad_token_id(self._data.tokenizer),
+            roles=self._config.train_roles or None,
+            on_error=self._config.failed_episodes,
+            bootstrap=self._config.bootstraps,
+        )
         sampled = float(batch.batch["response_mask"].sum())
         given = float(batch.batch["attention_mask"].sum()) - sampled
         metrics |= self._size_metrics(len(batch), sampled, given) | self._loss_metrics()
         metrics |= episode_metrics(groups) | token_checks(batch, groups) | self._what_became()
         templates = {tag: player.template for tag, player in self._data.players.items()}
         return batch, partial(episode_table, groups, templates), metrics
-
-    @property
-    def _rule(self) -> Any:
-        return next(iter(self._plan.entries.values())).samples
 
     def _groups_of(self, step: int) -> tuple[list[EpisodeGroup], Metrics]:
         self._busy_before = self._engines.busy_seconds
@@ -211,15 +215,23 @@ class AsyncEpisodeRollout(EpisodeRollout):
 
 
 def _settings(manager: ManagerPlan, name: str) -> EpisodeSettings:
-    section = manager.section.group_filter_config
-    keep = build_filter(section.type, section.filter_args)
     return EpisodeSettings(
-        manager.group_size,
-        name,
-        manager.redundancy,
-        manager.num_groups,
-        keeps=lambda group: keep(np.array(group.scores() or [np.nan], dtype=np.float32)),
+        manager.group_size, name, manager.redundancy, manager.num_groups, keeps=group_filter(manager.section)
     )
+
+
+def group_filter(section: EnvManagerConfig) -> Callable[[EpisodeGroup], bool]:
+    """``group_filter_config`` and ``group_filter_cls`` together: true for groups that both keep."""
+    keep = build_filter(section.group_filter_config.type, section.group_filter_config.filter_args)
+    own = None if section.group_filter_cls is None else own_group_filter(section.group_filter_cls)
+
+    def keeps(group: EpisodeGroup) -> bool:
+        if not keep(np.array(group.scores() or [np.nan], dtype=np.float32)):
+            return False
+        identity = f"{group.task.tag}_{group.task.seed}"
+        return own is None or not own.filter(identity, group.order, group.episodes)
+
+    return keeps
 
 
 def staleness_metrics(groups: Sequence[EpisodeGroup], step: int) -> Metrics:
