@@ -152,6 +152,8 @@ def test_estimators_read_what_the_keys_declare(estimator: str) -> None:
         reward_components=torch.rand(4, 2),
         old_log_probs=torch.full((4, 3), -1.0),
         old_sum_of_squares=torch.full((4, 3), 0.5),
+        step_returns=torch.zeros(4, 3),
+        state_ids=torch.zeros(4, 3, dtype=torch.long),
     )
     options = recorded(AdvantageOptions(adv_estimator=estimator, reward_weights={"a": 1.0, "b": 2.0}, pass_k=2), read)
     advantage_estimators.resolve(estimator)(inputs, options)

@@ -12,7 +12,7 @@ from roll.config.reading.errors import closest, count
 from roll.config.strategies.registry import backend_of
 from roll.pipelines.agentic.checks_entries import check_entries
 from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
-from roll.pipelines.agentic.planning import entry_plan, managers, training_sampling
+from roll.pipelines.agentic.planning import entry_plan, managers, played_as, training_sampling
 from roll.pipelines.policy import policy_training_plans
 from roll.pipelines.policy_checks import (
     check_algorithm,

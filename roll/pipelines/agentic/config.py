@@ -15,6 +15,7 @@ from roll.config.run import OlderRLVRKeys
 
 NORMALIZATIONS = ("identity", "mean", "mean_std", "asym_clip")
 GROUPINGS = ("batch", "tags", "traj_group_id")
+AGENTS = ("tools", "black_box")
 TOOL_CALL_FORMATS = ("hermes", "qwen_xml", "glm", "mistral", "deepseek", "llama3", "gpt_oss")
 TOOL_IDS = ("python_code", "search", "mcp")
 
@@ -123,11 +124,20 @@ class CustomEnvConfig:
     ``textarena:ID``, ``skyrl:ID``, ``openenv:URL``; or the dotted path of a class of your own."""
     env_config: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment; checked by the environment itself."""
-    agent: str | None = None
-    """In place of ``env_type``: ``tools`` (answers the questions of a data set, with tools), ``black_box`` (a program
-    that talks to the policy over HTTP), or the dotted path of a coroutine ``run(task, model)`` of your own."""
+    agent: str | None = setting(None, choices=AGENTS, dotted_path=True)
+    """In place of ``env_type``, who works on the task: ``tools`` (the policy with tools, until it answers),
+    ``black_box`` (a program that speaks to the policy over HTTP), or the dotted path of a coroutine
+    ``run(task, model)`` of your own."""
     agent_config: dict[str, Any] = field(default_factory=dict)
-    """Options of the agent; checked by the agent itself. Arguments of a coroutine of your own."""
+    """Options of the agent; of a coroutine its keyword arguments. Checked by the agent itself."""
+    tools: list[Any] = field(default_factory=list)
+    """Short for ``agent: tools`` with ``agent_config.tools``: ``python``, ``search`` and ``mcp`` with their options,
+    or dotted paths of functions."""
+    command: str | list[str] | None = None
+    """Short for ``agent: black_box`` with ``agent_config.command``: the program and its arguments."""
+    verifier: dict[str, Any] = field(default_factory=dict)
+    """Short for ``agent_config.verifier``: the reward of an answer, ``worker_cls`` (a reward's name or dotted path) with
+    ``reward_kwargs`` and ``answer_key``, or a ``command``."""
     tool_format: str | None = setting(None, choices=TOOL_CALL_FORMATS)
     """How the model writes tool calls; null: as its chat template does."""
     env_manager_cls: str | None = field(default=None, metadata=rules(parse=parse_dotted_path, example="~"))
@@ -170,7 +180,7 @@ class CustomEnvConfig:
     tool_wrapper: ToolWrapperConfig | None = None
     """Tools around the environment, in ROLL's form."""
     agent_runner_cls: str | None = None
-    """Of ROLL's files: who drives an agent behind a proxy; ``agent: black_box`` is the key here."""
+    """Of ROLL's files: who drives an agent behind a proxy; ``command`` and ``agent`` are the keys here."""
     http_timeout: float | None = setting(None, gt=0)
     """Of ROLL's files: seconds that a model call of such an agent may wait."""
     config: dict[str, Any] = field(default_factory=dict)

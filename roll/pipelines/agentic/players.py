@@ -20,7 +20,7 @@ from roll.datasets.templates import template_text
 from roll.environments.base import Environment
 from roll.environments.off_loop import EnvironmentProcesses
 from roll.environments.registry import is_instant, make_environment
-from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig
+from roll.pipelines.agentic.config import AgenticConfig
 from roll.pipelines.agentic.plan import AgenticPlan, EntryPlan, ManagerPlan
 from roll.rollout.episodes import Player
 from roll.rollout.flow import sampling_params
@@ -58,11 +58,11 @@ def build_players(
         entry = plan.entries[tag]
         template = chat_template(config, tokenizer)
         section = entry.section
-        check_template(template, section.thinking, tools=section.agent is not None and uses_tools(section.agent))
-        if section.agent is None:
+        check_template(template, section.thinking, uses_tools(entry.agent))
+        if entry.agent is None:
             agent = environment_agent(entry, manager.section.max_env_num_per_worker, processes)
         else:
-            agent = agents[tag] if tag in agents else own_agent(section.agent, section)
+            agent = agents[tag] if tag in agents else own_agent(entry.agent, entry)
             agents[tag] = agent
         most = manager.generating_args.max_new_tokens or entry.new_tokens
         limits = Limits(entry.turns, min(entry.new_tokens, most), plan.sequence_length, entry.seconds)
@@ -73,13 +73,14 @@ def build_players(
     return players
 
 
-def own_agent(name: str, section: CustomEnvConfig) -> Agent:
+def own_agent(name: str, entry: EntryPlan) -> Agent:
     """The agent of an entry without an environment.
 
     Raises:
         AgentOptionError: there is none, or an option is wrong.
     """
-    return make_agent(name, section.agent_config, section.agent_system_template or None, section.agent_template)
+    section = entry.section
+    return make_agent(name, entry.agent_config, section.agent_system_template or None, section.agent_template)
 
 
 def environment_agent(entry: EntryPlan, per_process: int, processes: list[EnvironmentProcesses]) -> Agent:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from roll.agents.agent_options import AgentOptionError
-from roll.agents.doors import check_agent, uses_tools
 from roll.config.loader import LoadedConfig
 from roll.config.model_files import model_folder
 from roll.config.pipelines import find_own_modules
@@ -18,7 +16,7 @@ from roll.config.reading.masking import masked
 from roll.config.reading.yaml_files import shown
 from roll.environments.registry import EnvironmentOptionError, check_environment_options
 from roll.pipelines.agentic.config import AgenticConfig
-from roll.pipelines.agentic.planning import used_entries
+from roll.pipelines.agentic.planning import agent_of, used_entries
 from roll.pipelines.policy_preflight import build_own_filter, policy_functions
 
 TOKENIZER = "tokenizer_config.json"
@@ -41,8 +39,9 @@ def check_environments(loaded: LoadedConfig[AgenticConfig]) -> None:
     find_own_modules()
     problems = []
     for tag, section in used_entries(loaded.config).items():
-        if section.agent is not None:
-            problems += _problems_of_agent(f"custom_envs.{tag}", section.agent, section.agent_config, loaded)
+        agent, options = agent_of(section)
+        if agent is not None:
+            problems += agent_problems(f"custom_envs.{tag}", agent, options, loaded)
         if section.env_type is None:
             continue
         try:
@@ -53,13 +52,20 @@ def check_environments(loaded: LoadedConfig[AgenticConfig]) -> None:
         raise ConfigError(problems)
 
 
-def _problems_of_agent(key: str, agent: str, options: dict[str, Any], loaded: LoadedConfig[Any]) -> Iterator[Problem]:
-    """What is wrong with an agent, at the key that the agent names."""
+def agent_problems(
+    key: str, agent: str, options: dict[str, Any], loaded: LoadedConfig[AgenticConfig]
+) -> Iterator[Problem]:
+    """What is wrong with an agent, and with its options."""
+    from roll.agents.agent_options import AgentOptionError
+    from roll.agents.doors import check_agent
+
     try:
         check_agent(agent, options)
     except AgentOptionError as error:
-        place, _, rule = str(error).partition(": ")
-        yield Problem(f"{key}.{place}", None, rule, source=shown(loaded.source), has_value=False)
+        name, colon, rule = str(error).partition(": ")
+        if not colon or " " in name:
+            name, rule = "agent", str(error)
+        yield Problem(f"{key}.{name}", None, rule, source=shown(loaded.source), has_value=False)
 
 
 def _problem(
@@ -84,6 +90,7 @@ def check_chat_template(loaded: LoadedConfig[AgenticConfig]) -> None:
         ConfigError: they cannot.
     """
     from roll.agents.chat_ids import TemplateError, check_template
+    from roll.agents.doors import uses_tools
     from roll.pipelines.agentic.players import chat_template
     from roll.pipelines.files import load_tokenizer
 
@@ -96,8 +103,8 @@ def check_chat_template(loaded: LoadedConfig[AgenticConfig]) -> None:
         if entry.turns == 1 or entry.context not in ("append", "last"):
             continue
         try:
-            tools = entry.section.agent is not None and uses_tools(entry.section.agent)
-            check_template(chat_template(loaded.config, tokenizer), entry.section.thinking, tools)
+            template = chat_template(loaded.config, tokenizer)
+            check_template(template, entry.section.thinking, uses_tools(entry.agent))
         except TemplateError as error:
             key = f"custom_envs.{entry.tag}.thinking"
             raise ConfigError(
