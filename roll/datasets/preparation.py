@@ -202,6 +202,7 @@ def cache_settings(maker: RowMaker) -> dict[str, Any] | None:
         "tokenizer": fingerprint,
         "choice": choice,
         "templates": templates,
+        **maker.images.settings(),
     }
 
 

@@ -183,7 +183,8 @@ class RLVR(PipelineDefinition):
         from roll.pipelines.rlvr.data import read_prompts, remarks
 
         def read(data_args: DataArguments, limit: int, tokenizer: Any) -> PromptDataset:
-            return read_prompts(loaded.config, data_args, limit, tokenizer)
+            assert isinstance(loaded.plan, RLVRPlan)
+            return read_prompts(loaded.config, loaded.plan, data_args, limit, tokenizer)
 
         assert isinstance(loaded.plan, RLVRPlan)
         sets = {"train": (loaded.config.actor_train.data_args, loaded.plan.prompt_length)}

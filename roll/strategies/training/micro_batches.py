@@ -15,6 +15,7 @@ import torch
 from roll.config.plan.micro_batching import MicroBatching
 from roll.models.layouts import TokenLayout, leads_a_group, packed_layout, row_layout, shared_prompt_layout
 from roll.models.partitions import balance_packs, pack_sequences
+from roll.models.vision import PROMPT_KEYS
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
 from roll.strategies.base import TensorBatch
 
@@ -101,7 +102,7 @@ def rows_of_like_lengths(lengths: np.ndarray, max_tokens: int, width_multiple: i
 def _prompt_groups(batch: TensorBatch, lengths: np.ndarray, capacity: int) -> list[tuple[list[int], int]]:
     """Adjacent rows behind one prompt with their tokens (the prompt once), split where they exceed ``capacity``."""
     mask = batch["response_mask"]
-    leads = leads_a_group(batch["input_ids"], mask).tolist()
+    leads = leads_a_group(batch.get(PROMPT_KEYS, batch["input_ids"]), mask).tolist()
     answers = mask.any(1).tolist()
     prompts = torch.where(mask.any(1), mask.int().argmax(1), 0).tolist()
     groups: list[tuple[list[int], int]] = []
@@ -148,7 +149,7 @@ def lay_out(part: TensorBatch, rule: MicroBatching, shares_prompts: bool) -> Tok
     if shares_prompts:
         # A token budget counts what rows without a common prompt have in common with it: no padding either.
         no_padding = rule.removes_padding or rule.max_tokens is not None
-        return shared_prompt_layout(ids, mask, packed_layout if no_padding else row_layout)
+        return shared_prompt_layout(ids, mask, packed_layout if no_padding else row_layout, part.get(PROMPT_KEYS))
     return packed_layout(ids, mask) if rule.removes_padding else row_layout(ids, mask, rule.width_multiple)
 
 
