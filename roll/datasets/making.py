@@ -80,6 +80,10 @@ class RowMaker(ABC):
     def settings(self) -> dict[str, Any]:
         """Settings that the rows depend on besides data section, tokenizer, templates and limit."""
 
+    def columns_of(self, first: SourceRow) -> Columns:
+        """The columns of the set that begins with ``first``."""
+        return Columns.of(self.data_args, first)
+
     def difficulty(self, source: SourceRow) -> float | None:
         curriculum = self.data_args.curriculum
         return None if curriculum is None else as_number(source, curriculum.column, "data_args.curriculum")
