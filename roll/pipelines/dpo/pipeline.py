@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+KnownLogProbs = dict[str, tuple[np.ndarray, np.ndarray]]
+
+
 class DPOPipeline:
     """A run, from start to summary. A step is one optimizer step."""
 
@@ -42,8 +45,8 @@ class DPOPipeline:
         self.context = RunContext(loaded)
         self.held_out: Sequence[PreferenceRow] = ()
         self.reference: Cluster | None = None
-        self.known: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        """The reference's log-probs of both responses by the row's id."""
+        self.known: dict[str, KnownLogProbs] = {"train": {}, "validation": {}}
+        """The reference's log-probs of both responses, by set and the row's id."""
 
     def run(self) -> None:
         """Train for all steps; everything that was started is stopped again, however it ends."""
@@ -109,7 +112,7 @@ class DPOPipeline:
         rows = [rows[index] for index in order.tolist()]
         batch = pair_batch(rows, self.pad_token_id)
         with self.context.interruptible():
-            self.add_reference(batch, rows)
+            self.add_reference(batch, rows, "train")
             if couples_pairs(self.config):
                 self.add_slopes(batch)
         with self.context.phase("step_train"):
@@ -118,22 +121,21 @@ class DPOPipeline:
         self.context.record(self.residency.metrics())
         self.context.end_step(step)
 
-    def add_reference(self, batch: DataProto, rows: Sequence[PreferenceRow]) -> None:
+    def add_reference(self, batch: DataProto, rows: Sequence[PreferenceRow], of_set: str) -> None:
         """``ref_log_probs`` float32 (B, L), computed where they are not known."""
         if not self.plan.needs_reference:
             return
-        unknown = [row for row in rows if row.row_id not in self.known]
-        known = dict(self.known)
+        known = self.known[of_set]
+        unknown = [row for row in rows if row.row_id not in known]
         if unknown:
             with self.context.phase("ref_log_probs"):
-                computed = self.log_probs_of(unknown, of_reference=True)
-            known |= computed
-            if self.config.cache_reference:
-                self.known |= computed
+                known |= self.reference_log_probs(unknown)
         column = torch.zeros_like(batch.batch["input_ids"], dtype=torch.float32)
         parts = [torch.from_numpy(part) for row in rows for part in known[row.row_id]]
         column[batch.batch["response_mask"]] = torch.cat(parts)
         batch.batch["ref_log_probs"] = column
+        if not self.config.cache_reference:
+            known.clear()
 
     def add_slopes(self, batch: DataProto) -> None:
         """``slopes`` float32 (B,): the derivative of a loss that couples pairs, from a pass over all of them."""
@@ -142,12 +144,10 @@ class DPOPipeline:
         self.context.record({"actor/loss": Mean(float(loss))})
         batch.batch["slopes"] = slope.reshape(-1).float()
 
-    def log_probs_of(
-        self, rows: Sequence[PreferenceRow], of_reference: bool = False
-    ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Log-probs of both responses of each pair, float32 (tokens,), by the rows' ids."""
+    def reference_log_probs(self, rows: Sequence[PreferenceRow]) -> KnownLogProbs:
+        """The reference's log-probs of both responses of each pair, float32 (tokens,), by the rows' ids."""
         batch = pair_batch(rows, self.pad_token_id)
-        flat = self.computed(batch, of_reference, ()).batch["log_probs"][batch.batch["response_mask"]].numpy()
+        flat = self.computed(batch, True, ()).batch["log_probs"][batch.batch["response_mask"]].numpy()
         ends = np.cumsum([len(part) for row in rows for part in (row.chosen_ids, row.rejected_ids)])
         parts = np.split(flat, ends[:-1])
         return {row.row_id: (parts[2 * i].copy(), parts[2 * i + 1].copy()) for i, row in enumerate(rows)}
@@ -185,7 +185,7 @@ class DPOPipeline:
             for begin in range(0, len(self.held_out), size):
                 rows = self.held_out[begin : begin + size]
                 batch = pair_batch(rows, self.pad_token_id)
-                self.add_reference(batch, rows)
+                self.add_reference(batch, rows, "validation")
                 sums = self.sums_of(batch)
                 parts.append(preference_metrics(sums, self.config, preference_loss(sums, self.config), "val/"))
         metrics = {name: metric.value() for name, metric in merge_metrics(parts).items()}
@@ -202,7 +202,9 @@ class DPOPipeline:
         return {"pairs": self.pairs.state_dict()}
 
     def finish(self) -> None:
-        """The trained model in Hugging Face format, and the summary."""
+        """A last evaluation, the trained model in Hugging Face format, and the summary."""
+        if self.held_out and self.plan.eval_steps and self.num_steps % self.plan.eval_steps:
+            self.evaluate(self.num_steps)
         if self.config.actor_train.training_args.save_hf_model:
             self.residency.bring({"actor_train": WEIGHTS})
             export_model(self.actor_train, self.tokenizer, self.plan.output_dir / "model")
