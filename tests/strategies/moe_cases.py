@@ -11,7 +11,7 @@ from roll.models.layouts import row_layout, with_token_rows
 from roll.strategies.factory import create_strategy
 from tests.strategies import sharded_cases
 from tests.strategies.moe_models import register_separate
-from tests.strategies.samples import TensorBatch, policy_loss
+from tests.strategies.samples import TensorBatch
 
 register_separate()
 
@@ -41,3 +41,15 @@ def choices(role: WorkerConfig, batch: TensorBatch) -> torch.Tensor:
     with torch.no_grad():
         strategy._compute(layout, ("log_probs",), 1.0)
     return strategy.model.routing_sums.counts.sum(0)
+
+
+def self_test_alone(role: WorkerConfig) -> str:
+    """The message of the self-test for a model with separate experts without the patch, which the check of the
+    configuration would refuse before."""
+    strategy: Any = create_strategy(role)
+    strategy._prepare_experts = lambda language_model: None
+    try:
+        strategy.initialize(10)
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -30,7 +30,7 @@ CHATML = (
     "{%- for message in messages -%}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
     "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
 )
-_THINKING = {"native_thinking": True, "native_no_thinking": False}
+_THINKING = {"qwen3": True, "qwen3_nothink": False}
 
 
 def build_players(

@@ -13,10 +13,11 @@ import numpy as np
 from roll.agents.episode import EpisodeGroup
 from roll.config.plan.plan import RunAhead
 from roll.environments.off_loop import EnvironmentProcesses
-from roll.pipelines.agentic.config import AgenticConfig
+from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
 from roll.pipelines.agentic.metrics import episode_metrics, episode_table, token_checks
 from roll.pipelines.agentic.plan import AgenticPlan, ManagerPlan
 from roll.pipelines.agentic.players import TaskSource, build_players, read_data
+from roll.pipelines.agentic.preflight import own_group_filter
 from roll.pipelines.engine_rollout import EngineRollout
 from roll.pipelines.files import pad_token_id
 from roll.pipelines.rlvr.clusters import Clusters
@@ -227,15 +228,23 @@ class AsyncEpisodeRollout(EpisodeRollout):
 
 
 def _settings(manager: ManagerPlan, name: str) -> EpisodeSettings:
-    section = manager.section.group_filter_config
-    keep = build_filter(section.type, section.filter_args)
     return EpisodeSettings(
-        manager.group_size,
-        name,
-        manager.redundancy,
-        manager.num_groups,
-        keeps=lambda group: keep(np.array(group.scores() or [np.nan], dtype=np.float32)),
+        manager.group_size, name, manager.redundancy, manager.num_groups, keeps=group_filter(manager.section)
     )
+
+
+def group_filter(section: EnvManagerConfig) -> Callable[[EpisodeGroup], bool]:
+    """``group_filter_config`` and ``group_filter_cls`` together: true for groups that both keep."""
+    keep = build_filter(section.group_filter_config.type, section.group_filter_config.filter_args)
+    own = None if section.group_filter_cls is None else own_group_filter(section.group_filter_cls)
+
+    def keeps(group: EpisodeGroup) -> bool:
+        if not keep(np.array(group.scores() or [np.nan], dtype=np.float32)):
+            return False
+        identity = f"{group.task.tag}_{group.task.seed}"
+        return own is None or not own.filter(identity, group.order, group.episodes)
+
+    return keeps
 
 
 def staleness_metrics(groups: Sequence[EpisodeGroup], step: int) -> Metrics:

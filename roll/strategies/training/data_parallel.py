@@ -25,7 +25,9 @@ from roll.models.build import build_model, has_tied_embeddings
 from roll.models.experts import RoutingRecorder, SparseLayer, run_every_expert, sparse_layers
 from roll.models.layouts import TokenLayout, padded, with_token_rows
 from roll.models.log_probs import ResponseModel
-from roll.models.lora import Adapters, MergedWeight, add_adapters
+from roll.models.lora import Adapters, MergedWeight, add_adapters, base_name
+from roll.models.stored import StoredLayout
+from roll.models.vision import FEATURES, ImagePool, with_images
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import (
     ALL_WEIGHTS,
@@ -109,6 +111,8 @@ class DataParallelStrategy(ModelStrategy):
             use_layout_attention(language_model, needed_by[0])
         self._prepare_experts(language_model)
         self._shapes = {name: list(parameter.shape) for name, parameter in language_model.named_parameters()}
+        live = {base_name(name): tensor.shape for name, tensor in language_model.state_dict().items()}
+        self._stored = StoredLayout(language_model, live)
         self._trained_names = {name for name, parameter in language_model.named_parameters() if parameter.requires_grad}
         self.model = ResponseModel(language_model, self._context_group())
         if self.sparse_layers:
@@ -174,6 +178,7 @@ class DataParallelStrategy(ModelStrategy):
     @torch.no_grad()
     def forward(self, batch: TensorBatch, outputs: Collection[Output], temperature: float = 1.0) -> TensorBatch:
         self._check_outputs(outputs)
+        batch, images = with_images(batch, self.model.language_model.config)
         was_training = self.model.training
         self.model.eval()
         shape = batch["input_ids"].shape
@@ -183,7 +188,7 @@ class DataParallelStrategy(ModelStrategy):
         for rows in self._rows_of_passes(batch, rule):
             part = micro_batch(batch, rows)
             shape_of_part = part["input_ids"].shape
-            computed = self._outputs(self._layout(part, rule), results.keys(), temperature, shape_of_part)
+            computed = self._outputs(self._layout(part, rule, images), results.keys(), temperature, shape_of_part)
             if rows:
                 for name, values in computed.items():
                     results[name][row_index(rows), : shape_of_part[1]] = values.to(device)
@@ -195,6 +200,13 @@ class DataParallelStrategy(ModelStrategy):
         self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Collective. Full tensors in the compute dtype (float32 master weights stay here); tied weights come once."""
+        for bucket in self._live_weights(bucket_bytes, selection):
+            yield [stored for name, tensor in bucket for stored in self._stored.split(name, tensor)]
+
+    def _live_weights(
+        self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
+    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """:meth:`named_full_weights` as the model computes with them."""
         for bucket in in_buckets(self._selected_weights(selection), bucket_bytes, self._num_bytes):
             whole = iter(self._gather([part for weight in bucket for part in weight.parts]))
             parts = [[next(whole) for _ in weight.parts] for weight in bucket]
@@ -221,7 +233,7 @@ class DataParallelStrategy(ModelStrategy):
     def save_hf(self, path: Path) -> None:
         """Collective. Weights are written in the compute dtype; adapters merged, and by themselves in ``adapter/``."""
         weights: dict[str, torch.Tensor] = {}
-        for bucket in self.named_full_weights(EXPORT_BUCKET_BYTES):
+        for bucket in self._live_weights(EXPORT_BUCKET_BYTES):
             weights |= {name: tensor.cpu() for name, tensor in bucket}
         if self.rank == 0:
             path.mkdir(parents=True, exist_ok=True)
@@ -277,9 +289,11 @@ class DataParallelStrategy(ModelStrategy):
         summed = sum_of_parts(torch.stack(list(aligned.values())), group)
         return dict(zip(aligned, summed.unbind(), strict=True))
 
-    def _layout(self, part: TensorBatch, rule: MicroBatching) -> TokenLayout:
+    def _layout(self, part: TensorBatch, rule: MicroBatching, images: ImagePool | None) -> TokenLayout:
         """With as many columns for each of the ranks that share them."""
         layout = lay_out(part, rule, self.role.use_prefix_sharing)
+        if images is not None and FEATURES in part:
+            layout = images.attach(layout, part)
         sequences, length = layout.input_ids.shape
         return padded(layout, sequences, length + -length % self.context_size)
 
@@ -304,21 +318,29 @@ class DataParallelStrategy(ModelStrategy):
         temperature: float = 1.0,
     ) -> Metrics:
         self._check_outputs(outputs)
+        batch, images = with_images(batch, self.model.language_model.config)
         rule = micro_batching(self.role, trains=True)
         plan = self._rows_of_passes(batch, rule)
         metrics: list[Metrics] = []
         if self.balance is not None:
-            self._begin_balance(self.balance, batch, plan, rule)
+            self._begin_balance(self.balance, batch, plan, rule, images)
         for index, rows in enumerate(plan):
             self._begin_micro_batch(last=index == len(plan) - 1)
-            metrics += self._backward(micro_batch(batch, rows), rule, loss_fn, outputs, temperature)
+            metrics += self._backward(micro_batch(batch, rows), rule, images, loss_fn, outputs, temperature)
         if self.balance is not None:
             metrics.append(self.balance.metrics())
         norm = self._clip_and_step(self.progress.learning_rate)
         metrics.append(self.progress.finish_step(norm, self.rank_info.dp_size))
         return merged_floats(metrics)
 
-    def _begin_balance(self, balance: ExpertBalance, batch: TensorBatch, plan: list[Rows], rule: MicroBatching) -> None:
+    def _begin_balance(
+        self,
+        balance: ExpertBalance,
+        batch: TensorBatch,
+        plan: list[Rows],
+        rule: MicroBatching,
+        images: ImagePool | None,
+    ) -> None:
         """Collective. Before a step's first micro-batch; where the balance loss needs the choices of all of them, a
         forward pass counts those."""
         balance.begin(sum(not is_empty(micro_batch(batch, rows)) for rows in plan))
@@ -328,7 +350,7 @@ class DataParallelStrategy(ModelStrategy):
         with torch.no_grad():
             for index, rows in enumerate(plan):
                 part = micro_batch(batch, rows)
-                layout = with_token_rows(self._layout(part, rule))
+                layout = with_token_rows(self._layout(part, rule, images))
                 self._outputs(layout, (), 1.0, part["input_ids"].shape)
                 balance.count(last=index == len(plan) - 1)
         self._reshard()
@@ -338,12 +360,13 @@ class DataParallelStrategy(ModelStrategy):
         self,
         part: TensorBatch,
         rule: MicroBatching,
+        images: ImagePool | None,
         loss_fn: LossFunction,
         outputs: Collection[Output],
         temperature: float,
     ) -> list[Metrics]:
         """Forward and backward of one micro-batch. One with nothing to predict still takes part in all collectives."""
-        layout = self._layout(part, rule)
+        layout = self._layout(part, rule, images)
         if self.balance is not None:
             layout = with_token_rows(layout)
         aligned = self._outputs(layout, [str(name) for name in outputs], temperature, part["input_ids"].shape)
