@@ -14,21 +14,27 @@ import numpy as np
 import pytest
 import torch
 
+from roll.agents.built_in_tools import PythonTool
 from roll.agents.chat_ids import ChatTemplate
 from roll.agents.conversation import Conversations
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
 from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Task, run_episode
 from roll.agents.tool_calls import parse_response
+from roll.agents.tools import ToolError
 from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions, estimate_advantages
 from roll.environments.games import GuessNumber
 from roll.pipelines.agentic.config import AgenticConfig
 from roll.pipelines.agentic.learning import EpisodeAdvantageComputer
+from roll.pipelines.agentic.plan import AgenticPlan
+from roll.pipelines.agentic.players import TaskSource
 from roll.pipelines.row_order import even_mini_batches
 from roll.protocol import DataProto
 from roll.rollout.episode_batch import build_episode_batch
 from tests.agents.playing import Recorded, byte_soup, opened
 from tests.agents.templates import CHATML
 from tests.agents.tiny import make_tokenizer
+from tests.config.good import changed, load, mistakes
+from tests.config.test_agentic import LAKE
 from tests.rollout.episodes import make_episode, random_groups, said
 
 ROOT = Path(__file__).parents[2]
@@ -223,6 +229,51 @@ def test_fault_13_truncated_is_not_told_from_terminated() -> None:
     assert batch.batch["loss_mask"].sum(-1).tolist() == [1, 0]
 
 
+@pytest.fixture
+def lake_plan(tmp_path: Path) -> AgenticPlan:
+    sampling = {
+        "val_env_manager.generating_args": {"temperature": 0.25},
+        "actor_infer.generating_args.temperature": 0.75,
+    }
+    plan = load(tmp_path, changed(sampling, LAKE)).plan
+    assert isinstance(plan, AgenticPlan)
+    return plan
+
+
+def test_fault_14_every_validation_plays_other_tasks(lake_plan: AgenticPlan) -> None:
+    """Those of training come again in another run of the same seed, and in it by their number."""
+    assert lake_plan.validation is not None
+    first, second = (TaskSource(lake_plan.validation, "validation", {}) for _ in range(2))
+    assert [first.task(number) for number in range(8)] == second.draw(8)
+    train = TaskSource(lake_plan.train, "train/7", {})
+    train.draw(3)
+    assert train.draw(2) == [TaskSource(lake_plan.train, "train/7", {}).task(number) for number in (3, 4)]
+    assert TaskSource(lake_plan.train, "train/8", {}).draw(2) != TaskSource(lake_plan.train, "train/7", {}).draw(2)
+
+
+def test_fault_15_keys_that_nothing_reads(tmp_path: Path) -> None:
+    """An unknown key is a mistake; one of published files that does nothing is said to."""
+    (problem,) = mistakes(tmp_path, changed({"train_env_manager.group_sizes": 8}, LAKE))
+    assert problem.key == "train_env_manager.group_sizes" and "group_size" in str(problem)
+    dead = {"render_save_dir": "x", "train_env_manager.format_penalty": -0.1, "dirty_data_mask": True}
+    said_of = {notice.key: notice.text for notice in load(tmp_path, changed(dead, LAKE)).warnings}
+    assert all(said_of[key] for key in dead)
+
+
+def test_fault_16_code_of_the_model_runs_in_a_plain_process() -> None:
+    """The tool is the sandbox: no files of this machine, no network; without it the tool does not run at all."""
+    tool = PythonTool()
+    try:
+        tool.check_host()
+    except ToolError as error:
+        pytest.skip(str(error))
+    looks = f"print(open({str(Path(__file__))!r}).read()[:10])"
+    asks = "import socket; socket.create_connection(('127.0.0.1', 9), 0.2)"
+    results = [asyncio.run(tool(code)) for code in (looks, asks, "print(6 * 7)")]
+    assert [result.is_error for result in results] == [True, True, False]
+    assert results[2].text.strip() == "42" and "ConnectionRefused" not in results[1].text
+
+
 def test_fault_17_an_endpoint_without_a_secret_that_serves_late_requests(template: ChatTemplate) -> None:
     async def scenario() -> None:
         async with opened(Recorded(template, lambda _: "left")) as (endpoint, session):
@@ -285,6 +336,13 @@ def test_fault_20_members_of_a_group_get_different_maps() -> None:
         for salt in ("1", "2")
     ]
     assert maps[0] == maps[1] != ""
+
+
+def test_fault_21_validation_samples_as_training_does(lake_plan: AgenticPlan) -> None:
+    """Its own section counts, also where ``actor_infer`` has one."""
+    assert lake_plan.validation is not None
+    found = (lake_plan.train.generating_args.temperature, lake_plan.validation.generating_args.temperature)
+    assert found == (0.75, 0.25)
 
 
 def test_fault_22_text_is_changed_before_its_tool_calls_are_read(template: ChatTemplate) -> None:
