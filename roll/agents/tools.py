@@ -209,6 +209,7 @@ class HeldMcpServer:
         self._make = make
         self._lock = asyncio.Lock()
         self._session: _McpSession | None = None
+        self._closed = False
         self.starts = 0
 
     async def tools(self) -> list[Tool]:
@@ -238,14 +239,17 @@ class HeldMcpServer:
         return await (await self._open()).call(name, arguments)
 
     async def close(self) -> None:
-        """End the server; a later call would start another."""
+        """End the server, for good."""
         async with self._lock:
+            self._closed = True
             if self._session is not None:
                 await self._session.close()
                 self._session = None
 
     async def _open(self) -> _McpSession:
         async with self._lock:
+            if self._closed:
+                raise ToolError("the MCP server has been closed")
             if self._session is None:
                 session = _McpSession(self._make())
                 await session.start()

@@ -9,8 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from roll.agents.chat_ids import ChatTemplate, check_template
+from roll.agents.doors import make_agent, uses_tools
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
 from roll.agents.episode import Agent, Limits, Task
+from roll.agents.tool_calls import detect_format
 from roll.config.names import TEMPLATE_ENDINGS
 from roll.config.roles import DataArguments
 from roll.datasets.reading import read_rows
@@ -39,8 +41,13 @@ def build_players(
     manager: ManagerPlan,
     tokenizer: PreTrainedTokenizerBase,
     processes: list[EnvironmentProcesses],
+    agents: dict[str, Agent],
 ) -> dict[str, Player]:
-    """One for every tag of ``manager``; ``processes`` takes those that environments live in.
+    """One for every tag of ``manager``.
+
+    Args:
+        processes: takes those that environments live in.
+        agents: of tags without an environment, used again where they are there; takes the others.
 
     Raises:
         TemplateError: the chat template is none that conversations can grow with.
@@ -50,14 +57,30 @@ def build_players(
     for tag in manager.groups_by_tag:
         entry = plan.entries[tag]
         template = chat_template(config, tokenizer)
-        check_template(template, entry.section.thinking, tools=False)
-        agent = environment_agent(entry, manager.section.max_env_num_per_worker, processes)
+        section = entry.section
+        check_template(template, section.thinking, uses_tools(entry.agent))
+        if entry.agent is None:
+            agent = environment_agent(entry, manager.section.max_env_num_per_worker, processes)
+        else:
+            agent = agents[tag] if tag in agents else own_agent(entry.agent, entry)
+            agents[tag] = agent
         most = manager.generating_args.max_new_tokens or entry.new_tokens
         limits = Limits(entry.turns, min(entry.new_tokens, most), plan.sequence_length, entry.seconds)
         least = min(params.min_new_tokens, limits.new_tokens)
         own = replace(params, max_new_tokens=limits.new_tokens, min_new_tokens=least)
-        players[tag] = Player(agent, template, limits, own, thinking=entry.section.thinking)
+        tool_format = section.tool_format or detect_format(template.source)
+        players[tag] = Player(agent, template, limits, own, tool_format, section.thinking)
     return players
+
+
+def own_agent(name: str, entry: EntryPlan) -> Agent:
+    """The agent of an entry without an environment.
+
+    Raises:
+        AgentOptionError: there is none, or an option is wrong.
+    """
+    section = entry.section
+    return make_agent(name, entry.agent_config, section.agent_system_template or None, section.agent_template)
 
 
 def environment_agent(entry: EntryPlan, per_process: int, processes: list[EnvironmentProcesses]) -> Agent:

@@ -56,7 +56,8 @@ def agent_problems(
     key: str, agent: str, options: dict[str, Any], loaded: LoadedConfig[AgenticConfig]
 ) -> Iterator[Problem]:
     """What is wrong with an agent, and with its options."""
-    from roll.agents.doors import AgentOptionError, check_agent
+    from roll.agents.agent_options import AgentOptionError
+    from roll.agents.doors import check_agent
 
     try:
         check_agent(agent, options)
@@ -89,6 +90,7 @@ def check_chat_template(loaded: LoadedConfig[AgenticConfig]) -> None:
         ConfigError: they cannot.
     """
     from roll.agents.chat_ids import TemplateError, check_template
+    from roll.agents.doors import uses_tools
     from roll.pipelines.agentic.players import chat_template
     from roll.pipelines.files import load_tokenizer
 
@@ -101,7 +103,8 @@ def check_chat_template(loaded: LoadedConfig[AgenticConfig]) -> None:
         if entry.turns == 1 or entry.context not in ("append", "last"):
             continue
         try:
-            check_template(chat_template(loaded.config, tokenizer), entry.section.thinking, tools=False)
+            template = chat_template(loaded.config, tokenizer)
+            check_template(template, entry.section.thinking, uses_tools(entry.agent))
         except TemplateError as error:
             key = f"custom_envs.{entry.tag}.thinking"
             raise ConfigError(
