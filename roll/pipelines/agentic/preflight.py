@@ -15,7 +15,7 @@ from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.masking import masked
 from roll.config.reading.yaml_files import shown
 from roll.environments.registry import EnvironmentOptionError, check_environment_options
-from roll.pipelines.agentic.config import AgenticConfig
+from roll.pipelines.agentic.config import AgenticConfig, ToolWrapperConfig
 from roll.pipelines.agentic.planning import agent_of, used_entries
 from roll.pipelines.policy_preflight import build_own_filter, policy_functions
 
@@ -44,6 +44,7 @@ def check_environments(loaded: LoadedConfig[AgenticConfig]) -> None:
             problems += agent_problems(f"custom_envs.{tag}", agent, options, loaded)
         if section.env_type is None:
             continue
+        problems += wrapper_problems(f"custom_envs.{tag}.tool_wrapper", section.tool_wrapper, loaded)
         try:
             check_environment_options(section.env_type, section.env_config)
         except EnvironmentOptionError as error:
@@ -66,6 +67,21 @@ def agent_problems(
         if not colon or " " in name:
             name, rule = "agent", str(error)
         yield Problem(f"{key}.{name}", None, rule, source=shown(loaded.source), has_value=False)
+
+
+def wrapper_problems(
+    key: str, wrapper: ToolWrapperConfig | None, loaded: LoadedConfig[AgenticConfig]
+) -> Iterator[Problem]:
+    """Tools that do not exist, or lack an option."""
+    from roll.agents.text_tools import text_tool
+    from roll.agents.tools import ToolError
+
+    for index, tool in enumerate(wrapper.tool_configs if wrapper is not None else ()):
+        try:
+            text_tool(tool.tool_id, tool.tool_args)
+        except ToolError as error:
+            path = f"{key}.tool_configs[{index}]"
+            yield Problem(path, None, str(error), source=shown(loaded.source), has_value=False)
 
 
 def _problem(
