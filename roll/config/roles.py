@@ -44,8 +44,9 @@ class ModelArguments:
     """Outputs of a classification head."""
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
     """Overrides of entries of the model's ``config.json``, passed through as written."""
-    freeze_module_prefix: str | None = None
-    """Parameters whose name starts with this prefix (comma-separated list) are not trained."""
+    freeze_module_prefix: str | list[str] | None = None
+    """Parameters whose name starts with one of these prefixes (a list, or with commas) are not trained.
+    ``vision_model``, ``visual`` and ``model.visual`` all mean the vision tower of a vision-language model."""
     ulysses_size: int = setting(1, ge=1)
     """Ranks that share each sequence (Ulysses context parallelism), under ``fsdp2_*`` and ``fsdp_*``. Divides the
     role's ranks and the model's attention heads; for models whose layers are all full attention."""

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from roll.models.loading import TensorFiles
     from transformers import PreTrainedModel
+
+    from roll.models.loading import TensorFiles
 
 
 @dataclass(frozen=True)

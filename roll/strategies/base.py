@@ -30,7 +30,8 @@ from roll.protocol.metrics import RankInfo as RankInfo
 
 TensorBatch = dict[str, torch.Tensor]
 """Columns of one batch. Always there: ``input_ids`` int64 (B, L), ``attention_mask`` bool (B, L, right-padded),
-``response_mask`` bool (B, L)."""
+``response_mask`` bool (B, L). A vision-language model may be given an object column of images as well
+(:data:`roll.protocol.vision.IMAGES`)."""
 
 
 class ModelHead(StrEnum):

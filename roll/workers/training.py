@@ -26,7 +26,7 @@ from roll.protocol.metrics import Mean, Metrics, merge_metrics
 from roll.strategies.base import LossFunction, ModelHead, Output, TensorBatch, WeightSelection
 from roll.weight_sync.messages import LostEngines, SyncOptions, SyncReport, WeightSyncError
 from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
-from roll.workers.model import MODEL_COLUMNS, ModelSettings, ModelWorker
+from roll.workers.model import MODEL_COLUMNS, ModelSettings, ModelWorker, columns_of
 
 STEP_METRICS = ("grad_norm", "lr", "loss_scale", "tokens_per_micro_batch", "padding_ratio")
 
@@ -39,13 +39,16 @@ class TrainingWorker(ModelWorker):
         masks: list[torch.Tensor],
         norm_length: float | None = None,
         groups: tuple[list[torch.Tensor], int] | None = None,
+        sequence_tokens: list[torch.Tensor | None] | None = None,
     ) -> list[LossDenominators]:
         """Collective. Of each mini-batch, summed over all ranks, from the loss masks of this rank's shares.
 
         Args:
+            sequence_tokens: of each mini-batch, where trajectories may have several rows.
             groups: the ids of each mini-batch's rows and their number, where the loss is aggregated by prompts.
         """
-        local = torch.stack([denominators_of(mask) for mask in masks])
+        of_rows = sequence_tokens or [None] * len(masks)
+        local = torch.stack([denominators_of(mask, tokens) for mask, tokens in zip(masks, of_rows, strict=True)])
         totals = [denominators_from(summed, norm_length) for summed in self.strategy.all_reduce_sum(local).unbind()]
         if groups is None:
             return totals
@@ -94,6 +97,8 @@ LOSS_COLUMNS = (
     "sample_weights",
     "policy_mask",
     "group_ids",
+    "turn_ids",
+    "sequence_tokens",
 )
 
 
@@ -135,12 +140,14 @@ class ActorWorker(TrainingWorker):
         options = self.settings.loss
         if entropy_loss_coef is not None:
             options = replace(options, entropy_loss_coef=entropy_loss_coef)
-        shares = equal_parts(batch.batch, mini_batches)
+        shares = equal_parts(columns_of(batch), mini_batches)
         groups = None
         modes = (options.loss_agg_mode, options.kl_loss_agg_mode, options.entropy_loss_agg_mode)
         if any(mode is not None and needs_groups(mode) for mode in modes):
             groups = [share["group_ids"] for share in shares], num_groups
-        denominators = self.denominators([share["loss_mask"] for share in shares], norm_length, groups)
+        sequence_tokens = [share.get("sequence_tokens") for share in shares]
+        masks = [share["loss_mask"] for share in shares]
+        denominators = self.denominators(masks, norm_length, groups, sequence_tokens)
         outputs = [Output.LOG_PROBS] + ([Output.ENTROPY] if options.needs_entropy or options.log_entropy else [])
         metrics = []
         for _ in range(epochs):
@@ -231,19 +238,24 @@ class CriticWorker(TrainingWorker):
     @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
     def compute_values(self, batch: DataProto) -> DataProto:
         """``values`` float32 (B, L): the value of the state in which each response token was sampled."""
-        return DataProto.from_dict(self.strategy.forward(batch.batch, [Output.VALUES]))
+        return DataProto.from_dict(self.strategy.forward(columns_of(batch), [Output.VALUES]))
 
-    @register(Dispatch.DP_MP_COMPUTE, columns=(*MODEL_COLUMNS, "loss_mask", "values", "returns", "group_ids"))
+    @register(
+        Dispatch.DP_MP_COMPUTE,
+        columns=(*MODEL_COLUMNS, "loss_mask", "values", "returns", "group_ids", "sequence_tokens"),
+    )
     def update(
         self, batch: DataProto, *, mini_batches: int, epochs: int, num_groups: int, norm_length: float
     ) -> Metrics:
         """Collective. Optimizer steps as of :meth:`ActorWorker.update`."""
         settings = self.settings
-        shares = equal_parts(batch.batch, mini_batches)
+        shares = equal_parts(columns_of(batch), mini_batches)
         groups = None
         if needs_groups(settings.loss_agg_mode):
             groups = [share["group_ids"] for share in shares], num_groups
-        denominators = self.denominators([share["loss_mask"] for share in shares], norm_length, groups)
+        sequence_tokens = [share.get("sequence_tokens") for share in shares]
+        masks = [share["loss_mask"] for share in shares]
+        denominators = self.denominators(masks, norm_length, groups, sequence_tokens)
         metrics = []
         for _ in range(epochs):
             for share, denominator in zip(shares, denominators, strict=True):
@@ -277,6 +289,7 @@ def value_update_loss(
         loss_agg_mode=loss_agg_mode,
         denominators=denominators,
         group_ids=batch.get("group_ids"),
+        sequence_tokens=batch.get("sequence_tokens"),
     )
     return result.loss, result.metrics
 
@@ -289,12 +302,12 @@ class SftWorker(TrainingWorker):
         """Collective. One optimizer step on the mean negative log-likelihood of the response tokens of all ranks."""
         (denominators,) = self.denominators([batch.batch["response_mask"]])
         loss = partial(negative_log_likelihood, denominators=denominators)
-        return self.optimizer_step(batch.batch, loss, [Output.LOG_PROBS], 1.0, prefix="sft_train/")
+        return self.optimizer_step(columns_of(batch), loss, [Output.LOG_PROBS], 1.0, prefix="sft_train/")
 
     @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
     def evaluate(self, batch: DataProto) -> Metrics:
         """Collective. Mean negative log-likelihood of the response tokens."""
-        log_probs = self.strategy.forward(batch.batch, [Output.LOG_PROBS])[Output.LOG_PROBS]
+        log_probs = self.strategy.forward(columns_of(batch), [Output.LOG_PROBS])[Output.LOG_PROBS]
         tokens = float(batch.batch["response_mask"].sum())
         return {"val/loss": Mean(-float(log_probs.sum()), tokens)}
 

@@ -13,7 +13,7 @@ from roll.strategies.base import Output
 from roll.strategies.factory import create_strategy
 from tests.strategies import sharded_cases
 from tests.strategies.moe_models import register_separate
-from tests.strategies.samples import TensorBatch, policy_loss
+from tests.strategies.samples import TensorBatch
 
 register_separate()
 
@@ -45,7 +45,9 @@ def choices(role: WorkerConfig, batch: TensorBatch) -> torch.Tensor:
     return strategy.model.routing_sums.counts.sum(0)
 
 
-def record_and_replay(role: WorkerConfig, batch: TensorBatch) -> tuple[torch.Tensor, dict[str, float], dict[str, float]]:
+def record_and_replay(
+    role: WorkerConfig, batch: TensorBatch
+) -> tuple[torch.Tensor, dict[str, float], dict[str, float]]:
     """The routes of a forward pass; metrics of a step with them, and of the same step without."""
     found = []
     for replays in (True, False):
@@ -55,3 +57,15 @@ def record_and_replay(role: WorkerConfig, batch: TensorBatch) -> tuple[torch.Ten
         rows = batch | {"routed_experts": routes} if replays else batch
         found.append(to_floats(strategy.train_step(rows, policy_loss, sharded_cases.POLICY)))
     return routes, found[0], found[1]
+
+
+def self_test_alone(role: WorkerConfig) -> str:
+    """The message of the self-test for a model with separate experts without the patch, which the check of the
+    configuration would refuse before."""
+    strategy: Any = create_strategy(role)
+    strategy._prepare_experts = lambda language_model: None
+    try:
+        strategy.initialize(10)
+    except ValueError as error:
+        return str(error)
+    return ""

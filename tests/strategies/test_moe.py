@@ -98,3 +98,24 @@ def test_ranks_that_share_no_expert(run_ranks: RunRanks, moe_folder: Callable[[s
     chosen = run_ranks(2, cases.choices, role(folder, "fsdp2"), split_rows(batch, SPLIT))
     assert [bool(counts[:3].any()) for counts in chosen] == [True, False]
     assert [bool(counts[3:].any()) for counts in chosen] == [False, True]
+
+
+@pytest.mark.default_rows("fsdp2-apart")
+@pytest.mark.parametrize(
+    ("strategy", "units"),
+    [
+        pytest.param("fsdp2", ["SeparateMLP"], id="fsdp2-apart"),
+        pytest.param("fsdp2", None, id="fsdp2-in-layers"),
+        pytest.param("fsdp", ["SeparateMLP"], id="fsdp-apart"),
+    ],
+)
+def test_separate_experts_need_the_patch(
+    run_ranks: RunRanks, moe_folder: Callable[[str], Path], strategy: str, units: list[str] | None
+) -> None:
+    """Refused by name; and if it were not, the self-test at the start would find it."""
+    one = role(moe_folder(SEPARATE), strategy, config={"wrap_policy": {"moe_experts": units}})
+    for message in run_ranks(2, cases.refused, one):
+        assert "apply_expert_patch: false, but the experts of SeparateForCausalLM are modules" in message
+        assert "set it to true" in message
+    messages = run_ranks(2, cases.self_test_alone, one)
+    assert all("something else when ranks choose different experts" in message for message in messages), messages

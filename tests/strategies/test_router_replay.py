@@ -150,7 +150,9 @@ def test_recorded_routes_are_the_live_ones(
     world = 2 if "model_args" in options else 1
     batch = make_batch()
     role = make_role(folders(family), "fsdp2_train", **options)
-    recorded, metrics, live = run_ranks(world, moe_cases.record_and_replay, role, [batch] * world if world > 1 else batch)[0]
+    recorded, metrics, live = run_ranks(
+        world, moe_cases.record_and_replay, role, [batch] * world if world > 1 else batch
+    )[0]
     mark = missing_mark(recorded.dtype)
     for row, mask in enumerate(batch["response_mask"]):
         inputs = int(mask.nonzero().max()) if mask.any() else 0
@@ -159,9 +161,7 @@ def test_recorded_routes_are_the_live_ones(
     assert metrics["grad_norm"] == pytest.approx(live["grad_norm"], rel=1e-6)
 
 
-def test_a_missing_record_is_counted_and_said(
-    run_ranks: RunRanks, folders: Callable[[str], Path]
-) -> None:
+def test_a_missing_record_is_counted_and_said(run_ranks: RunRanks, folders: Callable[[str], Path]) -> None:
     batch = with_routes(make_batch())
     batch["routed_experts"][:, 2] = missing_mark(batch["routed_experts"].dtype)
     role = make_role(folders("qwen3_moe"), "fsdp2_train")

@@ -65,7 +65,7 @@ class Refusal:
 
 
 REFUSALS = (
-    Refusal("router_args.router_name", "this router", "~", one_of("EnvAffinityRouter", "SglangRouter")),
+    Refusal("router_args.router_name", "this router", "~", one_of("SglangRouter")),
     Refusal("kl_penalty", "KL over the whole vocabulary", "k1", one_of("full")),
     Refusal("kl_loss_type", "KL over the whole vocabulary", "k3", one_of("full")),
     Refusal("transfer_backend.backend_name", "another transfer backend", "~"),
@@ -104,10 +104,8 @@ REFUSALS = (
         except_under=lambda backend: "tp_size" in backend.size_keys,
     ),
     Refusal("**.generating_args.num_beams", "beam search", 1, above(1)),
-    Refusal("**.data_args.image_folder", "vision-language models"),
     Refusal("**.data_args.video_folder", "vision-language models"),
     Refusal("**.data_args.audio_folder", "audio models"),
-    Refusal("**.data_args.image_m*_pixels", "vision-language models"),
     Refusal("**.data_args.video_*_pixels", "vision-language models"),
     Refusal("**.data_args.custom_data_kwargs_func", "vision-language models"),
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from roll.config.model_files import layer_classes
+from roll.config.model_files import EXPERTS, layer_classes, needed
 from roll.config.reading.fields import parse_dtype, rules, setting
 from roll.config.strategies.base import Backend, ShapeProblem, StrategyConfig, largest_divisor, model_size
 
@@ -99,11 +99,19 @@ class ShardedStrategyConfig(StrategyConfig):
         if size > 1 and heads and heads % size:
             rule = f"must divide the model's {heads} attention heads"
             yield f"{name}.model_args.ulysses_size", size, rule, largest_divisor(size, heads)
+        args = role.model_args
+        reentrant = args.gradient_checkpointing_use_reentrant and not args.disable_gradient_checkpointing
+        if args.moe_aux_loss_coef and reentrant:
+            rule = "must be false with moe_aux_loss_coef: the reentrant form gives routers no gradient of that loss"
+            yield f"{name}.model_args.gradient_checkpointing_use_reentrant", True, rule, False
         path = f"{name}.strategy_args.strategy_config"
         classes = frozenset[str]() if model.get("auto_map") else layer_classes(str(model.get("model_type", "")))
-        policy = self.wrap_policy
+        if self.wrap_policy.moe_experts and EXPERTS not in needed(model):
+            rule = f"names the experts of a mixture of experts, which model_type {model.get('model_type', '?')} is not"
+            yield f"{path}.wrap_policy.moe_experts", self.wrap_policy.moe_experts, rule, "~"
+            return
         for key in ("transformer_layer_cls_to_wrap", "moe_experts"):
-            for written in getattr(policy, key) or () if classes else ():
+            for written in getattr(self.wrap_policy, key) or () if classes else ():
                 if written not in classes:
                     layers = sorted(one for one in classes if one.endswith(("Layer", "Block")))
                     rule = f"is no class of model_type {model['model_type']}; its layers are {', '.join(layers)}"

@@ -119,7 +119,9 @@ class MegatronStrategyConfig(StrategyConfig):
             example = largest_divisor(self.expert_model_parallel_size, world_size // self.pipeline_model_parallel_size)
             problems.add(f"{path}.expert_model_parallel_size", self.expert_model_parallel_size, rule, example)
         if self.moe_token_dispatcher_type == "flex":
-            problems.add(f"{path}.moe_token_dispatcher_type", "flex", "needs DeepEP, which is not supported", "alltoall")
+            problems.add(
+                f"{path}.moe_token_dispatcher_type", "flex", "needs DeepEP, which is not supported", "alltoall"
+            )
         if (self.virtual_pipeline_model_parallel_size or 1) > 1 and self.pipeline_model_parallel_size == 1:
             rule = "needs pipeline_model_parallel_size of at least 2"
             problems.add(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from roll.models.experts import SparseLayer, sparse_layers
 from roll.models.layouts import TokenLayout
 from roll.models.loading import MetaModel, build_on_meta
 from roll.models.log_probs import ResponseModel, output_matrices
+from roll.models.vision import vision_modules
 from roll.platforms import current_platform
 from roll.strategies.fsdp.sharded import ShardedStrategy, build_mesh, compute_dtype, wrapped_units
 from roll.strategies.training.checkpoint import Checkpointed
@@ -122,17 +124,19 @@ def shard_model(
     """
     if mesh.size() == 1 and compute_dtype(args, config) is torch.float32 and not config.offload_policy:
         return None
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype(args, config), reduce_dtype=DTYPES[config.reduce_dtype])
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": config.reshard_after_forward,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=compute_dtype(args, config), reduce_dtype=DTYPES[config.reduce_dtype]
-        ),
+        "mp_policy": precision,
     }
     if config.offload_policy:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=current_platform().pin_memory)
+    tower = vision_modules(model.language_model)
     for unit in wrapped_units(model, config.wrap_policy, sparse_layers):
-        fully_shard(unit, **options)
+        # The angles that rotate patches stay in float32.
+        casts = {"mp_policy": replace(precision, cast_forward_inputs=False)} if id(unit) in tower else {}
+        fully_shard(unit, **(options | casts))
     if config.wrap_policy.wrap_lm_output:
         for head in output_matrices(model.language_model):
             register_fsdp_forward_method(head, "log_probs")

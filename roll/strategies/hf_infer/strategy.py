@@ -12,7 +12,7 @@ import torch
 
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import HfInferStrategyConfig, typed_strategy_config
-from roll.models.build import DTYPES, attention_implementation, build_model, load_config
+from roll.models.build import DTYPES, attention_implementation, auto_class, build_model, load_config
 from roll.models.layouts import TokenLayout
 from roll.models.stored import StoredLayout
 from roll.platforms import current_platform
@@ -179,10 +179,9 @@ def _load_model(role: WorkerConfig, load_format: str) -> Any:
     if load_format != "dummy":
         model = build_model(args, "causal_lm", dtype)
         return model.to(device)
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(
-        load_config(args),
+    config = load_config(args)
+    model = auto_class(config, "causal_lm").from_config(
+        config,
         dtype=dtype,
         attn_implementation=args.attn_implementation,
         trust_remote_code=args.trust_remote_code,

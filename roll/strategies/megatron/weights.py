@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from roll.config.lora import names_of
 from roll.models.loading import TensorFiles
 from roll.models.lora import DOWN_PART, UP_PART, adapter_names, merged_weight
 from roll.models.stored import StoredLayout
@@ -266,8 +267,10 @@ def read_parameter(own: OwnParameter, files: TensorFiles, given: Mapping[str, Te
     return own.correspondence.layout.split(whole, group.rank(), group.size())
 
 
-def freeze(parameters: list[OwnParameter], names: list[str], prefixes: str | None, stored: StoredLayout) -> None:
-    """Freeze parameters whose Hugging Face name starts with one of the comma-separated prefixes.
+def freeze(
+    parameters: list[OwnParameter], names: list[str], prefixes: str | Sequence[str] | None, stored: StoredLayout
+) -> None:
+    """Freeze parameters whose Hugging Face name starts with one of the prefixes (a list, or with commas).
 
     Args:
         names: those of the whole model.
@@ -275,7 +278,7 @@ def freeze(parameters: list[OwnParameter], names: list[str], prefixes: str | Non
     Raises:
         ValueError: a prefix that matches nothing, or only a part of what Megatron keeps as one parameter.
     """
-    for prefix in (part.strip() for part in (prefixes or "").split(",") if part.strip()):
+    for prefix in names_of(prefixes):
         if not any(name.startswith(prefix) for name in names):
             known = ", ".join(sorted({name.split(".")[0] for name in names}))
             raise ValueError(

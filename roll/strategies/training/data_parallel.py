@@ -30,6 +30,7 @@ from roll.models.log_probs import ResponseModel
 from roll.models.lora import Adapters, MergedWeight, add_adapters, base_name
 from roll.models.routes import encoded, missing_mark, route_dtype, routes_of, with_prompts_of_leaders
 from roll.models.stored import StoredLayout
+from roll.models.vision import FEATURES, ImagePool, with_images
 from roll.protocol.metrics import Mean, Metrics
 from roll.strategies.base import (
     ALL_WEIGHTS,
@@ -184,6 +185,7 @@ class DataParallelStrategy(ModelStrategy):
     @torch.no_grad()
     def forward(self, batch: TensorBatch, outputs: Collection[Output], temperature: float = 1.0) -> TensorBatch:
         self._check_outputs(outputs)
+        batch, images = with_images(batch, self.model.language_model.config)
         was_training = self.model.training
         self.model.eval()
         shape = batch["input_ids"].shape
@@ -197,7 +199,7 @@ class DataParallelStrategy(ModelStrategy):
         for rows in self._rows_of_passes(batch, rule):
             part = micro_batch(batch, rows)
             shape_of_part = part["input_ids"].shape
-            layout = self._layout(part, rule)
+            layout = self._layout(part, rule, images)
             computed = self._outputs(layout, names, temperature, shape_of_part)
             if self.model.records_routes:
                 computed[Output.ROUTES] = self._chosen(layout, part)
@@ -324,9 +326,11 @@ class DataParallelStrategy(ModelStrategy):
         summed = sum_of_parts(torch.stack(list(aligned.values())), group)
         return dict(zip(aligned, summed.unbind(), strict=True))
 
-    def _layout(self, part: TensorBatch, rule: MicroBatching) -> TokenLayout:
+    def _layout(self, part: TensorBatch, rule: MicroBatching, images: ImagePool | None) -> TokenLayout:
         """With as many columns for each of the ranks that share them."""
         layout = lay_out(part, rule, self.role.use_prefix_sharing)
+        if images is not None and FEATURES in part:
+            layout = images.attach(layout, part)
         sequences, length = layout.input_ids.shape
         layout = padded(layout, sequences, length + -length % self.context_size)
         if Output.ROUTES not in part:
@@ -354,21 +358,29 @@ class DataParallelStrategy(ModelStrategy):
         temperature: float = 1.0,
     ) -> Metrics:
         self._check_outputs(outputs)
+        batch, images = with_images(batch, self.model.language_model.config)
         rule = micro_batching(self.role, trains=True)
         plan = self._rows_of_passes(batch, rule)
         metrics: list[Metrics] = []
         if self.balance is not None:
-            self._begin_balance(self.balance, batch, plan, rule)
+            self._begin_balance(self.balance, batch, plan, rule, images)
         for index, rows in enumerate(plan):
             self._begin_micro_batch(last=index == len(plan) - 1)
-            metrics += self._backward(micro_batch(batch, rows), rule, loss_fn, outputs, temperature)
+            metrics += self._backward(micro_batch(batch, rows), rule, images, loss_fn, outputs, temperature)
         if self.balance is not None:
             metrics.append(self.balance.metrics())
         norm = self._clip_and_step(self.progress.learning_rate)
         metrics.append(self.progress.finish_step(norm, self.rank_info.dp_size))
         return merged_floats(metrics)
 
-    def _begin_balance(self, balance: ExpertBalance, batch: TensorBatch, plan: list[Rows], rule: MicroBatching) -> None:
+    def _begin_balance(
+        self,
+        balance: ExpertBalance,
+        batch: TensorBatch,
+        plan: list[Rows],
+        rule: MicroBatching,
+        images: ImagePool | None,
+    ) -> None:
         """Collective. Before a step's first micro-batch; where the balance loss needs the choices of all of them, a
         forward pass counts those."""
         balance.begin(sum(not is_empty(micro_batch(batch, rows)) for rows in plan))
@@ -378,7 +390,7 @@ class DataParallelStrategy(ModelStrategy):
         with torch.no_grad():
             for index, rows in enumerate(plan):
                 part = micro_batch(batch, rows)
-                layout = with_token_rows(self._layout(part, rule))
+                layout = with_token_rows(self._layout(part, rule, images))
                 self._outputs(layout, (), 1.0, part["input_ids"].shape)
                 balance.count(last=index == len(plan) - 1)
         self._reshard()
@@ -388,12 +400,13 @@ class DataParallelStrategy(ModelStrategy):
         self,
         part: TensorBatch,
         rule: MicroBatching,
+        images: ImagePool | None,
         loss_fn: LossFunction,
         outputs: Collection[Output],
         temperature: float,
     ) -> list[Metrics]:
         """Forward and backward of one micro-batch. One with nothing to predict still takes part in all collectives."""
-        layout = self._layout(part, rule)
+        layout = self._layout(part, rule, images)
         if self.model.routing is not None:
             self.model.routing.replay_counts = None
         if self.balance is not None:
@@ -419,7 +432,9 @@ class DataParallelStrategy(ModelStrategy):
         if missing and not self._said_missing:
             self._said_missing = True
             share = missing / (missing + replayed)
-            logger.warning("router_replay: %.2f%% of the tokens have no recorded route: they are routed anew", 100 * share)
+            logger.warning(
+                "router_replay: %.2f%% of the tokens have no recorded route: they are routed anew", 100 * share
+            )
         total = max(1.0, replayed + missing)
         return {
             "router_replay/missing_share": Mean(missing, total),

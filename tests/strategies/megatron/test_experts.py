@@ -118,7 +118,12 @@ def test_weights_are_sent_stored_and_exported_for_transformers(
             4,
             {"ep": 2, "pp": 2},
             "fp32",
-            [(1, {}), (2, {"tp": 2, "sp": True}), (2, {"ep": 2, "dist_opt": True}), (2, {"tp": 2, "sp": True, "etp": 1})],
+            [
+                (1, {}),
+                (2, {"tp": 2, "sp": True}),
+                (2, {"ep": 2, "dist_opt": True}),
+                (2, {"tp": 2, "sp": True, "etp": 1}),
+            ],
             id="ep2-pp2-fp32",
         ),
     ],
