@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from roll.models.routes import replayed
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -113,12 +115,21 @@ class RoutingRecorder:
         self.layers = layers
         self._recorded: dict[int, tuple[Tensor, Tensor]] | None = None
         self._forced: Tensor | None = None
+        self.routes: Tensor | None = None
+        """int64 (T, layers, k): choices for the next pass, and for the recomputation of its layers; see
+        :mod:`roll.models.routes`."""
+        self.replay_counts: Tensor | None = None
+        """int64 (3,) of the passes since it was None: tokens (of each layer) replayed, missing and changed."""
         for index, layer in enumerate(layers):
             layer.router.register_forward_hook(partial(self._on_router, index))
 
     def _on_router(self, index: int, module: nn.Module, args: Any, output: Any) -> Any:
         if self._forced is not None:
             output = _redirected(output, self._forced)
+        elif self.routes is not None:
+            layer = self.layers[index]
+            output, counts = replayed(output, self.routes[:, index], module, layer.scores_by_sigmoid)
+            self.replay_counts = counts if self.replay_counts is None else self.replay_counts + counts
         if self._recorded is not None:
             self._recorded[index] = chosen_experts(output, self.layers[index].top_k)
         return output

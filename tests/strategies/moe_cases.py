@@ -8,6 +8,8 @@ import torch
 
 from roll.config.roles import WorkerConfig
 from roll.models.layouts import row_layout, with_token_rows
+from roll.protocol.metrics import to_floats
+from roll.strategies.base import Output
 from roll.strategies.factory import create_strategy
 from tests.strategies import sharded_cases
 from tests.strategies.moe_models import register_separate
@@ -41,6 +43,20 @@ def choices(role: WorkerConfig, batch: TensorBatch) -> torch.Tensor:
     with torch.no_grad():
         strategy._compute(layout, ("log_probs",), 1.0)
     return strategy.model.routing_sums.counts.sum(0)
+
+
+def record_and_replay(
+    role: WorkerConfig, batch: TensorBatch
+) -> tuple[torch.Tensor, dict[str, float], dict[str, float]]:
+    """The routes of a forward pass; metrics of a step with them, and of the same step without."""
+    found = []
+    for replays in (True, False):
+        strategy: Any = create_strategy(role)
+        strategy.initialize(num_training_steps=10)
+        routes = strategy.forward(batch, (Output.LOG_PROBS, Output.ROUTES))[Output.ROUTES]
+        rows = batch | {"routed_experts": routes} if replays else batch
+        found.append(to_floats(strategy.train_step(rows, policy_loss, sharded_cases.POLICY)))
+    return routes, found[0], found[1]
 
 
 def self_test_alone(role: WorkerConfig) -> str:
