@@ -33,6 +33,8 @@ REASONABLE: dict[str, Any] = {
     "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"],
     "max_new_tokens": 64,
     "max_packed_sequence_length_train": 256,
+    "max_tokens_per_microbatch_in_train": 256,
+    "max_tokens_per_microbatch_in_infer": 256,
     "max_packed_sequence_length_forward": 256,
     "device_map": "balanced",
     "eval_steps": 10,
