@@ -1,7 +1,7 @@
 """Coloured shapes on a 3 x 3 grid, and how many there are of a kind.
 
-A picture has 48 x 48 pixels: a cell of the grid is one image token of the tiny model. An answer lists the cells of the
-shapes that are asked for, row and column, in reading order, then their number: ``12 23=2``.
+A picture has 48 x 48 pixels: a cell of the grid is one image token of the tiny model. Cells are named a to i in reading
+order. An answer lists the cells of the shapes that are asked for, then their number: ``b f #### 2``.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ BACKGROUND = (245, 245, 245)
 
 @dataclass(frozen=True)
 class Shape:
-    """One shape; rows and columns are counted from 1."""
+    """One shape."""
 
-    row: int
-    column: int
+    place: int
+    """In reading order, counted from 0."""
     colour: str
     shape: str
 
     @property
     def cell(self) -> str:
-        return f"{self.row}{self.column}"
+        return "abcdefghi"[self.place]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Picture:
         image = Image.new("RGB", (GRID * CELL, GRID * CELL), BACKGROUND)
         draw = ImageDraw.Draw(image)
         for one, shift in zip(self.shapes, self.jitter, strict=True):
-            left, top = (one.column - 1) * CELL + 3 + shift, (one.row - 1) * CELL + 3 + shift
+            left, top = one.place % GRID * CELL + 3 + shift, one.place // GRID * CELL + 3 + shift
             right, bottom = left + CELL - 7, top + CELL - 7
             colour = COLOURS[one.colour]
             if one.shape == "square":
@@ -89,15 +89,13 @@ class Picture:
 
 
 def answer_text(shapes: list[Shape]) -> str:
-    return f"{' '.join(one.cell for one in shapes)}={len(shapes)}"
+    return " ".join([*(one.cell for one in shapes), "####", str(len(shapes))])
 
 
 def draw_picture(rng: random.Random) -> Picture:
     """A scene of one to six shapes, and what is asked about it."""
     cells = sorted(rng.sample(range(GRID * GRID), rng.randint(1, MOST)))
-    shapes = tuple(
-        Shape(cell // GRID + 1, cell % GRID + 1, rng.choice(list(COLOURS)), rng.choice(SHAPES)) for cell in cells
-    )
+    shapes = tuple(Shape(cell, rng.choice(list(COLOURS)), rng.choice(SHAPES)) for cell in cells)
     jitter = tuple(rng.randint(-1, 1) for _ in cells)
     kind = rng.choice(("colour", "shape", "all"))
     colour = rng.choice(list(COLOURS)) if kind == "colour" else None

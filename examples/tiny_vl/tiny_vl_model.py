@@ -38,8 +38,8 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(texts: Iterable[str]) -> Any:
-    """Learn a byte-level BPE vocabulary from ``texts``; normaliser and split are those of Qwen2, which ``AutoTokenizer``
-    rebuilds from the model's type."""
+    """Learn a byte-level BPE vocabulary from ``texts``; normaliser and split are those of Qwen2, which
+    ``AutoTokenizer`` rebuilds from the model's type."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import Qwen2Tokenizer
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX

@@ -103,8 +103,12 @@ def layer_classes(model_type: str) -> frozenset[str]:
 
 
 VISION, AUDIO, EXPERTS, RECURRENT, ENCODER = "vision", "audio", "experts", "recurrent", "encoder"
+OTHER_VISION = "other vision"
+VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Values of ``model_type`` of the vision-language models that are tested."""
 NEEDS = {
     VISION: "a vision-language model",
+    OTHER_VISION: f"a vision-language model of another family than {', '.join(VISION_FAMILIES)}",
     AUDIO: "a model that hears or speaks",
     EXPERTS: "a mixture-of-experts model",
     RECURRENT: "a model with linear-attention or state-space layers",
@@ -112,7 +116,8 @@ NEEDS = {
 }
 """What each capability is for, in words."""
 SUPPORT: dict[str, tuple[str, ...]] = {
-    VISION: (),
+    VISION: ("fsdp", "deepspeed_", "hf_"),
+    OTHER_VISION: (),
     AUDIO: (),
     EXPERTS: ("fsdp", "deepspeed", "megatron", "hf_infer", "vllm", "sglang"),
     RECURRENT: (),
@@ -163,9 +168,12 @@ def needed(config: Mapping[str, Any]) -> list[str]:
     """The capabilities that a model needs beyond those of a dense language model with attention layers."""
     sections = list(_sections(config))
     types = {str(section.get("model_type", "")) for section in sections}
+    sees = any(section.get(key) is not None for section in sections for key in _VISION_KEYS)
+    is_known = config.get("model_type") in VISION_FAMILIES
     found = {
         AUDIO: any(section.get(key) for section in sections for key in _AUDIO_KEYS),
-        VISION: any(section.get(key) is not None for section in sections for key in _VISION_KEYS),
+        VISION: sees and is_known,
+        OTHER_VISION: sees and not is_known,
         EXPERTS: any(_count(section.get(key)) > 1 for section in sections for key in _EXPERT_KEYS),
         RECURRENT: bool(types & RECURRENT_TYPES) or any(map(_has_state_layers, sections)),
         ENCODER: bool(config.get("is_encoder_decoder")),

@@ -133,7 +133,7 @@ class TokenLayout(_OnDevice):
     destinations: Tensor
     """int64 (N,), indices of the response tokens in the flattened (B * L) batch."""
     sources: Tensor
-    """int64 (S, T), indices of the tokens in the flattened (B * L) batch; -1 for one that is not of the batch."""
+    """int64 (S, T), index of each token in the flattened (B * L) batch; -1: no result depends on it."""
     num_padding: int
     """Number of the S * T tokens on which no result depends."""
     token_rows: Tensor | None = None

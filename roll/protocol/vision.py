@@ -1,9 +1,9 @@
 """Images of a prompt on their way from the data layer to engines and trainers.
 
-What travels is the image as it was encoded (a PNG or JPEG of some kilobytes), once for all samples of a prompt: the rows
-of a group hold the same :class:`VisionInputs`, and pickle writes an object that is met twice once. Resizing and cutting
-into patches happens where the pixels are needed, by one code and once for each image of a process, so that engine and
-trainer compute with the same numbers.
+What travels is the image as it was encoded (a PNG or JPEG of some kilobytes), once for all samples of a prompt: the
+rows of a group hold the same :class:`VisionInputs`, and pickle writes an object that is met twice once. Resizing and
+cutting into patches happens where the pixels are needed, by one code and once for each image of a process, so that
+engine and trainer compute with the same numbers.
 """
 
 from __future__ import annotations
@@ -96,6 +96,29 @@ class EncodedImage:
     def of(cls, data: bytes) -> EncodedImage:
         return cls(np.frombuffer(data, dtype=np.uint8), hashlib.blake2b(data, digest_size=16).hexdigest())
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height, by the file's beginning.
+
+        Raises:
+            ImageError: not an image.
+        """
+        return self._header()[0]
+
+    @property
+    def format(self) -> str:
+        """``png``, ``jpeg`` ..."""
+        return self._header()[1]
+
+    def _header(self) -> tuple[tuple[int, int], str]:
+        from PIL import Image as PilImage
+
+        try:
+            with PilImage.open(io.BytesIO(self.data.tobytes())) as image:
+                return image.size, str(image.format).lower()
+        except (OSError, ValueError, SyntaxError, PilImage.DecompressionBombError) as error:
+            raise ImageError(f"{type(error).__name__}: {error}") from error
+
     def decode(self) -> Image:
         """The image in RGB; what is transparent lies on white.
 
@@ -143,6 +166,11 @@ class VisionInputs:
         texts = (f"{image.digest} {self.processing}" for image in self.images)
         return [hashlib.blake2b(text.encode(), digest_size=16).hexdigest() for text in texts]
 
+    @property
+    def file_names(self) -> list[str]:
+        """Of each image, by its content, for files of a run that speak of it."""
+        return [f"{image.digest}.{image.format}" for image in self.images]
+
     def grids(self) -> torch.Tensor:
         """``image_grid_thw`` as a tensor of its own, int64 (images, 3)."""
         return torch.from_numpy(np.array(self.image_grid_thw))
@@ -175,13 +203,16 @@ class VisionInputs:
         return cls(images, ImageProcessing(**processing), np.array(value["grids"], dtype=np.int64))
 
 
-def vision_inputs(images: Sequence[EncodedImage], processing: ImageProcessing) -> VisionInputs:
-    """The images of one prompt, whole: each is decoded once to see that it can be.
+def vision_inputs(images: Sequence[EncodedImage], processing: ImageProcessing, whole: bool = True) -> VisionInputs:
+    """The images of one prompt.
+
+    Args:
+        whole: decode each once to see that it can be; False: only its size is read.
 
     Raises:
         ImageError: an image that cannot be decoded, or a strip.
     """
-    sizes = [image.decode().size for image in images]
+    sizes = [image.decode().size if whole else image.size for image in images]
     grids = [processing.grid(height, width) for width, height in sizes]
     return VisionInputs(tuple(images), processing, np.array(grids, dtype=np.int64).reshape(-1, 3))
 

@@ -44,12 +44,14 @@ def balance_of(model: Any, batch: TensorBatch) -> tuple[torch.Tensor, dict[str, 
         hook.remove()
     tables = [logits[real].double().softmax(-1) for logits in captured]
     top_k, num_experts = model.config.num_experts_per_tok, tables[0].shape[1]
-    counts = torch.stack([
-        torch.zeros(num_experts, dtype=torch.float64).index_add(
-            0, table.topk(top_k).indices.flatten(), torch.ones(table.shape[0] * top_k, dtype=torch.float64)
-        )
-        for table in tables
-    ])
+    counts = torch.stack(
+        [
+            torch.zeros(num_experts, dtype=torch.float64).index_add(
+                0, table.topk(top_k).indices.flatten(), torch.ones(table.shape[0] * top_k, dtype=torch.float64)
+            )
+            for table in tables
+        ]
+    )
     number = len(tables) * int(real.sum())
     probs = torch.cat(tables).sum(0) / number
     load = counts / counts.mean(1, keepdim=True)
@@ -123,7 +125,9 @@ def test_micro_batch_scope_is_the_mean_of_transformers_losses(run_ranks: RunRank
     role = make_role(folder, micro_batch=4, model_args=args)
     model, batch = plain_model(folder), make_batch()
     total = policy_loss(plain_outputs(model, batch), batch)[0]
-    parts = [part for rank in split_rows(batch, (8, 4)) for part in split_rows(rank, (4,) * (len(rank["input_ids"]) // 4))]
+    parts = [
+        part for rank in split_rows(batch, (8, 4)) for part in split_rows(rank, (4,) * (len(rank["input_ids"]) // 4))
+    ]
     (total + COEFFICIENT * sum(balance_of(model, part)[0] for part in parts) / len(parts)).backward()
     wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
     for result in run_ranks(2, cases.train, role, split_rows(batch, (8, 4))):
@@ -132,9 +136,7 @@ def test_micro_batch_scope_is_the_mean_of_transformers_losses(run_ranks: RunRank
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", EVERYWHERE)
-def test_transformers_computes_the_same_loss(
-    run_ranks: RunRanks, tmp_path: Path, family: str
-) -> None:
+def test_transformers_computes_the_same_loss(run_ranks: RunRanks, tmp_path: Path, family: str) -> None:
     """On rows without padding, where both take the same tokens."""
     path = write_moe(tmp_path / "model", family)
     batch = make_batch(groups=1, group_size=1)

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests import vision_models
 from tests.strategies import sharded_cases, vision_cases
-from tests.strategies.comparison import assert_step_equals
+from tests.strategies.comparison import STEPS, assert_step_equals
 from tests.strategies.samples import DYNAMIC, PACKING, make_role
 
 RunRanks = Callable[..., list[Any]]
@@ -134,3 +135,75 @@ def test_gradient_and_outputs_equal_the_plain_model(
     wanted = expected(kind, None if frozen is None else "model.visual")
     assert len(results[0]["gradients"]) == len(wanted["gradients"])
     assert_step_equals(results[::shared], wanted)
+
+
+BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fsdp2": ("fsdp2_train", {}),
+    "fsdp1": ("fsdp_train", {}),
+    "zero3": ("deepspeed_train", PARTITION),
+}
+
+
+def half(**options: Any) -> list[dict[str, Any]]:
+    return vision_cases.split(vision_cases.make_batch(**options), SPLITS[2])
+
+
+def needs(strategy: str) -> None:
+    if strategy.startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
+
+
+@pytest.mark.default_rows("fsdp2")
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_frozen_tower_costs_nothing(run_ranks: RunRanks, model_of: Callable[[str], Path], name: str) -> None:
+    """No gradient, no optimizer state, no change, and nothing to send after the first weight update."""
+    strategy, config = BACKENDS[name]
+    needs(strategy)
+    role = make_role(
+        model_of("qwen3_vl"), strategy, config=config, model_args={"freeze_module_prefix": ["vision_model"]}
+    )
+    results = run_ranks(2, vision_cases.facts_of_freezing, role, half())
+    parameters = dict(vision_cases.plain_model(model_of("qwen3_vl")).named_parameters())
+    language = [one for one in parameters if not one.startswith("model.visual.")]
+    for result in results:
+        if name != "zero3":
+            assert {one.replace("_fsdp_wrapped_module.", "") for one in result["with_gradient"]} <= set(language)
+    assert sorted(results[0]["changed"]) == sorted(results[0]["sent"]) == sorted(language)
+    elements = sum(result["optimizer_elements"] for result in results)
+    trained, total = (sum(parameters[one].numel() for one in names) for names in (language, parameters))
+    assert 2 * trained <= elements < min(3.2 * trained, 2 * total)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp1"])
+def test_angles_of_patches_stay_in_float32(run_ranks: RunRanks, model_of: Callable[[str], Path], name: str) -> None:
+    """What arrives in the blocks of the tower is what they get in a plain model in bf16."""
+    strategy, config = BACKENDS[name]
+    role = make_role(model_of("qwen3_vl"), strategy, config=config, dtype="bf16")
+    for result in run_ranks(2, vision_cases.types_that_arrive, role, half()):
+        assert result == {"hidden": {torch.bfloat16}, "angles": {torch.float32}}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_critic_reads_images(run_ranks: RunRanks, model_of: Callable[[str], Path], name: str) -> None:
+    """Its head starts at zero, and after a step the values are those of one process."""
+    strategy, config = BACKENDS[name]
+    needs(strategy)
+    batch = vision_cases.make_batch()
+
+    def values(strategy: str, config: dict[str, Any], ranks: int) -> tuple[list[dict[str, Any]], torch.Tensor]:
+        role = make_role(model_of("qwen3_vl"), strategy, config=config, training=STEPS)
+        train: Any = sharded_cases.train
+        if strategy.startswith("deepspeed"):
+            from tests.strategies.deepspeed import cases
+
+            train = cases.train
+        parts = vision_cases.split(batch, SPLITS[ranks])
+        results = run_ranks(ranks, train, role, parts, 2, None, True)
+        return results, torch.cat([result["outputs"]["values"] for result in results])
+
+    _, alone = values("fsdp2_train", {}, 1)
+    results, cut = values(strategy, config, 2)
+    assert "score.weight" in results[0]["weights"] and alone.abs().max() > 1e-3
+    torch.testing.assert_close(cut, alone, rtol=0, atol=2e-6)

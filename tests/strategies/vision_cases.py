@@ -115,3 +115,53 @@ def plain_results(folder: Path, batch: dict[str, Any], frozen: str | None = None
         "gradients": gradients,
         "norm": float(torch.nn.utils.get_total_norm(list(gradients.values()))),
     }
+
+
+def facts_of_freezing(role: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """After a step: gradients and elements of optimizer states of this rank, weights that changed, and what is sent."""
+    from roll.strategies.base import StateKind, WeightSelection
+    from roll.strategies.factory import create_strategy
+    from tests.strategies.sharded_cases import weights_of
+
+    strategy: Any = create_strategy(role)
+    strategy.initialize(num_training_steps=10)
+    named = dict(strategy.model.language_model.named_parameters())
+    before = weights_of(strategy)
+    step = strategy._clip_and_step
+    gradients: dict[str, bool] = {}
+
+    def recording(learning_rate: float) -> float:
+        gradients.update({name: parameter.grad is not None for name, parameter in named.items()})
+        norm: float = step(learning_rate)
+        return norm
+
+    strategy._clip_and_step = recording
+    strategy.train_step(batch, policy_loss, ("log_probs", "entropy"))
+    after = weights_of(strategy)
+    selected = list(strategy.named_full_weights(2**30, WeightSelection(trained_only=True)))
+    return {
+        "with_gradient": [name for name, has in gradients.items() if has],
+        "optimizer_elements": sum(t.numel() for t in strategy._device_tensors(StateKind.OPTIMIZER_STATES)),
+        "changed": [name for name, tensor in after.items() if not torch.equal(tensor, before[name])],
+        "sent": [name for bucket in selected for name, _ in bucket],
+    }
+
+
+def types_that_arrive(role: Any, batch: dict[str, Any]) -> dict[str, set[torch.dtype]]:
+    """Types of what the blocks of the vision tower are called with, in a forward pass."""
+    from roll.strategies.factory import create_strategy
+
+    strategy: Any = create_strategy(role)
+    strategy.initialize()
+    found: dict[str, set[torch.dtype]] = {"hidden": set(), "angles": set()}
+
+    def record(_: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        found["hidden"].add(args[0].dtype)
+        found["angles"] |= {angle.dtype for angle in keywords["position_embeddings"]}
+
+    for module in strategy.model.modules():
+        if type(module).__name__.endswith("VisionBlock"):
+            # Called last, so with what the module itself will see.
+            module.register_forward_pre_hook(record, with_kwargs=True)
+    strategy.forward(batch, ("log_probs",))
+    return found

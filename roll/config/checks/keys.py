@@ -104,10 +104,8 @@ REFUSALS = (
         except_under=lambda backend: "tp_size" in backend.size_keys,
     ),
     Refusal("**.generating_args.num_beams", "beam search", 1, above(1)),
-    Refusal("**.data_args.image_folder", "vision-language models"),
     Refusal("**.data_args.video_folder", "vision-language models"),
     Refusal("**.data_args.audio_folder", "audio models"),
-    Refusal("**.data_args.image_m*_pixels", "vision-language models"),
     Refusal("**.data_args.video_*_pixels", "vision-language models"),
     Refusal("**.data_args.custom_data_kwargs_func", "vision-language models"),
 )

@@ -81,7 +81,8 @@ def add_values(batch: DataProto, critic: Cluster) -> None:
     asked = batch
     if "bootstrap_mask" in batch.batch:
         asked = batch.select(MODEL_COLUMNS, ["prompt_id"])
-        asked.batch["response_mask"] = batch.batch["response_mask"] | batch.batch["bootstrap_mask"]
+        for name in ("attention_mask", "response_mask"):
+            asked.batch[name] = batch.batch[name] | batch.batch["bootstrap_mask"]
     batch.batch["values"] = computed(asked, critic, lambda rows: critic.call(CriticWorker.compute_values, rows))[
         "values"
     ]

@@ -132,8 +132,8 @@ class VisionDecoder(GenericDecoder):
         self._body = model.model
         if not hasattr(self._body, "get_rope_index") or not hasattr(self._body, "visual"):
             raise ValueError(
-                f"hf_infer: {type(model).__name__} is not a vision-language model that it computes; it does Qwen2.5-VL, "
-                "Qwen3-VL and Qwen3-VL-MoE"
+                f"hf_infer: {type(model).__name__} is not a vision-language model that it computes; those are "
+                "Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE"
             )
         self._config = model.config
         self.masked_token_ids = vision_token_ids(model.config)

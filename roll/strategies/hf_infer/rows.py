@@ -69,8 +69,8 @@ class RunningRows:
     """Rows [0, size) are running samples; a leaving row's place is taken by the last one.
 
     Arrays of shape (capacity,): ``lengths`` (tokens of prompt and response, the last of which is not in the cache yet),
-    ``generated``, ``last_tokens``, ``offsets`` (of rotary positions), and the sampling settings.  ``tokens`` and ``log_probs`` (capacity, max_model_len)
-    hold the responses; ``stop_ids`` (capacity, any) is padded with -1.
+    ``generated``, ``last_tokens``, ``offsets`` (of rotary positions), and the sampling settings.  ``tokens`` and
+    ``log_probs`` (capacity, max_model_len) hold the responses; ``stop_ids`` (capacity, any) is padded with -1.
     """
 
     capacity: int

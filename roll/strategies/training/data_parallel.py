@@ -25,7 +25,8 @@ from roll.models.build import build_model, has_tied_embeddings
 from roll.models.experts import RoutingRecorder, SparseLayer, run_every_expert, sparse_layers
 from roll.models.layouts import TokenLayout, padded, with_token_rows
 from roll.models.log_probs import ResponseModel
-from roll.models.lora import Adapters, MergedWeight, add_adapters
+from roll.models.lora import Adapters, MergedWeight, add_adapters, base_name
+from roll.models.stored import StoredLayout
 from roll.models.vision import FEATURES, ImagePool, with_images
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import (
@@ -110,6 +111,8 @@ class DataParallelStrategy(ModelStrategy):
             use_layout_attention(language_model, needed_by[0])
         self._prepare_experts(language_model)
         self._shapes = {name: list(parameter.shape) for name, parameter in language_model.named_parameters()}
+        live = {base_name(name): tensor.shape for name, tensor in language_model.state_dict().items()}
+        self._stored = StoredLayout(language_model, live)
         self._trained_names = {name for name, parameter in language_model.named_parameters() if parameter.requires_grad}
         self.model = ResponseModel(language_model, self._context_group())
         if self.sparse_layers:
@@ -197,6 +200,13 @@ class DataParallelStrategy(ModelStrategy):
         self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Collective. Full tensors in the compute dtype (float32 master weights stay here); tied weights come once."""
+        for bucket in self._live_weights(bucket_bytes, selection):
+            yield [stored for name, tensor in bucket for stored in self._stored.split(name, tensor)]
+
+    def _live_weights(
+        self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
+    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """:meth:`named_full_weights` as the model computes with them."""
         for bucket in in_buckets(self._selected_weights(selection), bucket_bytes, self._num_bytes):
             whole = iter(self._gather([part for weight in bucket for part in weight.parts]))
             parts = [[next(whole) for _ in weight.parts] for weight in bucket]
@@ -223,7 +233,7 @@ class DataParallelStrategy(ModelStrategy):
     def save_hf(self, path: Path) -> None:
         """Collective. Weights are written in the compute dtype; adapters merged, and by themselves in ``adapter/``."""
         weights: dict[str, torch.Tensor] = {}
-        for bucket in self.named_full_weights(EXPORT_BUCKET_BYTES):
+        for bucket in self._live_weights(EXPORT_BUCKET_BYTES):
             weights |= {name: tensor.cpu() for name, tensor in bucket}
         if self.rank == 0:
             path.mkdir(parents=True, exist_ok=True)
