@@ -215,7 +215,9 @@ class Hub(BaseHTTPRequestHandler):
 
     def answer(self, with_body: bool) -> None:
         is_api, known = self.path.startswith("/api/models/"), "owner/recurrent" in self.path
-        body = json.dumps({"id": "owner/recurrent", "sha": "a" * 40} if is_api else RECURRENT).encode() if known else b"{}"
+        body = (
+            json.dumps({"id": "owner/recurrent", "sha": "a" * 40} if is_api else RECURRENT).encode() if known else b"{}"
+        )
         self.send_response(200 if known else 404)
         headers = {"X-Repo-Commit": "a" * 40, "ETag": '"b"', "Content-Length": str(len(body))}
         if not known:
@@ -247,7 +249,10 @@ def hub() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("owner/recurrent", "model_type qwen2: a model with linear-attention or state-space layers is not available yet"),
+        (
+            "owner/recurrent",
+            "model_type qwen2: a model with linear-attention or state-space layers is not available yet",
+        ),
         ("owner/nothing", "the hub has no such model, or only for others"),
         ("unreachable", "the hub cannot be reached"),
     ],
