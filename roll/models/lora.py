@@ -308,8 +308,8 @@ def _target_modules(
 
 
 def _adaptable(model: PreTrainedModel, whole: Sequence[str]) -> list[str]:
-    """Linear layers, without the output matrix (whose weight is used without calling it), what is trained whole, and the
-    gates of sparse layers: a router stays what it was, unless ``additional_target`` names it."""
+    """Linear layers, without the output matrix (whose weight is used without calling it), what is trained whole, and
+    the gates of sparse layers: a router stays what it was, unless ``additional_target`` names it."""
     output = model.get_output_embeddings()
     blocks = [layer.block for layer in sparse_layers(model)]
     gates = [

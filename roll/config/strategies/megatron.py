@@ -46,8 +46,8 @@ class MegatronStrategyConfig(StrategyConfig):
     recompute_modules: list[str] | None = field(
         default=None, metadata=rules(parse=parse_names, read_if={"recompute_granularity": ("selective",)})
     )
-    """With ``selective``: Megatron's names (``core_attn``, ``mlp``, ``layernorm``, ``moe``), a list or with commas; null:
-    ``core_attn``."""
+    """With ``selective``: Megatron's names (``core_attn``, ``mlp``, ``layernorm``, ``moe``), a list or with commas;
+    null: ``core_attn``."""
     account_for_embedding_in_pipeline_split: bool = False
     """Count the embeddings as a layer when layers are dealt out to stages."""
     account_for_loss_in_pipeline_split: bool = False
