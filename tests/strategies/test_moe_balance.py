@@ -139,7 +139,7 @@ def test_micro_batch_scope_is_the_mean_of_transformers_losses(run_ranks: RunRank
 def test_transformers_computes_the_same_loss(run_ranks: RunRanks, tmp_path: Path, family: str) -> None:
     """On rows without padding, where both take the same tokens."""
     path = write_moe(tmp_path / "model", family)
-    batch = make_batch(groups=1, group_size=1)
+    batch, _ = split_rows(make_batch(groups=2, group_size=1), (1, 1))
     length = int(batch["attention_mask"].sum())
     batch = {name: column[:, :length] if column.shape[1:] else column for name, column in batch.items()}
     model = plain_model(path)
