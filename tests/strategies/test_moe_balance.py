@@ -145,7 +145,7 @@ def test_transformers_computes_the_same_loss(run_ranks: RunRanks, tmp_path: Path
     model = plain_model(path)
     wanted = model(input_ids=batch["input_ids"][:, :-1], output_router_logits=True).aux_loss
     (result,) = run_ranks(1, cases.train, make_role(path), [batch])
-    assert result["metrics"]["moe_aux_loss"] == pytest.approx(float(wanted), rel=1e-6)
+    assert result["metrics"]["moe_aux_loss"] == pytest.approx(wanted.item(), rel=1e-6)
 
 
 def test_a_dense_model_has_no_gauges(run_ranks: RunRanks, tied_model: Path) -> None:
