@@ -3,8 +3,8 @@
 transformers 5 holds a layer's experts as two fused tensors (experts, rows, columns), which every pass uses.  Remote
 code and models of your own may hold them as modules in a ``ModuleList`` of which a forward pass calls the chosen ones
 only.  Sharded, such a module waits for ranks that have chosen others: with as many experts on each rank it is even
-given another expert's weights.  :func:`run_every_expert` makes each pass call all of them, in their order, on a token that
-counts nothing where they were not chosen.
+given another expert's weights.  :func:`run_every_expert` makes each pass call all of them, in their order, on a token
+that counts nothing where they were not chosen.
 
 A router is the child of a sparse layer with a weight of (experts, hidden).  It returns its logits, or (transformers 5)
 logits, weights and indices of the chosen experts.

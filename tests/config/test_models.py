@@ -19,7 +19,7 @@ import yaml
 
 from roll import preflight
 from roll.config.loader import load_config
-from roll.config.model_files import FAMILIES, NEEDS, SUPPORT, layer_classes, model_folder, needed
+from roll.config.model_files import FAMILIES, NEEDS, SUPPORT, layer_classes, missing, model_folder, needed
 from roll.config.reading.errors import ConfigError, Problem
 from tests.config.good import GOOD, changed
 
@@ -75,7 +75,7 @@ def found(folder: Path, model: dict[str, Any], **changes: Any) -> tuple[Problem,
 def test_families_are_recognised(folder: Path, model: dict[str, Any], needs: list[str]) -> None:
     assert sorted(needed(model)) == sorted(needs)
     problems = found(folder, model)
-    lacking = [name for name in needs if name != "experts" or model["model_type"] in FAMILIES["experts"]]
+    lacking = missing(model, "fsdp2_train") or missing(model, "hf_infer")
     assert [problem.key for problem in problems] == (["pretrain"] if lacking else [])
     for name in lacking:
         assert NEEDS[name] in problems[0].rule and problems[0].example is None

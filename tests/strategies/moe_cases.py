@@ -1,4 +1,4 @@
-"""What ranks are asked to do with mixture-of-experts models; importing it makes the model with separate experts known."""
+"""What ranks are asked to do with mixture-of-experts models; importing it registers the one with separate experts."""
 
 from __future__ import annotations
 

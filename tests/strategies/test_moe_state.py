@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.default_rows("qwen3_moe", "deepseek_v3")
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != SEPARATE])
 def test_an_export_has_the_published_layout(run_ranks: RunRanks, tmp_path: Path, family: str) -> None:
-    """The same tensors under the same names as the folder that it came from, with the buffers that balance by a bias."""
+    """The same tensors under the same names as in the folder that it came from, buffers that balance by a bias too."""
     source = write_moe(tmp_path / "source", family)
     run_ranks(2, sharded_cases.export, make_role(source), tmp_path / "export")
     wanted, written = load_file(source / "model.safetensors"), load_file(tmp_path / "export" / "model.safetensors")
