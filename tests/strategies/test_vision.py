@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests import vision_models
-from tests.strategies import sharded_cases, vision_cases
+from tests.strategies import sharded_cases, sync_cases, vision_cases
 from tests.strategies.comparison import STEPS, assert_step_equals
 from tests.strategies.samples import DYNAMIC, PACKING, make_role
 
@@ -207,3 +207,81 @@ def test_a_critic_reads_images(run_ranks: RunRanks, model_of: Callable[[str], Pa
     results, cut = values(strategy, config, 2)
     assert "score.weight" in results[0]["weights"] and alone.abs().max() > 1e-3
     torch.testing.assert_close(cut, alone, rtol=0, atol=2e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "kind"), [("fsdp2", "qwen2_5_vl"), ("fsdp1", "qwen3_vl"), ("zero3", "qwen3_vl")])
+def test_weights_arrive_in_an_engine(
+    run_ranks: RunRanks, model_of: Callable[[str], Path], tmp_path: Path, name: str, kind: str
+) -> None:
+    """Checksums of what ``hf_infer`` holds after each update; the second one is without the frozen tower."""
+    strategy, config = BACKENDS[name]
+    needs(strategy)
+    role = make_role(
+        model_of(kind),
+        strategy,
+        dtype="bf16",
+        config=config,
+        model_args={"freeze_module_prefix": "vision_model"},
+        training={"learning_rate": 1e-5, "weight_decay": 0.0},
+    )
+    sent = run_ranks(2, sync_cases.train_and_sync, role, half(), tmp_path, [("shared_memory", "trained")])[0]
+    sizes = {one: parameter.numel() for one, parameter in vision_cases.plain_model(model_of(kind)).named_parameters()}
+    language = [size for one, size in sizes.items() if not one.startswith("model.visual.")]
+    assert sent == [(len(sizes), 2 * sum(sizes.values())), (len(sizes), 2 * sum(language))], "all are verified"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("kind", vision_models.KINDS)
+def test_export_is_a_folder_of_transformers(
+    run_ranks: RunRanks, model_of: Callable[[str], Path], tmp_path: Path, name: str, kind: str
+) -> None:
+    strategy, config = BACKENDS[name]
+    needs(strategy)
+    run_ranks(2, sharded_cases.export, make_role(model_of(kind), strategy, config=config), tmp_path / "out")
+    before, after = (vision_cases.plain_model(folder).state_dict() for folder in (model_of(kind), tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[one]) for one, tensor in before.items())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp1"])
+def test_resumed_equals_uninterrupted(
+    run_ranks: RunRanks, model_of: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    strategy, config = BACKENDS[name]
+    model_args = {"freeze_module_prefix": "visual"}
+    role = make_role(model_of("qwen3_vl"), strategy, config=config, model_args=model_args, use_remove_padding=True)
+    wanted = run_ranks(2, sharded_cases.train_and_save, role, half(), tmp_path, 2)
+    resumed = run_ranks(2, sharded_cases.load_and_train, role, half(), tmp_path, 2)
+    for before, after in zip(wanted, resumed, strict=True):
+        assert before["metrics"] == after["metrics"] and before["step"] == after["step"]
+        for part in ("weights", "moments"):
+            assert all(torch.equal(tensor, after[part][one]) for one, tensor in before[part].items()), part
+
+
+@pytest.mark.long
+def test_resumed_under_zero3(run_ranks: RunRanks, model_of: Callable[[str], Path], tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    from tests.strategies.deepspeed import cases
+
+    role = make_role(model_of("qwen2_5_vl"), "deepspeed_train", config=PARTITION)
+    wanted = run_ranks(2, cases.train_and_save, role, half(), tmp_path, 2)
+    resumed = run_ranks(2, cases.load_and_train, role, half(), tmp_path, 2)
+    for before, after in zip(wanted, resumed, strict=True):
+        assert all(torch.equal(tensor, after["weights"][one]) for one, tensor in before["weights"].items())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", BACKENDS)
+def test_adapters_are_on_the_language_model(run_ranks: RunRanks, model_of: Callable[[str], Path], name: str) -> None:
+    """``all-linear`` leaves the tower alone; outputs are the plain model's, and a step changes the language model."""
+    pytest.importorskip("peft")
+    strategy, config = BACKENDS[name]
+    needs(strategy)
+    adapters = {"lora_target": "all-linear", "lora_rank": 2}
+    role = make_role(model_of("qwen2_5_vl"), strategy, config=config, model_args=adapters)
+    facts = run_ranks(2, vision_cases.facts_of_freezing, role, half())[0]
+    assert facts["changed"] and sorted(facts["changed"]) == sorted(facts["sent"])
+    assert all(".language_model.layers." in one for one in facts["changed"]), facts["changed"]
