@@ -60,7 +60,7 @@ def reads_images(config: PretrainedConfig) -> bool:
     if config.model_type == "qwen3_vl_moe" and text.moe_intermediate_size == text.hidden_size:
         # transformers tells the two layouts of an expert's matrix apart by its shape alone.
         raise ValueError(
-            f"model_args.model_name_or_path: experts of moe_intermediate_size {text.moe_intermediate_size}, the model's "
+            f"model_args.model_name_or_path: experts of moe_intermediate_size {text.moe_intermediate_size}, its "
             "hidden_size, would be transposed when they are written and not when they are read; any other size works"
         )
     return True
