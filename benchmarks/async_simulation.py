@@ -35,7 +35,7 @@ from roll.rewards.base import RewardResult, RewardSample
 from roll.rollout.engines import EngineClient
 from roll.rollout.flow import GroupSettings, PromptFlow
 from roll.rollout.groups import SampleGroup
-from roll.rollout.replay import ReplayBuffer
+from roll.rollout.replay import PromptCodec, ReplayBuffer
 from roll.rollout.rewarding import RewardClient
 from roll.rollout.scheduling import AsyncScheduler, RolloutScheduler
 from roll.strategies.engines.requests import SamplingParams
@@ -198,7 +198,8 @@ class Simulation:
         settings = GroupSettings(GROUP_SIZE, SamplingParams(max_new_tokens=1), seed=0)
         flow = PromptFlow(engines, rewards, lambda n: [_row(next(numbers)) for _ in range(n)], settings, first_draw=0)
         additional = int(self.prompts * self.mode.additional)
-        buffer = ReplayBuffer(RunAhead.of(self.mode.ratio, self.prompts, additional))
+        codec = PromptCodec(lambda domain, name: _row(int(name)))
+        buffer = ReplayBuffer(RunAhead.of(self.mode.ratio, self.prompts, additional), codec)
         scheduler = AsyncScheduler(
             engines,
             flow,

@@ -117,7 +117,7 @@ def _run(loaded: LoadedConfig[Any]) -> int:
     render_plan(loaded, Console(emoji=False))
     from roll.datasets.types import DataError
     from roll.distributed.failures import RayLost, RemoteError
-    from roll.rollout.flow import RolloutExhausted, RolloutStalled
+    from roll.rollout.group_flow import RolloutExhausted, RolloutStalled
 
     try:
         loaded.pipeline.run(loaded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,9 @@ from roll.agents.chat_ids import Message
 from roll.agents.episode import Episode, EpisodeOver, Model, Task
 from roll.environments.base import Environment, Turn, call_off_loop, read_reset, read_step, takes_task
 
-Context = Literal["append", "observation", "last"]
+Context = Literal["append", "observation", "last", "own"]
 """What the next prompt holds: everything so far; the current observation with the last turns told in a template; the
-current observation behind the last turns as messages."""
+current observation behind the last turns as messages; the environment's messages and nothing else."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class EnvironmentOptions:
     step_seconds: float = 60.0
     retries: int = 1
     """Further attempts at a ``reset`` that failed, each in a new environment."""
+    concurrent: int | None = None
+    """Most calls of ``reset``, ``step`` and ``close`` at a time, over all episodes; None: no limit."""
 
 
 class EnvironmentAgent:
@@ -48,6 +51,7 @@ class EnvironmentAgent:
 
     def __init__(self, name: str, make: Callable[[], Environment], options: EnvironmentOptions) -> None:
         self._name, self._make, self._options = name, make, options
+        self._places: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
     async def run(self, task: Task, model: Model, episode: Episode) -> None:
         """Play one episode to its end."""
@@ -102,15 +106,23 @@ class EnvironmentAgent:
     ) -> Any:
         begin = time.perf_counter()
         try:
-            return await asyncio.wait_for(call_off_loop(method, *args, **options), limit)
+            async with self._place():
+                return await asyncio.wait_for(call_off_loop(method, *args, **options), limit)
         finally:
             episode.seconds.environment += time.perf_counter() - begin
+
+    def _place(self) -> contextlib.AbstractAsyncContextManager[object]:
+        """One of the places for calls; waiting for it counts against no deadline."""
+        if self._options.concurrent is None:
+            return contextlib.nullcontext()
+        return self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._options.concurrent))
 
     async def _closed(self, environment: Environment) -> None:
         close = getattr(environment, "close", None)
         if close is not None:
             try:
-                await asyncio.wait_for(call_off_loop(close), self._options.step_seconds)
+                async with self._place():
+                    await asyncio.wait_for(call_off_loop(close), self._options.step_seconds)
             except Exception:
                 # What an environment does when it is thrown away changes no episode.
                 return
@@ -133,8 +145,11 @@ class _Memory:
         options = self._options
         if options.context == "observation":
             return [*self._messages, {"role": "user", "content": self._step_text(turn)}]
+        if options.context == "own":
+            return [*self._messages, *turn.observation]
         shown = self._shown(turn)
-        kept = self._pairs if options.context == "append" else self._pairs[-options.history_length :]
+        forgotten = max(0, self.turns - options.history_length) if options.context == "last" else 0
+        kept = self._pairs[forgotten:]
         before = [message for asked, answer in kept for message in (*asked, answer)]
         return [*self._messages, *before, *shown]
 
@@ -163,7 +178,7 @@ class _Memory:
         return messages
 
     def _step_text(self, turn: Turn) -> str:
-        remembered = self._told[-self._options.history_length :]
+        remembered = self._told[max(0, self.turns - self._options.history_length) :]
         first = self.turns - len(remembered) + 1
         history = "\n".join(
             f"Turn {first + number}: observation: {seen}\naction: {answer}"

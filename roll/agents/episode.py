@@ -117,6 +117,11 @@ class Episode:
     seconds: Seconds = field(default_factory=Seconds)
 
     @property
+    def failed(self) -> bool:
+        """A fault of its environment or of the agent's code has ended it: its reward says nothing of the policy."""
+        return self.outcome in ("environment_error", "agent_error")
+
+    @property
     def calls(self) -> list[Call]:
         """The calls that were answered."""
         return [call for call in self.conversations.calls if call.finished]
@@ -130,6 +135,20 @@ class EpisodeGroup:
     """Position in the order in which tasks were drawn; groups of a step are sorted by it."""
     task: Task
     episodes: list[Episode]
+
+    @property
+    def error(self) -> str | None:
+        """What went wrong in an episode, if anything did."""
+        return next((one.error for one in self.episodes if one.error is not None), None)
+
+    def scores(self) -> list[float]:
+        """The rewards of the episodes that no fault has ended."""
+        return [one.reward for one in self.episodes if not one.failed]
+
+    def mean_score(self) -> float:
+        """Their mean; NaN where there is none."""
+        scores = self.scores()
+        return sum(scores) / len(scores) if scores else float("nan")
 
 
 class Model:
@@ -147,8 +166,15 @@ class Model:
     def turns_left(self) -> int:
         return self._limits.turns - len(self.conversations.calls)
 
-    async def chat(self, messages: Sequence[Message], **options: Any) -> Response:
-        """The response to ``messages``; ``options`` are sampling parameters.
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None = None, **options: Any
+    ) -> Response:
+        """The response to ``messages``.
+
+        Args:
+            tools: schemas that the policy may call; None: those of the run's template.
+            options: ``max_new_tokens``; ``stop``, texts that end the response; further sampling parameters, as far as
+                the run lets an agent choose them.
 
         Raises:
             EpisodeOver: no turn is left, or the prompt leaves no room for a response.
@@ -156,7 +182,7 @@ class Model:
         """
         if self.turns_left <= 0:
             raise EpisodeOver("turn_limit")
-        call = self.conversations.ask(messages)
+        call = self.conversations.ask(messages, tools)
         prompt_ids = self.conversations.prompt_ids(call)
         wanted = int(options.pop("max_new_tokens", self._limits.new_tokens))
         room = min(wanted, self._limits.new_tokens, self._limits.context - len(prompt_ids))
@@ -171,6 +197,24 @@ class Model:
             self.seconds += time.perf_counter() - begin
         return self._answered(call, sampled)
 
+    def count_tokens(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> int:
+        """The tokens of ``messages`` as a prompt of their own.
+
+        Raises:
+            TemplateError: the chat template cannot render them.
+        """
+        template = self._template if tools is None else self._template.with_tools(tools)
+        return len(template.prompt(messages))
+
+    def text_of(self, token_ids: Sequence[int], ended: bool = False) -> str:
+        """The text of ids, special tokens included.
+
+        Args:
+            ended: of a response: without the token that ended its turn.
+        """
+        ids = list(token_ids)
+        return self._template.decode(ids[:-1] if ended and ids and ids[-1] in self._template.end_tokens else ids)
+
     def reward(self, value: float, call: Call | None = None) -> None:
         """Add to the reward of ``call`` (None: the newest that was answered)."""
         target = call or next((one for one in reversed(self.conversations.calls) if one.finished), None)
@@ -179,8 +223,7 @@ class Model:
 
     def _answered(self, call: Call, sampled: Sampled) -> Response:
         ids = sampled.token_ids
-        ended = bool(ids) and ids[-1] in self._template.end_tokens
-        text = self._template.decode(ids[:-1] if ended else ids)
+        text = self.text_of(ids, ended=True)
         parsed = parse_response(text, self._tool_format)
         message: Message = {"role": "assistant", "content": text}
         if parsed.calls:

@@ -17,12 +17,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from roll.algorithms.masked import Groups, masked_whiten, row_blocks, segment_starts
+from roll.algorithms.masked import Groups, masked_whiten, row_blocks
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.registry import Registry
-from roll.algorithms.returns import discounted_returns, generalized_advantages, reverse_discounted_sum
+from roll.algorithms.returns import discounted_returns, generalized_advantages
 from roll.algorithms.samples import EPS, NormType, token_level_rewards
-from roll.config.algorithm import ADV_ESTIMATORS, PLANNED_ADV_ESTIMATORS, Estimator, PPOConfig, estimator
+from roll.algorithms.turns import Turns
+from roll.config.algorithm import ADV_ESTIMATORS, Estimator, PPOConfig, estimator
 from roll.protocol.metrics import Metrics
 
 
@@ -33,12 +34,15 @@ class AdvantageOptions(PPOConfig):
     episode_reward_weight: float = 1.0
     """``gigpo``: weight of the advantage of the whole episode within its group."""
     step_reward_weight: float = 1.0
-    """``gigpo``: weight of the advantage of a step among those taken from the same state."""
+    """``gigpo``: weight of the advantage of a turn among those taken from the same state."""
+    step_reward_gamma: float = 0.95
+    """``gigpo`` and ``step_reinforce``: discount of later rewards, a turn."""
 
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """Inputs of an estimator. Rows are responses (in multi-turn work by steps: one step each)."""
+    """Inputs of an estimator. Rows are responses, in work of several turns whole trajectories
+    (:class:`~roll.algorithms.turns.TrajectoryLayout`)."""
 
     rewards: Tensor
     """float (B, L), token-level rewards, 0 outside the mask; or (B,), due at each response's last token."""
@@ -59,12 +63,14 @@ class AdvantageInputs:
     old_sum_of_squares: Tensor | None = None
     """float (B, L), of all probabilities of the trainer's distribution that each token was drawn from
     (optimal_token_baseline)."""
+    turn_ids: Tensor | None = None
+    """int (B, L): the turn of each masked token; None: each run of masked tokens is one."""
     step_returns: Tensor | None = None
-    """float (B,), discounted return of the episode from this step on (gigpo, step_reinforce)."""
+    """float (B, L): on the tokens of a turn, the discounted return from that turn on (gigpo, step_reinforce)."""
     state_ids: Tensor | None = None
-    """int64 (B,): steps with the same id were taken from the same state of the same task (gigpo)."""
-    trajectory_ids: Tensor | None = None
-    """int64 (B,): steps with the same id belong to one episode (gigpo)."""
+    """int (B, L): turns with the same id were taken from the same state of the same task (gigpo)."""
+    bootstrap_values: Tensor | None = None
+    """float (B,): value of the state in which a truncated row was left, 0 for rows that ended (gae, turn_gae)."""
 
     @cached_property
     def token_level_rewards(self) -> Tensor:
@@ -81,6 +87,16 @@ class AdvantageInputs:
     @cached_property
     def groups(self) -> Groups:
         return Groups.of(self.group_ids)
+
+    @cached_property
+    def turns(self) -> Turns:
+        return Turns.of(self.mask, self.turn_ids)
+
+    def with_bootstrap(self, rewards: Tensor, gamma: float) -> Tensor:
+        """Token-level rewards (B, L); a truncated row has what was still to come, gamma V, on its last token."""
+        if self.bootstrap_values is None:
+            return rewards
+        return rewards + token_level_rewards(gamma * self.bootstrap_values, self.mask)
 
     def spread(self, per_row: Tensor) -> Tensor:
         """Give every masked token its row's number, which must be finite: (B,) -> float32 (B, L)."""
@@ -134,7 +150,7 @@ def register_advantage(
     """
 
     def decorate(function: EstimatorFunction) -> EstimatorFunction:
-        row = None if name in PLANNED_ADV_ESTIMATORS else Estimator(name, aliases, norm, whitens, needs_values)
+        row = Estimator(name, aliases, norm, whitens, needs_values)
         advantage_estimators.add(function, name, aliases, row)
         return function
 
@@ -169,7 +185,8 @@ def needs_values(adv_estimator: str) -> bool:
 def gae(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation; arXiv 1506.02438."""
     values = inputs.require("values", "gae")
-    return generalized_advantages(inputs.token_level_rewards, values, inputs.mask, options.gamma, options.lambd)
+    rewards = inputs.with_bootstrap(inputs.token_level_rewards, options.gamma)
+    return generalized_advantages(rewards, values, inputs.mask, options.gamma, options.lambd)
 
 
 def returns_as_advantages(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
@@ -348,46 +365,54 @@ def gdpo(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Te
     return inputs.spread(total), inputs.spread(inputs.response_rewards)
 
 
+@register_advantage("turn_gae")
+def turn_gae(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation with turns as actions; Turn-PPO, arXiv 2512.17008.
+
+    delta_k = r_k + gamma V(s_{k+1}) - V(s_k), with r_k the sum of the turn's token-level rewards and V(s_k) the value
+    at its first token; every token of a turn gets its advantage, and the turn's return as the target of its value.
+    """
+    turns, values = inputs.turns, inputs.require("values", "turn_gae")
+    rewards = inputs.with_bootstrap(inputs.token_level_rewards, options.gamma)
+    states = turns.first(values)
+    advantages, returns = generalized_advantages(turns.sum(rewards), states, turns.exists, options.gamma, options.lambd)
+    return turns.spread(advantages), turns.spread(returns)
+
+
 @register_advantage("gigpo")
 def gigpo(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
-    """Episode advantage in its group plus step advantage among equal states; arXiv 2505.10978 eq. 3-8.
+    """The trajectory's normalised reward plus the advantage of a turn among equal states; arXiv 2505.10978 eq. 3-8.
 
-    Rows are steps.  Every episode counts once in its group, however many steps it has.  A state that was seen once
-    teaches nothing about its step (0).
+    A turn's discounted return is compared with those of all turns taken from the same state of the same task; a state
+    that was seen once teaches nothing about its turn (0).  One setting normalises both parts: where ``norm_std_type``
+    is null, neither is divided.
     """
-    rewards, groups = inputs.response_rewards, inputs.groups
-    episodes = Groups.of(inputs.require("trajectory_ids", "gigpo"))
-    share = 1.0 / episodes.sizes.double()
-    episode_count = groups.sum(share)
-    centred = rewards - (groups.sum(share * rewards) / episode_count)[groups.index]
-    variance = groups.sum(share * centred.square()) / (episode_count - 1).clamp(min=1)
-    alone = (episode_count < 1.5)[groups.index]
-    episode = torch.where(alone, rewards, divided_by_spread(centred, variance.sqrt()[groups.index]))
-
-    states = Groups.of(inputs.require("state_ids", "gigpo"))
-    step_returns = inputs.require("step_returns", "gigpo").double()
-    centred_step = step_returns - states.mean(step_returns)[states.index]
-    step = divided_by_spread(centred_step, states.std(step_returns)[states.index])
-    advantages = options.episode_reward_weight * episode + options.step_reward_weight * step
-    return inputs.spread(advantages), inputs.spread(step_returns)
+    turns = inputs.turns
+    returns = turns.first(inputs.require("step_returns", "gigpo"))
+    states = turns.first(inputs.require("state_ids", "gigpo").double())[turns.exists].long()
+    groups, of_turn = Groups.of(states), returns[turns.exists].double()
+    step = of_turn - groups.mean(of_turn)[groups.index]
+    _, std_type = resolve_norm_types("gigpo", options.norm_mean_type, options.norm_std_type)
+    if std_type is not None:
+        step = divided_by_spread(step, groups.std(of_turn)[groups.index])
+    per_turn = torch.zeros_like(returns, dtype=torch.float64).masked_scatter(turns.exists, step)
+    advantages = options.step_reward_weight * turns.spread(per_turn)
+    advantages += options.episode_reward_weight * torch.where(inputs.mask, inputs.response_rewards[:, None], 0.0)
+    return advantages.float(), turns.spread(returns)
 
 
 @register_advantage("step_reinforce")
 def step_reinforce(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
-    """Every token of a step gets the discounted return of its episode from that step on. Rows are steps."""
-    returns = inputs.spread(inputs.require("step_returns", "step_reinforce"))
+    """Every token of a turn gets the (normalised) discounted return of its trajectory from that turn on."""
+    returns = torch.where(inputs.mask, inputs.require("step_returns", "step_reinforce"), 0.0)
     return returns, returns
 
 
 @register_advantage("agentic_reinforce")
 def agentic_reinforce(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
     """Discount per turn instead of per token: every token of a turn gets the return from that turn on."""
-    mask = inputs.mask
-    turn = (segment_starts(mask).cumsum(-1) - 1).clamp(min=0)
-    turns = int(turn.max()) + 1 if turn.numel() else 1
-    rewards = torch.where(mask, inputs.token_level_rewards, 0.0)
-    per_turn = rewards.new_zeros(mask.shape[0], turns).scatter_add_(1, turn, rewards)
-    returns = torch.where(mask, reverse_discounted_sum(per_turn, options.gamma).gather(1, turn), 0.0)
+    turns = inputs.turns
+    returns = turns.spread(turns.returns(inputs.token_level_rewards, options.gamma))
     return returns, returns
 
 

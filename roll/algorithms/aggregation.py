@@ -1,8 +1,8 @@
 r"""From per-token losses to a micro-batch's share of the loss of the whole optimizer step.
 
-With :math:`l_{it}` the loss of token t of row i, :math:`m_{it}` the mask, :math:`n_i` the masked tokens of row i, and
-T (tokens), N (rows with a masked token), T_g (tokens of prompt g) and P (prompts with a masked token) counted over
-*all* ranks and micro-batches of the optimizer step:
+With :math:`l_{it}` the loss of token t of sample i, :math:`m_{it}` the mask, :math:`n_i` the masked tokens of sample i,
+and T (tokens), N (samples with a masked token), T_g (tokens of prompt g) and P (prompts with a masked token) counted
+over *all* ranks and micro-batches of the optimizer step:
 
 =========================  ==================================================  =====================================
 mode                       loss                                                source
@@ -15,10 +15,13 @@ prompt-mean                sum_g (1/T_g) sum_{i in g, t} m l / P               m
 token-sum                  sum_it m l                                          no denominator
 =========================  ==================================================  =====================================
 
+A sample is a row, or all rows of a trajectory where one has several (``sequence_tokens``).
+
 Every mode is a weight per row times the masked row sum, so the mask multiplies the numerator in each of them, and the
 sum of the shares over micro-batches and ranks is the global loss.  A mode is a function ``(mask, denominators) ->
 weights``, bool (B, L) to float64 (B,), or ``(mask, denominators, group_ids) -> weights`` with int64 (B,) that index
-:attr:`LossDenominators.group_tokens`; :data:`aggregation_modes` knows them by name, and any other by dotted path.
+:attr:`LossDenominators.group_tokens`; one with a parameter ``sequence_tokens`` is given n_i by that name, int64 (B,);
+:data:`aggregation_modes` knows them by name, and any other by dotted path.
 """
 
 from __future__ import annotations
@@ -43,22 +46,29 @@ class LossDenominators:
     tokens: float
     """Masked tokens."""
     samples: float
-    """Rows with at least one masked token."""
+    """Rows with at least one masked token; trajectories, where they have several rows."""
     norm_length: float | None = None
     """The constant length of ``seq-mean-token-sum-norm``, in tokens (``loss_norm_length``)."""
     group_tokens: Tensor | None = None
     """float64 (G,): masked tokens of each prompt; None where the mode does not ask for groups."""
 
 
-def denominators_of(mask: Tensor) -> Tensor:
-    """This rank's part, to be summed over ranks: bool (B, L) -> float64 (2,) = (tokens, samples)."""
-    return torch.stack([mask.sum(), mask.any(-1).sum()]).double()
+def denominators_of(mask: Tensor, sequence_tokens: Tensor | None = None) -> Tensor:
+    """This rank's part, to be summed over ranks: bool (B, L) -> float64 (2,) = (tokens, samples).
+
+    With ``sequence_tokens`` int64 (B,), each row is the share of a sample that its tokens are of the trajectory's.
+    """
+    if sequence_tokens is None:
+        return torch.stack([mask.sum(), mask.any(-1).sum()]).double()
+    tokens = mask.sum(-1).double()
+    return torch.stack([tokens.sum(), (tokens / sequence_tokens.clamp(min=1)).sum()])
 
 
 def denominators_from(summed: Tensor, norm_length: float | None = None) -> LossDenominators:
     """The inverse of :func:`denominators_of` after the sum over ranks: one transfer from the device."""
     tokens, samples = summed.tolist()
-    return LossDenominators(tokens, samples, norm_length)
+    # Both are counts: the shares of a trajectory's rows add up to 1 but for rounding.
+    return LossDenominators(tokens, float(round(samples)), norm_length)
 
 
 def group_tokens_of(mask: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
@@ -88,9 +98,12 @@ def token_mean(mask: Tensor, denominators: LossDenominators) -> Tensor:
 
 
 @register_aggregation("seq-mean-token-mean")
-def seq_mean_token_mean(mask: Tensor, denominators: LossDenominators) -> Tensor:
+def seq_mean_token_mean(
+    mask: Tensor, denominators: LossDenominators, *, sequence_tokens: Tensor | None = None
+) -> Tensor:
     """1 / (n_i N)."""
-    return _ones(mask) / (mask.sum(-1).clamp(min=1) * max(denominators.samples, 1.0))
+    tokens = mask.sum(-1) if sequence_tokens is None else sequence_tokens
+    return _ones(mask) / (tokens.clamp(min=1) * max(denominators.samples, 1.0))
 
 
 @register_aggregation("seq-mean-token-sum")
@@ -127,7 +140,12 @@ def token_sum(mask: Tensor, denominators: LossDenominators) -> Tensor:
 @cache
 def needs_groups(mode: str) -> bool:
     """True where the mode's function takes the ids of groups."""
-    return len(inspect.signature(aggregation_modes.resolve(mode)).parameters) > 2
+    return len(_parameters(mode) - {"sequence_tokens"}) > 2
+
+
+@cache
+def _parameters(mode: str) -> frozenset[str]:
+    return frozenset(inspect.signature(aggregation_modes.resolve(mode)).parameters)
 
 
 def _ones(mask: Tensor) -> Tensor:
@@ -145,6 +163,7 @@ def aggregate(
     sample_weights: Tensor | None = None,
     keep: Keep | None = None,
     group_ids: Tensor | None = None,
+    sequence_tokens: Tensor | None = None,
 ) -> Tensor:
     """The micro-batch's share of the global loss, a scalar.
 
@@ -156,6 +175,7 @@ def aggregate(
         sample_weights: optional float (B,), multiplied onto each row's loss; the denominators stay as they are.
         keep: of the mask and the type of ``loss``, where the caller has one.
         group_ids: int64 (B,), indices into ``denominators.group_tokens``, for modes that ask for groups.
+        sequence_tokens: int64 (B,), masked tokens of all rows of a row's trajectory; None: rows are samples.
 
     An empty mask gives 0 with zero gradient.  Raises ``ValueError`` for an unknown mode, or one that asks for groups
     where there are none.
@@ -165,7 +185,8 @@ def aggregate(
         if group_ids is None or denominators.group_tokens is None:
             raise ValueError(f"loss_agg_mode {mode!r} needs group_ids: which rows answer the same prompt")
         arguments = (*arguments, group_ids)  # type: ignore[assignment]
-    weights = aggregation_modes.resolve(mode)(*arguments).to(loss.dtype)
+    by_name = {"sequence_tokens": sequence_tokens} if "sequence_tokens" in _parameters(mode) else {}
+    weights = aggregation_modes.resolve(mode)(*arguments, **by_name).to(loss.dtype)
     if sample_weights is not None:
         weights = weights * sample_weights
     row_sums: Tensor = _MaskedRowSums.apply(loss, keep or Keep(mask, loss.dtype))

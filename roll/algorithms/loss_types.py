@@ -96,6 +96,10 @@ class LossInputs:
     and stay in the other terms."""
     group_ids: Tensor | None = None
     """int64 (B,), indices into :attr:`~roll.algorithms.aggregation.LossDenominators.group_tokens`."""
+    turn_ids: Tensor | None = None
+    """int (B, L): which turn a token was sampled in, for ratios of segments; None: each run of masked tokens is one."""
+    sequence_tokens: Tensor | None = None
+    """int64 (B,): tokens of the loss in all rows of a row's trajectory; None: every row is one of its own."""
     old_is_rollout: bool = False
     """``old_log_probs`` are the engine's: the ratio is taken against the policy that sampled."""
 

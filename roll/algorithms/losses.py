@@ -71,8 +71,8 @@ def correct_mismatch(inputs: LossInputs, options: CorrectionOptions, metrics: Me
         policy = inputs.log_probs.detach() if rule.policy == "current" else old
         log_ratio = torch.where(inputs.mask, policy - inputs.rollout_log_probs, 0.0)
         applies = inputs.mask & (inputs.advantages < 0) if rule.only_negative else inputs.mask
-        leveled = level_log_ratio(log_ratio, inputs.mask, rule.level).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        ratio = leveled.exp()
+        leveled = level_log_ratio(log_ratio, inputs.mask, rule.level, inputs.turn_ids)
+        ratio = leveled.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
         if rule.action == "truncate":
             bounded = ratio.clamp(rule.low, rule.high) if (rule.low, rule.high) != (None, None) else ratio
             clipped |= applies & (bounded != ratio)
@@ -112,7 +112,7 @@ def _rule_metric(inputs: LossInputs, rule: CorrectionRule, log_ratio: Tensor, ra
         per_token = torch.expm1(log_ratio.clamp(max=LOG_RATIO_BOUND)) - log_ratio
     else:
         per_token = log_ratio
-    return level_log_ratio(torch.where(inputs.mask, per_token, 0.0), inputs.mask, rule.level)
+    return level_log_ratio(torch.where(inputs.mask, per_token, 0.0), inputs.mask, rule.level, inputs.turn_ids)
 
 
 @torch.no_grad()
@@ -157,7 +157,7 @@ def mismatch_metrics(inputs: LossInputs, metrics: MetricBuilder, with_segments: 
         metrics.mean(f"actor/train_infer_ratio_{name}_mean", torch.where(rows, row_ratio, 0.0).sum(), rows.sum())
     if with_segments:
         bounded = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        segment = torch.where(mask, level_log_ratio(bounded, mask, "segment").exp(), 0.0)
+        segment = torch.where(mask, level_log_ratio(bounded, mask, "segment", inputs.turn_ids).exp(), 0.0)
         metrics.mean("actor/train_infer_ratio_segment_mean", segment.sum(), tokens)
 
 
@@ -240,7 +240,8 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
     def reduced(loss: Tensor, sample_weights: Tensor | None = None, mode: str | None = None) -> Tensor:
         keep = inputs.keep if loss.dtype == inputs.log_probs.dtype else None
         aggregation = mode or options.loss_agg_mode
-        return aggregate(loss, inputs.mask, aggregation, denominators, sample_weights, keep, inputs.group_ids)
+        of_rows = inputs.group_ids, inputs.sequence_tokens
+        return aggregate(loss, inputs.mask, aggregation, denominators, sample_weights, keep, *of_rows)
 
     per_token = policy_losses.resolve(options.pg_variant)(inputs, options.pg, metrics)
     if inputs.policy_mask is not None:
@@ -337,6 +338,7 @@ def value_loss(
     loss_agg_mode: str = "token-mean",
     value_loss_type: str = "mse",
     group_ids: Tensor | None = None,
+    sequence_tokens: Tensor | None = None,
 ) -> LossOutputs:
     """The error, clipped around the old values: max(e(v, R), e(clip(v, old +- c), R)), with e half the squared error.
 
@@ -352,6 +354,7 @@ def value_loss(
         loss_agg_mode: one of :data:`roll.algorithms.aggregation.AGGREGATION_MODES`.
         value_loss_type: name of another e (:data:`value_losses`), or the dotted path of one.
         group_ids: int64 (B,), for modes that ask for groups.
+        sequence_tokens: int64 (B,), tokens of the loss in all rows of a row's trajectory.
     """
     metrics = MetricBuilder()
     error_of = value_losses.resolve(value_loss_type)
@@ -362,7 +365,7 @@ def value_loss(
         clipped_error = error_of(near, returns)
         loss = torch.maximum(error, clipped_error)
         clipped_count = ((clipped_error > error) & mask).sum()
-    total = aggregate(loss, mask, loss_agg_mode, denominators, group_ids=group_ids)
+    total = aggregate(loss, mask, loss_agg_mode, denominators, group_ids=group_ids, sequence_tokens=sequence_tokens)
     tokens = mask.sum()
     metrics.mean("critic/loss", total, tokens.double() / max(denominators.tokens, 1.0))
     metrics.mean("critic/clipfrac", clipped_count, tokens)

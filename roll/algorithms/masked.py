@@ -138,10 +138,10 @@ class Groups:
         return (self.sum(centred.square()) / (self.counts - 1).clamp(min=1)).sqrt()
 
 
-def segment_starts(mask: Tensor) -> Tensor:
-    """bool (B, L): the first token of each run of masked tokens."""
+def segment_starts(mask: Tensor, turn_ids: Tensor | None = None) -> Tensor:
+    """bool (B, L): the first token of each run of masked tokens; of each turn in it, where there are ``turn_ids``."""
     starts = mask.clone()
-    starts[:, 1:] &= ~mask[:, :-1]
+    starts[:, 1:] &= ~mask[:, :-1] if turn_ids is None else ~mask[:, :-1] | (turn_ids[:, 1:] != turn_ids[:, :-1])
     return starts
 
 
@@ -152,9 +152,10 @@ def has_holes(mask: Tensor) -> Tensor:
     return starts > torch.count_nonzero(bits.amax(-1)) if bits.numel() else starts > 0
 
 
-def segment_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over each run of masked tokens, repeated on its tokens: (B, L) -> (B, L), 0 outside the mask."""
-    ids = segment_starts(mask).flatten().cumsum(0)  # 1.. on masked tokens; what stands between is masked out below
+def segment_mean(values: Tensor, mask: Tensor, turn_ids: Tensor | None = None) -> Tensor:
+    """Mean over each segment of :func:`segment_starts`, on each of its tokens: (B, L) -> (B, L), 0 outside the mask."""
+    # 1.. on masked tokens; what stands between is masked out below.
+    ids = segment_starts(mask, turn_ids).flatten().cumsum(0)
     kept = torch.where(mask, values, 0.0).flatten()
     size = mask.numel() + 1
     totals = torch.zeros(size, dtype=values.dtype, device=values.device).index_add(0, ids, kept)
@@ -163,12 +164,12 @@ def segment_mean(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, means[ids].view_as(values), 0.0)
 
 
-def level_log_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
+def level_log_ratio(log_ratio: Tensor, mask: Tensor, level: str, turn_ids: Tensor | None = None) -> Tensor:
     """Log-ratio of the unit that each token belongs to: (B, L) -> (B, L).
 
-    ``token``: its own; ``segment``: mean over its run; ``geometric`` or ``seq``: mean over its response (GSPO, arXiv
-    2507.18071 eq. 7); ``sequence``: sum over its response; ``max``: the largest of its response.  Raises ``ValueError``
-    for another level.
+    ``token``: its own; ``segment``: mean over its turn, a run of masked tokens or, in it, of equal ``turn_ids``;
+    ``geometric`` or ``seq``: mean over its response (GSPO, arXiv 2507.18071 eq. 7); ``sequence``: the sum over it;
+    ``max``: the largest of its response.  Raises ``ValueError`` for another level.
     """
     if level == "token":
         return log_ratio
@@ -176,7 +177,7 @@ def level_log_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
         largest = log_ratio.masked_fill(~mask, -torch.inf).amax(-1, keepdim=True) if mask.shape[-1] else log_ratio
         return torch.where(mask, largest, 0.0)
     if level == "segment":
-        return segment_mean(log_ratio, mask)
+        return segment_mean(log_ratio, mask, turn_ids)
     total = torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True)
     if level in ("geometric", "seq"):
         total = total / mask.sum(-1, keepdim=True).clamp(min=1)

@@ -58,7 +58,7 @@ def _clipped_surrogate(inputs: LossInputs, log_ratio: Tensor, options: PPOConfig
 @register_policy_loss("ppo")
 def ppo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """-min(r A, clip(r, 1 - low, 1 + high) A); arXiv 1707.06347 eq. 7, dual clip 1912.09729 eq. 5."""
-    log_ratio = level_log_ratio(inputs.log_ratio, inputs.mask, options.importance_sampling)
+    log_ratio = level_log_ratio(inputs.log_ratio, inputs.mask, options.importance_sampling, inputs.turn_ids)
     return _clipped_surrogate(inputs, log_ratio, options, metrics)
 
 

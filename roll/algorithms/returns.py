@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from roll.algorithms.masked import Groups, Keep, has_holes
+from roll.algorithms.masked import Keep, has_holes
 
 _BLOCK = 32
 _DEEPEST_EXPONENT = 2.0
@@ -101,28 +101,6 @@ def generalized_advantages(
     delta[:, :-1].add_(kept_values[:, 1:], alpha=gamma)
     advantages = keep.in_place(_recursion(delta, mask, gamma * lambd))
     return advantages, kept_values.add_(advantages)
-
-
-def discounted_step_returns(step_rewards: Tensor, trajectory_ids: Tensor, step_index: Tensor, gamma: float) -> Tensor:
-    """Return of each episode from each of its steps on: float (B,) -> (B,).
-
-    Args:
-        step_rewards: float (B,), reward of each step.
-        trajectory_ids: int64 (B,).
-        step_index: int64 (B,), the order of the steps within an episode; gaps are allowed.
-        gamma: discount per step.
-    """
-    episodes = Groups.of(trajectory_ids)
-    order = torch.argsort(step_index, stable=True)
-    order = order[torch.argsort(episodes.index[order], stable=True)]
-    rows = episodes.index[order]
-    first = episodes.counts.cumsum(0) - episodes.counts
-    columns = torch.arange(len(rows), device=rows.device) - first[rows]
-    table = step_rewards.new_zeros(len(episodes.counts), int(episodes.counts.max()) if len(rows) else 0)
-    table[rows, columns] = step_rewards[order]
-    returns = torch.empty_like(step_rewards)
-    returns[order] = reverse_discounted_sum(table, gamma)[rows, columns]
-    return returns
 
 
 def _recursion(values: Tensor, mask: Tensor, discount: float) -> Tensor:

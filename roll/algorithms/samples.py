@@ -96,15 +96,25 @@ class RewardPostprocessor:
         Returns:
             float32 (B,), and ``critic/reward_clip_frac``.
         """
-        options = self.options
         raw = rewards.double()
+        mean, std = self.moments(raw, group_ids, domain)
+        return self.applied(raw, mean, std)
+
+    def moments(self, raw: Tensor, group_ids: Tensor, domain: str = "") -> tuple[Tensor, Tensor]:
+        """What to take off and to divide by, each float64 (B,) or a scalar; running moments take in the rewards."""
+        options = self.options
         running = self._running.setdefault(domain, RunningMoments())
         if "running" in (options.norm_mean_type, options.norm_std_type):
             running.update(raw)
         groups = Groups.of(group_ids) if "group" in (options.norm_mean_type, options.norm_std_type) else None
-        normalised = raw - self._mean(raw, groups, running)
         std = self._std(raw, groups, running)
-        normalised = normalised / torch.where(std > EPS, std + EPS, 1.0)
+        return self._mean(raw, groups, running), torch.where(std > EPS, std + EPS, 1.0)
+
+    def applied(self, raw: Tensor, mean: Tensor, divisor: Tensor) -> tuple[Tensor, Metrics]:
+        """(raw - mean) / divisor within the clip: float32 (B,), and ``critic/reward_clip_frac``."""
+        options = self.options
+        normalised = raw - mean
+        normalised = normalised / divisor
         metrics = MetricBuilder()
         if options.reward_clip is not None:
             clipped = normalised.clamp(-options.reward_clip, options.reward_clip)

@@ -69,14 +69,20 @@ class Estimator(Named):
     """It compares every sample with the greedy response to its prompt."""
     weighs_rewards: bool = False
     """It normalises the rewards of ``reward_weights`` apart."""
+    rewards_turns: bool = False
+    """In work of several turns its rewards stand on the turns that earned them; else each trajectory has one."""
+    works_in_turns: bool = False
+    """It looks at the turns of an episode, which only the agentic pipeline has."""
+    normalises_steps: bool = False
+    """The rewards' normalisation is that of the discounted returns of all turns, not of whole trajectories."""
 
 
 ADV_ESTIMATORS = Table(
     "adv_estimator",
-    Estimator("gae", needs_values=True, discounts=True),
+    Estimator("gae", needs_values=True, discounts=True, rewards_turns=True),
     Estimator("grpo", norm=("group", "group"), discounts=True),
-    Estimator("reinforce", discounts=True),
-    Estimator("reinforce++", ("reinforce_plus_plus",), whitens=True, discounts=True),
+    Estimator("reinforce", discounts=True, rewards_turns=True),
+    Estimator("reinforce++", ("reinforce_plus_plus",), whitens=True, discounts=True, rewards_turns=True),
     Estimator(
         "reinforce++_baseline",
         ("reinforce_plus_plus_baseline",),
@@ -84,7 +90,7 @@ ADV_ESTIMATORS = Table(
         whitens=True,
         discounts=True,
     ),
-    Estimator("rloo", leaves_one_out=True),
+    Estimator("rloo", ("loop",), leaves_one_out=True),
     Estimator("opo"),
     Estimator("optimal_token_baseline", ("tir_optimal_token_baseline",), needs_squares=True),
     Estimator("gpg"),
@@ -92,9 +98,11 @@ ADV_ESTIMATORS = Table(
     Estimator("pass@k", ("pass_at_k",), is_pass_at_k=True),
     Estimator("remax", needs_greedy=True),
     Estimator("gdpo", weighs_rewards=True),
+    Estimator("turn_gae", needs_values=True, discounts=True, rewards_turns=True, works_in_turns=True),
+    Estimator("gigpo", norm=("group", "group"), works_in_turns=True),
+    Estimator("step_reinforce", works_in_turns=True, normalises_steps=True),
+    Estimator("agentic_reinforce", discounts=True, rewards_turns=True, works_in_turns=True),
 )
-PLANNED_ADV_ESTIMATORS = ("gigpo", "step_reinforce", "agentic_reinforce")
-"""Estimators that need what no pipeline supplies yet: turns."""
 
 KL_PENALTIES = (
     *("kl", "k1", "k2", "k3", "abs", "mse", "low_var_kl"),
@@ -205,9 +213,7 @@ class PPOConfig(PolicyLossConfig):
     """Passes over a rollout batch."""
     shuffle_mini_batches: bool = False
     """Draw the samples of each mini-batch anew in every pass; false: consecutive samples, the same in every pass."""
-    adv_estimator: str = setting(
-        "gae", choices=ADV_ESTIMATORS, planned=PLANNED_ADV_ESTIMATORS, dotted_path=True, example="grpo"
-    )
+    adv_estimator: str = setting("gae", choices=ADV_ESTIMATORS, dotted_path=True, example="grpo")
     """Advantage estimator: ``gae`` (needs a critic), ``grpo``, ``reinforce``, ``reinforce++``, ``rloo`` ..."""
     pg_variant: str = setting("ppo", choices=POLICY_LOSSES, dotted_path=True)
     """Policy loss; ``actor_train.pg_variant`` counts where it is set."""

@@ -119,11 +119,16 @@ SUPPORT: dict[str, tuple[str, ...]] = {
     VISION: ("fsdp", "deepspeed_", "hf_"),
     OTHER_VISION: (),
     AUDIO: (),
-    EXPERTS: (),
+    EXPERTS: ("fsdp", "deepspeed", "megatron", "hf_infer", "vllm", "sglang"),
     RECURRENT: (),
     ENCODER: (),
 }
 """By capability: the strategies (by the beginning of their name) under which it is tested."""
+FAMILIES: dict[str, dict[str, tuple[str, ...]]] = {
+    EXPERTS: dict.fromkeys(("deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text"), ("fsdp2",)),
+    RECURRENT: dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), ("fsdp2",)),
+}
+"""The same for values of ``model_type`` that are tested under other strategies than the rest."""
 
 RECURRENT_TYPES = frozenset(
     (
@@ -178,7 +183,9 @@ def needed(config: Mapping[str, Any]) -> list[str]:
 
 def missing(config: Mapping[str, Any], strategy: str) -> list[str]:
     """The capabilities that ``strategy`` does not have."""
-    return [name for name in needed(config) if not strategy.startswith(SUPPORT[name] or ("-",))]
+    model_type = str(config.get("model_type", ""))
+    tested = {name: FAMILIES.get(name, {}).get(model_type, SUPPORT[name]) for name in needed(config)}
+    return [name for name, strategies in tested.items() if not strategy.startswith(strategies or ("-",))]
 
 
 def describe(config: Mapping[str, Any], capabilities: list[str]) -> str:

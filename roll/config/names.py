@@ -44,6 +44,7 @@ TEMPLATES = (
     "qwen2_5",
     "qwen3",
     "qwen3_nothink",
+    "qwen3_coder",
     "chatml",
     "empty",
     "base",

@@ -306,8 +306,8 @@ PIPELINES = (
     PipelineEntry("sft", ("sft_train",), "roll.pipelines.sft.definition.SFT"),
     PipelineEntry(
         "agentic",
-        ("train_env_manager", "val_env_manager", "custom_envs", "env_manager_cls", "max_actions_per_traj"),
-        missing="agents in environments",
+        ("train_env_manager", "val_env_manager", "custom_envs"),
+        "roll.pipelines.agentic.definition.Agentic",
     ),
     PipelineEntry("dpo", ("chosen_key", "rejected_key", "ipo"), missing="preference optimisation"),
     PipelineEntry(

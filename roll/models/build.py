@@ -43,7 +43,7 @@ OUTPUT_MATRIX = "lm_head.weight"
 VALUE_HEAD = "score."
 """Beginning of the names of a value head's parameters."""
 
-_ATTENTION_NAMES = {None: "sdpa", "auto": "sdpa", "fa2": "flash_attention_2"}
+_ATTENTION_NAMES = {"fa2": "flash_attention_2"}
 
 # A policy must give the same probabilities in every pass, or the on-policy ratio is not 1: no dropout anywhere.
 _DROPOUT_KEYS = (
@@ -155,10 +155,11 @@ def load_config(args: ModelArguments) -> PretrainedConfig:
     return config
 
 
-def attention_implementation(args: ModelArguments) -> str:
-    """The name by which transformers knows ``model_args.attn_implementation``."""
+def attention_implementation(args: ModelArguments) -> str | None:
+    """The name by which transformers knows ``model_args.attn_implementation``; None: ``sdpa`` where the model has it, else
+    ``eager`` (gpt-oss)."""
     name = args.attn_implementation
-    return _ATTENTION_NAMES.get(name) or str(name)
+    return None if name in (None, "auto") else _ATTENTION_NAMES.get(name, name)
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel, args: ModelArguments) -> None:

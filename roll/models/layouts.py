@@ -133,9 +133,11 @@ class TokenLayout(_OnDevice):
     destinations: Tensor
     """int64 (N,), indices of the response tokens in the flattened (B * L) batch."""
     sources: Tensor
-    """int64 (S, T), indices of the tokens in the flattened (B * L) batch; -1 for one that is not of the batch."""
+    """int64 (S, T), index of each token in the flattened (B * L) batch; -1: no result depends on it."""
     num_padding: int
     """Number of the S * T tokens on which no result depends."""
+    token_rows: Tensor | None = None
+    """float32 (S, T), how many rows each token stands for; where somebody asks (:func:`with_token_rows`)."""
     images: ImageTokens | None = None
     """None: no token stands for a part of an image."""
 
@@ -172,7 +174,29 @@ class TokenLayout(_OnDevice):
             predictors=(sequence * width + column - columns.start)[own],
             targets=self.targets[own],
             destinations=self.destinations[own],
+            token_rows=None if self.token_rows is None else self.token_rows[:, columns],
         )
+
+
+def with_token_rows(layout: TokenLayout) -> TokenLayout:
+    """With ``token_rows``: 0 for padding, the number of its responses for a token of a shared prompt, 1 for others.
+
+    Sums weighted by it are the same in every layout of the same rows.
+    """
+    sequences, length = layout.input_ids.shape
+    pattern, place = layout.pattern, torch.arange(sequences * length, device=layout.input_ids.device)
+    if pattern is None:
+        # The last hidden state that predicts something; what comes after it is padding.
+        last = place.new_full((sequences,), -1)
+        last = last.scatter_reduce(0, layout.predictors // length, layout.predictors % length, "amax")
+        return replace(layout, token_rows=(place.view(sequences, length)[:1] <= last[:, None]).float())
+    rows = (place < layout.input_ids.numel() - layout.num_padding).float()
+    if isinstance(pattern, PromptParts):
+        num_prompts, width = pattern.prompts.shape
+        responses = torch.bincount(pattern.prompt_of_part, minlength=num_prompts)
+        prompt = (pattern.restore // width).clamp_(max=num_prompts - 1)
+        rows *= torch.where(pattern.restore < pattern.prompts.numel(), responses[prompt], 1)
+    return replace(layout, token_rows=rows.view(sequences, length))
 
 
 def row_layout(input_ids: Tensor, response_mask: Tensor, width_multiple: int = 1) -> TokenLayout:
@@ -187,10 +211,10 @@ def row_layout(input_ids: Tensor, response_mask: Tensor, width_multiple: int = 1
     length = input_ids.shape[1]
     width = int(columns.max()) + 1 if len(columns) else 1
     width += -width % width_multiple
-    places = torch.arange(input_ids.numel(), device=input_ids.device).view_as(input_ids)
-    ids, sources = input_ids[:, :width], places[:, :width]
-    if width > length:
-        ids, sources = pad(ids, (0, width - length)), pad(sources, (0, width - length), value=-1)
+    ids = input_ids[:, :width] if width <= length else pad(input_ids, (0, width - length))
+    last = _last_responses(response_mask)[:, None]
+    place = torch.arange(width, device=ids.device)
+    starts = torch.arange(len(ids), device=ids.device)[:, None] * length
     return TokenLayout(
         input_ids=ids,
         position_ids=None,
@@ -198,8 +222,8 @@ def row_layout(input_ids: Tensor, response_mask: Tensor, width_multiple: int = 1
         predictors=rows * width + columns,
         targets=input_ids[rows, columns + 1],
         destinations=rows * length + columns + 1,
-        sources=sources,
-        num_padding=ids.numel() - int(_last_responses(response_mask).sum()),
+        num_padding=ids.numel() - int(last.sum()),
+        sources=torch.where(place < last, starts + place, -1),
     )
 
 

@@ -17,6 +17,7 @@ all of them are small (a tiny vocabulary), they are kept instead, which saves th
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from roll.models.experts import RoutingRecorder, RoutingSums, routing_sums
 from roll.models.layouts import TokenLayout
 from roll.models.vision import reads_images, text_inputs
 from roll.protocol.vision import vision_token_ids
@@ -245,6 +247,9 @@ class ResponseModel(nn.Module):
         super().__init__()
         self.language_model = language_model
         self.context_group = context_group
+        self.routing: RoutingRecorder | None = None
+        self.routing_sums: RoutingSums | None = None
+        """Of the last pass over a layout with ``token_rows``; whoever takes them sets None."""
         self.reads_images = reads_images(language_model.config)
         for head in output_matrices(language_model):
             setattr(head, _EXCLUDED, vision_token_ids(language_model.config))
@@ -255,7 +260,8 @@ class ResponseModel(nn.Module):
     def forward(self, layout: TokenLayout, outputs: Collection[str], temperature: float = 1.0) -> dict[str, Tensor]:
         """Float32 (N,), one for each of ``outputs``: ``log_probs``, ``entropy``, ``sum_of_squares``, ``values``.
 
-        ``values[i]`` is the value of the state in which response token i is about to be sampled.
+        ``values[i]`` is the value of the state in which response token i is about to be sampled.  Without outputs there
+        is no head: a pass for ``routing_sums`` alone.
         """
         # Plain rows must not meet a model that would take the keywords for something else.
         keywords = {"attention_pattern": layout.pattern, "context_group": self.context_group}
@@ -264,7 +270,13 @@ class ResponseModel(nn.Module):
         inputs = {"input_ids": layout.input_ids}
         if self.reads_images:
             inputs, body = text_inputs(body, layout), body.language_model
-        hidden = body(**inputs, position_ids=layout.position_ids, use_cache=False, **extra).last_hidden_state
+        routing, rows = self.routing, layout.token_rows
+        with nullcontext([]) if routing is None or rows is None else routing.recording() as recorded:
+            hidden = body(**inputs, position_ids=layout.position_ids, use_cache=False, **extra).last_hidden_state
+        if routing is not None and rows is not None:
+            self.routing_sums = routing_sums(recorded, routing.layers, rows.flatten())
+        if not outputs:
+            return {}
         hidden = hidden.flatten(0, 1).index_select(0, layout.predictors)
         if "values" in outputs:
             # Not a view: FSDP hooks what a module returns, and a view would pass by the hook when written to.

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from roll.models.layouts import ImageTokens, TokenLayout
-from roll.protocol.vision import IMAGES, VisionInputs
+from roll.protocol.vision import IMAGES, EncodedImage, ImageProcessing, VisionInputs, patches_of, vision_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,6 +56,13 @@ def reads_images(config: PretrainedConfig) -> bool:
             f"model_args.model_name_or_path: a {config.model_type} model reads images in a way that is not known; "
             f"vision-language models of type {', '.join(FAMILIES)} can be trained"
         )
+    text = config.text_config
+    if config.model_type == "qwen3_vl_moe" and text.moe_intermediate_size == text.hidden_size:
+        # transformers tells the two layouts of an expert's matrix apart by its shape alone.
+        raise ValueError(
+            f"model_args.model_name_or_path: experts of moe_intermediate_size {text.moe_intermediate_size}, its "
+            "hidden_size, would be transposed when they are written and not when they are read; any other size works"
+        )
     return True
 
 
@@ -63,8 +70,7 @@ def reads_images(config: PretrainedConfig) -> bool:
 class ImagePool:
     """The distinct images of a batch, I in all. Their features are counted from the first one's to the last one's."""
 
-    images: tuple[VisionInputs, ...]
-    """One image each."""
+    images: tuple[tuple[EncodedImage, ImageProcessing], ...]
     grids: Tensor
     """int64 (I, 3)."""
     lengths: Tensor
@@ -84,7 +90,7 @@ class ImagePool:
             lengths = self.lengths[used]
             shift = (ends - self.lengths)[used] - (lengths.cumsum(0) - lengths)
             images = ImageTokens(
-                pixel_values=torch.cat([self.images[index].pixel_values() for index in used.tolist()]),
+                pixel_values=torch.cat([patches_of(*self.images[index]) for index in used.tolist()]),
                 grids=self.grids[used],
                 lengths=lengths,
                 tokens=tokens,
@@ -97,10 +103,11 @@ def with_images(batch: dict[str, Any], config: PretrainedConfig) -> tuple[dict[s
     """The batch with columns of tensors in place of that of images, and the images; None where no row has one.
 
     Raises:
-        ValueError: a row with more or fewer placeholders than its images have features, or images for a model that
-            reads none.
+        ValueError: a row with more or fewer placeholders than its images have features, one with a response of
+            vision tokens, or images for a model that reads none.
     """
     columns: dict[str, Tensor] = {name: column for name, column in batch.items() if name != IMAGES}
+    _check_responses(columns, vision_token_ids(config))
     rows = [row if row is not None and row.images else None for row in batch.get(IMAGES, ())]
     if not any(rows):
         return columns, None
@@ -147,24 +154,38 @@ def rope_positions(features: Tensor, mask: Tensor, grids: Tensor, merge_size: in
 
 def _distinct(rows: Sequence[VisionInputs | None]) -> tuple[ImagePool, list[Tensor]]:
     """The images of all rows, each once, and for each row the features of its images in their order."""
-    found: dict[Any, int] = {}
-    images: list[VisionInputs] = []
+    found: dict[tuple[str, ImageProcessing], int] = {}
+    images: list[tuple[EncodedImage, ImageProcessing]] = []
+    grids: list[Tensor] = []
     lengths: list[int] = []
-    of_row: list[list[int]] = []
-    for row in rows:
-        of_row.append([])
-        for place, image in enumerate(row.images if row is not None else ()):
-            assert row is not None
+    of_row: list[list[int]] = [[] for _ in rows]
+    for row, places in zip(rows, of_row, strict=True):
+        if row is None:
+            continue
+        for image, grid, length in zip(row.images, row.grids(), row.num_tokens, strict=True):
             key = (image.digest, row.processing)
             if key not in found:
                 found[key] = len(images)
-                images.append(VisionInputs((image,), row.processing, row.image_grid_thw[place : place + 1]))
-                lengths.append(images[-1].num_tokens[0])
-            of_row[-1].append(found[key])
-    pool = ImagePool(tuple(images), torch.cat([image.grids() for image in images]), torch.tensor(lengths))
+                images.append((image, row.processing))
+                grids.append(grid)
+                lengths.append(length)
+            places.append(found[key])
     parts = torch.arange(sum(lengths)).split(lengths)
     nothing = torch.empty(0, dtype=torch.int64)
-    return pool, [torch.cat([parts[index] for index in indices]) if indices else nothing for indices in of_row]
+    features = [torch.cat([parts[index] for index in places]) if places else nothing for places in of_row]
+    return ImagePool(tuple(images), torch.stack(grids), torch.tensor(lengths)), features
+
+
+def _check_responses(columns: dict[str, Tensor], excluded: Sequence[int]) -> None:
+    if not excluded:
+        return
+    impossible = torch.isin(columns["input_ids"], torch.tensor(excluded)) & columns["response_mask"].bool()
+    for row, column in impossible.nonzero()[:1].tolist():
+        token = int(columns["input_ids"][row, column])
+        raise ValueError(
+            f"the response in row {row} of the batch has token {token}, which stands for an image or its ends: its "
+            "probability is 0, for no policy samples it; leave such tokens to prompts"
+        )
 
 
 def _check_counts(placeholders: Tensor, of_row: Sequence[Tensor]) -> None:
@@ -200,15 +221,15 @@ def text_inputs(body: PreTrainedModel, layout: TokenLayout) -> dict[str, Any]:
 
 
 def _nothing_seen(body: PreTrainedModel, like: Tensor) -> Tensor:
-    """0 of the type of ``like``, computed by the whole tower: through every one of its outputs, or the layers behind
-    the others would get no gradient."""
+    """0 of the type of ``like``, computed by the whole tower: through every output that an image would be seen by, or
+    the layers behind the others would get no gradient. (Through no other one: ZeRO-3 compares what ranks compute.)"""
     config: Any = body.config.vision_config
     side = config.spatial_merge_size
     channels = getattr(config, "in_channels", 3)
     patch_dim = channels * config.temporal_patch_size * config.patch_size**2
     blank = torch.zeros(side * side, patch_dim, device=like.device)
     seen = body.get_image_features(blank, torch.tensor([[1, side, side]], device=like.device), return_dict=True)
-    outputs = [seen.last_hidden_state, *seen.pooler_output]
+    outputs = [*seen.pooler_output]
     outputs += [part for feature in getattr(seen, "deepstack_features", None) or () for part in feature]
     return sum((output.sum() for output in outputs), start=torch.zeros((), device=like.device)).to(like.dtype) * 0.0
 

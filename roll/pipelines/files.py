@@ -135,6 +135,13 @@ def sample_table(groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:
     ]
 
 
+def dumped_table(groups: Sequence[SampleGroup], dump_dir: Path | None) -> SampleTable:
+    """:func:`sample_table`; where samples are dumped, the images of their prompts go alongside."""
+    if dump_dir is not None:
+        write_images(dump_dir / "images", groups)
+    return sample_table(groups)
+
+
 def write_images(folder: Path, groups: Sequence[SampleGroup]) -> None:
     """The prompts' images as their files had them, under the names that :func:`sample_table` gives."""
     for vision in (group.prompt.vision for group in groups if group.prompt.vision is not None):

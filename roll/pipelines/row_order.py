@@ -7,6 +7,7 @@ mini-batch are dealt out by their :func:`~roll.models.partitions.workload`, alwa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +67,40 @@ def order_for(batch: DataProto, role_shares_prompts: bool, dp_size: int, num_min
     lengths = batch.batch["attention_mask"].sum(1).numpy()
     prompt_ids = batch.non_tensor_batch.get("prompt_id") if role_shares_prompts else None
     return balanced_order(lengths, dp_size, num_mini_batches, None if prompt_ids is None else list(prompt_ids))
+
+
+def num_samples(batch: DataProto) -> int:
+    """Rows; episodes, where a sample may have several rows."""
+    if "episode_ids" not in batch.batch:
+        return len(batch)
+    return len(np.unique(batch.batch["episode_ids"].numpy()))
+
+
+def even_mini_batches(batch: DataProto, num_mini_batches: int, dp_size: int) -> DataProto:
+    """A batch whose rows divide into mini-batches of equally many episodes, and each of them onto ``dp_size`` ranks.
+
+    Consecutive episodes form a mini-batch.  Where one has fewer rows than the largest, rows of a single token fill it
+    up, with all masks empty, so that they weigh nothing.  A batch without episodes stays as it is.
+    """
+    if "episode_ids" not in batch.batch:
+        return batch
+    episodes = batch.batch["episode_ids"].numpy()
+    starts = np.flatnonzero(np.diff(episodes, prepend=-1))
+    assert len(starts) % num_mini_batches == 0, (len(starts), num_mini_batches)
+    begins = np.append(starts[:: len(starts) // num_mini_batches], len(batch))
+    parts = [np.arange(begin, end) for begin, end in pairwise(begins)]
+    most = max(len(part) for part in parts)
+    most += -most % dp_size
+    fillers = [np.full(most - len(part), part[-1]) for part in parts]
+    filled = batch[np.concatenate([rows for pair in zip(parts, fillers, strict=True) for rows in pair])]
+    empty = np.concatenate([np.arange(most) >= len(part) for part in parts])
+    for name in [name for name in filled.batch.keys() if name.endswith("_mask")]:  # noqa: SIM118
+        mask = filled.batch[name].clone()
+        mask[empty] = False
+        if name == "attention_mask":
+            mask[empty, 0] = True
+        filled.batch[name] = mask
+    return filled
 
 
 def length_metrics(batch: DataProto, order: RowOrder, role: str, dp_size: int) -> Metrics:

@@ -7,6 +7,7 @@ from itertools import chain
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike
 
 from roll.protocol import DataProto
 from roll.protocol.vision import IMAGES
@@ -37,22 +38,32 @@ def build_batch(groups: Sequence[SampleGroup], pad_token_id: int) -> DataProto:
         [np.tile(np.asarray(group.prompt.token_ids, dtype=np.int64), group.num_samples) for group in groups]
     )
     input_ids[behind_prompt] = np.concatenate([group.finished.token_ids for group in groups])
-    rollout_log_probs = np.zeros(attention_mask.shape, dtype=np.float32)
-    rollout_log_probs[behind_prompt] = np.concatenate([group.finished.log_probs for group in groups])
-
-    weight_versions = np.zeros(attention_mask.shape, dtype=np.int32)
-    weight_versions[response_mask] = _versions_of_tokens(groups)
+    log_probs = np.concatenate([group.finished.log_probs for group in groups])
 
     tensors = {
         "input_ids": torch.from_numpy(input_ids),
         "attention_mask": torch.from_numpy(attention_mask),
         "response_mask": torch.from_numpy(response_mask),
-        "rollout_log_probs": torch.from_numpy(rollout_log_probs),
-        "weight_versions": torch.from_numpy(weight_versions),
+        "rollout_log_probs": placed(behind_prompt, log_probs, np.float32),
+        "weight_versions": placed(response_mask, _versions_of_tokens(groups), np.int32),
         "scores": torch.from_numpy(np.concatenate([group.scores() for group in groups])),
         "group_ids": torch.from_numpy(np.repeat(np.arange(len(groups)), sizes)),
     }
     return DataProto.from_dict(tensors, non_tensors=_object_columns(groups, sizes))
+
+
+def placed(where: np.ndarray, flat: np.ndarray, dtype: DTypeLike, elsewhere: float = 0) -> torch.Tensor:
+    """The entries of ``flat``, in the order of rows and columns, where bool (B, L) ``where`` holds."""
+    column = np.full(where.shape, elsewhere, dtype=dtype)
+    column[where] = flat
+    return torch.from_numpy(column)
+
+
+def object_column(values: Sequence[object]) -> np.ndarray:
+    """object (len(values),), whatever the values are."""
+    column = np.empty(len(values), dtype=object)
+    column[:] = values
+    return column
 
 
 def _versions_of_tokens(groups: Sequence[SampleGroup]) -> np.ndarray:
@@ -106,9 +117,7 @@ def greedy_baseline(groups: Sequence[SampleGroup], baselines: Sequence[SampleGro
 
 def _object_columns(groups: Sequence[SampleGroup], sizes: np.ndarray) -> dict[str, np.ndarray]:
     def per_group(values: list[object]) -> np.ndarray:
-        column = np.empty(len(values), dtype=object)
-        column[:] = values
-        return np.repeat(column, sizes)
+        return np.repeat(object_column(values), sizes)
 
     sample_ids = [f"{group.order}-{index}" for group in groups for index in range(group.num_samples)]
     reasons = list(chain.from_iterable(group.finished.finish_reasons for group in groups))

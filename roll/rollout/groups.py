@@ -162,6 +162,11 @@ class SampleGroup:
         """float32 (num_samples,); NaN where a sample has no reward."""
         return np.array([np.nan if r.score is None else r.score for r in self.rewards], dtype=np.float32)
 
+    @property
+    def error(self) -> str | None:
+        """Why a sample has no reward of its own, if one has none."""
+        return next((result.error for result in self.rewards if result.error is not None), None)
+
     def mean_score(self) -> float:
         """The mean of the rewards that are there; NaN for a group without any."""
         scores = self.scores()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Generic, Protocol
 
 import numpy as np
 
 from roll.config.plan.plan import RunAhead
 from roll.datasets.types import PromptRow
 from roll.rewards.base import RewardResult
+from roll.rollout.group_flow import GroupT
 from roll.rollout.groups import FinishedGroup, OpenPrompt, SampleGroup
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PartialSample
 
@@ -20,6 +21,39 @@ FindPrompt = Callable[[str, str], PromptRow]
 State = dict[str, Any]
 NO_PROGRESS: State = {"partial": [], "finished": []}
 """Of a request that has no tokens yet."""
+
+
+class Open(Protocol):
+    """A group that is drawn and not complete."""
+
+    @property
+    def order(self) -> int:
+        """Position in the order in which groups were drawn."""
+
+
+class GroupCodec(Protocol[GroupT]):
+    """What a buffer must know of the groups that it holds."""
+
+    no_progress: State
+    """Of a group of which nothing is there yet."""
+
+    def oldest_version(self, group: GroupT, begun: int) -> int:
+        """The weights that the oldest token of a group was sampled with; ``begun`` where nothing says so."""
+
+    def is_scored(self, group: GroupT) -> bool:
+        """A complete group has its rewards."""
+
+    def open_state(self, one: Any) -> State:
+        """Of what was drawn, as plain values and arrays."""
+
+    def open_from(self, state: Mapping[str, Any]) -> Any:
+        """The inverse of :meth:`open_state`."""
+
+    def group_state(self, group: GroupT) -> State:
+        """Of a complete group, as plain values and arrays."""
+
+    def group_from(self, state: Mapping[str, Any]) -> GroupT:
+        """The inverse of :meth:`group_state`."""
 
 
 def prompt_state(prompt: PromptRow) -> State:
@@ -139,27 +173,55 @@ class Ledger:
 
 
 @dataclass(frozen=True)
+class PromptCodec:
+    """Groups of samples; ``find`` gives a prompt by its id."""
+
+    find: FindPrompt
+    no_progress: State = field(default_factory=lambda: NO_PROGRESS)
+
+    def oldest_version(self, group: SampleGroup, begun: int) -> int:
+        return min((version for spans in group.finished.weight_versions for version, _, _ in spans), default=begun)
+
+    def is_scored(self, group: SampleGroup) -> bool:
+        return bool(group.rewards)
+
+    def open_state(self, one: OpenPrompt) -> State:
+        return prompt_state(one.prompt) | {"order": one.order}
+
+    def open_from(self, state: Mapping[str, Any]) -> OpenPrompt:
+        return OpenPrompt(int(state["order"]), prompt_from(state, self.find))
+
+    def group_state(self, group: SampleGroup) -> State:
+        return group_state(group)
+
+    def group_from(self, state: Mapping[str, Any]) -> SampleGroup:
+        return group_from(state, self.find)
+
+
+@dataclass(frozen=True)
 class Held:
     """A group that engines or rewards are at work on."""
 
-    prompt: PromptRow
+    one: Any
+    """What was drawn."""
     version: int
     """The weights that it was begun with: no token is older."""
 
 
-class ReplayBuffer:
+class ReplayBuffer(Generic[GroupT]):
     """Groups by their state: being generated, being scored, ready to be trained on. Pure bookkeeping.
 
     Every group goes ``begin -> generated -> scored`` and leaves by :meth:`take`, by a filter, or for its age. Steps
     take the oldest first.
     """
 
-    def __init__(self, ahead: RunAhead) -> None:
+    def __init__(self, ahead: RunAhead, codec: GroupCodec[GroupT]) -> None:
         self.ahead = ahead
+        self.codec = codec
         self.ledger = Ledger()
         self._generating: dict[int, Held] = {}
-        self._scoring: dict[int, tuple[SampleGroup, int]] = {}
-        self._ready: dict[int, tuple[SampleGroup, int]] = {}
+        self._scoring: dict[int, tuple[GroupT, int]] = {}
+        self._ready: dict[int, tuple[GroupT, int]] = {}
 
     @property
     def num_held(self) -> int:
@@ -178,18 +240,18 @@ class ReplayBuffer:
         """By order of drawing."""
         return dict(self._generating)
 
-    def begin(self, order: int, prompt: PromptRow, version: int) -> None:
-        """A prompt was drawn and given to the engines."""
-        assert order not in self._generating, f"group {order} was begun before"
-        self._generating[order] = Held(prompt, version)
+    def begin(self, one: Open, version: int) -> None:
+        """A group was drawn and begun."""
+        assert one.order not in self._generating, f"group {one.order} was begun before"
+        self._generating[one.order] = Held(one, version)
         self.ledger.drawn += 1
 
-    def generated(self, group: SampleGroup) -> None:
+    def generated(self, group: GroupT) -> None:
         """All samples of a group are there."""
         begun = self._generating.pop(group.order)
-        self._scoring[group.order] = (group, oldest_version(group, begun.version))
+        self._scoring[group.order] = (group, self.codec.oldest_version(group, begun.version))
 
-    def scored(self, group: SampleGroup, accepted: bool) -> bool:
+    def scored(self, group: GroupT, accepted: bool) -> bool:
         """The rewards of a group are there; False where the group was given up in the meantime."""
         if group.order not in self._scoring:
             return False
@@ -209,7 +271,7 @@ class ReplayBuffer:
         unfinished.update(version for _, version in self._scoring.values())
         return self.ahead.can_be_taken(step, ready, unfinished)
 
-    def take(self, step: int) -> list[SampleGroup]:
+    def take(self, step: int) -> list[GroupT]:
         """The groups of a step, those with the oldest tokens first chosen, in the order in which they were drawn."""
         by_age = sorted(self._ready, key=lambda order: (self._ready[order][1], order))
         chosen = sorted(by_age[: self.ahead.prompts_per_step])
@@ -255,35 +317,27 @@ class ReplayBuffer:
         return {
             "ledger": asdict(self.ledger),
             "unfinished": [
-                prompt_state(held.prompt) | {"order": order, "version": held.version, "progress": progress[order]}
+                self.codec.open_state(held.one) | {"version": held.version, "progress": progress[order]}
                 for order, held in self._generating.items()
             ],
-            "complete": [group_state(group) | {"version": version} for group, version in complete.values()],
+            "complete": [self.codec.group_state(group) | {"version": version} for group, version in complete.values()],
         }
 
-    def load_state_dict(
-        self, state: Mapping[str, Any], find: FindPrompt
-    ) -> tuple[list[tuple[OpenPrompt, Mapping[str, Any]]], list[SampleGroup]]:
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[list[tuple[Any, Mapping[str, Any]]], list[GroupT]]:
         """Hold what was held.
 
         Returns:
-            The prompts that are to be generated further, each with the progress of its samples
-            (:func:`~roll.rollout.replay.with_progress`), and the groups that are to be scored.
+            What is to be generated further, each with its progress, and the groups that are to be scored.
         """
         self.ledger = Ledger(**state["ledger"])
         unfinished = []
         for entry in state["unfinished"]:
-            one = OpenPrompt(int(entry["order"]), prompt_from(entry, find))
-            self._generating[one.order] = Held(one.prompt, int(entry["version"]))
+            one = self.codec.open_from(entry)
+            self._generating[one.order] = Held(one, int(entry["version"]))
             unfinished.append((one, entry["progress"]))
         for entry in state["complete"]:
-            group = group_from(entry, find)
-            place = self._ready if group.rewards else self._scoring
+            group = self.codec.group_from(entry)
+            place = self._ready if self.codec.is_scored(group) else self._scoring
             place[group.order] = (group, int(entry["version"]))
         self.check()
         return unfinished, [group for group, _ in self._scoring.values()]
-
-
-def oldest_version(group: SampleGroup, begun: int) -> int:
-    """The weights that the oldest token of a group was sampled with; ``begun`` where the engine does not say."""
-    return min((version for spans in group.finished.weight_versions for version, _, _ in spans), default=begun)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -42,8 +43,35 @@ class PromptAffinityRouter:
         return min(engines, key=lambda engine: engine.num_samples).rank
 
 
+class ConversationAffinityRouter:
+    """The turns of a conversation go to the engine that had the last one, whose prefix cache knows it, as long as it is
+    alive and has room; a new conversation, or one that has lost its engine, to the engine with the fewest samples.
+
+    Args:
+        max_conversations: remembered at a time; the ones that were heard of longest ago are forgotten first.
+    """
+
+    def __init__(self, max_conversations: int = 100_000) -> None:
+        self._max_conversations = max_conversations
+        self._homes: OrderedDict[str, int] = OrderedDict()
+
+    def choose(self, request: GenerationRequest, engines: Sequence[EngineLoad]) -> int:
+        least = min(engines, key=lambda engine: engine.num_samples).rank
+        name = request.conversation
+        if name is None:
+            return least
+        home = self._homes.get(name)
+        chosen = least if home is None or all(engine.rank != home for engine in engines) else home
+        self._homes[name] = chosen
+        self._homes.move_to_end(name)
+        if len(self._homes) > self._max_conversations:
+            self._homes.popitem(last=False)
+        return chosen
+
+
 routers: Registry[Callable[..., Router]] = Registry("router_args.router_name")
 routers.add(PromptAffinityRouter, "PromptAffinityRouter")
+routers.add(ConversationAffinityRouter, "EnvAffinityRouter")
 
 
 def build_router(name: str | None, options: Mapping[str, Any]) -> Router:

@@ -3,33 +3,96 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, Protocol
 
 from roll.rollout.engines import EngineClient, Generation
 from roll.rollout.filters import GroupFilter
-from roll.rollout.flow import DrawPrompts, GroupSettings, Progress, PromptFlow, Rejections
+from roll.rollout.flow import DrawPrompts, GroupSettings, PromptFlow
+from roll.rollout.group_flow import GroupT, Progress, Rejections
 from roll.rollout.groups import SampleGroup
 from roll.rollout.loops import RolloutLoop
-from roll.rollout.replay import NO_PROGRESS, FindPrompt, ReplayBuffer
+from roll.rollout.replay import Open, ReplayBuffer
 from roll.rollout.rewarding import RewardClient
 from roll.strategies.engines.requests import SamplingParams
 
 
 @dataclass
-class RolloutResult:
-    """Groups in the order in which their prompts were drawn, and what it took to get them."""
+class RolloutResult(Generic[GroupT]):
+    """Groups in the order in which they were drawn, and what it took to get them."""
 
-    groups: list[SampleGroup]
+    groups: list[GroupT]
     num_drawn: int = 0
     num_filtered: int = 0
     num_aborted: int = 0
     rejected_mean_scores: list[float] = field(default_factory=list)
 
 
+class CollectingFlow(Protocol[GroupT]):
+    """Groups in flight, as :func:`collected` needs them (:class:`~roll.rollout.group_flow.GroupFlow`)."""
+
+    next_order: int
+    exhausted: bool
+
+    @property
+    def num_in_flight(self) -> int: ...
+
+    def start(self, count: int) -> Any: ...
+
+    async def progress(self, deadline: float) -> Progress[GroupT]: ...
+
+    async def abort(self) -> None: ...
+
+
+async def collected(
+    flow: CollectingFlow[GroupT],
+    count: int,
+    num_additional: int,
+    deadline: float,
+    rejected_by: str = "query_filter_config",
+) -> RolloutResult[GroupT]:
+    """``count`` groups of ``flow``, or all that there are; the rest is aborted.
+
+    Args:
+        num_additional: groups to run beyond the need at any moment, so that a rejected one is replaced by one
+            that is in flight already.
+        deadline: seconds after which a wait in which nothing moves is given up.
+        rejected_by: key of the configuration that the groups' filter comes from, for messages.
+
+    Raises:
+        RolloutExhausted: more than ``MAX_DRAWS_PER_WANTED`` groups for each wanted one were rejected.
+        RolloutStalled: nothing has moved for ``deadline`` seconds.
+        Exception: of a group's coroutine.
+    """
+    first_draw = flow.next_order
+    accepted: list[GroupT] = []
+    rejections = Rejections(rejected_by)
+    flow.start(count + num_additional)
+    try:
+        while len(accepted) < count and (flow.num_in_flight or not flow.exhausted):
+            progress = await flow.progress(deadline)
+            accepted += progress.accepted
+            for group in progress.rejected:
+                rejections.add(group)
+            missing = count - len(accepted) - flow.num_in_flight
+            if progress.rejected and missing + num_additional > 0 and len(accepted) < count:
+                rejections.check(count, len(accepted))
+                flow.start(missing + num_additional)
+        num_in_flight = flow.num_in_flight
+    finally:
+        await flow.abort()
+    return RolloutResult(
+        groups=sorted(accepted[:count], key=lambda group: group.order),
+        num_drawn=flow.next_order - first_draw,
+        num_filtered=rejections.count,
+        num_aborted=num_in_flight + max(0, len(accepted) - count),
+        rejected_mean_scores=rejections.mean_scores,
+    )
+
+
 class RolloutScheduler:
-    """Keeps engines and reward workers busy until enough groups have been accepted.
+    """Keeps engines and reward workers busy until enough groups of samples have been accepted.
 
     Args:
         seed: see :class:`~roll.rollout.flow.GroupSettings`.
@@ -52,50 +115,47 @@ class RolloutScheduler:
         filters: Mapping[str, GroupFilter] | None = None,
         num_additional: int = 0,
         loop: RolloutLoop | None = None,
-    ) -> RolloutResult:
+    ) -> RolloutResult[SampleGroup]:
         """Generate and score ``group_size`` samples for each of ``num_prompts`` prompts, or for all that there are.
 
         Args:
             first_draw: how many prompts the run has drawn before; continues the count of draws.
             filters: by domain; a rejected group is replaced by another prompt's.
-            num_additional: prompts to run beyond the need at any moment, so that a rejected group is replaced by one
-                that is in flight already; the first to finish count, the rest is aborted.
+            num_additional: see :func:`collected`.
             loop: makes a scored group of each prompt; None: its samples are generated and scored.
 
         Raises:
-            RolloutExhausted: more than ``MAX_DRAWS_PER_WANTED`` groups for each wanted one were rejected by filters or
-                could not be scored.
-            RolloutStalled: nothing has moved for ``deadline`` seconds.
+            RolloutExhausted: see :func:`collected`.
+            RolloutStalled: see :func:`collected`.
             Exception: of a loop; the other prompts are aborted.
         """
         settings = GroupSettings(group_size, params, self._seed, filters or {})
         flow = PromptFlow(self._engines, self._rewards, draw, settings, first_draw, loop)
-        accepted: list[SampleGroup] = []
-        rejections = Rejections()
-        flow.start(num_prompts + num_additional)
-        try:
-            while len(accepted) < num_prompts and (flow.num_in_flight or not flow.exhausted):
-                progress = await flow.progress(self._deadline)
-                accepted += progress.accepted
-                for group in progress.rejected:
-                    rejections.add(group)
-                missing = num_prompts - len(accepted) - flow.num_in_flight
-                if progress.rejected and missing + num_additional > 0 and len(accepted) < num_prompts:
-                    rejections.check(num_prompts, len(accepted))
-                    flow.start(missing + num_additional)
-            num_in_flight = flow.num_in_flight
-        finally:
-            await flow.abort()
-        return RolloutResult(
-            groups=sorted(accepted[:num_prompts], key=lambda group: group.order),
-            num_drawn=flow.next_order - first_draw,
-            num_filtered=rejections.count,
-            num_aborted=num_in_flight + max(0, len(accepted) - num_prompts),
-            rejected_mean_scores=rejections.mean_scores,
-        )
+        return await collected(flow, num_prompts, num_additional, self._deadline)
 
 
-class AsyncScheduler:
+class AsyncFlow(Protocol[GroupT]):
+    """Groups in flight, as :class:`AsyncScheduler` needs them."""
+
+    @property
+    def num_in_flight(self) -> int: ...
+
+    def start(self, count: int) -> Sequence[Open]: ...
+
+    def take_up(self, begun: Sequence[tuple[Any, Mapping[str, Any]]], scoring: Sequence[GroupT]) -> None: ...
+
+    def progress_state(self) -> dict[int, dict[str, Any]]: ...
+
+    def take(self) -> Progress[GroupT]: ...
+
+    async def progress(self) -> Progress[GroupT]: ...
+
+    async def watched(self, event: asyncio.Event, deadline: float) -> None: ...
+
+    async def abort(self, orders: Iterable[int]) -> None: ...
+
+
+class AsyncScheduler(Generic[GroupT]):
     """Begins groups as the buffer has room for them, and hands out the groups of each step.
 
     :meth:`keep_going` runs in the background: groups continue, and others begin, whenever the event loop runs.
@@ -107,17 +167,19 @@ class AsyncScheduler:
             samples in flight are finished first.
         takes_turns: the engines' devices are others' between two :meth:`collect`: what is partial when a step has its
             groups is taken back from the engines, and continues with the next step's weights.
+        rejected_by: key of the configuration that the groups' filter comes from, for messages.
     """
 
     def __init__(
         self,
         engines: EngineClient,
-        flow: PromptFlow,
-        buffer: ReplayBuffer,
+        flow: AsyncFlow[GroupT],
+        buffer: ReplayBuffer[GroupT],
         num_steps: int,
         deadline: float,
         in_flight: bool = True,
         takes_turns: bool = False,
+        rejected_by: str = "query_filter_config",
     ) -> None:
         self._engines = engines
         self._flow = flow
@@ -129,7 +191,8 @@ class AsyncScheduler:
         self._version = 0
         self._taken_at_version = 0
         self._may_begin = False
-        self._rejections = Rejections()
+        self._rejections = Rejections(rejected_by)
+        self._rejected_by = rejected_by
         self._changed = asyncio.Event()
         self.buffer = buffer
 
@@ -144,7 +207,7 @@ class AsyncScheduler:
             self._absorb(await self._flow.progress())
             self._fill()
 
-    async def collect(self, step: int) -> list[SampleGroup]:
+    async def collect(self, step: int) -> list[GroupT]:
         """The groups that step ``step`` trains on, in the order in which they were drawn.
 
         Raises:
@@ -160,7 +223,7 @@ class AsyncScheduler:
         await self._until(lambda: self.buffer.can_take(step))
         groups = self.buffer.take(step)
         self._taken_at_version += len(groups)
-        self._rejections = Rejections()
+        self._rejections = Rejections(self._rejected_by)
         if self._takes_turns:
             await self._set_aside()
         else:
@@ -201,12 +264,13 @@ class AsyncScheduler:
         """As :meth:`state_dict`, without a word to the engines: samples have what they had when an engine last got
         them."""
         known = self._flow.progress_state()
-        return self.buffer.state_dict({order: known.get(order, NO_PROGRESS) for order in self.buffer.generating})
+        nothing = self.buffer.codec.no_progress
+        return self.buffer.state_dict({order: known.get(order, nothing) for order in self.buffer.generating})
 
-    async def load_state_dict(self, state: Mapping[str, Any], find: FindPrompt) -> None:
-        """Continue where ``state`` was taken; before the first :meth:`collect`. ``find`` gives a prompt by its id."""
+    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where ``state`` was taken; before the first :meth:`collect`."""
         self._engines.hold()
-        self._flow.take_up(*self.buffer.load_state_dict(state, find))
+        self._flow.take_up(*self.buffer.load_state_dict(state))
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -222,7 +286,7 @@ class AsyncScheduler:
         self._aside += await self._engines.recall()
         await self._engines.pause()
 
-    def _absorb(self, progress: Progress) -> None:
+    def _absorb(self, progress: Progress[GroupT]) -> None:
         for group in progress.generated:
             self.buffer.generated(group)
         for group in progress.accepted:
@@ -243,4 +307,4 @@ class AsyncScheduler:
         count = min(ahead.capacity, needed) - self._taken_at_version - self.buffer.num_held
         if count > 0:
             for one in self._flow.start(count):
-                self.buffer.begin(one.order, one.prompt, self._version)
+                self.buffer.begin(one, self._version)

@@ -39,13 +39,16 @@ class TrainingWorker(ModelWorker):
         masks: list[torch.Tensor],
         norm_length: float | None = None,
         groups: tuple[list[torch.Tensor], int] | None = None,
+        sequence_tokens: list[torch.Tensor | None] | None = None,
     ) -> list[LossDenominators]:
         """Collective. Of each mini-batch, summed over all ranks, from the loss masks of this rank's shares.
 
         Args:
+            sequence_tokens: of each mini-batch, where trajectories may have several rows.
             groups: the ids of each mini-batch's rows and their number, where the loss is aggregated by prompts.
         """
-        local = torch.stack([denominators_of(mask) for mask in masks])
+        of_rows = sequence_tokens or [None] * len(masks)
+        local = torch.stack([denominators_of(mask, tokens) for mask, tokens in zip(masks, of_rows, strict=True)])
         totals = [denominators_from(summed, norm_length) for summed in self.strategy.all_reduce_sum(local).unbind()]
         if groups is None:
             return totals
@@ -94,6 +97,8 @@ LOSS_COLUMNS = (
     "sample_weights",
     "policy_mask",
     "group_ids",
+    "turn_ids",
+    "sequence_tokens",
 )
 
 
@@ -140,7 +145,9 @@ class ActorWorker(TrainingWorker):
         modes = (options.loss_agg_mode, options.kl_loss_agg_mode, options.entropy_loss_agg_mode)
         if any(mode is not None and needs_groups(mode) for mode in modes):
             groups = [share["group_ids"] for share in shares], num_groups
-        denominators = self.denominators([share["loss_mask"] for share in shares], norm_length, groups)
+        sequence_tokens = [share.get("sequence_tokens") for share in shares]
+        masks = [share["loss_mask"] for share in shares]
+        denominators = self.denominators(masks, norm_length, groups, sequence_tokens)
         outputs = [Output.LOG_PROBS] + ([Output.ENTROPY] if options.needs_entropy or options.log_entropy else [])
         metrics = []
         for _ in range(epochs):
@@ -233,7 +240,10 @@ class CriticWorker(TrainingWorker):
         """``values`` float32 (B, L): the value of the state in which each response token was sampled."""
         return DataProto.from_dict(self.strategy.forward(columns_of(batch), [Output.VALUES]))
 
-    @register(Dispatch.DP_MP_COMPUTE, columns=(*MODEL_COLUMNS, "loss_mask", "values", "returns", "group_ids"))
+    @register(
+        Dispatch.DP_MP_COMPUTE,
+        columns=(*MODEL_COLUMNS, "loss_mask", "values", "returns", "group_ids", "sequence_tokens"),
+    )
     def update(
         self, batch: DataProto, *, mini_batches: int, epochs: int, num_groups: int, norm_length: float
     ) -> Metrics:
@@ -243,7 +253,9 @@ class CriticWorker(TrainingWorker):
         groups = None
         if needs_groups(settings.loss_agg_mode):
             groups = [share["group_ids"] for share in shares], num_groups
-        denominators = self.denominators([share["loss_mask"] for share in shares], norm_length, groups)
+        sequence_tokens = [share.get("sequence_tokens") for share in shares]
+        masks = [share["loss_mask"] for share in shares]
+        denominators = self.denominators(masks, norm_length, groups, sequence_tokens)
         metrics = []
         for _ in range(epochs):
             for share, denominator in zip(shares, denominators, strict=True):
@@ -277,6 +289,7 @@ def value_update_loss(
         loss_agg_mode=loss_agg_mode,
         denominators=denominators,
         group_ids=batch.get("group_ids"),
+        sequence_tokens=batch.get("sequence_tokens"),
     )
     return result.loss, result.metrics
 

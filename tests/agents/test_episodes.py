@@ -107,6 +107,62 @@ def test_contexts(template: ChatTemplate) -> None:
     assert system.success
 
 
+@pytest.mark.parametrize("context", ["observation", "last"])
+def test_a_history_of_no_turns_is_empty(template: ChatTemplate, context: str) -> None:
+    _, engine = play(template, GuessNumber, lambda _: "1", context=context, history_length=0, max_steps=3)
+    prompts = [template.decode(ids) for ids in engine.prompts]
+    assert len(prompts) == 3 and prompts[1] == prompts[2] and "Guess a number" not in prompts[1]
+
+
+class Messages(GuessNumber):
+    """Returns whole conversations, as an environment does that manages its context itself."""
+
+    def reset(self, seed: int) -> Any:
+        text, info = super().reset(seed)
+        return [{"role": "system", "content": "Play."}, {"role": "user", "content": text}], info
+
+    def step(self, action: str) -> Any:
+        text, *rest = super().step(action)
+        return [{"role": "user", "content": f"You said {action}: {text}"}], *rest
+
+
+def test_an_environment_that_manages_its_context(template: ChatTemplate) -> None:
+    episode, engine = play(template, Messages, lambda _: "1", context="own", max_steps=2, template="ignored")
+    first, second = (template.decode(ids) for ids in engine.prompts)
+    assert "Play." in first and "Guess a number" in first
+    assert second == template.render([{"role": "user", "content": "You said 1: higher"}])
+    assert [len(one.calls) for one in episode.conversations.steps()] == [1, 1]
+
+
+class Busy(GuessNumber):
+    """Counts how many of its kind are called at a time."""
+
+    now: ClassVar[int] = 0
+    most: ClassVar[int] = 0
+
+    def step(self, action: str) -> Any:
+        cls = type(self)
+        cls.now += 1
+        cls.most = max(cls.most, cls.now)
+        time.sleep(0.005)
+        cls.now -= 1
+        return super().step(action)
+
+
+@pytest.mark.parametrize("concurrent", [1, None])
+def test_calls_at_a_time(template: ChatTemplate, concurrent: int | None) -> None:
+    limits = Limits()
+    agent = EnvironmentAgent("env", Busy, EnvironmentOptions(concurrent=concurrent, max_steps=2, step_seconds=5.0))
+
+    async def many() -> list[Episode]:
+        models = [Model(Scripted(template, lambda _: "1"), template, "hermes", limits) for _ in range(4)]
+        return await asyncio.gather(*(run_episode(Task("env", 1), agent, model, limits) for model in models))
+
+    Busy.most = 0
+    assert [one.outcome for one in asyncio.run(many())] == ["turn_limit"] * 4
+    assert Busy.most == 1 if concurrent else Busy.most > 1
+
+
 def test_limits_end_any_agent(template: ChatTemplate) -> None:
     turns, _ = play(template, GuessNumber, lambda _: "1", Limits(turns=2))
     assert (turns.outcome, len(turns.calls)) == ("turn_limit", 2)

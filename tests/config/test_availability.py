@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from roll.config.algorithm import ADV_ESTIMATORS, PLANNED_ADV_ESTIMATORS
 from roll.config.checks.keys import REFUSALS
 from roll.config.names import PLANNED_REWARDS
 from tests.config.good import GOOD, changed, mistakes
@@ -17,7 +16,6 @@ REFUSED: list[tuple[str, Any]] = [
     ("actor_infer.model_args.ulysses_size", 2),
     (f"{SHARD}.ep_size", 2),
     (f"{SHARD}.tp_size", 2),
-    (f"{SHARD}.wrap_policy.moe_experts", ["Qwen3MoeMLP"]),
     ("actor_infer.generating_args.num_beams", 4),
     ("rewards.math.worker_cls", "roll.pipeline.rlvr.rewards.video_r1_reward_worker.VideoR1RewardWorker"),
     ("rewards.math.worker_cls", "RemoteRewardSystemWorker"),
@@ -25,15 +23,13 @@ REFUSED: list[tuple[str, Any]] = [
     ("rewards.math.reward_manager_config", {"plugin": "x"}),
     ("teacher", {"device_mapping": [0]}),
     ("actor_infer.model_update_frequency", 2),
-    ("adv_estimator", "step_reinforce"),
     ("transfer_backend.backend_name", "TransferQueue"),
     ("profiler_timeline", True),
     ("track_with", ["stdout", "trackio"]),
-    ("adv_estimator", "gigpo"),
     ("actor_train.data_args.image_folder", "images"),
     ("router_args.router_name", "EnvAffinityRouter"),
 ]
-NO_WAY_OUT = ("ep_size", "moe_experts", "image_folder")
+NO_WAY_OUT = ("ep_size", "image_folder")
 """Keys of files for models that are not trained yet, whatever is written there."""
 NEUTRAL = {
     "actor_train.model_args.lora_target": None,
@@ -80,20 +76,26 @@ def test_every_refusal_can_happen() -> None:
     """No pattern of the table is a dead letter: each names a key of the schema."""
     from roll.config.reading.schema import schema_paths
     from roll.config.strategies.registry import BACKENDS
+    from roll.pipelines.agentic.config import AgenticConfig
     from roll.pipelines.rlvr.config import RLVRConfig
     from roll.pipelines.sft.config import SFTConfig
 
-    known = {*schema_paths(RLVRConfig), *schema_paths(SFTConfig)}
+    known = {*schema_paths(RLVRConfig), *schema_paths(SFTConfig), *schema_paths(AgenticConfig)}
     known |= {path for options in {backend.options for backend in BACKENDS.values()} for path in schema_paths(options)}
     for refusal in REFUSALS:
         last = refusal.pattern.rsplit(".", 1)[-1]
         assert last in known or "*" in last, refusal.pattern
 
 
+@pytest.mark.parametrize("name", ["gigpo", "step_reinforce", "agentic_reinforce"])
+def test_estimators_of_turns_need_turns(tmp_path: Path, name: str) -> None:
+    (problem,) = mistakes(tmp_path, changed({"adv_estimator": name}))
+    assert problem.key == "adv_estimator" and "only the agentic pipeline" in problem.rule
+
+
 def test_planned_names_are_not_available_names() -> None:
     from roll.config.names import REWARDS
 
-    assert not set(PLANNED_ADV_ESTIMATORS) & set(ADV_ESTIMATORS)
     assert not set(PLANNED_REWARDS.values()) & set(REWARDS)
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from roll.config.plan.plan import TrainingPlan, divisors, explain_indivisible, working_values
 from roll.config.plan.render import compact
+from roll.pipelines.policy import actor_keys
 from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.rlvr.planning import actor_keys
 from roll.pipelines.sft.config import SFTPlan
 from tests.config.good import GOOD_SFT, changed, load, mistakes
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from roll.config.loader import load_config
+from roll.pipelines.policy import actor_keys
 from roll.pipelines.rlvr.pipeline import RLVRPipeline
-from roll.pipelines.rlvr.planning import actor_keys
 from roll.protocol.metrics import merge_metrics, to_floats
 from tests.config.good import changed, load
 from tests.config.test_preflight import ALL_KINDS

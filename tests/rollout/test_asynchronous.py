@@ -20,10 +20,11 @@ from roll.datasets.types import PromptRow
 from roll.distributed import DriverLoop, WorkerDied
 from roll.rollout.engines import EngineClient
 from roll.rollout.filters import build_filter
-from roll.rollout.flow import GroupSettings, PromptFlow, RolloutExhausted
-from roll.rollout.groups import SampleGroup
+from roll.rollout.flow import GroupSettings, PromptFlow
+from roll.rollout.group_flow import RolloutExhausted
+from roll.rollout.groups import OpenPrompt, SampleGroup
 from roll.rollout.loops import RolloutLoop
-from roll.rollout.replay import ReplayBuffer
+from roll.rollout.replay import PromptCodec, ReplayBuffer
 from roll.rollout.rewarding import RewardClient
 from roll.rollout.scheduling import AsyncScheduler, RolloutScheduler
 from roll.strategies.engines.requests import SamplingParams
@@ -76,7 +77,7 @@ class Bench:
         self.router = RewardClient({"d": self.rewards})
         draw = lambda n: [row(next(numbers)) for _ in range(n)]  # noqa: E731
         self.flow = PromptFlow(self.client, self.router, draw, settings, first_draw, self.loop)
-        buffer = ReplayBuffer(self.ahead)
+        buffer = ReplayBuffer(self.ahead, PromptCodec(lambda domain, name: row(int(name[1:]))))
         self.scheduler = AsyncScheduler(
             self.client, self.flow, buffer, self.steps, 1.0, in_flight=self.in_flight, takes_turns=self.takes_turns
         )
@@ -230,9 +231,9 @@ def test_a_fraction_of_each_batch_is_begun_ahead(bench: Any, ratio: float, behin
     begun: dict[int, int] = {}
     begin = one.scheduler.buffer.begin
 
-    def note(order: int, prompt: PromptRow, version: int) -> None:
-        begun[order] = version
-        begin(order, prompt, version)
+    def note(opened: OpenPrompt, version: int) -> None:
+        begun[opened.order] = version
+        begin(opened, version)
 
     one.scheduler.buffer.begin = note
     for step in range(one.steps):
@@ -294,7 +295,7 @@ def resume(one: Bench, state: dict[str, Any]) -> None:
     """A new process, new engines."""
     one.engines = TokenEngines(one.world_size, one.rng, dead=one.engines.dead, left_out=[])
     one.build(first_draw=state["drawn"])
-    one.driver.run(one.scheduler.load_state_dict(state, lambda domain, name: row(int(name[1:]))))
+    one.driver.run(one.scheduler.load_state_dict(state))
 
 
 def validate(one: Bench, version: int) -> None:

@@ -21,8 +21,8 @@ from roll.config.loader import LoadedConfig, load_composed
 from roll.config.reading.compose import Composed
 from roll.config.reading.errors import ConfigError, Problems
 from roll.config.reading.yaml_files import SourceFile
+from roll.pipelines.policy import actor_keys
 from roll.pipelines.rlvr.phases import AdvantageComputer
-from roll.pipelines.rlvr.planning import actor_keys
 from roll.protocol import DataProto
 from roll.rollout.batch import build_batch
 from roll.strategies.base import Output

@@ -65,7 +65,7 @@ class Refusal:
 
 
 REFUSALS = (
-    Refusal("router_args.router_name", "this router", "~", one_of("EnvAffinityRouter", "SglangRouter")),
+    Refusal("router_args.router_name", "this router", "~", one_of("SglangRouter")),
     Refusal("kl_penalty", "KL over the whole vocabulary", "k1", one_of("full")),
     Refusal("kl_loss_type", "KL over the whole vocabulary", "k3", one_of("full")),
     Refusal("transfer_backend.backend_name", "another transfer backend", "~"),
@@ -87,21 +87,15 @@ REFUSALS = (
         "**.model_args.ulysses_size", "context parallelism", 1, above(1), except_under=lambda backend: backend.ulysses
     ),
     Refusal("**.model_args.num_labels", "classification heads", 1, above(1)),
-    Refusal("**.model_args.moe_aux_loss_coef", "mixture-of-experts training"),
     *(
         Refusal(f"{role}.model_args.model_type", f"{CLASSIFIER} but for reward_model", "~", one_of(CLASSIFIER))
         for role in ("*_train", "*_infer", "reference", "critic", "validation")
     ),
     Refusal("**.strategy_config.ep_size", "expert parallelism", applies=above(1)),
-    Refusal("**.strategy_config.expert_model_parallel_size", "expert parallelism", applies=above(1)),
-    Refusal("**.strategy_config.expert_tensor_parallel_size", "expert parallelism", applies=above(1)),
     Refusal("**.strategy_config.mtp_num_layers", "multi-token prediction", "~"),
     Refusal("**.strategy_config.fp8", "fp8 computation", "~"),
     Refusal("**.strategy_config.optimizer_cpu_offload", "optimizer states in host memory under Megatron", False),
     Refusal("**.strategy_config.efsdp_size", "expert parallelism", applies=above(1)),
-    Refusal("**.strategy_config.apply_expert_patch", "mixture-of-experts training"),
-    Refusal("**.strategy_config.moe_use_grouped_mm", "mixture-of-experts training"),
-    Refusal("**.strategy_config.wrap_policy.moe_experts", "mixture-of-experts training"),
     Refusal(
         "**.strategy_config.tp_size",
         "tensor parallelism in training but by megatron_train (tensor_model_parallel_size)",

@@ -14,11 +14,12 @@ from typing import Any
 from roll.config.reading.fields import rules
 
 OLDER_FILES = "Accepted for older files."
+NOWHERE = "Accepted for ROLL's files, where nothing reads it, either."
 EXPERT_FILES = "Accepted for files of mixture-of-experts models."
 TOPR = "pg_variant: topr with topr_positive_weight and topr_negative_weight is the working form"
 DTYPE = "model_args.dtype decides"
 BATCHES = "training_args decides"
-DENSE = "experts are not available yet; dense models have none"
+ONE_BY_ONE = "a rank's experts are computed one after another: grouped products need a package without a CPU build"
 
 
 class Legacy:
@@ -101,6 +102,26 @@ LEGACY_KEYS: dict[str, tuple[Legacy, ...]] = {
         Legacy("generate_opt_level", int, 1, "requests are always scheduled one by one", ge=0, le=1),
         Legacy("reward_system_config", dict[str, Any], {}, ""),
     ),
+    "AgenticConfig": (
+        Legacy("render_save_dir", str | None, None, "", text=NOWHERE),
+        Legacy("dirty_data_mask", bool | None, None, "", text=NOWHERE),
+        Legacy("open_feedback_turn", bool | None, None, "", text=NOWHERE),
+        Legacy("use_token_reward", bool | None, None, "", text=NOWHERE),
+        Legacy("exp_mode", str | None, None, "", text=NOWHERE),
+        Legacy("model_name", str | None, None, "exp_name and output_dir decide"),
+        Legacy(
+            "parse_tool_call_parameter_to_dict", bool, False, "tool arguments have the form that the template takes"
+        ),
+        Legacy("skip_mock_system_prompt", bool, False, "the text between turns is read off the chat template"),
+        Legacy("env_monitor", dict[str, Any], {}, "reset_timeout, step_timeout and time_limit end what hangs"),
+    ),
+    "EnvManagerConfig": (
+        Legacy("format_penalty", float, 0.0, "custom_envs.<tag>.env_config.format_penalty decides", text=NOWHERE),
+    ),
+    "RewardNormalizationConfig": (
+        Legacy("global_scale_factor", float | None, None, "", text=NOWHERE),
+        Legacy("global_shift_value", float | None, None, "", text=NOWHERE),
+    ),
     "RLVRConfig": (
         Legacy("is_num_return_sequences_expand", bool, False, "a prompt is computed once for all of its samples"),
     ),
@@ -139,12 +160,11 @@ LEGACY_KEYS: dict[str, tuple[Legacy, ...]] = {
         Legacy("zero_allow_untested_optimizer", bool, True, "the optimizer is AdamW"),
     ),
     "MegatronStrategyConfig": (
-        Legacy("moe_token_dispatcher_type", str, "alltoall", DENSE, text=EXPERT_FILES),
-        Legacy("moe_grouped_gemm", bool, False, DENSE, text=EXPERT_FILES),
-        Legacy("moe_permute_fusion", bool, False, DENSE, text=EXPERT_FILES),
-        Legacy("moe_layer_recompute", bool, False, DENSE, text=EXPERT_FILES),
-        Legacy("moe_aux_loss_coeff", float | None, None, DENSE, text=EXPERT_FILES),
-        Legacy("moe_shared_expert_overlap", bool, False, DENSE, text=EXPERT_FILES),
+        Legacy("max_grad_norm", float | None, None, "max_grad_norm of training_args or at the top decides"),
+        Legacy("moe_grouped_gemm", bool, False, ONE_BY_ONE, text=EXPERT_FILES),
+        Legacy("moe_permute_fusion", bool, False, "tokens are permuted by PyTorch", text=EXPERT_FILES),
+        Legacy("moe_layer_recompute", bool, False, "recompute_granularity decides", text=EXPERT_FILES),
+        Legacy("moe_shared_expert_overlap", bool, False, "shared experts come before the others", text=EXPERT_FILES),
         Legacy("apply_rope_fusion", bool, False, "rotary embeddings are computed by PyTorch"),
         Legacy("cross_entropy_loss_fusion", bool, False, "log-probs have a head of their own"),
         Legacy("overlap_param_gather", bool, False, "updated parameters are gathered after each optimizer step"),

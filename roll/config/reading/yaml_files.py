@@ -177,6 +177,10 @@ class SourceFile:
             key in lines for _, lines in self._files
         )
 
+    def files_with(self, key: str) -> list[Path]:
+        """The files that have this top-level key."""
+        return [file for file, lines in self._files if key in lines]
+
     def files(self) -> list[Path]:
         """The file and those that its ``defaults`` name, as far as they can be read."""
         return list(dict.fromkeys([self.file, *(file for file, _ in self._files)]))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
+import re
 
+from roll.config.algorithm import estimator
 from roll.config.checks.base import (
     Checks,
     check_columns,
@@ -16,27 +17,28 @@ from roll.config.checks.base import (
 from roll.config.checks.keys import note_unread
 from roll.config.checks.models import note_positions
 from roll.config.checks.roles import check_roles, note_engine_length
-from roll.config.lora import uses_lora
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.plan.plan import explain_indivisible, working_values
 from roll.config.reading.errors import closest
-from roll.config.strategies.registry import backend_of
-from roll.pipelines.rlvr.checks_algorithm import check_algorithm
-from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
-from roll.pipelines.rlvr.checks_rollout import check_async, check_validation, check_weight_sync, longest_in_validation
-from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.rlvr.planning import (
-    is_async,
-    lengths,
-    model_path,
-    needs_critic,
-    needs_reference,
-    reference_is_actor,
-    rlvr_training_plans,
-    rollout_file,
+from roll.config.rewards import section_of
+from roll.pipelines.policy import (
+    policy_training_plans,
 )
+from roll.pipelines.policy_checks import (
+    check_algorithm,
+    check_async,
+    check_needed_roles,
+    check_recorded_rollouts,
+    check_weight_sync,
+    note_distribution,
+)
+from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
+from roll.pipelines.rlvr.config import RLVRConfig
+from roll.pipelines.rlvr.plan import sharing_roles
+from roll.pipelines.rlvr.planning import lengths, max_new_tokens, model_path, started_roles
 
 PROBABILITY_TOLERANCE = 1e-6
+SET_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 
 
 def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
@@ -53,7 +55,10 @@ def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
     check_rewards(config, checks)
     check_judges(config, checks)
     check_data(config, checks)
-    check_algorithm(config, checks)
+    check_turns(config, checks)
+    if config.router_args.router_name == "EnvAffinityRouter":
+        checks.problems.not_available("router_args.router_name", "EnvAffinityRouter", "this router", "~")
+    check_algorithm(config, max_new_tokens(config), checks)
     check_async(config, checks)
     note_sampling(config, checks)
     check_weight_sync(config, checks)
@@ -62,61 +67,10 @@ def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
     note_unread(config, options, checks)
 
 
-def check_recorded_rollouts(config: RLVRConfig, checks: Checks) -> None:
-    """``rollout_mock`` has its files, and a step to each of them."""
-    section = config.rollout_mock
-    if not section.enable:
-        return
-    if section.mode == "mock" and is_async(config):
-        rule = "must be 0 with rollout_mock.mode: mock, which generates nothing that could run ahead"
-        checks.add("async_generation_ratio", config.async_generation_ratio, rule, 0)
-    if section.mode == "mock" and section.dump_dir is None:
-        rule = "is needed with mode: mock: the folder that a run with mode: dump has written"
-        checks.missing("rollout_mock.dump_dir", rule, "./output/first/rollouts")
-    elif section.mode == "mock" and section.dump_dir is not None and checks.check_files:
-        first = rollout_file(Path(section.dump_dir).expanduser(), 0)
-        if not first.is_file() and not config.resume_from_checkpoint:
-            rule = f"holds no {first.name}: a run with mode: dump writes it"
-            checks.add("rollout_mock.dump_dir", section.dump_dir, rule)
-
-
-def check_needed_roles(config: RLVRConfig, checks: Checks) -> None:
-    devices = config.actor_train.device_mapping or [0]
-    if needs_reference(config) and config.reference is None and not reference_is_actor(config):
-        checks.missing(
-            "reference", "is needed: a KL to the reference policy is used", f"reference.device_mapping: {devices}"
-        )
-    if config.reference is not None and not needs_reference(config):
-        checks.note("reference", "not started: no KL is used (use_kl_loss with kl_loss_coef, or add_token_level_kl)")
-    _note_needless_reference(config, checks)
-    if needs_critic(config) and config.critic is None and not checks.broken("adv_estimator"):
-        checks.missing("critic", "is needed by adv_estimator: gae", f"critic.device_mapping: {devices}")
-    if config.critic is not None and not needs_critic(config):
-        checks.note("critic", f"not started: adv_estimator {config.adv_estimator} uses none")
-    engine, trainer = config.actor_infer, config.actor_train
-    if trainer.model_args.dtype != engine.model_args.dtype and not checks.broken("actor_train.model_args.dtype"):
-        key, dtype = "actor_infer.model_args.dtype", trainer.model_args.dtype
-        if backend_of(engine.strategy_args.strategy_name).holds_sent_dtype:
-            rule = f"must be actor_train's, {dtype}: the engine holds exactly the weights it is sent"
-            checks.add(key, engine.model_args.dtype, rule, dtype)
-        else:
-            checks.note(key, f"{engine.model_args.dtype} beside {dtype} in training: log-probs differ by the rounding")
-    own, trained = config.actor_infer.model_args.model_name_or_path, config.actor_train.model_args.model_name_or_path
-    if own is not None and own != (trained or config.pretrain):
-        checks.note(
-            "actor_infer.model_args.model_name_or_path", "the engines get actor_train's weights before the first step"
-        )
-
-
-def _note_needless_reference(config: RLVRConfig, checks: Checks) -> None:
-    """A second copy of what the LoRA actor has already."""
-    trainer, reference = config.actor_train, config.reference
-    if reference is None or not needs_reference(config) or not uses_lora(trainer.model_args):
-        return
-    same = model_path(config, "reference", reference) == model_path(config, "actor_train", trainer)
-    if same and not uses_lora(reference.model_args):
-        text = "actor_train without its adapters gives the same log-probs: leave the section out to save its memory"
-        checks.note("reference", text)
+def check_turns(config: RLVRConfig, checks: Checks) -> None:
+    if estimator(config.adv_estimator).works_in_turns:
+        rule = "looks at the turns of episodes, which only the agentic pipeline (custom_envs, train_env_manager) has"
+        checks.add("adv_estimator", config.adv_estimator, rule, "grpo")
 
 
 def check_lengths(config: RLVRConfig, checks: Checks) -> None:
@@ -146,7 +100,7 @@ def check_batches(config: RLVRConfig, checks: Checks) -> None:
     prompts, group = config.rollout_batch_size, config.num_return_sequences_in_group
     if checks.broken("rollout_batch_size", "num_return_sequences_in_group"):
         return
-    for name, plan in rlvr_training_plans(config).items():
+    for name, plan in policy_training_plans(config).items():
         sizes = f"{name}.training_args"
         if checks.broken(sizes, f"{name}.device_mapping", f"{name}.num_gpus_per_worker"):
             continue
@@ -206,22 +160,60 @@ def check_shares(config: RLVRConfig, checks: Checks) -> None:
 
 
 def note_sampling(config: RLVRConfig, checks: Checks) -> None:
-    """Sampling settings that the trainer's log-probs cannot follow."""
+    """Sampling settings that the trainer's log-probs cannot follow, and those that others override."""
+    note_distribution(config, checks)
     arguments, key = config.actor_infer.generating_args, "actor_infer.generating_args"
-    why = "training log-probs are not comparable with the sampled ones"
-    if arguments.top_p < 1:
-        checks.note(f"{key}.top_p", f"{arguments.top_p:g} cuts the distribution: {why}; 1.0 is off")
-    if arguments.top_k > 0:
-        checks.note(f"{key}.top_k", f"{arguments.top_k} cuts the distribution: {why}; -1 is off")
-    if arguments.min_p > 0:
-        checks.note(f"{key}.min_p", f"{arguments.min_p:g} cuts the distribution: {why}; 0 is off")
-    if arguments.repetition_penalty != 1:
-        checks.note(f"{key}.repetition_penalty", f"{arguments.repetition_penalty:g} changes it: {why}; 1.0 is off")
-    if (arguments.temperature == 0 or not arguments.do_sample) and config.num_return_sequences_in_group > 1:
-        checks.note(f"{key}.temperature", "greedy decoding: all samples of a prompt are the same, so nothing is learnt")
     response = lengths(config)[0]
     if arguments.max_new_tokens is not None and arguments.max_new_tokens > response:
         checks.note(f"{key}.max_new_tokens", f"{arguments.max_new_tokens} is cut to the response length {response}")
     samples = arguments.num_return_sequences
     if samples is not None and samples not in (1, config.num_return_sequences_in_group):
         checks.note(f"{key}.num_return_sequences", "num_return_sequences_in_group decides in training")
+
+
+def check_validation(config: RLVRConfig, checks: Checks) -> None:
+    """Files, columns, lengths and names of all sets."""
+    section = config.validation
+    if section is None:
+        return
+    if section.data_args.file_name or not section.sets:
+        check_data_files("validation.data_args", section.data_args, checks)
+    check_columns("validation.data_args", section.data_args, checks)
+    check_concurrent(config, checks)
+    for name, one in section.sets.items():
+        key = f"validation.sets.{name}"
+        if not SET_NAME.fullmatch(name) or name in ("sampled", "greedy"):
+            rule = "a set's name is part of the metrics' names: letters, digits, - and _, and not sampled or greedy"
+            checks.add(key, name, rule)
+        check_data_files(f"{key}.data_args", one.data_args, checks)
+        check_columns(f"{key}.data_args", one.data_args, checks)
+        prompt, sequence = one.prompt_length, one.sequence_length
+        if (prompt is None) != (sequence is None):
+            absent, present = ("prompt_length", "sequence_length")[:: 1 if prompt is None else -1]
+            checks.missing(f"{key}.{absent}", f"goes with {present}: set both or none", prompt or config.prompt_length)
+        elif prompt is not None and sequence is not None and sequence <= prompt:
+            rule = f"must be greater than prompt_length {prompt}, or no response fits"
+            checks.add(f"{key}.sequence_length", sequence, rule, prompt * 2)
+
+
+def check_concurrent(config: RLVRConfig, checks: Checks) -> None:
+    """Roles that are to answer and score during training share their devices with nobody."""
+    key, section = "validation.concurrent", config.validation
+    if section is None or not section.concurrent:
+        return
+    sharing = {
+        name: others
+        for name, others in sharing_roles(started_roles(config)).items()
+        if not checks.broken(f"{section_of(name)}.device_mapping")
+    }
+    for name, others in sharing.items():
+        rule = f"needs devices of its own for {name}, which shares some with {', '.join(others)}"
+        checks.add(key, True, rule, False)
+
+
+def longest_in_validation(config: RLVRConfig) -> tuple[int, int]:
+    """Longest prompt and longest sequence that a set asks for; 0 where none says so."""
+    sets = config.validation.sets.values() if config.validation is not None else ()
+    prompts = [config.val_prompt_length, *(one.prompt_length for one in sets)]
+    sequences = [config.val_sequence_length, *(one.sequence_length for one in sets)]
+    return max(length or 0 for length in prompts), max(length or 0 for length in sequences)

@@ -31,8 +31,9 @@ from roll.config.rewards import (
     own_judges,
     section_of,
 )
+from roll.pipelines.policy import is_async
 from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.rlvr.planning import is_async, started_roles
+from roll.pipelines.rlvr.planning import started_roles
 
 
 def check_reward_model(config: RLVRConfig, checks: Checks) -> None:

@@ -9,13 +9,15 @@ from functools import partial
 
 from roll.algorithms.losses import actor_loss_options
 from roll.config.loader import LoadedConfig
+from roll.config.policy import PolicyRunConfig
 from roll.config.rewards import RewardConfig, judge_role, model_inputs
 from roll.distributed import Cluster, PendingCall, ResourceManager
+from roll.pipelines.policy import PolicyPlan, actor_keys
 from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.judge import JudgeService
 from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.rlvr.planning import actor_keys, judge_roles
+from roll.pipelines.rlvr.planning import judge_roles
 from roll.strategies.base import StateKind
 from roll.workers import (
     ACTOR_WORKER,
@@ -35,14 +37,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Clusters:
-    """The roles of an RLVR run; a role that nothing consumes is not started.
+    """The roles of a run; a role that nothing consumes is not started.
 
     Without ``reference``, reference log-probs (if any) come from ``actor_train``, without its adapters.
     """
 
     actor_train: Cluster
     actor_infer: Cluster
-    rewards: Mapping[str, Cluster]
+    rewards: Mapping[str, Cluster] = field(default_factory=dict)
     reference: Cluster | None = None
     critic: Cluster | None = None
     reward_model: Cluster | None = None
@@ -98,24 +100,22 @@ class StartingModel:
     states: frozenset[StateKind]
 
 
+def start_policy_clusters(config: PolicyRunConfig, plan: PolicyPlan, resources: ResourceManager) -> StartingClusters:
+    """Start the processes of a run without reward workers."""
+    starter = ClusterStarter(config, plan, resources)
+    clusters = Clusters(**starter.start_computing(), actor_infer=starter.start("actor_infer", GENERATION_WORKER))
+    return StartingClusters(clusters, starter.models, starter.pending)
+
+
 def start_clusters(loaded: LoadedConfig[RLVRConfig], resources: ResourceManager) -> StartingClusters:
     """Start the processes of every cluster."""
     config, plan = loaded.config, loaded.plan
     assert isinstance(plan, RLVRPlan)
     asked = judge_roles(config)
     judges = {name: JudgeService(config, plan, name) for name in plan.roles if name in asked}
-    starter = _Starter(config, plan, resources, judges)
-    actor = ActorSettings(
-        config.max_grad_norm, actor_loss_options(actor_keys(config)), old_is_rollout=plan.engine_log_probs_as_old
-    )
-    critic = CriticSettings(
-        config.max_grad_norm, config.value_clip, config.value_loss_type, loss_agg_mode=config.value_loss_agg_mode
-    )
-    has_reference = "reference" in plan.roles
+    starter = ClusterStarter(config, plan, resources, judges)
     clusters = Clusters(
-        actor_train=starter.start("actor_train", ACTOR_WORKER, actor),
-        reference=starter.start("reference", REFERENCE_WORKER) if has_reference else None,
-        critic=starter.start("critic", CRITIC_WORKER, critic) if plan.needs_critic else None,
+        **starter.start_computing(),
         reward_model=starter.start("reward_model", REWARD_MODEL_WORKER) if model_inputs(config.rewards) else None,
         # Last: an engine may size its cache by what is free on the device when it is built.
         judge_engines={name: starter.start(name, GENERATION_WORKER) for name in judges},
@@ -126,16 +126,38 @@ def start_clusters(loaded: LoadedConfig[RLVRConfig], resources: ResourceManager)
     return StartingClusters(clusters, starter.models, starter.pending)
 
 
-class _Starter:
+class ClusterStarter:
+    """Starts the processes of one cluster after the other."""
+
     def __init__(
-        self, config: RLVRConfig, plan: RLVRPlan, resources: ResourceManager, judges: Mapping[str, JudgeService]
+        self,
+        config: PolicyRunConfig,
+        plan: PolicyPlan,
+        resources: ResourceManager,
+        judges: Mapping[str, JudgeService] | None = None,
     ) -> None:
         self._config = config
-        self._judges = judges
+        self._judges = judges or {}
         self._plan = plan
         self._resources = resources
         self.models: list[StartingModel] = []
         self.pending: list[PendingCall] = []
+
+    def start_computing(self) -> dict[str, Cluster | None]:
+        """The roles that learn or look at samples, by name."""
+        config, plan = self._config, self._plan
+        actor = ActorSettings(
+            config.max_grad_norm, actor_loss_options(actor_keys(config)), old_is_rollout=plan.engine_log_probs_as_old
+        )
+        critic = CriticSettings(
+            config.max_grad_norm, config.value_clip, config.value_loss_type, loss_agg_mode=config.value_loss_agg_mode
+        )
+        has_reference = "reference" in plan.roles
+        return {
+            "actor_train": self.start("actor_train", ACTOR_WORKER, actor),
+            "reference": self.start("reference", REFERENCE_WORKER) if has_reference else None,
+            "critic": self.start("critic", CRITIC_WORKER, critic) if plan.needs_critic else None,
+        }
 
     def start(self, name: str, worker: str, settings: ModelSettings | None = None) -> Cluster:
         role = self._plan.roles[name].section

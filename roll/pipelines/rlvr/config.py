@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import ClassVar
 
-from roll.config.algorithm import PPOConfig
 from roll.config.data import DataArguments
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
+from roll.config.policy import PolicyRunConfig
 from roll.config.reading.fields import parse_dotted_path, rules, setting
 from roll.config.rewards import RewardConfig
 from roll.config.roles import (
     GeneratingArguments,
     GenerationWorkerConfig,
-    ReferenceWorkerConfig,
     StrategyArguments,
     WorkerConfig,
 )
-from roll.config.run import OlderRLVRKeys, RunConfig
-from roll.config.weight_sync import WeightSyncConfig
+from roll.config.run import OlderRLVRKeys
 
 
 @dataclass(frozen=True)
@@ -63,25 +61,11 @@ class ValidationConfig(WorkerConfig):
 
 
 @dataclass(frozen=True)
-class RouterConfig:
-    """``router_args``: how requests are spread over generation engines."""
-
-    router_name: str | None = setting(
-        None, choices=("PromptAffinityRouter", "EnvAffinityRouter", "SglangRouter"), dotted_path=True
-    )
-    """null: ``PromptAffinityRouter`` (least-loaded engine first, all samples of a prompt on one)."""
-    router_config: dict[str, Any] = field(default_factory=dict)
-    """Options of a router of your own, given to its class as keywords."""
-    max_running_requests: int | None = setting(None, ge=1)
-    """Prompts that one engine works on at a time; null: the run's ``max_running_requests``."""
-
-
-@dataclass(frozen=True)
-class RLVRConfig(PPOConfig, OlderRLVRKeys, RunConfig):
+class RLVRConfig(PolicyRunConfig, OlderRLVRKeys):
     """Everything an RLVR run is told. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
 
-    max_steps: int = setting(500, ge=1)
-    """Training steps of the run."""
+    group_key: ClassVar[str] = "num_return_sequences_in_group"
+
     rollout_batch_size: int = setting(128, ge=1)
     """Prompts of one step."""
     num_return_sequences_in_group: int = setting(1, ge=1)
@@ -104,12 +88,6 @@ class RLVRConfig(PPOConfig, OlderRLVRKeys, RunConfig):
     """Chat template by the rows' tag, before ``global_template``."""
     actor_train: WorkerConfig = field(default_factory=WorkerConfig)
     """The policy that learns; its ``data_args`` name the training prompts."""
-    actor_infer: GenerationWorkerConfig = field(default_factory=GenerationWorkerConfig)
-    """The engines that generate."""
-    reference: ReferenceWorkerConfig | None = None
-    """The policy that KL is measured against; runs only when a KL is used."""
-    critic: WorkerConfig | None = None
-    """The value model; needed by ``adv_estimator: gae``."""
     reward_model: GenerationWorkerConfig | None = None
     """The judge that every ``llm_judge`` with ``judge_model_type: cluster`` asks, or the model behind the rewards
     ``reward_model``."""
@@ -117,13 +95,6 @@ class RLVRConfig(PPOConfig, OlderRLVRKeys, RunConfig):
     """Reward domains by name."""
     validation: ValidationConfig | None = None
     """Prompts for validation; null: none."""
-    warn_after_steps: int = setting(3, ge=0)
-    """A warning says when all scores were the same, all advantages 0, or too many responses were truncated, in so many
-    steps in a row; 0: never."""
-    warn_truncated_share: float = setting(0.5, ge=0, le=1, read_if={"warn_after_steps": ()})
-    """Share of responses truncated at the length limit above which a step counts for ``warn_after_steps``."""
-    max_running_requests: int = setting(128, ge=1)
-    """Prompts that one engine works on at a time."""
     is_use_additional_prompts: bool = False
     """Ask more prompts than a step needs, so that filtered groups are replaced without waiting."""
     max_additional_running_prompts: int = setting(16, ge=0, read_if={"is_use_additional_prompts": (True,)})
@@ -132,28 +103,23 @@ class RLVRConfig(PPOConfig, OlderRLVRKeys, RunConfig):
         default=None, metadata=rules(parse=parse_dotted_path, example="~")
     )
     """Dotted path of your own rollout loop: a class whose coroutine says what becomes of a training prompt."""
-    router_args: RouterConfig = field(default_factory=RouterConfig)
-    """How requests are spread over generation engines."""
-    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
-    """How the trainer's weights get to the engines."""
-    async_generation_ratio: float = setting(0.0, ge=0)
-    """Steps that generation may run ahead of training, fractions meant exactly; 0: synchronous. Above 0 ``actor_infer``
-    generates while others compute if it has devices of its own; on shared ones (``partial_rollout`` only) a step stops
-    generation when it has its samples, and partial responses go on in the next."""
-    partial_rollout: bool = setting(True, read_if={"async_generation_ratio": ()})
-    """Asynchronous rollout: weights are updated while samples are in flight, which go on with the new ones. false:
-    every update waits until the samples in flight are finished."""
-    student_train: WorkerConfig | None = None
-    """On-policy distillation: the student's training role."""
-    student_infer: WorkerConfig | None = None
-    """On-policy distillation: the student's generating role."""
-    teacher: dict[str, Any] | None = None
-    """On-policy distillation: the teacher role or roles."""
-    is_pure_opd: bool = False
-    """On-policy distillation without rewards."""
-    use_opd: bool = False
-    """On-policy distillation in addition to rewards."""
-    opd_kl_coef: float = setting(1.0, ge=0)
-    """On-policy distillation: weight of the teacher's KL."""
-    pure_opd_pipeline_type: Literal["rlvr", "agentic"] | None = None
-    """On-policy distillation: the pipeline it runs on."""
+
+    @property
+    def group_size(self) -> int:
+        return self.num_return_sequences_in_group
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.rollout_batch_size * self.num_return_sequences_in_group
+
+    @property
+    def response_and_sequence(self) -> tuple[int, int]:
+        """Response and sequence length; one follows from the other."""
+        if self.response_length is not None:
+            return self.response_length, self.prompt_length + self.response_length
+        sequence = self.sequence_length or self.prompt_length + 1
+        return max(1, sequence - self.prompt_length), sequence
+
+    @property
+    def longest_sequence(self) -> int:
+        return self.response_and_sequence[1]

@@ -11,15 +11,16 @@ from safetensors import SafetensorError
 
 from roll.config.names import REWARDS
 from roll.config.pipelines import worker_name
+from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import count
 from roll.config.rewards import RewardConfig
 from roll.config.roles import DataArguments
 from roll.datasets import DataError, DomainSampler, LoadCounts, PromptDataset
 from roll.datasets.images import VisionModel
 from roll.pipelines.files import load_tokenizer
+from roll.pipelines.policy import recorded_rollouts, rollout_file
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.rlvr.planning import recorded_rollouts, rollout_file
 from roll.protocol import DataProto
 from roll.protocol.columns import object_array
 from roll.protocol.metrics import Mean, Metrics
@@ -125,10 +126,10 @@ class RecordedRollouts:
 
     Args:
         output_dir: of the run; holds the folder where the configuration names none.
-        num_samples: rows of a step's batch.
+        num_samples: rows of a step's batch; None: it varies.
     """
 
-    def __init__(self, config: RLVRConfig, output_dir: Path, num_samples: int) -> None:
+    def __init__(self, config: PolicyRunConfig, output_dir: Path, num_samples: int | None) -> None:
         section = config.rollout_mock
         self._folder = recorded_rollouts(config, output_dir)
         self._num_samples = num_samples
@@ -160,7 +161,7 @@ class RecordedRollouts:
             batch = DataProto.load(file)
         except (OSError, ValueError, SafetensorError) as error:
             raise DataError(f"{file}: holds no rollout: {error}") from error
-        if len(batch) != self._num_samples:
+        if self._num_samples is not None and len(batch) != self._num_samples:
             raise DataError(
                 f"{file}: {len(batch)} samples, but rollout_batch_size x num_return_sequences_in_group is "
                 f"{self._num_samples}"

@@ -24,6 +24,7 @@ from roll.config.pipelines import (
     Written,
 )
 from roll.config.plan.planning import finished_section, with_cache_length
+from roll.config.policy import PolicyRunConfig, RouterConfig
 from roll.config.rewards import (
     CLASSIFIER,
     INFERENCE,
@@ -38,21 +39,13 @@ from roll.config.roles import WorkerConfig
 from roll.config.run import OlderRLVRKeys, RunConfig
 from roll.config.strategies.base import own_weights
 from roll.config.weight_sync import WeightSyncConfig
+from roll.pipelines.policy import needs_critic, needs_reference, pg_variant
+from roll.pipelines.policy_preflight import check_transport
 from roll.pipelines.rlvr.checks import check_rlvr
-from roll.pipelines.rlvr.config import RLVRConfig, RouterConfig, ValidationConfig, ValidationSetConfig
+from roll.pipelines.rlvr.config import RLVRConfig, ValidationConfig, ValidationSetConfig
 from roll.pipelines.rlvr.plan import RLVRPlan, batch_facts, rlvr_facts
-from roll.pipelines.rlvr.planning import (
-    lengths,
-    model_roles,
-    needs_critic,
-    needs_reference,
-    pg_variant,
-    plan_rlvr,
-    reward_name,
-    reward_pretrain,
-    started_roles,
-)
-from roll.pipelines.rlvr.preflight import check_rewards, check_transport, own_functions, samples_ahead_problems
+from roll.pipelines.rlvr.planning import lengths, model_roles, plan_rlvr, reward_name, reward_pretrain, started_roles
+from roll.pipelines.rlvr.preflight import check_rewards, own_functions, samples_ahead_problems
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
@@ -88,9 +81,10 @@ class RLVR(PipelineDefinition):
     )
     compares_log_probs = True
     reference = (
-        ("RLVR: batches, lengths, roles (top level)", RLVRConfig, (RunConfig, PPOConfig, OlderRLVRKeys)),
-        ("RLVR: algorithm (top level)", PPOConfig, (PolicyLossConfig,)),
-        ("RLVR: options of single policy losses (top level)", PolicyLossConfig, ()),
+        ("RLVR: batches, lengths, roles (top level)", RLVRConfig, (PolicyRunConfig, OlderRLVRKeys)),
+        ("RLVR and agentic: roles, engines, asynchronous rollout (top level)", PolicyRunConfig, (RunConfig, PPOConfig)),
+        ("RLVR and agentic: algorithm (top level)", PPOConfig, (PolicyLossConfig,)),
+        ("RLVR and agentic: options of single policy losses (top level)", PolicyLossConfig, ()),
         ("RLVR: keys of older files (top level)", OlderRLVRKeys, ()),
     )
     section_tables = (

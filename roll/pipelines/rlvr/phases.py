@@ -31,10 +31,11 @@ from roll.algorithms.samples import (
     top_entropy_mask,
 )
 from roll.config.plan.plan import TrainingPlan
+from roll.config.policy import PolicyRunConfig
 from roll.distributed import Cluster, PendingCall
+from roll.pipelines.policy import PolicyPlan
 from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.row_order import length_metrics, order_for
+from roll.pipelines.row_order import even_mini_batches, length_metrics, num_samples, order_for
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
 from roll.rollout.filters import build_filter, response_mask
@@ -76,8 +77,13 @@ def add_old_log_probs(batch: DataProto, actor: Cluster, temperature: float, more
 
 
 def add_values(batch: DataProto, critic: Cluster) -> None:
-    """``values`` float32 (B, L)."""
-    batch.batch["values"] = computed(batch, critic, lambda rows: critic.call(CriticWorker.compute_values, rows))[
+    """``values`` float32 (B, L), also where ``bootstrap_mask`` asks for one behind a response."""
+    asked = batch
+    if "bootstrap_mask" in batch.batch:
+        asked = batch.select(MODEL_COLUMNS, ["prompt_id"])
+        for name in ("attention_mask", "response_mask"):
+            asked.batch[name] = batch.batch[name] | batch.batch["bootstrap_mask"]
+    batch.batch["values"] = computed(asked, critic, lambda rows: critic.call(CriticWorker.compute_values, rows))[
         "values"
     ]
 
@@ -95,7 +101,7 @@ def computed(
 def update_actor(
     batch: DataProto,
     actor: Cluster,
-    plan: RLVRPlan,
+    plan: PolicyPlan,
     temperature: float,
     entropy_coef: float,
     shuffle_seed: tuple[int, ...] | None = None,
@@ -118,7 +124,7 @@ def update_actor(
 
 
 def update_critic(
-    batch: DataProto, critic: Cluster, plan: RLVRPlan, shuffle_seed: tuple[int, ...] | None = None
+    batch: DataProto, critic: Cluster, plan: PolicyPlan, shuffle_seed: tuple[int, ...] | None = None
 ) -> Metrics:
     """All optimizer steps of the value model on one batch; see :func:`update_model`."""
 
@@ -150,19 +156,22 @@ def update_model(
 ) -> Metrics:
     """All optimizer steps of one model on one batch: ``epochs`` passes over its mini-batches.
 
+    Mini-batches are of equally many samples, or episodes, whose rows stay in one.
+
     Args:
         start: calls ``update`` of the cluster's workers.
         shuffle_seed: mini-batches are drawn anew for every pass, from this seed; None: consecutive rows, each pass the
             same.
     """
-    num_mini_batches = len(batch) // training.mini_batch_size
+    num_mini_batches = num_samples(batch) // training.mini_batch_size
     by_prompt = cluster.role.use_prefix_sharing
     passes = [batch] if shuffle_seed is None else []
     for epoch in range(training.epochs if shuffle_seed is not None else 0):
         passes.append(batch[shuffled_rows(batch, (*(shuffle_seed or ()), epoch), by_prompt)])
     epochs, num_groups = training.epochs // len(passes), int(batch.batch["group_ids"].max()) + 1
     metrics: list[Metrics] = []
-    for rows in passes:
+    for taken in passes:
+        rows = even_mini_batches(taken, num_mini_batches, training.dp_size)
         order = order_for(rows, by_prompt, training.dp_size, num_mini_batches)
         shares = rows[order] if training.dp_size > 1 else rows
         call = start(shares, mini_batches=num_mini_batches, epochs=epochs, num_groups=num_groups)
@@ -171,11 +180,13 @@ def update_model(
 
 
 def shuffled_rows(batch: DataProto, seed: tuple[int, ...], by_prompt: bool) -> np.ndarray:
-    """int64 (B,): the rows in an order drawn from ``seed``; with ``by_prompt`` those of a prompt stay together."""
+    """int64 (B,): the rows in an order drawn from ``seed``; those of an episode stay together, and with ``by_prompt``
+    those of a prompt."""
     generator = np.random.default_rng(seed)
-    if not by_prompt:
+    if not by_prompt and "episode_ids" not in batch.batch:
         return generator.permutation(len(batch))
-    _, prompt = np.unique(batch.batch["group_ids"].numpy(), return_inverse=True)
+    together = "group_ids" if by_prompt else "episode_ids"
+    _, prompt = np.unique(batch.batch[together].numpy(), return_inverse=True)
     place: np.ndarray = generator.permutation(int(prompt.max()) + 1)
     return np.argsort(place[prompt], kind="stable")
 
@@ -191,7 +202,7 @@ class AdvantageComputer:
         max_new_tokens: the length limit of a response, which the over-long punishment ends at.
     """
 
-    def __init__(self, config: RLVRConfig, norm_types: tuple[str | None, str | None], max_new_tokens: int) -> None:
+    def __init__(self, config: PolicyRunConfig, norm_types: tuple[str | None, str | None], max_new_tokens: int) -> None:
         self._config = config
         self._max_new_tokens = max_new_tokens
         mean_type, std_type = resolve_norm_types(config.adv_estimator, *norm_types)
@@ -207,7 +218,7 @@ class AdvantageComputer:
         self._watch = BatchWatch(config.warn_after_steps, config.warn_truncated_share)
         self._response_filters = {
             name: build_filter(section.response_filter_config.type, section.response_filter_config.filter_args)
-            for name, section in config.rewards.items()
+            for name, section in (config.rewards if isinstance(config, RLVRConfig) else {}).items()
             if section.response_filter_config.type != "no_filter"
         }
 
@@ -287,26 +298,27 @@ class AdvantageComputer:
             reward_components=tensors.get("reward_components"),
             old_log_probs=tensors.get("old_log_probs"),
             old_sum_of_squares=tensors.get("old_sum_of_squares"),
+            **self.more_inputs(batch, rewards),
         )
         outputs = estimate_advantages(inputs, self._advantages)
         tensors["advantages"], tensors["returns"] = outputs.advantages, outputs.returns
         return inputs, outputs, metrics
 
+    def more_inputs(self, batch: DataProto, rewards: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Further fields of :class:`AdvantageInputs`, by the ``rewards`` in it."""
+        return {}
+
     def _add_rewards(self, batch: DataProto, lengths: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
         """The rewards that advantages are made from: (B,), or (B, L) with a divergence in them."""
         tensors = batch.batch
-        rewards = torch.empty_like(tensors["scores"])
         shaped = self._shaped(tensors["scores"], lengths)
         metrics: list[Metrics] = []
         if self._config.overlong_buffer_length is not None:
             metrics.append({"critic/overlong_penalty": Mean(float((tensors["scores"] - shaped).mean()))})
-        domains = batch.non_tensor_batch["domain"]
-        names = sorted(set(domains))
-        for domain in names:
-            rows = torch.from_numpy(domains == domain) if len(names) > 1 else slice(None)
-            rewards[rows], measured = self._normalise(shaped[rows], tensors["group_ids"][rows], domain)
-            metrics.append(measured)
+        rewards, measured = self.normalised(batch, shaped)
+        metrics.append(measured)
         tensors["response_level_rewards"] = rewards
+        rewards = self.placed(batch, rewards)
         if self._config.add_token_level_kl:
             kl_coef = self._kl_controller.value
             kl = kl_estimate(
@@ -316,8 +328,26 @@ class AdvantageComputer:
             # The controller follows the mean over responses, whatever their lengths, as published ones do.
             self._kl_controller.update(float(row_mean(kl, tensors["response_mask"]).mean()), num_samples=len(batch))
             metrics.append({"critic/kl": Mean(mean_kl), "critic/kl_coef": Mean(kl_coef)})
-            rewards = token_level_rewards(rewards, tensors["response_mask"], kl, kl_coef)
+            at_end, tokens = (rewards, None) if rewards.dim() == 1 else (torch.zeros_like(rewards[:, 0]), rewards)
+            rewards = token_level_rewards(at_end, tensors["response_mask"], kl, kl_coef)
+            rewards = rewards if tokens is None else rewards + tokens
         return rewards, merge_metrics(metrics)
+
+    def normalised(self, batch: DataProto, shaped: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+        """Rewards (B,), each domain's by its own moments."""
+        rewards = torch.empty_like(shaped)
+        metrics: list[Metrics] = []
+        domains = batch.non_tensor_batch["domain"]
+        names = sorted(set(domains))
+        for domain in names:
+            rows = torch.from_numpy(domains == domain) if len(names) > 1 else slice(None)
+            rewards[rows], measured = self._normalise(shaped[rows], batch.batch["group_ids"][rows], domain)
+            metrics.append(measured)
+        return rewards, merge_metrics(metrics)
+
+    def placed(self, batch: DataProto, rewards: torch.Tensor) -> torch.Tensor:
+        """Normalised rewards as they are due: (B,) at the end of each response, or (B, L)."""
+        return rewards
 
     def _shaped(self, scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Raw scores (B,) less the over-long punishment of responses with ``lengths`` tokens."""

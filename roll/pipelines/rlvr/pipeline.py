@@ -1,181 +1,46 @@
-"""The RLVR pipeline: reinforcement learning from verifiable rewards.
-
-One training step, as prose: the engines take over the newest weights, answer prompts, and the answers are scored; the
-models whose opinion is needed look at the answers; scores become advantages; actor and critic learn.
-"""
+"""The RLVR pipeline: reinforcement learning from verifiable rewards. The engines answer prompts, and rewards score the
+answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
-from roll.checkpoint import Checkpoint
 from roll.config.loader import LoadedConfig
-from roll.config.rewards import REWARD_MODEL
 from roll.distributed import ResourceManager
-from roll.pipelines.files import export_model, sample_table, write_images
-from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency, moves_states
-from roll.pipelines.rlvr.clusters import start_clusters
+from roll.pipelines.engine_rollout import EngineRollout
+from roll.pipelines.files import dumped_table
+from roll.pipelines.policy_pipeline import PolicyPipeline
+from roll.pipelines.rlvr.clusters import StartingClusters, start_clusters
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.data import RecordedRollouts, load_data
-from roll.pipelines.rlvr.phases import (
-    AdvantageComputer,
-    add_old_log_probs,
-    add_reference_log_probs,
-    add_values,
-    update_actor,
-    update_critic,
-)
+from roll.pipelines.rlvr.phases import AdvantageComputer
 from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.pipelines.rlvr.rollout import AsyncRolloutPhase, RolloutPhase
 from roll.pipelines.rlvr.validation import Validation
-from roll.pipelines.run_context import RunContext
-from roll.protocol import DataProto
 from roll.protocol.metrics import Mean
-from roll.rollout.groups import SampleGroup
-from roll.weight_sync.controller import WeightSync, sync_options
-from roll.workers.training import TrainingWorker
 
 
-class RLVRPipeline:
+class RLVRPipeline(PolicyPipeline[RLVRConfig, RLVRPlan, Validation]):
     """A run, from start to summary."""
 
     def __init__(self, loaded: LoadedConfig[RLVRConfig]) -> None:
-        assert isinstance(loaded.plan, RLVRPlan)
-        self.loaded = loaded
-        self.config = loaded.config
-        self.plan = loaded.plan
-        self.context = RunContext(loaded)
-        self.recorded = RecordedRollouts(self.config, self.plan.output_dir, self.plan.samples_per_step)
-        generating = loaded.config.actor_infer.generating_args
-        self.temperature = generating.temperature if generating.do_sample else 1.0
+        config, plan = loaded.config, loaded.plan
+        assert isinstance(plan, RLVRPlan)
+        super().__init__(loaded, plan, RecordedRollouts(config, plan.output_dir, plan.samples_per_step))
 
-    def run(self) -> None:
-        """Train until ``max_steps``; everything that was started is stopped again, however it ends."""
-        with self.context.running() as resources:
-            self.start(resources)
-            first_step = self.restore()
-            self.context.save_when_interrupted(self.state_between_steps, self.save_abandoned)
-            for step in self.context.steps(first_step, self.config.max_steps):
-                self.train_one_step(step)
-            self.finish()
+    def start_clusters(self, resources: ResourceManager) -> StartingClusters:
+        return start_clusters(self.loaded, resources)
 
-    def start(self, resources: ResourceManager) -> None:
-        """Start all clusters; the data is read while their workers load their models."""
-        self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
-        starting = start_clusters(self.loaded, resources)
-        self.context.watch(starting.clusters.all())
-        for judge in starting.clusters.judges.values():
-            self.context.at_end(judge.close)
-        starting.begin(self.residency)
+    def load_data(self) -> None:
         self.data = load_data(self.config, self.plan)
-        self.clusters = starting.finish(self.residency)
-        self.connect()
+        self.tokenizer = self.data.tokenizer
 
-    def connect(self) -> None:
-        """Build the phases on top of clusters and data."""
+    def build_rollout(self) -> EngineRollout[Validation]:
         phase = AsyncRolloutPhase if self.plan.is_async else RolloutPhase
-        self.rollout = phase(self.config, self.plan, self.clusters, self.data)
-        self.context.at_end(self.rollout.close)
-        self.scoring = AdvantageComputer(self.config, self.plan.norm_types, self.plan.max_new_tokens)
-        options = sync_options(self.config, self.config.weight_sync, self.config.actor_infer, self.plan)
-        self.weight_sync = WeightSync(self.clusters.actor_train, self.clusters.actor_infer, options)
+        return phase(self.config, self.plan, self.clusters, self.data)
 
-    def train_one_step(self, step: int) -> None:
-        """The algorithm. Until the models learn, a signal may end it, except in the exchange of weights, which has two
-        sides that wait for each other; the step is done again when the run goes on."""
-        concurrent = self.plan.validates_concurrently and self.is_validation_due(step)
-        self.update_engines(step)
-        with self.context.interruptible():
-            if self.is_validation_due(step) and not concurrent:
-                self.validate(step)
-            batch = self.generate(step)
-        with self.validating(step) if concurrent else nullcontext():
-            with self.context.interruptible():
-                self.look_at(batch)
-                with self.context.phase("adv"):
-                    self.context.record(self.scoring(batch))
-            self.learn(batch, step)
-        self.context.record(self.residency.metrics())
-        self.context.end_step(step)
-        if self.context.is_save_due(step):
-            self.save(step + 1, self.state_dict())
-
-    def update_engines(self, version: int) -> None:
-        """Give the engines the trainer's weights."""
-        with self.context.phase("step_model_update"):
-            self.residency.bring({"actor_train": WEIGHTS, "actor_infer": WEIGHTS})
-            self.context.record(self.rollout.exchange(version, lambda: self.weight_sync.sync(version)))
-
-    def generate(self, step: int) -> DataProto:
-        """The step's samples with their scores."""
-        if self.recorded.replays:
-            with self.context.phase("step_generate"):
-                batch, metrics = self.recorded.read(step)
-            self.context.record(metrics)
-            return batch
-        with self.context.phase("step_generate"), self.generating():
-            batch, groups, metrics = self.rollout.collect(step)
-        if self.recorded.writes:
-            self.recorded.write(step, batch)
-        self.context.record(metrics)
-        self.dump("train", step, groups)
-        return batch
-
-    def dump(self, kind: str, step: int, groups: Sequence[SampleGroup], part: str = "") -> None:
-        """Samples, and the images of their prompts, where ``rollout_dump_dir`` says."""
-        self.context.dump_samples(kind, step, partial(sample_table, groups), part)
-        if self.plan.dump_dir is not None:
-            write_images(self.plan.dump_dir / "images", groups)
-
-    @contextmanager
-    def generating(self) -> Iterator[None]:
-        """The engines of the policy and of judges, or a reward model, on their devices for the length of the block."""
-        judges = self.clusters.judges
-        generating = dict.fromkeys(("actor_infer", *judges), GENERATION)
-        self.residency.bring({REWARD_MODEL: WEIGHTS, **generating})
-        for judge in judges.values():
-            judge.resume()
-        yield
-        for name, judge in judges.items():
-            judge.check()
-            if self.residency.moves(name):
-                judge.pause()
-
-    def look_at(self, batch: DataProto) -> None:
-        """What reference, actor and critic think of the samples, where something consumes it."""
-        if self.plan.needs_reference:
-            reference = self.clusters.reference or self.clusters.actor_train
-            without_adapters = reference is self.clusters.actor_train
-            with self.context.phase("ref_log_probs_values"):
-                self.residency.bring({reference.name: WEIGHTS})
-                add_reference_log_probs(batch, reference, self.temperature, without_adapters)
-        if self.plan.needs_old_log_probs:
-            with self.context.phase("old_log_probs"):
-                self.residency.bring({"actor_train": WEIGHTS})
-                wanted = {"entropy": self.plan.needs_old_entropy, "sum_of_squares": self.plan.needs_sum_of_squares}
-                more = tuple(name for name, needed in wanted.items() if needed)
-                add_old_log_probs(batch, self.clusters.actor_train, self.temperature, more)
-        elif self.plan.engine_log_probs_as_old:
-            batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-        if self.clusters.critic is not None:
-            with self.context.phase("values"):
-                self.residency.bring({"critic": WEIGHTS})
-                add_values(batch, self.clusters.critic)
-
-    def learn(self, batch: DataProto, step: int) -> None:
-        """All optimizer steps of actor and critic on this batch."""
-        seed = (self.config.seed, step) if self.config.shuffle_mini_batches else None
-        with self.context.phase("step_train"):
-            if self.clusters.critic is not None:
-                self.residency.bring({"critic": TRAINING})
-                self.context.record(update_critic(batch, self.clusters.critic, self.plan, seed))
-            if step >= self.config.critic_warmup or self.clusters.critic is None:
-                self.residency.bring({"actor_train": TRAINING})
-                actor, entropy_coef = self.clusters.actor_train, self.scoring.entropy_coef
-                self.context.record(update_actor(batch, actor, self.plan, self.temperature, entropy_coef, seed))
+    def build_scoring(self) -> AdvantageComputer:
+        return AdvantageComputer(self.config, self.plan.norm_types, self.plan.max_new_tokens)
 
     def is_validation_due(self, step: int) -> bool:
         """Every ``eval_steps`` steps, the first of them before any training unless ``before_train`` is false."""
@@ -184,83 +49,13 @@ class RLVRPipeline:
             return False
         return step > 0 or section.before_train
 
-    def validate(self, step: int) -> None:
-        """Answer the validation prompts and report accuracies, while everything else waits."""
-        with self.context.phase("val_step"), self.generating():
-            validation = self.rollout.validate()
-        self.report(validation, step)
-
-    @contextmanager
-    def validating(self, step: int) -> Iterator[None]:
-        """Answer the validation prompts concurrently with the block, and report accuracies."""
-        with self.generating():
-            self.rollout.begin_validation()
-            yield
-            with self.context.phase("val_step"):
-                validation = self.rollout.finish_validation()
-        self.report(validation, step)
+    @property
+    def validates(self) -> bool:
+        return self.config.validation is not None and bool(self.plan.eval_steps)
 
     def report(self, validation: Validation, step: int) -> None:
-        """Record what came of a validation after ``step`` steps."""
         self.context.record({"time/val_step_total": Mean(validation.seconds)})
         metrics, answered = validation.report()
         self.context.record_validation(metrics, step)
         for name, groups in answered.items():
-            self.dump("validation", step, groups, name)
-
-    def finish(self) -> None:
-        """A last validation of the final weights, the last checkpoint, and the summary."""
-        self.update_engines(self.config.max_steps)
-        if self.config.validation is not None and self.plan.eval_steps:
-            self.validate(self.config.max_steps)
-        if self.config.actor_train.training_args.save_hf_model:
-            self.residency.bring({"actor_train": WEIGHTS})
-            export_model(self.clusters.actor_train, self.data.tokenizer, self.plan.output_dir / "model")
-        self.context.finish(self.config.max_steps)
-
-    def save_abandoned(self, step: int, state: dict[str, Any]) -> None:
-        """A checkpoint after ``step`` steps, in a later one that was left before it changed a model. What its engines
-        have begun is lost, and with them gone their devices are free."""
-        self.rollout.close()
-        engines = [self.clusters.actor_infer, *self.clusters.judge_engines.values()]
-        engines += [self.clusters.reward_model] if self.clusters.reward_model is not None else []
-        for cluster in engines:
-            cluster.shutdown(graceful=False)
-            self.residency.dismiss(cluster.name)
-        self.save(step, state)
-
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """A checkpoint after ``step`` steps, with what the driver must remember."""
-        writers = [cluster for cluster in (self.clusters.actor_train, self.clusters.critic) if cluster is not None]
-        with self.context.writing_checkpoint(step, state, writers) as path:
-            self.residency.bring({"actor_train": TRAINING})
-            self.clusters.actor_train.call_all(TrainingWorker.save_checkpoint, str(path / "actor_train")).result()
-            if self.clusters.critic is not None:
-                self.residency.bring({"critic": TRAINING})
-                self.clusters.critic.call_all(TrainingWorker.save_checkpoint, str(path / "critic")).result()
-
-    def restore(self) -> int:
-        """Continue from a checkpoint if the configuration asks for it; the number of steps already done."""
-        checkpoint: Checkpoint | None = self.context.checkpoint_to_resume()
-        if checkpoint is None:
-            return 0
-        self.residency.bring({"actor_train": TRAINING})
-        folder = str(checkpoint.role("actor_train"))
-        self.clusters.actor_train.call_all(TrainingWorker.load_checkpoint, folder).result()
-        if self.clusters.critic is not None:
-            self.residency.bring({"critic": TRAINING})
-            self.clusters.critic.call_all(TrainingWorker.load_checkpoint, str(checkpoint.role("critic"))).result()
-        self.load_state_dict(self.context.load_state(checkpoint))
-        return checkpoint.step
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the driver must remember: plain JSON values."""
-        return {"rollout": self.rollout.state_dict(), "scoring": self.scoring.state_dict()}
-
-    def state_between_steps(self) -> dict[str, Any]:
-        """As :meth:`state_dict`, engines left in peace: what they have begun is begun anew."""
-        return {"rollout": self.rollout.state_between_steps(), "scoring": self.scoring.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rollout.load_state_dict(state["rollout"])
-        self.scoring.load_state_dict(state["scoring"])
+            self.context.dump_samples("validation", step, partial(dumped_table, groups, self.plan.dump_dir), name)

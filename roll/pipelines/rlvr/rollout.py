@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import gc
-from asyncio import Task
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from roll.config.plan.plan import RunAhead
 from roll.config.rewards import model_inputs
-from roll.distributed import DriverLoop
-from roll.pipelines.files import pad_token_id
+from roll.pipelines.engine_rollout import EngineRollout
+from roll.pipelines.files import dumped_table, pad_token_id
 from roll.pipelines.rlvr.clusters import Clusters
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.data import RunData
@@ -23,45 +22,27 @@ from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics, Min
 from roll.rewards import failure_rates
 from roll.rollout.batch import build_batch, greedy_baseline, reward_components
-from roll.rollout.engines import EngineClient
 from roll.rollout.filters import build_filter
 from roll.rollout.flow import GroupSettings, PromptFlow, greedy, sampling_params
 from roll.rollout.groups import SampleGroup
 from roll.rollout.loops import rollout_loops
-from roll.rollout.replay import ReplayBuffer
+from roll.rollout.replay import PromptCodec, ReplayBuffer
 from roll.rollout.rewarding import ModelScorer, RewardClient
-from roll.rollout.routing import build_router
 from roll.rollout.scheduling import AsyncScheduler, RolloutResult, RolloutScheduler
+from roll.tracking import SampleTable
 
 
-class RolloutPhase:
-    """Draws prompts, has them answered and scored; counts the draws, which seeds and order depend on.
-
-    Everything that generates or scores is a coroutine on the event loop of the driver, which runs whenever the driver
-    waits: for the groups of a step here, or for other roles.
-    """
+class RolloutPhase(EngineRollout[Validation]):
+    """Draws prompts, has them answered and scored; counts the draws, which seeds and order depend on."""
 
     def __init__(self, config: RLVRConfig, plan: RLVRPlan, clusters: Clusters, data: RunData) -> None:
+        super().__init__(config, plan, clusters.actor_infer)
         self._config = config
         self._plan = plan
         self._data = data
-        limit = config.router_args.max_running_requests or config.max_running_requests
-        router = build_router(config.router_args.router_name, config.router_args.router_config)
-        role = config.actor_infer
-        # A new process would load its model while others have the device, and threads would not wait for it.
-        may_restart = not plan.roles["actor_infer"].colocated_with and (role.max_concurrency or 1) == 1
-        max_restarts = role.max_restarts if may_restart else 0
-        self._engines = EngineClient(
-            clusters.actor_infer,
-            limit,
-            router=router,
-            max_restarts=max_restarts,
-            turn_timeout=min(role.engine_timeout, config.rpc_timeout),
-        )
         scorer = model_scorer(config, plan, clusters)
         self._rewards = RewardClient(clusters.rewards, scorer)
         self._validation_plan = ValidationPlan(plan.validation_sets, data.validation, config.val_batch_size)
-        self._validation: Task[Validation] | None = None
         self._scheduler = RolloutScheduler(self._engines, self._rewards, config.seed, deadline=config.rpc_timeout)
         self._params = sampling_params(config.actor_infer.generating_args, plan.max_new_tokens)
         self._filters = {
@@ -70,33 +51,18 @@ class RolloutPhase:
         }
         path = config.user_defined_rollout_loop_cls
         self._loop = None if path is None else rollout_loops.resolve(path)()
-        self._busy_before = 0.0
-        self.driver = DriverLoop()
-        gc.freeze()  # modules, data and plans live as long as the run: no collection has to look through them
         self.num_drawn = 0
         """Prompts drawn since the run began."""
 
-    def collect(self, step: int) -> tuple[DataProto, list[SampleGroup], Metrics]:
-        """A step's samples as a batch, as groups, and what it took to get them."""
+    def collect(self, step: int) -> tuple[DataProto, Callable[[], SampleTable], Metrics]:
         groups, metrics = self._groups_of(step)
         batch = build_batch(groups, pad_token_id(self._data.tokenizer))
-        metrics |= self._size_metrics(groups) | _loss_metrics(self._engines) | reward_metrics(groups)
+        metrics |= self._sizes(groups) | self._loss_metrics() | reward_metrics(groups)
         if self._config.reward_weights:
             batch.batch["reward_components"] = reward_components(groups, list(self._config.reward_weights))
         if self._plan.needs_greedy_baseline:
             metrics |= self._add_greedy_baseline(batch, groups)
-        return batch, groups, metrics
-
-    def exchange(self, version: int, transfer: Callable[[], Metrics]) -> Metrics:
-        """Bring the engines to ``version`` of the weights by ``transfer``, which needs them between two turns."""
-        self.driver.run(self._engines.pause())
-        self._engines.readmit()
-        result = transfer()
-        self.driver.run(self._resume())
-        return result
-
-    async def _resume(self) -> None:
-        self._engines.resume()
+        return batch, partial(dumped_table, groups, self._plan.dump_dir), metrics
 
     def _groups_of(self, step: int) -> tuple[list[SampleGroup], Metrics]:
         self._busy_before = self._engines.busy_seconds
@@ -118,28 +84,21 @@ class RolloutPhase:
             "scheduler/aborted_query_count": Mean(result.num_aborted),
         }
 
-    def _collected(self, **options: Any) -> RolloutResult:
+    def _collected(self, **options: Any) -> RolloutResult[SampleGroup]:
         """See :meth:`RolloutScheduler.collect`; the engines have nothing left to do afterwards."""
 
-        async def collect() -> RolloutResult:
+        async def collect() -> RolloutResult[SampleGroup]:
             result = await self._scheduler.collect(**options)
             await self._engines.drain()
             return result
 
         return self.driver.run(collect())
 
-    def _size_metrics(self, groups: list[SampleGroup]) -> Metrics:
-        """Samples and tokens of the step, and what the engines did since the last one."""
+    def _sizes(self, groups: list[SampleGroup]) -> Metrics:
         tokens = float(sum(group.finished.sampled.sum() for group in groups))
         given = sum(group.finished.lengths.sum() for group in groups) - tokens
         prompt_tokens = sum(len(group.prompt.token_ids) * group.num_samples for group in groups) + float(given)
-        busy = self._engines.busy_seconds - self._busy_before
-        self._busy_before = self._engines.busy_seconds
-        return {
-            "system/samples": Mean(sum(group.num_samples for group in groups)),
-            "system/tokens": Mean(tokens + prompt_tokens),
-            "system/actor_infer/response/tps_dp": Mean(tokens / busy if busy else 0.0),
-        }
+        return self._size_metrics(sum(group.num_samples for group in groups), tokens, prompt_tokens)
 
     def _add_greedy_baseline(self, batch: DataProto, groups: list[SampleGroup]) -> Metrics:
         """Answer the prompts of ``groups`` once more, greedily. Samples whose baseline cannot be scored lose their own
@@ -155,35 +114,13 @@ class RolloutPhase:
         scored = scores[~scores.isnan()]
         return {"critic/baseline_score/mean": Mean(float(scored.sum()), len(scored))}
 
-    def validate(self) -> Validation:
-        """Answer and score the prompts of every set, before anything else."""
-        self.begin_validation()
-        return self.finish_validation()
-
-    def begin_validation(self) -> None:
-        """Begin to answer the prompts of every set, behind what the engines have to do. It must be done
-        (:meth:`finish_validation`) before the next weights."""
-        assert self._validation is None, "one validation at a time"
-        self._validation = self.driver.spawn(validate(self._validation_plan, self._scheduler))
-
-    def finish_validation(self) -> Validation:
-        """Wait for what :meth:`begin_validation` began."""
-        assert self._validation is not None, "none was begun"
-        validation = self.driver.run(self._validation)
-        self._validation = None
-        return validation
-
-    def close(self) -> None:
-        """Cancel what is in flight; before the clusters end."""
-        self.driver.close()
+    def validation(self) -> Coroutine[Any, Any, Validation]:
+        """Answer and score the prompts of every set."""
+        return validate(self._validation_plan, self._scheduler)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {"num_drawn": self.num_drawn, "sampler": self._data.sampler.state_dict()}
-
-    def state_between_steps(self) -> dict[str, Any]:
-        """As :meth:`state_dict`, without a word to the engines."""
-        return self.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_drawn = int(state["num_drawn"])
@@ -196,15 +133,6 @@ def model_scorer(config: RLVRConfig, plan: RLVRPlan, clusters: Clusters) -> Mode
         return None
     columns = [config.actor_train.data_args, *(one.data_args for one in plan.validation_sets)]
     return ModelScorer(clusters.reward_model, model_inputs(config.rewards), columns)
-
-
-def _loss_metrics(engines: EngineClient) -> Metrics:
-    """Engines that were lost, and requests that others took over, since the run began (or was continued)."""
-    return {
-        "scheduler/engines": Mean(engines.num_engines),
-        "scheduler/engine_deaths": Mean(engines.num_deaths),
-        "scheduler/reissued": Mean(engines.num_reissued),
-    }
 
 
 def reward_metrics(groups: list[SampleGroup]) -> Metrics:
@@ -241,7 +169,7 @@ class AsyncRolloutPhase(RolloutPhase):
         self._ahead = AsyncScheduler(
             self._engines,
             self._flow,
-            ReplayBuffer(ahead),
+            ReplayBuffer(ahead, PromptCodec(data.sampler.find)),
             config.max_steps,
             config.rpc_timeout,
             in_flight=config.partial_rollout,
@@ -289,7 +217,7 @@ class AsyncRolloutPhase(RolloutPhase):
         super().load_state_dict(state)
         self._flow.next_order = self.num_drawn
         if "ahead" in state:  # not in the checkpoint of a synchronous run
-            self.driver.run(self._ahead.load_state_dict(state["ahead"], self._data.sampler.find))
+            self.driver.run(self._ahead.load_state_dict(state["ahead"]))
         self._counts_before = self._ahead.buffer.counts()
 
 

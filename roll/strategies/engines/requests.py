@@ -66,6 +66,8 @@ class GenerationRequest:
     """By sample index; samples in neither ``partial`` nor ``finished`` start from the prompt."""
     finished: tuple[GenerationOutput, ...] = ()
     """Samples that are done already."""
+    conversation: str | None = None
+    """Names the conversation that the prompt is the next turn of, for routers that keep one at its engine."""
     vision: VisionInputs | None = None
     """Images of the prompt, whose placeholders ``prompt_token_ids`` has, expanded; None: a prompt of text."""
 

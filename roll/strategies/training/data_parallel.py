@@ -22,9 +22,11 @@ from roll.config.lora import uses_lora
 from roll.config.plan.micro_batching import MicroBatching, micro_batching
 from roll.models.attention import check_context_size, sum_of_parts, use_layout_attention
 from roll.models.build import build_model, has_tied_embeddings
-from roll.models.layouts import TokenLayout, padded
+from roll.models.experts import RoutingRecorder, SparseLayer, run_every_expert, sparse_layers
+from roll.models.layouts import TokenLayout, padded, with_token_rows
 from roll.models.log_probs import ResponseModel
-from roll.models.lora import Adapters, MergedWeight, add_adapters
+from roll.models.lora import Adapters, MergedWeight, add_adapters, base_name
+from roll.models.stored import StoredLayout
 from roll.models.vision import FEATURES, ImagePool, with_images
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import (
@@ -37,6 +39,7 @@ from roll.strategies.base import (
     WeightSelection,
 )
 from roll.strategies.training.checkpoint import describe_model
+from roll.strategies.training.experts import ExpertBalance, balance_coefficient
 from roll.strategies.training.gather import ADAPTER_FOLDER, EXPORT_BUCKET_BYTES, in_buckets
 from roll.strategies.training.micro_batches import (
     Rows,
@@ -60,6 +63,9 @@ class DataParallelStrategy(ModelStrategy):
     model: ResponseModel
     adapters: Adapters | None = None
     progress: TrainingProgress
+    sparse_layers: list[SparseLayer]
+    """Layers with experts; none of a dense model."""
+    balance: ExpertBalance | None = None
     mixes_types = True
     """A layer may hold parameters of two types: a frozen base and what is trained."""
     context_size = 1
@@ -103,9 +109,28 @@ class DataParallelStrategy(ModelStrategy):
             use_layout_attention(language_model, "model_args.ulysses_size", neutral="1")
         elif needed_by:
             use_layout_attention(language_model, needed_by[0])
+        self._prepare_experts(language_model)
         self._shapes = {name: list(parameter.shape) for name, parameter in language_model.named_parameters()}
+        live = {base_name(name): tensor.shape for name, tensor in language_model.state_dict().items()}
+        self._stored = StoredLayout(language_model, live)
         self._trained_names = {name for name, parameter in language_model.named_parameters() if parameter.requires_grad}
         self.model = ResponseModel(language_model, self._context_group())
+        if self.sparse_layers:
+            self.model.routing = RoutingRecorder(self.sparse_layers)
+
+    def _prepare_experts(self, language_model: PreTrainedModel) -> None:
+        """Refuse, or change in place, sparse layers that this backend would compute wrong (or slowly)."""
+        if any(not layer.is_fused for layer in self.sparse_layers):
+            run_every_expert(self.sparse_layers)
+
+    def _watch_balance(self) -> None:
+        """Of a role that trains: add the balance loss and the gauges of the experts' load."""
+        if self.sparse_layers:
+            args = self.role.model_args
+            coefficient = balance_coefficient(args, self.model.language_model.config)
+            self.balance = ExpertBalance(
+                self.model, self.sparse_layers, coefficient, args.moe_aux_loss_scope, self.device
+            )
 
     def _context_group(self) -> ProcessGroup | None:
         """Collective. The ranks that share this rank's rows; None where it has its own."""
@@ -124,9 +149,12 @@ class DataParallelStrategy(ModelStrategy):
         would only be rounded to the compute dtype in every pass, so it is held in that."""
         args = self.role.model_args
         if not uses_lora(args):
-            return build_model(args, self.head.value, storage_dtype)
+            language_model = build_model(args, self.head.value, storage_dtype)
+            self.sparse_layers = sparse_layers(language_model)
+            return language_model
         base_dtype = self.compute_dtype if self.mixes_types else storage_dtype
         language_model = build_model(args, self.head.value, base_dtype)
+        self.sparse_layers = sparse_layers(language_model)  # before adapters wrap some of it
         self.adapters = add_adapters(language_model, args, self.seed, storage_dtype)
         return language_model
 
@@ -172,6 +200,13 @@ class DataParallelStrategy(ModelStrategy):
         self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Collective. Full tensors in the compute dtype (float32 master weights stay here); tied weights come once."""
+        for bucket in self._live_weights(bucket_bytes, selection):
+            yield [stored for name, tensor in bucket for stored in self._stored.split(name, tensor)]
+
+    def _live_weights(
+        self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
+    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """:meth:`named_full_weights` as the model computes with them."""
         for bucket in in_buckets(self._selected_weights(selection), bucket_bytes, self._num_bytes):
             whole = iter(self._gather([part for weight in bucket for part in weight.parts]))
             parts = [[next(whole) for _ in weight.parts] for weight in bucket]
@@ -198,7 +233,7 @@ class DataParallelStrategy(ModelStrategy):
     def save_hf(self, path: Path) -> None:
         """Collective. Weights are written in the compute dtype; adapters merged, and by themselves in ``adapter/``."""
         weights: dict[str, torch.Tensor] = {}
-        for bucket in self.named_full_weights(EXPORT_BUCKET_BYTES):
+        for bucket in self._live_weights(EXPORT_BUCKET_BYTES):
             weights |= {name: tensor.cpu() for name, tensor in bucket}
         if self.rank == 0:
             path.mkdir(parents=True, exist_ok=True)
@@ -287,12 +322,39 @@ class DataParallelStrategy(ModelStrategy):
         rule = micro_batching(self.role, trains=True)
         plan = self._rows_of_passes(batch, rule)
         metrics: list[Metrics] = []
+        if self.balance is not None:
+            self._begin_balance(self.balance, batch, plan, rule, images)
         for index, rows in enumerate(plan):
             self._begin_micro_batch(last=index == len(plan) - 1)
             metrics += self._backward(micro_batch(batch, rows), rule, images, loss_fn, outputs, temperature)
+        if self.balance is not None:
+            metrics.append(self.balance.metrics())
         norm = self._clip_and_step(self.progress.learning_rate)
         metrics.append(self.progress.finish_step(norm, self.rank_info.dp_size))
         return merged_floats(metrics)
+
+    def _begin_balance(
+        self,
+        balance: ExpertBalance,
+        batch: TensorBatch,
+        plan: list[Rows],
+        rule: MicroBatching,
+        images: ImagePool | None,
+    ) -> None:
+        """Collective. Before a step's first micro-batch; where the balance loss needs the choices of all of them, a
+        forward pass counts those."""
+        balance.begin(sum(not is_empty(micro_batch(batch, rows)) for rows in plan))
+        if not balance.looks_ahead(len(plan)):
+            return
+        self.model.eval()
+        with torch.no_grad():
+            for index, rows in enumerate(plan):
+                part = micro_batch(batch, rows)
+                layout = with_token_rows(self._layout(part, rule, images))
+                self._outputs(layout, (), 1.0, part["input_ids"].shape)
+                balance.count(last=index == len(plan) - 1)
+        self._reshard()
+        self.model.train()
 
     def _backward(
         self,
@@ -305,13 +367,17 @@ class DataParallelStrategy(ModelStrategy):
     ) -> list[Metrics]:
         """Forward and backward of one micro-batch. One with nothing to predict still takes part in all collectives."""
         layout = self._layout(part, rule, images)
+        if self.balance is not None:
+            layout = with_token_rows(layout)
         aligned = self._outputs(layout, [str(name) for name in outputs], temperature, part["input_ids"].shape)
+        balance_loss = None if self.balance is None else self.balance.share()
         if is_empty(part):
             self._differentiate(_zero_loss(aligned))
             return []
         columns = {name: column.to(self.device, non_blocking=True) for name, column in part.items()}
         loss, metrics = loss_fn(aligned, columns)
-        self._differentiate(loss if loss.requires_grad else _zero_loss(aligned))
+        loss = loss if loss.requires_grad else _zero_loss(aligned)
+        self._differentiate(loss if balance_loss is None else loss + balance_loss)
         return [metrics, layout_metrics(layout)]
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,93 @@
+"""What every run that trains a policy on its own samples is configured with, wherever the samples come from."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from roll.config.algorithm import PPOConfig
+from roll.config.reading.fields import setting
+from roll.config.roles import GenerationWorkerConfig, ReferenceWorkerConfig, WorkerConfig
+from roll.config.run import RunConfig
+from roll.config.weight_sync import WeightSyncConfig
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """``router_args``: how requests are spread over generation engines."""
+
+    router_name: str | None = setting(
+        None, choices=("PromptAffinityRouter", "EnvAffinityRouter", "SglangRouter"), dotted_path=True
+    )
+    """null: ``PromptAffinityRouter`` (least-loaded engine first, all samples of a prompt on one)."""
+    router_config: dict[str, Any] = field(default_factory=dict)
+    """Options of a router of your own, given to its class as keywords."""
+    max_running_requests: int | None = setting(None, ge=1)
+    """Prompts that one engine works on at a time; null: the run's ``max_running_requests``."""
+
+
+@dataclass(frozen=True)
+class PolicyRunConfig(PPOConfig, RunConfig):
+    """Keys at the top of every configuration whose policy learns from its own samples."""
+
+    group_key: ClassVar[str]
+    """The key that says how many samples are compared with one another."""
+
+    max_steps: int = setting(500, ge=1)
+    """Training steps of the run."""
+    actor_train: WorkerConfig = field(default_factory=WorkerConfig)
+    """The policy that learns."""
+    actor_infer: GenerationWorkerConfig = field(default_factory=GenerationWorkerConfig)
+    """The engines that generate."""
+    reference: ReferenceWorkerConfig | None = None
+    """The policy that KL is measured against; runs only when a KL is used."""
+    critic: WorkerConfig | None = None
+    """The value model; needed by ``adv_estimator: gae``."""
+    max_running_requests: int = setting(128, ge=1)
+    """Prompts that one engine works on at a time."""
+    router_args: RouterConfig = field(default_factory=RouterConfig)
+    """How requests are spread over generation engines."""
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    """How the trainer's weights get to the engines."""
+    async_generation_ratio: float = setting(0.0, ge=0)
+    """Steps that generation may run ahead of training, fractions meant exactly; 0: synchronous. Above 0 ``actor_infer``
+    generates while others compute if it has devices of its own; on shared ones (``partial_rollout`` only) a step stops
+    generation when it has its samples, and partial responses go on in the next."""
+    partial_rollout: bool = setting(True, read_if={"async_generation_ratio": ()})
+    """Asynchronous rollout: weights are updated while samples are in flight, which go on with the new ones. false:
+    every update waits until the samples in flight are finished."""
+    student_train: WorkerConfig | None = None
+    """On-policy distillation: the student's training role."""
+    student_infer: WorkerConfig | None = None
+    """On-policy distillation: the student's generating role."""
+    teacher: dict[str, Any] | None = None
+    """On-policy distillation: the teacher role or roles."""
+    is_pure_opd: bool = False
+    """On-policy distillation without rewards."""
+    use_opd: bool = False
+    """On-policy distillation in addition to rewards."""
+    opd_kl_coef: float = setting(1.0, ge=0)
+    """On-policy distillation: weight of the teacher's KL."""
+    pure_opd_pipeline_type: Literal["rlvr", "agentic"] | None = None
+    """On-policy distillation: the pipeline it runs on."""
+    warn_after_steps: int = setting(3, ge=0)
+    """A warning says when all scores were the same, all advantages 0, or too many responses were truncated, in so many
+    steps in a row; 0: never."""
+    warn_truncated_share: float = setting(0.5, ge=0, le=1, read_if={"warn_after_steps": ()})
+    """Share of responses truncated at the length limit above which a step counts for ``warn_after_steps``."""
+
+    @property
+    @abstractmethod
+    def group_size(self) -> int:
+        """Samples, or episodes, that are compared with one another."""
+
+    @property
+    @abstractmethod
+    def samples_per_step(self) -> int:
+        """Samples, or episodes, of one step."""
+
+    @property
+    @abstractmethod
+    def longest_sequence(self) -> int:
+        """Tokens of the longest row that a model computes in training."""

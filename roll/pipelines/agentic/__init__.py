@@ -1,0 +1,1 @@
+"""The SFT pipeline: supervised learning from demonstrations, on the same strategies as RLVR."""

@@ -1,0 +1,248 @@
+"""Checks of an agentic configuration across keys."""
+
+from __future__ import annotations
+
+from roll.config.checks.base import Checks, check_resume, check_schedule, check_template_file
+from roll.config.checks.keys import note_unread
+from roll.config.checks.models import note_positions
+from roll.config.checks.roles import check_roles, note_engine_length
+from roll.config.names import PUBLISHED_PREFIX
+from roll.config.plan.plan import nearest, working_values
+from roll.config.reading.errors import closest, count
+from roll.config.strategies.registry import backend_of
+from roll.pipelines.agentic.checks_entries import check_entries
+from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
+from roll.pipelines.agentic.planning import entry_plan, managers, played_as, training_sampling
+from roll.pipelines.policy import policy_training_plans
+from roll.pipelines.policy_checks import (
+    check_algorithm,
+    check_async,
+    check_needed_roles,
+    check_recorded_rollouts,
+    check_weight_sync,
+    note_distribution,
+)
+
+LENGTHS = ("sequence_length", "custom_envs")
+UNANSWERABLE = {
+    "remax": "its greedy baseline would be an episode of its own",
+    "gdpo": "episodes bring one number, not the numbers of several rewards",
+}
+"""Estimators that ask for what episodes do not have."""
+
+
+def check_agentic(config: AgenticConfig, checks: Checks) -> None:
+    """Every check; mistakes and notes go to ``checks.problems``."""
+    if not checks.written("actor_train"):
+        rule = "is needed: a run that only plays, without training, is not available yet"
+        checks.missing("actor_train", rule, "actor_train.device_mapping: [0]")
+        return
+    options = check_roles(config, checks)
+    check_needed_roles(config, checks)
+    check_managers(config, checks)
+    check_entries(config, checks)
+    if not checks.broken(*LENGTHS, "train_env_manager", "val_env_manager"):
+        check_lengths(config, checks)
+        longest = config.sequence_length
+        note_engine_length(options, longest - longest_response(config, checks), longest, checks)
+        note_positions("pretrain", checks.pipeline.default_model(config, "actor_train")[1], longest, checks)
+    check_batches(config, checks)
+    check_turns(config, checks)
+    check_normalization(config, checks)
+    check_algorithm(config, longest_episode(config, checks), checks)
+    check_async(config, checks)
+    note_devices(config, checks)
+    note_distribution(config, checks)
+    check_template_file("global_template", config.global_template, checks)
+    check_weight_sync(config, checks)
+    check_resume(config, checks)
+    check_recorded_rollouts(config, checks)
+    if config.reward is not None:
+        checks.problems.not_available("reward", "a section", "a model that environments ask for rewards", "~")
+    note_unread(config, options, checks)
+
+
+def check_managers(config: AgenticConfig, checks: Checks) -> None:
+    """Tags, shares and sizes of groups, for training and validation."""
+    for key, section, episodes in managers(config):
+        if checks.broken(key):
+            continue
+        check_tags(key, section, config, checks)
+        check_shares(key, section, checks)
+        check_answers(key, section, checks)
+        batch = "rollout_batch_size" if key == "train_env_manager" else "val_batch_size"
+        size = section.group_size
+        if episodes % size and not checks.broken(batch):
+            rule = f"must be a multiple of {key}.group_size {size}: whole groups of episodes make up a batch"
+            checks.add(batch, episodes, rule, max(1, round(episodes / size)) * size)
+    validation = config.val_env_manager
+    if validation is None and checks.written("val_batch_size"):
+        checks.note("val_batch_size", "has no effect without val_env_manager")
+    if validation is not None:
+        for name in ("group_filter_cls", "group_filter_config", "group_size_redundancy"):
+            if checks.written(f"val_env_manager.{name}") and getattr(validation, name):
+                checks.note(f"val_env_manager.{name}", "has no effect: every episode of a validation counts")
+
+
+def check_tags(key: str, section: EnvManagerConfig, config: AgenticConfig, checks: Checks) -> None:
+    known = tuple(config.custom_envs)
+    if not section.tags:
+        rule = "is needed: which of custom_envs are played"
+        checks.missing(f"{key}.tags", rule, f"[{known[0]}]" if known else "[lake]")
+    for tag in section.tags:
+        if tag not in config.custom_envs:
+            near = closest(tag, known)
+            there = f"there are {', '.join(known)}" if known else "it is empty"
+            rule = f"{tag} is not among custom_envs: {there}"
+            checks.add(f"{key}.tags", section.tags, rule, f"[{near or (known[0] if known else 'lake')}]")
+    doubles = sorted({tag for tag in section.tags if section.tags.count(tag) > 1})
+    if doubles:
+        checks.add(f"{key}.tags", section.tags, f"names {', '.join(doubles)} twice; num_groups_partition gives shares")
+
+
+def check_shares(key: str, section: EnvManagerConfig, checks: Checks) -> None:
+    """Groups of the tags sum to those that are played at a time."""
+    shares, path, tags = section.num_groups_partition, f"{key}.num_groups_partition", section.tags
+    if checks.broken(f"{key}.tags"):
+        return
+    if not shares:
+        if section.num_env_groups < len(tags):
+            rule = f"must be at least {len(tags)}, one for each of the tags"
+            checks.add(f"{key}.num_env_groups", section.num_env_groups, rule, len(tags))
+        return
+    if len(shares) != len(tags):
+        rule = f"needs a number for each of the {count(len(tags), 'tag')} {', '.join(tags)}"
+        checks.add(path, shares, f"{rule}; left out, they get equal shares")
+    elif min(shares) < 1:
+        checks.add(path, shares, "every tag needs at least one group; leave out tags that are not to be played")
+    elif sum(shares) != section.num_env_groups:
+        rule = f"sums to {sum(shares)}, and num_env_groups is {section.num_env_groups}: they must agree"
+        checks.add(path, shares, f"{rule}; left out, the tags get equal shares")
+
+
+def check_answers(key: str, section: EnvManagerConfig, checks: Checks) -> None:
+    kind, path = section.llm_proxy.proxy_type, f"{key}.llm_proxy.proxy_type"
+    if kind == "policy":
+        if section.llm_proxy.proxy_config:
+            checks.note(f"{key}.llm_proxy.proxy_config", "has no effect with proxy_type: policy")
+    elif key == "train_env_manager":
+        rule = f"must be policy: responses of {'another model' if kind == 'openai' else 'a random player'} "
+        checks.add(path, kind, f"{rule}are no samples of the policy, so it cannot learn from them", "policy")
+    else:
+        other = "roll env play --random" if kind == "random" else "an agent that asks the model (agent: dotted.path)"
+        checks.add(path, kind, f"must be policy: a validation measures the policy; {other} is the way", "policy")
+    if (section.group_filter_cls or "").startswith(PUBLISHED_PREFIX):
+        rule = "is a class of another code base; group_filter_config has filters by mean and spread of a group"
+        checks.add(f"{key}.group_filter_cls", section.group_filter_cls, rule, "~")
+
+
+def longest_response(config: AgenticConfig, checks: Checks) -> int:
+    """Most tokens of a response in training."""
+    most = training_sampling(config, checks.written).max_new_tokens
+    tags = [tag for tag in config.train_env_manager.tags if tag in config.custom_envs]
+    return max((entry_plan(config, tag, most).new_tokens for tag in tags), default=1)
+
+
+def longest_episode(config: AgenticConfig, checks: Checks) -> int:
+    """Most sampled tokens of an episode of training."""
+    most = training_sampling(config, checks.written).max_new_tokens
+    tags = [tag for tag in config.train_env_manager.tags if tag in config.custom_envs]
+    entries = [entry_plan(config, tag, most) for tag in tags]
+    return max((entry.turns * entry.new_tokens for entry in entries), default=1)
+
+
+def check_lengths(config: AgenticConfig, checks: Checks) -> None:
+    """A response leaves room for its prompt."""
+    most = training_sampling(config, checks.written).max_new_tokens
+    for tag in dict.fromkeys(tag for _, section, _ in managers(config) for tag in section.tags):
+        key, section = f"custom_envs.{tag}.max_tokens_per_step", config.custom_envs[tag]
+        tokens = section.max_tokens_per_step if most is None else min(section.max_tokens_per_step, most)
+        if tokens >= config.sequence_length:
+            rule = f"must be less than sequence_length {config.sequence_length}, which holds prompt and response"
+            checks.add(key, section.max_tokens_per_step, rule, max(1, config.sequence_length // 4))
+        elif most is not None and most < section.max_tokens_per_step and checks.is_own(key):
+            text = f"actor_infer.generating_args.max_new_tokens {most} is smaller, and counts"
+            checks.note(key, text)
+    own = config.train_env_manager.generating_args
+    both = all(checks.written(f"{name}.generating_args") for name in ("train_env_manager", "actor_infer"))
+    if both and own != config.actor_infer.generating_args:
+        checks.note("train_env_manager.generating_args", "has no effect: actor_infer.generating_args decides")
+
+
+def check_batches(config: AgenticConfig, checks: Checks) -> None:
+    """Episodes of a step divide into optimizer steps, for each trained role; their rows need not."""
+    if checks.broken("rollout_batch_size", "train_env_manager"):
+        return
+    group = config.group_size
+    for name, plan in policy_training_plans(config).items():
+        sizes = f"{name}.training_args"
+        if checks.broken(sizes, f"{name}.device_mapping", f"{name}.num_gpus_per_worker"):
+            continue
+        mini = plan.mini_batch_size
+        if plan.samples_per_step % mini:
+            key = f"{sizes}.gradient_accumulation_steps"
+            rule = (
+                f"{plan.samples_per_step} episodes do not divide into optimizer steps of {mini} "
+                f"({plan.micro_batch_size} per micro-batch x "
+                f"{count(plan.gradient_accumulation_steps, 'micro-batch', 'micro-batches')} x "
+                f"{count(plan.dp_size, 'rank')}); their rows may be of any number"
+            )
+            remedy = working_values(plan, config.rollout_batch_size // group, group, name)
+            prompts, _, last = remedy.rpartition("rollout_batch_size: ")
+            remedy = f"{prompts}rollout_batch_size: {int(last) * group}"
+            checks.add(key, plan.gradient_accumulation_steps, rule, remedy)
+            continue
+        role = config.actor_train if name == "actor_train" else config.critic
+        assert role is not None
+        check_schedule(name, role, plan.total_optimizer_steps, checks)
+
+
+def check_turns(config: AgenticConfig, checks: Checks) -> None:
+    """The estimator has what it compares, and a batch has rows of one kind."""
+    name = config.adv_estimator
+    if name in UNANSWERABLE:
+        checks.add("adv_estimator", name, f"cannot be used with episodes: {UNANSWERABLE[name]}", "grpo")
+    tags = [tag for tag in config.train_env_manager.tags if tag in config.custom_envs]
+    kinds = {tag: played_as(config.custom_envs[tag]).samples for tag in tags}
+    first = next(iter(kinds.values()), None)
+    for tag, kind in kinds.items():
+        if kind != first:
+            rule = f"must be {first}, as with {tags[0]}: the rows of a batch are of one kind"
+            checks.add(f"custom_envs.{tag}.samples", kind, rule, first)
+    if name == "gigpo" and config.group_size < 2:
+        checks.note(config.group_key, "1 with gigpo: no other episode meets the same states, so steps teach nothing")
+
+
+def check_normalization(config: AgenticConfig, checks: Checks) -> None:
+    section, key = config.reward_normalization, "reward_normalization"
+    if section is None or checks.broken(key):
+        return
+    for name in ("norm_mean_type", "norm_std_type"):
+        if checks.written(name):
+            checks.add(name, getattr(config, name), f"is set by {key}, too: keep one of them", f"leave out {name}")
+    own = section.norm_mean_type is not None or section.norm_std_type is not None
+    if own and section.method not in (None, "identity"):
+        checks.note(f"{key}.method", "has no effect: norm_mean_type and norm_std_type decide")
+    if section.method == "asym_clip":
+        checks.note(f"{key}.method", "asym_clip is mean_std: nothing is clipped (reward_clip clips)")
+    compared = own or section.method not in (None, "identity")
+    if config.adv_estimator == "grpo" and not compared:
+        checks.note(f"{key}.method", "identity with grpo: rewards are not compared with one another")
+    if compared and section.grouping == "traj_group_id" and config.group_size < 2:
+        checks.note(f"{key}.grouping", "traj_group_id with groups of one: a single episode keeps its reward")
+
+
+def note_devices(config: AgenticConfig, checks: Checks) -> None:
+    """Engines on the trainer's devices and on others."""
+    trainer, engines = set(config.actor_train.device_mapping or ()), set(config.actor_infer.device_mapping or ())
+    if not (config.async_generation_ratio > 0 and config.partial_gpu_mode and trainer & engines and engines - trainer):
+        return
+    free = sorted(engines - trainer)
+    size = max(1, len(engines) // max(1, len(config.actor_infer.device_mapping or ())))
+    suggestion = nearest(len(free), [len(free) - len(free) % size]) or len(free)
+    own = backend_of(config.actor_infer.strategy_args.strategy_name).name
+    text = (
+        f"all {own} engines stop while actor_train computes on some of their devices; with actor_infer.device_mapping: "
+        f"{free[:suggestion]} they go on all the time"
+    )
+    checks.note("actor_infer.device_mapping", text)

@@ -1,0 +1,104 @@
+"""Checks of ``custom_envs``: what an entry says of its environment or agent, and what ROLL's files say in its place."""
+
+from __future__ import annotations
+
+import string
+
+from roll.config.checks.base import Checks
+from roll.config.reading.errors import closest
+from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig
+from roll.pipelines.agentic.planning import MANAGERS, played_as, used_entries
+
+FIELDS = {
+    "append": ("observation", "turn_idx", "suffix", "actions_left", "max_response_length"),
+    "observation": (
+        *("env_instruction", "history", "step_count", "history_length", "current_step", "current_observation"),
+        *("observation", "max_response_length", "actions_left"),
+    ),
+}
+"""What ``agent_template`` may name, by context."""
+FIELDS["last"] = FIELDS["own"] = FIELDS["append"]
+
+ELSEWHERE = {
+    "webshop": "its shop and search index are a package of their own",
+    "sokoban_mcp": "its game runs behind an MCP server of its own",
+    "sokoban_sandbox": "its game runs in a sandbox service of its own",
+    "sokoban_native_env": "its game runs in a sandbox service of its own",
+    "sokoban_tool_call": "it is played by tool calls of a proxy's agent",
+    "deepeyes": "its observations are images",
+    "rock_tb_native_env": "it needs the ROCK sandbox service",
+    "openreward_env": "it needs the OpenReward service",
+    "atropos_env": "it needs an Atropos server",
+    "roll_math": "it reads a data set of ROLL's",
+    "roll_code": "it reads a data set of ROLL's",
+    "roll_qa": "it reads a data set of ROLL's",
+}
+"""Environments of ROLL's files that need something that this package does not bring."""
+
+
+def check_entries(config: AgenticConfig, checks: Checks) -> None:
+    """The entries that are played; others are there to choose from."""
+    for tag, section in used_entries(config).items():
+        key = f"custom_envs.{tag}"
+        if not checks.broken(key):
+            check_entry(key, section, checks)
+
+
+def check_entry(key: str, section: CustomEnvConfig, checks: Checks) -> None:
+    check_manager(key, section, checks)
+    check_door(key, section, checks)
+    check_texts(key, section, checks)
+    if section.use_thread_lock and section.max_env_step_concurrent > 1:
+        checks.note(f"{key}.max_env_step_concurrent", "has no effect with use_thread_lock: true: one call at a time")
+
+
+def check_manager(key: str, section: CustomEnvConfig, checks: Checks) -> None:
+    """``env_manager_cls`` is one whose meaning is known."""
+    path = section.env_manager_cls
+    if path is None:
+        return
+    name = path.rpartition(".")[2]
+    if name == "VLTrajEnvManager":
+        checks.problems.not_available(f"{key}.env_manager_cls", path, "images from environments")
+    elif name not in MANAGERS:
+        near = closest(name, MANAGERS) or "TrajEnvManager"
+        rule = f"is not known: {', '.join(MANAGERS)} are; context and samples say the same without a class"
+        checks.add(f"{key}.env_manager_cls", path, rule, near)
+    elif section.context is not None or section.samples is not None:
+        checks.note(f"{key}.env_manager_cls", "context and samples, where they are written, decide")
+
+
+def check_door(key: str, section: CustomEnvConfig, checks: Checks) -> None:
+    """An environment that there is."""
+    if section.env_type is None:
+        checks.missing(f"{key}.env_type", "is needed: which environment is played (roll env list)", "frozen_lake")
+    elif section.env_type in ELSEWHERE:
+        rule = f"is not part of this package: {ELSEWHERE[section.env_type]}"
+        remedy = "the dotted path of a class of your own (docs/environments.md), or openenv:URL"
+        checks.add(f"{key}.env_type", section.env_type, rule, remedy)
+
+
+def check_texts(key: str, section: CustomEnvConfig, checks: Checks) -> None:
+    """The turn's text names what there is in its context."""
+    context = played_as(section).context
+    path, text = f"{key}.agent_template", section.agent_template
+    if text is None:
+        return
+    if context == "own":
+        checks.note(path, "has no effect with context: own, whose messages are the environment's")
+        return
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
+    except ValueError as error:
+        rule = f"is not a format string: {error}; a brace that is meant as such is written twice"
+        checks.add(path, text, rule, "'{observation}'")
+        return
+    known = FIELDS[context]
+    for name in names:
+        if name not in known:
+            near = closest(name, known)
+            rule = f"names {{{name}}}; with context: {context} there are {', '.join(known)}"
+            checks.add(path, text, rule, f"{{{near or 'observation'}}}")
+            return
+    if not {"observation", "current_observation", "history"} & set(names):
+        checks.note(path, "names no observation: the policy does not see the environment")

@@ -1,0 +1,242 @@
+"""The agentic pipeline's configuration: reinforcement learning from episodes in environments, with tools or agents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from roll.config.algorithm import estimator, estimators
+from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
+from roll.config.policy import PolicyRunConfig
+from roll.config.reading.fields import parse_dotted_path, rules, setting
+from roll.config.rewards import FilterConfig
+from roll.config.roles import DataArguments, GenerationWorkerConfig, StrategyArguments, WorkerConfig
+from roll.config.run import OlderRLVRKeys
+
+NORMALIZATIONS = ("identity", "mean", "mean_std", "asym_clip")
+GROUPINGS = ("batch", "tags", "traj_group_id")
+TOOL_IDS = ("python_code", "search", "mcp")
+
+
+@dataclass(frozen=True)
+class LLMProxyConfig:
+    """``llm_proxy``: who answers the model calls of the episodes."""
+
+    proxy_type: Literal["policy", "openai", "random"] = "policy"
+    """``policy``: the engines of ``actor_infer``. ``openai`` (another model behind a URL) and ``random`` (random
+    actions) give nothing to train on and are refused."""
+    proxy_config: dict[str, Any] = field(default_factory=dict)
+    """Options of ``openai``."""
+
+
+@dataclass(frozen=True)
+class EnvManagerConfig(WorkerConfig):
+    """``train_env_manager`` and ``val_env_manager``: which environments are played, and how many of them at a time.
+
+    Of a role's keys only ``generating_args``, ``system_envs`` and ``max_concurrency`` count; the engines are those of
+    ``actor_infer``.
+    """
+
+    strategy_args: StrategyArguments = field(default_factory=lambda: StrategyArguments(strategy_name="hf_infer"))
+    """Has no effect: the engines are those of ``actor_infer``."""
+    num_env_groups: int = setting(128, ge=1)
+    """Groups of episodes that are played at a time."""
+    group_size: int = setting(1, ge=1)
+    """Episodes of a group: the same task with the same seed, which share a baseline."""
+    group_size_redundancy: int = setting(0, ge=0)
+    """Further episodes of every group: the first ``group_size`` to end well count, the others are dropped."""
+    tags: list[str] = field(default_factory=list)
+    """Which of ``custom_envs`` are played."""
+    num_groups_partition: list[int] = field(default_factory=list)
+    """Groups of each tag, which sum to ``num_env_groups``; empty: equal shares."""
+    max_env_num_per_worker: int = setting(0, ge=0)
+    """Most environments of one process; 0: all in one. Environments that wait, whether for the policy or for a service,
+    cost a process nothing."""
+    max_traj_per_env: int = setting(
+        -1, ge=-1, inert="rollout_batch_size decides: a place is taken by the next episode as soon as it is free"
+    )
+    """Episodes of a place and step."""
+    group_filter_cls: str | None = field(default=None, metadata=rules(parse=parse_dotted_path, example="~"))
+    """Dotted path of your own class with ``filter(group_id, episode_id, group) -> bool``: true drops the group, and
+    another is played in its place."""
+    group_filter_config: FilterConfig = field(default_factory=FilterConfig)
+    """Which groups are kept for training, by the rewards of their episodes; others are played in place of the rest."""
+    llm_proxy: LLMProxyConfig = field(default_factory=LLMProxyConfig)
+    """Who answers the model calls."""
+
+
+@dataclass(frozen=True)
+class RewardNormalizationConfig:
+    """``reward_normalization``: how the rewards of episodes are compared with one another."""
+
+    grouping: str = setting("batch", choices=GROUPINGS)
+    """Which rewards are normalised together: of the ``batch``, of an environment (``tags``) or of a group
+    (``traj_group_id``)."""
+    method: str | None = setting(None, choices=NORMALIZATIONS)
+    """``identity``: rewards stay as they are; ``mean``: less their mean; ``mean_std``: divided by their spread as well.
+    ``asym_clip`` is ``mean_std``. null: as the next two say."""
+    norm_mean_type: Literal["batch", "group"] | None = None
+    """Mean taken off: of the ``batch``, of the ``group`` (what ``grouping`` says) or none. Before ``method``."""
+    norm_std_type: Literal["batch", "group"] | None = None
+    """Spread divided by, likewise. Before ``method``."""
+
+
+@dataclass(frozen=True)
+class ToolArgumentsConfig:
+    """An entry of ``custom_envs.<tag>.tool_wrapper.tool_configs``."""
+
+    tool_id: str = setting("python_code", choices=TOOL_IDS, dotted_path=True)
+    """``python_code``, ``search``, ``mcp``, or the dotted path of a function of your own."""
+    tool_args: dict[str, Any] = field(default_factory=dict)
+    """Options of the tool."""
+
+
+@dataclass(frozen=True)
+class ToolWrapperArguments:
+    """``custom_envs.<tag>.tool_wrapper.wrapper_args``."""
+
+    tool_reward: float = 0.0
+    """Added for every response that calls a tool."""
+    tool_success_reward: float = 0.0
+    """Added once at the end of an episode that succeeds and has used a tool."""
+    max_tool_uses: int = setting(10, ge=0)
+    """Calls of an episode; further ones are actions of the environment."""
+
+
+@dataclass(frozen=True)
+class ToolWrapperConfig:
+    """``custom_envs.<tag>.tool_wrapper``: tools whose calls stand in the text of a response, around an environment."""
+
+    wrapper_args: ToolWrapperArguments = field(default_factory=ToolWrapperArguments)
+    """What tool calls are worth, and how many there may be."""
+    tool_configs: list[ToolArgumentsConfig] = field(default_factory=list)
+    """The tools."""
+
+
+@dataclass(frozen=True)
+class CustomEnvConfig:
+    """``custom_envs.<tag>``: an environment, or an agent of your own, and how it is played."""
+
+    env_type: str | None = None
+    """``frozen_lake``, ``sokoban`` and the other names of ``roll env list``; ``gem:ID``, ``gymnasium:ID``,
+    ``textarena:ID``, ``skyrl:ID``, ``openenv:URL``; or the dotted path of a class of your own."""
+    env_config: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the environment; checked by the environment itself."""
+    env_manager_cls: str | None = field(default=None, metadata=rules(parse=parse_dotted_path, example="~"))
+    """Of ROLL's files: a class path that says what ``context`` and ``samples`` say here."""
+    agent_system_template: str | None = None
+    """System message of every conversation; null or empty: none."""
+    agent_template: str | None = None
+    """Text of a turn, a format string; null: the observation alone. With ``context: append`` and ``last``:
+    ``{observation} {turn_idx} {suffix} {actions_left} {max_response_length}``; with ``observation``:
+    ``{env_instruction} {history} {step_count} {history_length} {current_step} {current_observation}``."""
+    max_steps: int = setting(10, ge=1)
+    """Model calls of an episode."""
+    max_tokens_per_step: int = setting(128, ge=1)
+    """Most tokens of a response. ``actor_infer.generating_args.max_new_tokens`` counts where it is smaller."""
+    history_length: int = setting(5, ge=0)
+    """Turns that ``context: observation`` and ``last`` remember."""
+    use_thread_lock: bool = False
+    """One call of ``reset`` or ``step`` at a time in a process, as ``max_env_step_concurrent: 1``."""
+    max_env_step_concurrent: int = setting(0, ge=0)
+    """Most calls of ``reset`` and ``step`` at a time in a process, for this tag; 0: no limit."""
+    context: Literal["append", "observation", "last", "own"] | None = None
+    """What a prompt holds: ``append``: everything so far; ``observation``: the current observation and the last turns,
+    told in ``agent_template``; ``last``: the last turns as messages; ``own``: the messages that the environment
+    returns. null: as ``env_manager_cls`` says, else ``append``."""
+    samples: Literal["trajectory", "step"] | None = None
+    """What a row of the batch is: a whole conversation (``trajectory``), or one model call with its prompt (``step``).
+    null: as ``env_manager_cls`` says, else ``trajectory`` with ``context: append`` and ``step`` with the others."""
+    data_args: DataArguments | None = None
+    """Tasks from a data set: ``reset`` is given a row as ``task``, an agent has it as ``task.row``."""
+    time_limit: float | None = setting(None, gt=0)
+    """Seconds of a whole episode; null: none."""
+    reset_timeout: float = setting(60.0, gt=0)
+    """Seconds that ``reset`` may take."""
+    step_timeout: float = setting(60.0, gt=0)
+    """Seconds that ``step`` may take."""
+    reset_retries: int = setting(1, ge=0)
+    """Further attempts at a ``reset`` that failed, each in a new environment."""
+    thinking: Literal["keep", "new_sample"] = "keep"
+    """Where the chat template drops thoughts of earlier turns: ``keep`` them in the ids, or begin a ``new_sample``."""
+    tool_wrapper: ToolWrapperConfig | None = None
+    """Tools around the environment, in ROLL's form."""
+    agent_runner_cls: str | None = None
+    """Of ROLL's files: who drives an agent behind a proxy; ``command`` and ``agent`` are the keys here."""
+    http_timeout: float | None = setting(None, gt=0)
+    """Of ROLL's files: seconds that a model call of such an agent may wait."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Of ROLL's files: options of agents in sandboxes."""
+    pre_step_template: str | None = None
+    """Of ROLL's files for vision-language models."""
+    next_step_template: str | None = None
+    """Of ROLL's files for vision-language models."""
+
+
+@dataclass(frozen=True)
+class AgenticConfig(PolicyRunConfig, OlderRLVRKeys):
+    """Everything an agentic run is told. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
+
+    group_key: ClassVar[str] = "train_env_manager.group_size"
+
+    rollout_batch_size: int = setting(128, ge=1)
+    """Episodes of one step, a multiple of ``train_env_manager.group_size``."""
+    val_batch_size: int = setting(128, ge=1, read_if={"val_env_manager": ()})
+    """Episodes of one validation, a multiple of ``val_env_manager.group_size``."""
+    sequence_length: int = setting(1024, ge=2)
+    """Most tokens of a conversation: prompt and response of its longest model call."""
+    response_length: int | None = setting(None, ge=1, inert="custom_envs.<tag>.max_tokens_per_step decides")
+    """A name for ``${response_length}``."""
+    global_template: str | None = setting(None, choices=TEMPLATES, endings=TEMPLATE_ENDINGS)
+    """Chat template of all roles; null: ``actor_train.data_args.template``, else the model's own."""
+    train_env_manager: EnvManagerConfig = field(default_factory=EnvManagerConfig)
+    """The environments of training."""
+    val_env_manager: EnvManagerConfig | None = None
+    """The environments of validation; null: none."""
+    custom_envs: dict[str, CustomEnvConfig] = field(default_factory=dict)
+    """Environments and agents by tag."""
+    reward: GenerationWorkerConfig | None = None
+    """A model that environments ask for rewards."""
+    reward_normalization: RewardNormalizationConfig | None = None
+    """How the rewards of episodes are compared; null: as ``norm_mean_type`` and ``norm_std_type`` say."""
+    episode_reward_weight: float = setting(1.0, ge=0, read_if={"adv_estimator": ("gigpo",)})
+    """``gigpo``: weight of the advantage of the episode within its group."""
+    step_reward_weight: float = setting(1.0, ge=0, read_if={"adv_estimator": ("gigpo",)})
+    """``gigpo``: weight of the advantage of a step among those taken from the same state."""
+    step_reward_gamma: float = setting(0.95, ge=0, le=1, read_if={"adv_estimator": ("gigpo", "step_reinforce")})
+    """Discount per step in the return from a step on."""
+    train_roles: list[str] = field(default_factory=list)
+    """Roles of agents that speak in several (``model.as_(role)``) whose calls are trained; empty: all. What others say
+    is context."""
+    failed_episodes: Literal["drop", "zero", "keep"] = "drop"
+    """Episodes that a fault of their environment or agent has ended: ``drop`` them from baselines and loss, count them
+    with reward ``zero``, or ``keep`` what they have earned."""
+    bootstrap_truncated: bool = setting(True, read_if=estimators(lambda row: row.needs_values))
+    """Episodes that a limit has ended go on with the critic's value of the state in which they were left; false: as if
+    the task had ended there."""
+    ratio_type: Literal["token", "segment"] = "token"
+    """Probability ratio of the policy loss: of each ``token``, or of each turn (``segment``: the mean log-ratio of its
+    tokens)."""
+    batch_adjust_mode: Literal["copy", "delete", "auto", "random_sample"] = setting(
+        "copy", inert="a step trains on every sample once, whatever their number"
+    )
+    """How the number of samples would be made to divide."""
+    partial_gpu_mode: bool = True
+    """Asynchronous rollout with engines on the trainer's devices and on others."""
+
+    @property
+    def group_size(self) -> int:
+        return self.train_env_manager.group_size
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.rollout_batch_size
+
+    @property
+    def longest_sequence(self) -> int:
+        return self.sequence_length + self.bootstraps
+
+    @property
+    def bootstraps(self) -> bool:
+        """The critic looks one token further."""
+        return self.bootstrap_truncated and estimator(self.adv_estimator).needs_values

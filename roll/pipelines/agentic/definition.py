@@ -1,0 +1,142 @@
+"""The definition of the agentic pipeline. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from roll.config.checks.base import Checks
+from roll.config.pipelines import (
+    COMPUTES_LOG_PROBS,
+    GENERATES,
+    POLICY_KEYS,
+    READ_KEYS,
+    TRAINS,
+    Headline,
+    Panel,
+    PipelineDefinition,
+    Role,
+    Written,
+)
+from roll.config.policy import PolicyRunConfig
+from roll.config.roles import WorkerConfig
+from roll.config.run import OlderRLVRKeys
+from roll.pipelines.agentic.checks import check_agentic
+from roll.pipelines.agentic.config import (
+    AgenticConfig,
+    CustomEnvConfig,
+    EnvManagerConfig,
+    LLMProxyConfig,
+    RewardNormalizationConfig,
+    ToolArgumentsConfig,
+    ToolWrapperArguments,
+    ToolWrapperConfig,
+)
+from roll.pipelines.agentic.plan import AgenticPlan, agentic_facts, batch_facts
+from roll.pipelines.agentic.planning import model_roles, plan_agentic
+from roll.pipelines.agentic.preflight import check_chat_template, check_environments, own_functions
+from roll.pipelines.policy import needs_critic, needs_reference, pg_variant
+from roll.pipelines.policy_preflight import check_transport
+
+if TYPE_CHECKING:
+    from roll.config.loader import LoadedConfig
+
+MANAGER_KEYS = frozenset(("name", "generating_args", "system_envs", "max_concurrency", "world_size", "worker_cls"))
+
+
+class Agentic(PipelineDefinition):
+    """Reinforcement learning from episodes of many turns."""
+
+    name = "agentic"
+    config_class = AgenticConfig
+    roles = (
+        Role("actor_train", TRAINS),
+        Role("actor_infer", GENERATES),
+        Role("reference", COMPUTES_LOG_PROBS, optional=True),
+        Role("critic", TRAINS, optional=True),
+    )
+    headlines = (
+        Headline("critic/score/mean", "reward"),
+        Headline("episode/success", "success"),
+        Headline("episode/turns", "turns", "{:.1f}"),
+        Headline("critic/kl", "kl", "{:.4f}"),
+        Headline("system/tps", "tok/s", "{:,.0f}"),
+    )
+    panels = (
+        Panel("Return", ("critic/score/mean",), smooth=True),
+        Panel("Success", ("episode/*/success", "val/*/success"), unit_range=True, smooth=True),
+        Panel("Turns", ("episode/*/turns",), smooth=True),
+        Panel("KL", ("critic/kl", "actor/kl_loss", "actor/approxkl"), first_only=True, smooth=True),
+        Panel("Entropy", ("actor/entropy", "critic/entropy/mean"), first_only=True, smooth=True),
+    )
+    compares_log_probs = True
+    reference = (("Agentic: batches, environments (top level)", AgenticConfig, (PolicyRunConfig, OlderRLVRKeys)),)
+    section_tables = (
+        (
+            "`train_env_manager` and `val_env_manager` (in addition to the keys of a role)",
+            EnvManagerConfig,
+            (WorkerConfig,),
+        ),
+        ("`train_env_manager.llm_proxy` and `val_env_manager.llm_proxy`", LLMProxyConfig, ()),
+        ("`custom_envs.<tag>`", CustomEnvConfig, ()),
+        ("`custom_envs.<tag>.tool_wrapper`", ToolWrapperConfig, ()),
+        ("`custom_envs.<tag>.tool_wrapper.wrapper_args`", ToolWrapperArguments, ()),
+        ("`custom_envs.<tag>.tool_wrapper.tool_configs[]`", ToolArgumentsConfig, ()),
+        ("`reward_normalization`", RewardNormalizationConfig, ()),
+    )
+
+    def check(self, config: AgenticConfig, checks: Checks) -> None:
+        check_agentic(config, checks)
+
+    def plan(self, config: AgenticConfig, exp_name: str, written: Written) -> AgenticPlan:
+        return plan_agentic(self, config, exp_name, written)
+
+    def run(self, loaded: LoadedConfig[AgenticConfig]) -> None:
+        from roll.pipelines.agentic.pipeline import AgenticPipeline
+
+        AgenticPipeline(loaded).run()
+
+    def models(self, config: AgenticConfig) -> dict[str, WorkerConfig]:
+        return model_roles(config)
+
+    def default_model(self, config: AgenticConfig, role: str) -> tuple[str, str | None]:
+        if role == "critic" and config.reward_pretrain:
+            return "reward_pretrain", config.reward_pretrain
+        return super().default_model(config, role)
+
+    def reads(self, key: str, section: WorkerConfig, config: AgenticConfig) -> frozenset[str]:
+        if isinstance(section, EnvManagerConfig):
+            return MANAGER_KEYS
+        if key == "reward":
+            return frozenset(item.name for item in fields(WorkerConfig))
+        return READ_KEYS[self.task_of(key, section)] | (POLICY_KEYS if key == "actor_train" else frozenset())
+
+    def effective(self, config: AgenticConfig) -> dict[str, Any]:
+        return {
+            "pg_variant": pg_variant(config),
+            "critic": needs_critic(config) and config.critic is not None,
+            "reference": needs_reference(config),
+        }
+
+    def batch_facts(self, plan: AgenticPlan) -> list[tuple[str, str]]:
+        return batch_facts(plan)
+
+    def facts(self, plan: AgenticPlan) -> list[tuple[str, str]]:
+        return agentic_facts(plan)
+
+    def filtered_sections(self, config: AgenticConfig) -> dict[str, Any]:
+        return {}
+
+    def check_parts(self, loaded: LoadedConfig[AgenticConfig]) -> None:
+        check_environments(loaded)
+
+    def check_host(self, loaded: LoadedConfig[AgenticConfig]) -> None:
+        check_transport(loaded)
+        check_chat_template(loaded)
+
+    def own_functions(self, loaded: LoadedConfig[AgenticConfig]) -> Iterator[tuple[str, Any, Callable[[], object]]]:
+        return own_functions(loaded.config)
+
+    def running_requests(self, config: AgenticConfig) -> int:
+        return config.router_args.max_running_requests or config.max_running_requests

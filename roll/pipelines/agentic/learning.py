@@ -1,0 +1,181 @@
+"""Learning from episodes: rewards on turns, statistics over trajectories, advantages back on the rows that are trained.
+
+The rows of a batch (:mod:`roll.rollout.episode_batch`) are laid out as trajectories, each with all its sampled tokens
+in order of time (:class:`~roll.algorithms.turns.TrajectoryLayout`).  On those everything between scores and update is
+what it is for single responses: normalisation, estimators, masks, weights, controllers, metrics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from roll.algorithms.advantages import resolve_norm_types, traits_of
+from roll.algorithms.metrics import MetricBuilder
+from roll.algorithms.samples import token_level_rewards
+from roll.algorithms.turns import TrajectoryLayout, Turns
+from roll.config.policy import PolicyRunConfig
+from roll.pipelines.rlvr.phases import AdvantageComputer
+from roll.protocol import DataProto
+from roll.protocol.metrics import Metrics, merge_metrics
+
+TOKEN_COLUMNS = (
+    "turn_rewards",
+    "rollout_log_probs",
+    "old_log_probs",
+    "old_entropy",
+    "old_sum_of_squares",
+    "ref_log_probs",
+    "values",
+)
+PER_TOKEN = ("loss_mask", "policy_mask", "token_level_rewards", "advantages", "returns")
+PER_TRAJECTORY = ("response_level_rewards", "sample_weights")
+LENGTHS_OF_ROWS = ("token/prompt_length", "token/total_length")
+
+
+class EpisodeAdvantageComputer(AdvantageComputer):
+    """Everything between the rewards of episodes and the update.
+
+    Each role has baselines of its own.  ``running`` moments are kept by tag and role.
+
+    Args:
+        max_tokens: sampled tokens of a trajectory, which the over-long punishment ends at.
+        by_tag: rewards are normalised within their tag (``reward_normalization.grouping: tags``).
+    """
+
+    def __init__(
+        self,
+        config: PolicyRunConfig,
+        norm_types: tuple[str | None, str | None],
+        max_tokens: int,
+        by_tag: bool = False,
+    ) -> None:
+        super().__init__(config, norm_types, max_tokens)
+        mean_type, std_type = resolve_norm_types(config.adv_estimator, *norm_types)
+        self._advantages = replace(self._advantages, norm_mean_type=mean_type, norm_std_type=std_type)
+        self._by_tag = by_tag or "running" in (mean_type, std_type)
+        self._traits = traits_of(config.adv_estimator)
+
+    def __call__(self, batch: DataProto) -> Metrics:
+        """As of :class:`AdvantageComputer`, and ``sequence_tokens`` int64 (B,): tokens of the loss in all rows of a
+        row's trajectory."""
+        tensors = batch.batch
+        layout = TrajectoryLayout.of(tensors["response_mask"], tensors["trajectory_ids"], tensors["turn_ids"])
+        trajectories = as_trajectories(batch, layout)
+        metrics = super().__call__(trajectories)
+        made = trajectories.batch
+        for name in PER_TOKEN:
+            if name in made:
+                tensors[name] = layout.unpack(made[name])
+        for name in PER_TRAJECTORY:
+            if name in made:
+                tensors[name] = made[name][layout.trajectories.index]
+        tensors["sequence_tokens"] = made["loss_mask"].sum(-1)[layout.trajectories.index]
+        of_trajectories = {name: metric for name, metric in metrics.items() if not name.startswith(LENGTHS_OF_ROWS)}
+        return of_trajectories | row_metrics(batch, layout)
+
+    def normalised(self, batch: DataProto, shaped: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+        """Rewards (T,), those of each role (and tag) by moments of their own; ``reward_divisors`` is added."""
+        divisors = torch.ones_like(shaped, dtype=torch.float64)
+        batch.batch["reward_divisors"] = divisors
+        if self._traits.normalises_steps:
+            return shaped, {}
+        return self._by_part(batch, shaped, batch.batch["group_ids"], torch.arange(len(shaped)), divisors)
+
+    def placed(self, batch: DataProto, rewards: torch.Tensor) -> torch.Tensor:
+        """On their turns, where the estimator takes them so: those of the environment divided as the whole was, what
+        the mean, the clip and the length take off on the last token."""
+        if not self._traits.rewards_turns:
+            return rewards
+        tensors = batch.batch
+        mask = tensors["response_mask"]
+        earned = torch.where(mask, tensors["turn_rewards"].double() / tensors["reward_divisors"][:, None], 0.0)
+        return (earned + token_level_rewards(rewards - earned.sum(-1), mask)).float()
+
+    def more_inputs(self, batch: DataProto, rewards: torch.Tensor) -> dict[str, torch.Tensor]:
+        tensors = batch.batch
+        more = {"turn_ids": tensors["turn_ids"]}
+        if "bootstrap_values" in tensors:
+            more["bootstrap_values"] = tensors["bootstrap_values"]
+        if self._traits.works_in_turns:
+            more |= {"state_ids": tensors["state_ids"], "step_returns": self._step_returns(batch, rewards)}
+        return more
+
+    def _step_returns(self, batch: DataProto, rewards: torch.Tensor) -> torch.Tensor:
+        """float32 (T, W): the discounted return from the turn of each token on, normalised where the estimator asks for
+        that; divergence and length cost their tokens what they cost in ``rewards``."""
+        tensors = batch.batch
+        mask = tensors["response_mask"]
+        turns = Turns.of(mask, tensors["turn_ids"])
+        cost = token_level_rewards(self._shaped(tensors["scores"], mask.sum(-1)) - tensors["scores"], mask)
+        if rewards.dim() == 2:
+            cost = cost + rewards - token_level_rewards(tensors["response_level_rewards"], mask)
+        returns = turns.returns((tensors["turn_rewards"] + cost).double(), self._advantages.step_reward_gamma)
+        if self._traits.normalises_steps:
+            rows = turns.exists.nonzero()[:, 0]
+            flat, _ = self._by_part(batch, returns[turns.exists], tensors["group_ids"][rows], rows)
+            returns = torch.zeros_like(returns, dtype=flat.dtype).masked_scatter(turns.exists, flat)
+        return turns.spread(returns).float()
+
+    def _by_part(
+        self,
+        batch: DataProto,
+        values: torch.Tensor,
+        group_ids: torch.Tensor,
+        rows: torch.Tensor,
+        divisors: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Metrics]:
+        """``values`` (N,), which belong to the trajectories ``rows``, normalised role by role (and tag by tag)."""
+        tags = batch.non_tensor_batch["domain"] if self._by_tag else np.full(len(batch), "", dtype=object)
+        names = np.array([f"{tag}/{role}" for tag, role in zip(tags, batch.non_tensor_batch["role"], strict=True)])
+        of_value = names[rows.numpy()]
+        normalised = torch.empty(len(values))
+        metrics: list[Metrics] = []
+        for name in sorted(set(of_value)):
+            part = torch.from_numpy(of_value == name)
+            raw = values[part].double()
+            mean, divisor = self._normalise.moments(raw, group_ids[part], name)
+            normalised[part], measured = self._normalise.applied(raw, mean, divisor)
+            metrics.append(measured)
+            if divisors is not None:
+                divisors[part] = divisor.expand(len(raw))
+        return normalised, merge_metrics(metrics)
+
+
+def as_trajectories(batch: DataProto, layout: TrajectoryLayout) -> DataProto:
+    """One row a trajectory: the columns (T, W) that advantages are made from, and those of its first row (T,).
+
+    Groups are those of the same role: what others have earned is no baseline.
+    """
+    tensors, first = batch.batch, layout.first_rows
+    objects = {name: batch.non_tensor_batch[name][first.numpy()] for name in ("domain", "finish_reason", "role")}
+    roles, role = np.unique(objects["role"].astype(str), return_inverse=True)
+    columns = {name: layout.pack(tensors[name]) for name in TOKEN_COLUMNS if name in tensors}
+    columns |= {
+        "response_mask": layout.mask,
+        "attention_mask": layout.mask,
+        "turn_ids": layout.pack(tensors["turn_ids"], -1),
+        "state_ids": layout.pack(tensors["state_ids"], -1),
+        "scores": tensors["scores"][first],
+        "group_ids": tensors["group_ids"][first] * max(len(roles), 1) + torch.from_numpy(role),
+    }
+    if "bootstrap_mask" in tensors and "values" in tensors:
+        left = torch.where(tensors["bootstrap_mask"], tensors["values"], 0.0).sum(-1)
+        columns["bootstrap_values"] = layout.trajectories.sum(left)
+    return DataProto.from_dict(columns, non_tensors=objects)
+
+
+def row_metrics(batch: DataProto, layout: TrajectoryLayout) -> Metrics:
+    """Lengths of the rows that a model computes, rows and turns of a trajectory."""
+    tensors, metrics = batch.batch, MetricBuilder()
+    mask, total = tensors["response_mask"], tensors["attention_mask"].sum(-1)
+    first = torch.where(mask.any(-1), mask.int().argmax(-1), total)
+    for name, lengths in zip(LENGTHS_OF_ROWS, (first, total), strict=True):
+        metrics.summary(name, lengths)
+        metrics.mean(f"{name}/diff", (lengths.max() - lengths.min()).float(), 1.0)
+    turns = Turns.of(layout.mask, layout.pack(tensors["turn_ids"], -1)).exists.sum(-1)
+    metrics.summary("trajectory/rows", layout.trajectories.counts)
+    metrics.summary("trajectory/turns", turns)
+    return metrics.build()

@@ -1,0 +1,208 @@
+"""Numbers and tables of episodes: success by task, what became of them, where their time went, every turn as text."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from roll.agents.chat_ids import ChatTemplate
+from roll.agents.episode import Episode, EpisodeGroup
+from roll.protocol import DataProto
+from roll.protocol.metrics import Max, Mean, Metrics, Min
+
+
+def episode_metrics(groups: Sequence[EpisodeGroup], prefix: str = "") -> Metrics:
+    """Of all episodes and by tag: rollout, episode, env, turn, agent, shares of time."""
+    everything = [episode for group in groups for episode in group.episodes]
+    metrics = _rollout(everything) | _outcomes(everything, "episode") | _tokens(everything) | _times(everything)
+    by_tag: dict[str, list[Episode]] = defaultdict(list)
+    for episode in everything:
+        by_tag[episode.task.tag].append(episode)
+    for tag, members in by_tag.items():
+        metrics |= _outcomes(members, f"episode/{tag}") | _environment(members, f"env/{tag}")
+    spreads = [float(np.std(scores)) for group in groups if (scores := group.scores())]
+    metrics["group/spread"] = Mean(sum(spreads), len(spreads))
+    metrics["group/dead"] = Mean(float(sum(spread == 0 for spread in spreads)), len(spreads))
+    return {f"{prefix}{name}": value for name, value in metrics.items()}
+
+
+def validation_metrics(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
+    """``val/score/*`` over groups, and by tag ``val/<tag>/success``, ``val/<tag>/score/mean`` and so forth."""
+    metrics = _validated(groups, "val/")
+    tags = dict.fromkeys(group.task.tag for group in groups)
+    for tag in tags:
+        metrics |= _validated([group for group in groups if group.task.tag == tag], f"val/{tag}/")
+    return metrics
+
+
+def _validated(groups: Sequence[EpisodeGroup], prefix: str) -> dict[str, float]:
+    episodes = [episode for group in groups for episode in group.episodes]
+    scores = [group.mean_score() for group in groups]
+    known = [score for score in scores if not np.isnan(score)] or [float("nan")]
+    turns = float(np.mean([len(episode.calls) for episode in episodes]))
+    found = {
+        f"{prefix}score/mean": float(np.mean(known)),
+        f"{prefix}score/max": float(np.max(known)),
+        f"{prefix}score/min": float(np.min(known)),
+        f"{prefix}turns": turns,
+    }
+    successes = [episode.success for episode in episodes if episode.success is not None]
+    if successes:
+        found[f"{prefix}success"] = float(np.mean(successes))
+    failed = sum(episode.failed for episode in episodes)
+    return found | {f"{prefix}failed": failed / len(episodes)}
+
+
+def _rollout(episodes: Sequence[Episode]) -> Metrics:
+    scores = [episode.reward for episode in episodes if not episode.failed]
+    lengths = [sum(len(call.response_ids) for call in episode.calls) for episode in episodes]
+    prompts = [len(episode.calls[0].new_ids) if episode.calls else 0 for episode in episodes]
+    metrics: Metrics = {}
+    for name, values in (("score", scores), ("response_length", lengths), ("prompt_length", prompts)):
+        if values:
+            metrics[f"rollout/{name}/mean"] = Mean(float(sum(values)), len(values))
+            metrics[f"rollout/{name}/max"] = Max(float(max(values)))
+            metrics[f"rollout/{name}/min"] = Min(float(min(values)))
+    return metrics
+
+
+def _outcomes(episodes: Sequence[Episode], prefix: str) -> Metrics:
+    number = len(episodes)
+    scores = [episode.reward for episode in episodes if not episode.failed]
+    successes = [episode.success for episode in episodes if episode.success is not None]
+    turns = sum(len(episode.calls) for episode in episodes)
+    metrics: Metrics = {
+        f"{prefix}/return": Mean(float(sum(scores)), len(scores)),
+        f"{prefix}/turns": Mean(float(turns), number),
+        f"{prefix}/seconds": Mean(sum(episode.seconds.total for episode in episodes), number),
+    }
+    if successes:
+        metrics[f"{prefix}/success"] = Mean(float(sum(successes)), len(successes))
+    for outcome, count in Counter(episode.outcome for episode in episodes).items():
+        metrics[f"{prefix}/outcome/{outcome}"] = Mean(float(count), number)
+    return metrics
+
+
+def _environment(episodes: Sequence[Episode], prefix: str) -> Metrics:
+    """What environments measure, and their success under the name that ROLL's dashboards have."""
+    numbers: dict[str, list[float]] = defaultdict(list)
+    for episode in episodes:
+        for name, value in episode.metrics.items():
+            numbers[name].append(value)
+        if episode.success is not None:
+            numbers["success"].append(float(episode.success))
+        numbers["num_actions"].append(float(len(episode.calls)))
+    return {f"{prefix}/{name}": Mean(sum(values), len(values)) for name, values in numbers.items()}
+
+
+def _tokens(episodes: Sequence[Episode]) -> Metrics:
+    calls = [call for episode in episodes for call in episode.calls]
+    counts = [episode.conversations.counts for episode in episodes]
+    answers = [call for call in calls if call.parent is not None]
+    number = len(episodes)
+    return {
+        "turn/sampled_tokens": Mean(float(sum(len(call.response_ids) for call in calls)), len(calls)),
+        "turn/observation_tokens": Mean(float(sum(len(call.new_ids) for call in answers)), len(answers)),
+        "turn/cut": Mean(float(sum(call.finish_reason == "length" for call in calls)), len(calls)),
+        "agent/breaks": Mean(float(sum(one.breaks for one in counts)), number),
+        "agent/kept_thoughts": Mean(float(sum(one.kept_thoughts for one in counts)), number),
+        "agent/foreign_responses": Mean(float(sum(one.foreign_responses for one in counts)), number),
+    }
+
+
+def _times(episodes: Sequence[Episode]) -> Metrics:
+    """Shares of the episodes' time: responses (queue and generation), environments, anything else."""
+    total = sum(episode.seconds.total for episode in episodes) or 1.0
+    model = sum(episode.seconds.model for episode in episodes)
+    environment = sum(episode.seconds.environment for episode in episodes)
+    return {
+        "time/share/model": Mean(model, total),
+        "time/share/env": Mean(environment, total),
+        "time/share/wait": Mean(max(0.0, total - model - environment), total),
+    }
+
+
+def token_checks(batch: DataProto, groups: Sequence[EpisodeGroup]) -> Metrics:
+    """Compare what is trained with what the engines sampled: trained tokens with another id
+    (``agent/retokenized_tokens``), sampled tokens of the trained episodes that are trained not once
+    (``agent/trained_once_violations``); both are 0 unless something is wrong."""
+    tensors = batch.batch
+    mask, ids = tensors["response_mask"].numpy(), tensors["input_ids"].numpy()
+    turns, number = tensors["turn_ids"].numpy(), tensors["episode_ids"].numpy()
+    episodes = [episode for group in groups for episode in group.episodes]
+    trained: Counter[tuple[int, int]] = Counter()
+    changed = 0
+    for row in range(len(batch)):
+        calls = episodes[int(number[row])].conversations.calls
+        own, sampled = turns[row][mask[row]], ids[row][mask[row]]
+        for turn in np.unique(own).tolist():
+            expected = calls[turn].response_ids
+            here = sampled[own == turn].tolist()
+            trained[int(number[row]), turn] += 1
+            changed += sum(one != other for one, other in zip(here, expected, strict=False))
+            changed += abs(len(here) - len(expected))
+    wanted = {
+        (index, call.index): len(call.response_ids)
+        for index, episode in enumerate(episodes)
+        for call in episode.calls
+        if call.response_ids
+    }
+    twice = sum(abs(trained[key] - 1) * length for key, length in wanted.items())
+    return {
+        "agent/retokenized_tokens": Mean(float(changed)),
+        "agent/trained_once_violations": Mean(float(twice)),
+        "agent/samples_per_episode": Mean(float(len(batch)), len(episodes)),
+    }
+
+
+def episode_table(groups: Sequence[EpisodeGroup], templates: dict[str, ChatTemplate]) -> list[dict[str, Any]]:
+    """One row an episode, with every turn: the messages that were new, ids of prompt and response, the response's text,
+    reward, versions."""
+    return [
+        {
+            "group": group.order,
+            "member": member,
+            "tag": group.task.tag,
+            "seed": group.task.seed,
+            "prompt_id": f"{group.order}",
+            "prompt": _asked(episode),
+            "response": "\n".join(templates[group.task.tag].decode(call.response_ids) for call in episode.calls),
+            "score": episode.reward,
+            "success": episode.success,
+            "outcome": episode.outcome,
+            "error": episode.error,
+            "seconds": {
+                "total": episode.seconds.total,
+                "model": episode.seconds.model,
+                "environment": episode.seconds.environment,
+            },
+            "metrics": episode.metrics,
+            "turns": [_turn(call, templates[group.task.tag]) for call in episode.calls],
+        }
+        for group in groups
+        for member, episode in enumerate(group.episodes)
+    ]
+
+
+def _asked(episode: Episode) -> str:
+    calls = episode.calls
+    return "\n".join(str(message.get("content", "")) for message in calls[0].messages) if calls else ""
+
+
+def _turn(call: Any, template: ChatTemplate) -> dict[str, Any]:
+    return {
+        "parent": call.parent,
+        "role": getattr(call, "role", ""),
+        "prompt": template.decode(call.new_ids),
+        "response": template.decode(call.response_ids),
+        "prompt_ids": list(call.new_ids),
+        "response_ids": list(call.response_ids),
+        "log_probs": [round(value, 6) for value in call.log_probs],
+        "versions": list(call.versions),
+        "finish_reason": call.finish_reason,
+        "reward": call.reward,
+        "state": call.state,
+    }

@@ -1,0 +1,154 @@
+"""From the entries of ``custom_envs`` to agents at work, and from tags and data sets to tasks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from roll.agents.chat_ids import ChatTemplate, check_template
+from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
+from roll.agents.episode import Agent, Limits, Task
+from roll.config.names import TEMPLATE_ENDINGS
+from roll.config.roles import DataArguments
+from roll.datasets.reading import read_rows
+from roll.datasets.templates import template_text
+from roll.environments.registry import make_environment
+from roll.pipelines.agentic.config import AgenticConfig
+from roll.pipelines.agentic.plan import AgenticPlan, EntryPlan, ManagerPlan
+from roll.rollout.episodes import Player
+from roll.rollout.flow import sampling_params
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHATML = (
+    "{%- for message in messages -%}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+_THINKING = {"qwen3": True, "qwen3_nothink": False}
+
+
+def build_players(
+    config: AgenticConfig, plan: AgenticPlan, manager: ManagerPlan, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Player]:
+    """One for every tag of ``manager``.
+
+    Raises:
+        TemplateError: the chat template is none that conversations can grow with.
+    """
+    params = sampling_params(manager.generating_args, plan.max_new_tokens)
+    players = {}
+    for tag in manager.groups_by_tag:
+        entry = plan.entries[tag]
+        template = chat_template(config, tokenizer)
+        check_template(template, entry.section.thinking, tools=False)
+        most = manager.generating_args.max_new_tokens or entry.new_tokens
+        limits = Limits(entry.turns, min(entry.new_tokens, most), plan.sequence_length, entry.seconds)
+        least = min(params.min_new_tokens, limits.new_tokens)
+        own = replace(params, max_new_tokens=limits.new_tokens, min_new_tokens=least)
+        players[tag] = Player(environment_agent(entry), template, limits, own, thinking=entry.section.thinking)
+    return players
+
+
+def environment_agent(entry: EntryPlan) -> Agent:
+    """The agent that plays the environment of an entry."""
+    section = entry.section
+    options = EnvironmentOptions(
+        system=section.agent_system_template or None,
+        template=section.agent_template or "{observation}",
+        context=entry.context,
+        history_length=section.history_length,
+        max_steps=entry.turns,
+        max_tokens=entry.new_tokens,
+        reset_seconds=section.reset_timeout,
+        step_seconds=section.step_timeout,
+        retries=section.reset_retries,
+        concurrent=entry.concurrent,
+    )
+    assert section.env_type is not None, "the checks ask for it"
+    return EnvironmentAgent(entry.tag, partial(make_environment, section.env_type, section.env_config), options)
+
+
+def chat_template(config: AgenticConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
+    """The template that the run names, with the variables of ``data_args.chat_template_kwargs``."""
+    data_args = config.actor_train.data_args
+    name = config.global_template or data_args.template
+    arguments: dict[str, Any] = dict(data_args.chat_template_kwargs)
+    if name == "chatml":
+        arguments = {"chat_template": CHATML} | arguments
+    elif name is not None and name.endswith(TEMPLATE_ENDINGS):
+        arguments = {"chat_template": template_text(name)} | arguments
+    elif name in _THINKING:
+        arguments = {"enable_thinking": _THINKING[name]} | arguments
+    ends = [token for token in (tokenizer.eos_token_id, *_stops(config)) if token is not None]
+    return ChatTemplate(tokenizer, ends, arguments=arguments)
+
+
+def _stops(config: AgenticConfig) -> tuple[int, ...]:
+    return tuple(config.actor_infer.generating_args.stop_token_ids or ())
+
+
+class TaskSource:
+    """The tasks of a manager: task ``n`` is the same in every run of a seed, whenever it is asked for.
+
+    Tags come in turn, as their numbers of groups say. The rows of a data set are drawn in a new order every time that
+    they have all been used.
+
+    Args:
+        name: tells the tasks of training from those of validation.
+        data: rows of data sets, by tag.
+    """
+
+    def __init__(self, manager: ManagerPlan, name: str, data: Mapping[str, list[dict[str, Any]]]) -> None:
+        self._name = name
+        self._data = data
+        self._shares = manager.groups_by_tag
+        places = sorted(
+            ((index + 0.5) / number, order, tag, index)
+            for order, (tag, number) in enumerate(self._shares.items())
+            for index in range(number)
+        )
+        self._pattern = [(tag, index) for _, _, tag, index in places]
+        self.num_drawn = 0
+        """Tasks drawn since the run began."""
+
+    def draw(self, count: int) -> list[Task]:
+        """The next ``count`` tasks."""
+        tasks = [self.task(self.num_drawn + index) for index in range(count)]
+        self.num_drawn += count
+        return tasks
+
+    def task(self, number: int) -> Task:
+        """Task ``number``, counted from 0."""
+        turn, place = divmod(number, len(self._pattern))
+        tag, index = self._pattern[place]
+        own = turn * self._shares[tag] + index
+        rows = self._data.get(tag)
+        if rows is None:
+            return Task(tag, _number(f"{self._name}/{tag}/{own}"))
+        epoch, position = divmod(own, len(rows))
+        order = list(range(len(rows)))
+        random.Random(f"{self._name}/{tag}/order/{epoch}").shuffle(order)
+        return Task(tag, _number(f"{self._name}/{tag}/{own}"), rows[order[position]])
+
+
+def _number(name: str) -> int:
+    """A seed that every generator takes: 31 bits."""
+    return random.Random(name).getrandbits(31)
+
+
+def read_data(plan: AgenticPlan) -> dict[str, list[dict[str, Any]]]:
+    """The rows of the entries that have a data set, by tag.
+
+    Raises:
+        DataError: a file that is not there or holds no rows.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for tag, entry in plan.entries.items():
+        arguments: DataArguments | None = entry.section.data_args
+        if arguments is not None and arguments.file_name:
+            found[tag] = [source.row for source in read_rows(arguments.file_name, arguments.dataset_dir)]
+    return found

@@ -1,0 +1,253 @@
+"""The rollout of the agentic pipeline: tasks in, a batch of episodes out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from roll.agents.episode import EpisodeGroup
+from roll.config.plan.plan import RunAhead
+from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
+from roll.pipelines.agentic.metrics import episode_metrics, episode_table, token_checks
+from roll.pipelines.agentic.plan import AgenticPlan, ManagerPlan
+from roll.pipelines.agentic.players import TaskSource, build_players, read_data
+from roll.pipelines.agentic.preflight import own_group_filter
+from roll.pipelines.engine_rollout import EngineRollout
+from roll.pipelines.files import pad_token_id
+from roll.pipelines.rlvr.clusters import Clusters
+from roll.protocol import DataProto
+from roll.protocol.metrics import Max, Mean, Metrics
+from roll.rollout.episode_batch import build_episode_batch
+from roll.rollout.episodes import EpisodeCodec, EpisodeFlow, EpisodeSettings, Player
+from roll.rollout.filters import build_filter
+from roll.rollout.replay import ReplayBuffer
+from roll.rollout.scheduling import AsyncScheduler, collected
+from roll.tracking import SampleTable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SLICE_SECONDS = 0.02
+"""Of an engine's turn: short, since agents wait for their next observation."""
+FILTER_KEY = "train_env_manager.group_filter_config"
+
+
+@dataclass(frozen=True)
+class EpisodeData:
+    """What a run plays, and how."""
+
+    tokenizer: PreTrainedTokenizerBase
+    players: dict[str, Player]
+    validation_players: dict[str, Player]
+    tasks: TaskSource
+    validation_tasks: TaskSource | None
+
+
+def load_episode_data(config: AgenticConfig, plan: AgenticPlan, tokenizer: PreTrainedTokenizerBase) -> EpisodeData:
+    """Environments, agents, chat templates and data sets.
+
+    Raises:
+        DataError: a file that cannot be read.
+        TemplateError: a chat template whose conversations cannot grow.
+    """
+    data = read_data(plan)
+    validation = plan.validation
+    return EpisodeData(
+        tokenizer,
+        build_players(config, plan, plan.train, tokenizer),
+        {} if validation is None else build_players(config, plan, validation, tokenizer),
+        TaskSource(plan.train, f"train/{config.seed}", data),
+        None if validation is None else TaskSource(validation, "validation", data),
+    )
+
+
+@dataclass(frozen=True)
+class EpisodeValidation:
+    """The episodes of a validation."""
+
+    groups: list[EpisodeGroup]
+    seconds: float
+
+
+class EpisodeRollout(EngineRollout[EpisodeValidation]):
+    """Draws tasks and has groups of episodes work on them; the draws are counted, and seeds depend on their number."""
+
+    def __init__(self, config: AgenticConfig, plan: AgenticPlan, clusters: Clusters, data: EpisodeData) -> None:
+        super().__init__(config, plan, clusters.actor_infer, SLICE_SECONDS, router="EnvAffinityRouter")
+        self._config, self._plan, self._data = config, plan, data
+        self._flow = EpisodeFlow(
+            self._engines, data.tasks.draw, data.players, _settings(plan.train, f"{config.seed}/"), 0
+        )
+        self._counts_before = dict(self._flow.counts)
+
+    def collect(self, step: int) -> tuple[DataProto, Callable[[], SampleTable], Metrics]:
+        groups, metrics = self._groups_of(step)
+        batch = build_episode_batch(
+            groups,
+            {tag: entry.samples for tag, entry in self._plan.entries.items()},
+            pad_token_id(self._data.tokenizer),
+            roles=self._config.train_roles or None,
+            on_error=self._config.failed_episodes,
+            bootstrap=self._config.bootstraps,
+        )
+        sampled = float(batch.batch["response_mask"].sum())
+        given = float(batch.batch["attention_mask"].sum()) - sampled
+        metrics |= self._size_metrics(len(batch), sampled, given) | self._loss_metrics()
+        metrics |= episode_metrics(groups) | token_checks(batch, groups) | self._what_became()
+        templates = {tag: player.template for tag, player in self._data.players.items()}
+        return batch, partial(episode_table, groups, templates), metrics
+
+    def _groups_of(self, step: int) -> tuple[list[EpisodeGroup], Metrics]:
+        self._busy_before = self._engines.busy_seconds
+
+        async def collect() -> Any:
+            deadline = self._config.rpc_timeout
+            result = await collected(self._flow, self._plan.prompts_per_step, 0, deadline, rejected_by=FILTER_KEY)
+            await self._engines.drain()
+            return result
+
+        result = self.driver.run(collect())
+        return result.groups, {
+            "scheduler/collect_query_count": Mean(result.num_drawn),
+            "scheduler/query_use_count": Mean(len(result.groups)),
+            "scheduler/group_filter_count": Mean(result.num_filtered),
+            "scheduler/aborted_query_count": Mean(result.num_aborted),
+        }
+
+    def _what_became(self) -> Metrics:
+        """Episodes since the last step, by what became of them."""
+        before, now = self._counts_before, dict(self._flow.counts)
+        self._counts_before = now
+        names = ("ended", "retried", "cancelled")
+        return {f"scheduler/episodes_{name}": Mean(now.get(name, 0) - before.get(name, 0)) for name in names}
+
+    def validation(self) -> Coroutine[Any, Any, EpisodeValidation]:
+        """The same tasks each time, sampled from the same seeds: two validations differ by the policy alone."""
+        manager = self._plan.validation
+        assert manager is not None and self._data.validation_tasks is not None
+        return self._validated(manager, self._data.validation_tasks)
+
+    async def _validated(self, manager: ManagerPlan, tasks: TaskSource) -> EpisodeValidation:
+        began = time.perf_counter()
+        numbers = iter(range(manager.groups))
+        flow = EpisodeFlow(
+            self._engines,
+            lambda count: [tasks.task(number) for _, number in zip(range(count), numbers, strict=False)],
+            self._data.validation_players,
+            EpisodeSettings(manager.group_size, "validation/", manager.redundancy, manager.num_groups),
+            0,
+        )
+        result = await collected(flow, manager.groups, 0, self._config.rpc_timeout)
+        return EpisodeValidation(result.groups, time.perf_counter() - began)
+
+    def validation_table(self, groups: Sequence[EpisodeGroup]) -> SampleTable:
+        """The episodes of a validation, for people."""
+        templates = {tag: player.template for tag, player in self._data.validation_players.items()}
+        return episode_table(groups, templates)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_drawn": self._data.tasks.num_drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._data.tasks.num_drawn = self._flow.next_order = int(state["num_drawn"])
+
+
+class AsyncEpisodeRollout(EpisodeRollout):
+    """As :class:`EpisodeRollout`, ahead of training by up to ``async_generation_ratio`` steps."""
+
+    def __init__(self, config: AgenticConfig, plan: AgenticPlan, clusters: Clusters, data: EpisodeData) -> None:
+        super().__init__(config, plan, clusters, data)
+        ahead = RunAhead.of(plan.async_generation_ratio, plan.prompts_per_step, plan.num_additional_prompts)
+        self._ahead = AsyncScheduler(
+            self._engines,
+            self._flow,
+            ReplayBuffer(ahead, EpisodeCodec(data.players)),
+            config.max_steps,
+            config.rpc_timeout,
+            in_flight=config.partial_rollout,
+            takes_turns=plan.engines_take_turns,
+            rejected_by=FILTER_KEY,
+        )
+        self._ledger_before = self._ahead.buffer.counts()
+        self.driver.spawn(self._ahead.keep_going())
+
+    def exchange(self, version: int, transfer: Callable[[], Metrics]) -> Metrics:
+        self.driver.run(self._ahead.pause())
+        result = transfer()
+        self._ahead.exchanged(version)
+        return result
+
+    def validate(self) -> EpisodeValidation:
+        """With the engines free for it: what they have in flight continues afterwards."""
+        self.driver.run(self._ahead.free_engines())
+        return super().validate()
+
+    def _groups_of(self, step: int) -> tuple[list[EpisodeGroup], Metrics]:
+        groups = self.driver.run(self._ahead.collect(step))
+        before, now = self._ledger_before, self._ahead.buffer.counts()
+        self._ledger_before = now
+        return groups, {
+            "scheduler/collect_query_count": Mean(now["drawn"] - before["drawn"]),
+            "scheduler/query_use_count": Mean(len(groups)),
+            "scheduler/group_filter_count": Mean(now["filtered"] - before["filtered"]),
+            "scheduler/stale_query_count": Mean(now["stale"] - before["stale"]),
+            "scheduler/generating_query_count": Mean(now["generating"]),
+            "scheduler/waiting_query_count": Mean(now["scoring"] + now["ready"]),
+        } | staleness_metrics(groups, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        ahead = self.driver.run(self._ahead.state_dict())
+        return super().state_dict() | {"ahead": ahead}
+
+    def state_between_steps(self) -> dict[str, Any]:
+        return super().state_dict() | {"ahead": self._ahead.state_between_steps()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if "ahead" in state:  # not in the checkpoint of a synchronous run
+            self.driver.run(self._ahead.load_state_dict(state["ahead"]))
+        self._ledger_before = self._ahead.buffer.counts()
+
+
+def _settings(manager: ManagerPlan, name: str) -> EpisodeSettings:
+    return EpisodeSettings(
+        manager.group_size, name, manager.redundancy, manager.num_groups, keeps=group_filter(manager.section)
+    )
+
+
+def group_filter(section: EnvManagerConfig) -> Callable[[EpisodeGroup], bool]:
+    """``group_filter_config`` and ``group_filter_cls`` together: true for groups that both keep."""
+    keep = build_filter(section.group_filter_config.type, section.group_filter_config.filter_args)
+    own = None if section.group_filter_cls is None else own_group_filter(section.group_filter_cls)
+
+    def keeps(group: EpisodeGroup) -> bool:
+        if not keep(np.array(group.scores() or [np.nan], dtype=np.float32)):
+            return False
+        identity = f"{group.task.tag}_{group.task.seed}"
+        return own is None or not own.filter(identity, group.order, group.episodes)
+
+    return keeps
+
+
+def staleness_metrics(groups: Sequence[EpisodeGroup], step: int) -> Metrics:
+    """How many steps the weights that sampled are behind those that are trained, by episode and by token."""
+    episodes = [
+        np.concatenate([call.versions for call in episode.calls])
+        for group in groups
+        for episode in group.episodes
+        if any(call.versions for call in episode.calls)
+    ]
+    oldest = np.array([step - versions.min() for versions in episodes])
+    lags = step - np.concatenate(episodes)
+    mixed = sum(len(np.unique(versions)) > 1 for versions in episodes)
+    return {
+        "scheduler/version_lag/mean": Mean(float(lags.sum()), len(lags)),
+        "scheduler/version_lag/max": Max(float(oldest.max())),
+        "scheduler/off_policy_ratio": Mean(float((oldest > 0).sum()), len(oldest)),
+        "scheduler/partial_ratio": Mean(float(mixed), len(episodes)),
+    }

@@ -1,0 +1,129 @@
+"""What the rollout of every pipeline is built on: the engines of the policy, the event loop, validation."""
+
+from __future__ import annotations
+
+import gc
+from abc import ABC, abstractmethod
+from asyncio import Task
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic, TypeVar
+
+from roll.config.policy import PolicyRunConfig
+from roll.distributed import Cluster, DriverLoop
+from roll.pipelines.policy import PolicyPlan
+from roll.protocol import DataProto
+from roll.protocol.metrics import Mean, Metrics
+from roll.rollout.engines import EngineClient
+from roll.rollout.routing import build_router
+from roll.tracking import SampleTable
+
+ValidationT = TypeVar("ValidationT")
+
+
+class EngineRollout(ABC, Generic[ValidationT]):
+    """Has the policy's engines make the samples of a step.
+
+    Everything that generates or scores is a coroutine on the event loop of the driver, which runs whenever the driver
+    waits: for the samples of a step here, or for other roles.
+
+    Args:
+        slice_seconds: see :class:`~roll.rollout.engines.EngineClient`.
+        router: name of the router where the configuration leaves it open.
+    """
+
+    def __init__(
+        self,
+        config: PolicyRunConfig,
+        plan: PolicyPlan,
+        actor_infer: Cluster,
+        slice_seconds: float = 0.05,
+        router: str | None = None,
+    ) -> None:
+        limit = config.router_args.max_running_requests or config.max_running_requests
+        chosen = build_router(config.router_args.router_name or router, config.router_args.router_config)
+        role = config.actor_infer
+        # A new process would load its model while others have the device, and threads would not wait for it.
+        may_restart = not plan.roles["actor_infer"].colocated_with and (role.max_concurrency or 1) == 1
+        self._engines = EngineClient(
+            actor_infer,
+            limit,
+            slice_seconds,
+            router=chosen,
+            max_restarts=role.max_restarts if may_restart else 0,
+            turn_timeout=min(role.engine_timeout, config.rpc_timeout),
+        )
+        self._busy_before = 0.0
+        self._validation: Task[ValidationT] | None = None
+        self.driver = DriverLoop()
+        gc.freeze()  # modules, data and plans live as long as the run: no collection has to look through them
+
+    @abstractmethod
+    def collect(self, step: int) -> tuple[DataProto, Callable[[], SampleTable], Metrics]:
+        """A step's samples as a batch, what makes a table of them for people, and what it took to get them."""
+
+    @abstractmethod
+    def validation(self) -> Coroutine[Any, Any, ValidationT]:
+        """Asks everything that a validation asks."""
+
+    def exchange(self, version: int, transfer: Callable[[], Metrics]) -> Metrics:
+        """Bring the engines to ``version`` of the weights by ``transfer``, which needs them between two turns."""
+        self.driver.run(self._engines.pause())
+        self._engines.readmit()
+        result = transfer()
+        self.driver.run(self._resume())
+        return result
+
+    async def _resume(self) -> None:
+        self._engines.resume()
+
+    def validate(self) -> ValidationT:
+        """Answer and score the prompts of every set, before anything else."""
+        self.begin_validation()
+        return self.finish_validation()
+
+    def begin_validation(self) -> None:
+        """Begin to answer the prompts of every set, behind what the engines have to do. It must be done
+        (:meth:`finish_validation`) before the next weights."""
+        assert self._validation is None, "one validation at a time"
+        self._validation = self.driver.spawn(self.validation())
+
+    def finish_validation(self) -> ValidationT:
+        """Wait for what :meth:`begin_validation` began."""
+        assert self._validation is not None, "none was begun"
+        validation = self.driver.run(self._validation)
+        self._validation = None
+        return validation
+
+    def close(self) -> None:
+        """Cancel what is in flight; before the clusters end."""
+        self.driver.close()
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and arrays."""
+
+    def state_between_steps(self) -> dict[str, Any]:
+        """As :meth:`state_dict`, without a word to the engines."""
+        return self.state_dict()
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state`` was taken."""
+
+    def _size_metrics(self, samples: int, sampled: float, given: float) -> Metrics:
+        """Samples and tokens of the step, and what the engines did since the last one."""
+        busy = self._engines.busy_seconds - self._busy_before
+        self._busy_before = self._engines.busy_seconds
+        return {
+            "system/samples": Mean(samples),
+            "system/tokens": Mean(sampled + given),
+            "system/actor_infer/response/tps_dp": Mean(sampled / busy if busy else 0.0),
+        }
+
+    def _loss_metrics(self) -> Metrics:
+        """Engines that were lost, and requests that others took over, since the run began (or was continued)."""
+        return {
+            "scheduler/engines": Mean(self._engines.num_engines),
+            "scheduler/engine_deaths": Mean(self._engines.num_deaths),
+            "scheduler/reissued": Mean(self._engines.num_reissued),
+        }

@@ -1,0 +1,204 @@
+"""The plan of a run whose policy learns from its own samples: which passes are needed, and the batch arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from roll.config.algorithm import estimator
+from roll.config.lora import adapter_rank, uses_lora
+from roll.config.plan.plan import Plan, TrainingPlan
+from roll.config.plan.planning import training_plan
+from roll.config.policy import PolicyRunConfig
+from roll.config.roles import WorkerConfig
+from roll.config.strategies.registry import backend_of
+
+
+@dataclass(frozen=True)
+class PolicyPlan(Plan):
+    """What the plans of all such runs have."""
+
+    prompts_per_step: int
+    """Prompts, or tasks of environments, of one step; each is a group."""
+    group_size: int
+    """Samples, or episodes, of each of them."""
+    max_new_tokens: int
+    """Most tokens that a response is given in training."""
+    norm_length: int
+    """Tokens that the mode ``seq-mean-token-sum-norm`` divides by."""
+    validates_concurrently: bool
+    """Validation goes on while other roles compute and train."""
+    needs_reference: bool
+    """Something consumes reference log-probs."""
+    needs_old_log_probs: bool
+    """Something consumes the trainer's log-probs before the update."""
+    needs_old_entropy: bool
+    """Something consumes the entropies of that pass."""
+    needs_sum_of_squares: bool
+    """Something consumes the sums of squared probabilities of that pass."""
+    engine_log_probs_as_old: bool
+    """Something consumes old log-probs, and the engine's stand in for the trainer's."""
+    async_generation_ratio: float
+    """Steps that generation may run ahead of training; 0: synchronous."""
+    num_additional_prompts: int
+    """Prompts asked beyond the need."""
+    needs_critic: bool
+    pg_variant: str
+    """The actor's policy loss."""
+    norm_types: tuple[str | None, str | None]
+    """``norm_mean_type`` and ``norm_std_type`` as written (null included); ``auto`` where the file leaves them open, so
+    that the estimator's own pair holds."""
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.prompts_per_step * self.group_size
+
+    @property
+    def is_async(self) -> bool:
+        """Generation goes on while training does."""
+        return self.async_generation_ratio > 0
+
+    @property
+    def engines_take_turns(self) -> bool:
+        """Whether other roles compute on the engines' devices, so that generation stops in the meantime."""
+        return bool(self.roles["actor_infer"].colocated_with)
+
+
+def policy_plan(config: PolicyRunConfig) -> dict[str, Any]:
+    """The fields of a :class:`PolicyPlan` that follow from the shared keys.
+
+    Left to the pipeline: those of samples and their lengths, and ``validates_concurrently``.
+    """
+    return {
+        "needs_reference": needs_reference(config),
+        "needs_old_log_probs": needs_old_log_probs(config),
+        "needs_old_entropy": needs_old_entropy(config),
+        "needs_sum_of_squares": needs_sum_of_squares(config),
+        "engine_log_probs_as_old": engine_log_probs_as_old(config),
+        "async_generation_ratio": config.async_generation_ratio,
+        "needs_critic": needs_critic(config),
+        "pg_variant": pg_variant(config),
+        "norm_types": (config.norm_mean_type, config.norm_std_type),
+    }
+
+
+def policy_training_plans(config: PolicyRunConfig) -> dict[str, TrainingPlan]:
+    samples = config.samples_per_step
+    warmup = config.critic_warmup if needs_critic(config) else 0
+    sequence, epochs = config.longest_sequence, config.ppo_epochs
+    plans = {
+        "actor_train": training_plan(config.actor_train, sequence, samples, epochs, max(0, config.max_steps - warmup))
+    }
+    if needs_critic(config) and config.critic is not None:
+        plans["critic"] = training_plan(config.critic, sequence, samples, epochs, config.max_steps)
+    return plans
+
+
+def needs_reference(config: PolicyRunConfig) -> bool:
+    """KL in the loss or in the reward consumes it; ``init_kl_coef`` alone does not."""
+    in_loss = config.use_kl_loss and config.kl_loss_coef > 0
+    return in_loss or kl_in_reward(config) or config.enable_reference
+
+
+def reference_is_actor(config: PolicyRunConfig) -> bool:
+    """Under LoRA the actor without its adapters is the policy it started from: no model of its own is needed."""
+    return needs_reference(config) and config.reference is None and uses_lora(config.actor_train.model_args)
+
+
+def kl_in_reward(config: PolicyRunConfig) -> bool:
+    return config.add_token_level_kl and config.init_kl_coef > 0
+
+
+def needs_critic(config: PolicyRunConfig) -> bool:
+    """``gae`` uses values; an estimator of the user's own gets them where there is a critic section."""
+    own = "." in config.adv_estimator and config.critic is not None
+    return estimator(config.adv_estimator).needs_values or own
+
+
+def pg_variant(config: PolicyRunConfig) -> str:
+    return config.actor_train.pg_variant or config.pg_variant
+
+
+def actor_keys(config: PolicyRunConfig) -> dict[str, Any]:
+    """Every top-level key as a flat mapping, with those that ``actor_train`` sets for itself: what the options of the
+    actor's loss are made from."""
+    own = {
+        "pg_variant": config.actor_train.pg_variant,
+        "topr_positive_weight": config.actor_train.topr_positive_weight,
+        "topr_negative_weight": config.actor_train.topr_negative_weight,
+    }
+    shared = {item.name: getattr(config, item.name) for item in fields(config)}
+    if shared.get("ratio_type") == "segment":
+        shared["importance_sampling"] = "segment"
+    return shared | {key: value for key, value in own.items() if value is not None}
+
+
+def recorded_rollouts(config: PolicyRunConfig, output_dir: Path) -> Path:
+    """The folder of ``rollout_mock``."""
+    return Path(config.rollout_mock.dump_dir).expanduser() if config.rollout_mock.dump_dir else output_dir / "rollouts"
+
+
+def rollout_file(folder: Path, step: int) -> Path:
+    """Where the batch of a step lies."""
+    return folder / f"rollout_step_{step:06d}.safetensors"
+
+
+def uses_old_log_probs(config: PolicyRunConfig) -> bool:
+    """More than one optimizer step on a rollout, or KL in the reward."""
+    return policy_training_plans(config)["actor_train"].optimizer_steps_per_step > 1 or kl_in_reward(config)
+
+
+def is_async(config: PolicyRunConfig) -> bool:
+    return config.async_generation_ratio > 0
+
+
+def engine_log_probs_as_old(config: PolicyRunConfig) -> bool:
+    """The engine's log-probs stand in for the trainer's before the update: where those are forbidden, and in
+    asynchronous runs, whose samples come from older weights, unless a correction compares both or something else needs
+    the trainer's."""
+    if config.force_disable_old_logprobs_recompute:
+        return uses_old_log_probs(config) or not config.train_infer_correction
+    return is_async(config) and not (config.train_infer_correction or trainer_is_old(config))
+
+
+def trainer_is_old(config: PolicyRunConfig) -> bool:
+    """Something besides the policy's loss wants the trainer's view of the samples before the update."""
+    return config.enable_old_logprobs_recompute or kl_in_reward(config) or needs_old_distribution(config)
+
+
+def needs_old_log_probs(config: PolicyRunConfig) -> bool:
+    """The trainer looks at the samples before the update: something uses old log-probs, entropies or sums of squares;
+    the two force keys have the last word."""
+    if config.force_disable_old_logprobs_recompute or engine_log_probs_as_old(config):
+        return False
+    return uses_old_log_probs(config) or needs_old_distribution(config) or config.enable_old_logprobs_recompute
+
+
+def needs_old_entropy(config: PolicyRunConfig) -> bool:
+    return config.top_entropy_quantile < 1.0 or config.target_entropy is not None
+
+
+def needs_sum_of_squares(config: PolicyRunConfig) -> bool:
+    return estimator(config.adv_estimator).needs_squares
+
+
+def needs_old_distribution(config: PolicyRunConfig) -> bool:
+    """Something wants more of the trainer's distributions before the update than the log-probs of the samples."""
+    return needs_old_entropy(config) or needs_sum_of_squares(config)
+
+
+def needs_greedy_baseline(config: PolicyRunConfig) -> bool:
+    return estimator(config.adv_estimator).needs_greedy
+
+
+def with_adapter(role: WorkerConfig, config: PolicyRunConfig) -> WorkerConfig:
+    """The engines' section, with room for the adapter that the trainer will send by itself, where they need that."""
+    arguments = role.strategy_args
+    room_for = backend_of(arguments.strategy_name).adapter_arguments
+    if config.weight_sync.lora != "adapter" or room_for is None:
+        return role
+    needed = room_for(adapter_rank(config.actor_train.model_args))
+    engine_args = needed | dict(arguments.strategy_config.get("engine_args") or {})
+    options = {**arguments.strategy_config, "engine_args": engine_args}
+    return replace(role, strategy_args=replace(arguments, strategy_config=options))

@@ -1,0 +1,349 @@
+"""Checks that every configuration of a policy that learns from its own samples goes through."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roll.config.algorithm import estimator
+from roll.config.checks.base import Checks
+from roll.config.lora import adapter_rank, uses_lora
+from roll.config.plan.planning import shares_devices
+from roll.config.policy import PolicyRunConfig
+from roll.config.roles import WorkerConfig
+from roll.config.strategies.registry import BACKENDS, backend_of
+from roll.config.weight_sync import update_mode
+from roll.pipelines.policy import (
+    engine_log_probs_as_old,
+    is_async,
+    needs_critic,
+    needs_greedy_baseline,
+    needs_old_entropy,
+    needs_reference,
+    needs_sum_of_squares,
+    policy_training_plans,
+    reference_is_actor,
+    rollout_file,
+    trainer_is_old,
+    uses_old_log_probs,
+)
+
+if TYPE_CHECKING:
+    pass
+
+KEY = "async_generation_ratio"
+
+
+def check_needed_roles(config: PolicyRunConfig, checks: Checks) -> None:
+    devices = config.actor_train.device_mapping or [0]
+    if needs_reference(config) and config.reference is None and not reference_is_actor(config):
+        checks.missing(
+            "reference", "is needed: a KL to the reference policy is used", f"reference.device_mapping: {devices}"
+        )
+    if config.reference is not None and not needs_reference(config):
+        checks.note("reference", "not started: no KL is used (use_kl_loss with kl_loss_coef, or add_token_level_kl)")
+    _note_needless_reference(config, checks)
+    if needs_critic(config) and config.critic is None and not checks.broken("adv_estimator"):
+        checks.missing("critic", "is needed by adv_estimator: gae", f"critic.device_mapping: {devices}")
+    if config.critic is not None and not needs_critic(config):
+        checks.note("critic", f"not started: adv_estimator {config.adv_estimator} uses none")
+    engine, trainer = config.actor_infer, config.actor_train
+    if trainer.model_args.dtype != engine.model_args.dtype and not checks.broken("actor_train.model_args.dtype"):
+        key, dtype = "actor_infer.model_args.dtype", trainer.model_args.dtype
+        if backend_of(engine.strategy_args.strategy_name).holds_sent_dtype:
+            rule = f"must be actor_train's, {dtype}: the engine holds exactly the weights it is sent"
+            checks.add(key, engine.model_args.dtype, rule, dtype)
+        else:
+            checks.note(key, f"{engine.model_args.dtype} beside {dtype} in training: log-probs differ by the rounding")
+    own, trained = config.actor_infer.model_args.model_name_or_path, config.actor_train.model_args.model_name_or_path
+    if own is not None and own != (trained or config.pretrain):
+        checks.note(
+            "actor_infer.model_args.model_name_or_path", "the engines get actor_train's weights before the first step"
+        )
+
+
+def _model(config: PolicyRunConfig, name: str, role: WorkerConfig, checks: Checks) -> str | None:
+    return checks.pipeline.model(config, name, role)[1]
+
+
+def _note_needless_reference(config: PolicyRunConfig, checks: Checks) -> None:
+    """A second copy of what the LoRA actor has already."""
+    trainer, reference = config.actor_train, config.reference
+    if reference is None or not needs_reference(config) or not uses_lora(trainer.model_args):
+        return
+    same = _model(config, "reference", reference, checks) == _model(config, "actor_train", trainer, checks)
+    if same and not uses_lora(reference.model_args):
+        text = "actor_train without its adapters gives the same log-probs: leave the section out to save its memory"
+        checks.note("reference", text)
+
+
+def check_recorded_rollouts(config: PolicyRunConfig, checks: Checks) -> None:
+    """``rollout_mock`` has its files, and a step to each of them."""
+    section = config.rollout_mock
+    if not section.enable:
+        return
+    if section.mode == "mock" and is_async(config):
+        rule = "must be 0 with rollout_mock.mode: mock, which generates nothing that could run ahead"
+        checks.add("async_generation_ratio", config.async_generation_ratio, rule, 0)
+    if section.mode == "mock" and section.dump_dir is None:
+        rule = "is needed with mode: mock: the folder that a run with mode: dump has written"
+        checks.missing("rollout_mock.dump_dir", rule, "./output/first/rollouts")
+    elif section.mode == "mock" and section.dump_dir is not None and checks.check_files:
+        first = rollout_file(Path(section.dump_dir).expanduser(), 0)
+        if not first.is_file() and not config.resume_from_checkpoint:
+            rule = f"holds no {first.name}: a run with mode: dump writes it"
+            checks.add("rollout_mock.dump_dir", section.dump_dir, rule)
+
+
+def check_algorithm(config: PolicyRunConfig, response_limit: int, checks: Checks) -> None:
+    """The algorithm's keys against one another; ``response_limit``: most tokens of a response."""
+    group = config.group_size
+    if estimator(config.adv_estimator).leaves_one_out and group < 2:
+        rule = f"must be at least 2 with {config.adv_estimator}: a sample is compared with the others of its prompt"
+        checks.add(config.group_key, group, rule, 8)
+    if config.adv_estimator == "grpo" and group < 2:
+        checks.note(config.group_key, "1 with grpo: a group of one keeps its raw score")
+    if config.difficulty_low_threshold > config.difficulty_high_threshold:
+        rule = f"must not be greater than difficulty_high_threshold {config.difficulty_high_threshold}"
+        checks.add("difficulty_low_threshold", config.difficulty_low_threshold, rule, 0.0)
+    check_pass_k(config, checks)
+    check_passes(config, checks)
+    check_rewards_of_estimator(config, checks)
+    check_overlong(config, response_limit, checks)
+    if config.critic_warmup >= config.max_steps and needs_critic(config):
+        rule = f"must be less than max_steps {config.max_steps}, or the policy never learns"
+        checks.add("critic_warmup", config.critic_warmup, rule, 0)
+    if config.adv_estimator == "grpo" and config.norm_mean_type is None:
+        checks.note("norm_mean_type", "null with grpo: rewards are not compared within their group")
+    note_without_effect(config, checks)
+    note_zero_advantages(config, checks)
+
+
+def check_pass_k(config: PolicyRunConfig, checks: Checks) -> None:
+    """One of k has a chance to differ from one of all only while k is below the group's size."""
+    group, k = config.group_size, config.pass_k
+    if not estimator(config.adv_estimator).is_pass_at_k:
+        return
+    if group < 2:
+        rule = f"must be greater than pass_k {k} with {config.adv_estimator}, or every advantage is 0"
+        checks.add(config.group_key, group, rule, 2 * k)
+    elif k >= group:
+        rule = (
+            f"must be less than {config.group_key} {group} with {config.adv_estimator}, or every advantage "
+            f"is 0; or set {config.group_key} to {2 * k}"
+        )
+        checks.add("pass_k", k, rule, group // 2)
+
+
+def note_zero_advantages(config: PolicyRunConfig, checks: Checks) -> None:
+    """Settings under which every advantage is 0, or no sample is used, whatever the scores."""
+    if config.norm_mean_type == "batch" and config.samples_per_step == 1:
+        checks.note("norm_mean_type", "batch with one sample a step: its advantage is always 0, so nothing is learnt")
+    if config.reward_weights and not any(config.reward_weights.values()):
+        checks.note("reward_weights", "all are 0: every advantage is 0, so nothing is learnt")
+    if config.difficulty_mask and config.difficulty_low_threshold == config.difficulty_high_threshold:
+        rule = "equals difficulty_low_threshold: no mean score lies between them, so nothing is learnt"
+        checks.note("difficulty_high_threshold", rule)
+    arguments = config.actor_infer.generating_args
+    if estimator(config.adv_estimator).needs_greedy and (arguments.temperature == 0 or not arguments.do_sample):
+        key = "actor_infer.generating_args.temperature"
+        checks.note(
+            key, f"greedy decoding with {config.adv_estimator}: a sample is its own baseline, nothing is learnt"
+        )
+
+
+def check_passes(config: PolicyRunConfig, checks: Checks) -> None:
+    """What the pass before the update is forbidden and needed for."""
+    key = "force_disable_old_logprobs_recompute"
+    if not config.force_disable_old_logprobs_recompute:
+        return
+    if config.enable_old_logprobs_recompute:
+        checks.add(key, True, "contradicts enable_old_logprobs_recompute: true; keep one of them", False)
+    if needs_old_entropy(config):
+        user = "target_entropy" if config.target_entropy is not None else "top_entropy_quantile"
+        checks.add(key, True, f"leaves no entropies for {user} {getattr(config, user):g}", False)
+    if needs_sum_of_squares(config):
+        rule = f"leaves no sums of squared probabilities for adv_estimator: {config.adv_estimator}"
+        checks.add(key, True, rule, False)
+    if config.train_infer_correction and uses_old_log_probs(config):
+        checks.note("train_infer_correction", f"has no effect with {key}: old and engine log-probs are the same")
+
+
+def check_rewards_of_estimator(config: PolicyRunConfig, checks: Checks) -> None:
+    """Rewards in the form that the estimator compares them in."""
+    name, row = config.adv_estimator, estimator(config.adv_estimator)
+    if row.needs_greedy:
+        for key, value in (("norm_mean_type", config.norm_mean_type), ("norm_std_type", config.norm_std_type)):
+            if value not in (None, "auto"):
+                rule = f"must be null with {name}: the greedy response's reward is subtracted as it is"
+                checks.add(key, value, rule, "~")
+    if row.weighs_rewards and not config.reward_weights:
+        rule = f"is needed by adv_estimator: {name}: the numbers of the reward to normalise apart, and their weights"
+        checks.missing("reward_weights", rule, "{correct: 1.0, answered: 0.5}")
+    if config.reward_weights and not row.weighs_rewards and "." not in name:
+        checks.note("reward_weights", f"has no effect with adv_estimator: {name}")
+    if row.weighs_rewards:
+        for key in ("norm_mean_type", "norm_std_type", "reward_clip", "overlong_buffer_length", "add_token_level_kl"):
+            if checks.written(key) and getattr(config, key) not in (None, False, "auto"):
+                checks.note(key, f"has no effect with {name}: it normalises the rewards of reward_weights itself")
+
+
+def check_overlong(config: PolicyRunConfig, limit: int, checks: Checks) -> None:
+    buffer, key = config.overlong_buffer_length, "overlong_buffer_length"
+    if buffer is None:
+        return
+    if checks.broken("response_length", "sequence_length", "actor_infer.generating_args.max_new_tokens"):
+        return
+    if buffer > limit:
+        rule = f"must be at most the length limit of a response, {limit} tokens"
+        checks.add(key, buffer, rule, max(1, limit // 5))
+
+
+def note_without_effect(config: PolicyRunConfig, checks: Checks) -> None:
+    """Keys that are written and have no effect beside the others."""
+    if config.use_kl_loss and config.kl_loss_coef == 0:
+        checks.note("use_kl_loss", "has no effect with kl_loss_coef 0")
+    if config.add_token_level_kl and config.init_kl_coef == 0:
+        checks.note("add_token_level_kl", "has no effect with init_kl_coef 0")
+    note_unused_aggregations(config, checks)
+    for key in ("entropy_coef_delta", "entropy_coef_max"):
+        if checks.written(key) and config.target_entropy is None:
+            checks.note(key, "has no effect without target_entropy")
+    if needs_sum_of_squares(config) and config.train_infer_correction:
+        checks.note("train_infer_correction", f"weighs the loss alone, not the baseline of {config.adv_estimator}")
+    if config.shuffle_mini_batches and policy_training_plans(config)["actor_train"].optimizer_steps_per_step == 1:
+        checks.note("shuffle_mini_batches", "has no effect: a batch is one mini-batch, passed over once")
+    if config.rl_loss_coef == 0 and config.entropy_loss_coef == 0 and not (config.use_kl_loss or config.target_entropy):
+        checks.note("rl_loss_coef", "0 with no other loss term: the policy does not learn")
+
+
+def note_unused_aggregations(config: PolicyRunConfig, checks: Checks) -> None:
+    """Modes of a term that the loss does not have, and a length that no mode divides by."""
+    terms = {
+        "kl_loss_agg_mode": (config.use_kl_loss, "use_kl_loss: true"),
+        "entropy_loss_agg_mode": (
+            config.entropy_loss_coef > 0 or config.target_entropy is not None,
+            "entropy_loss_coef above 0",
+        ),
+        "value_loss_agg_mode": (needs_critic(config), "a critic"),
+    }
+    for key, (used, what) in terms.items():
+        if checks.written(key) and getattr(config, key) is not None and not used:
+            checks.note(key, f"has no effect without {what}")
+    modes = {config.loss_agg_mode, *(getattr(config, key) for key, (used, _) in terms.items() if used)}
+    if config.loss_norm_length is not None and "seq-mean-token-sum-norm" not in modes:
+        checks.note("loss_norm_length", "has no effect without the mode seq-mean-token-sum-norm")
+
+
+def note_distribution(config: PolicyRunConfig, checks: Checks) -> None:
+    """Sampling settings that the trainer's log-probs cannot follow."""
+    arguments, key = config.actor_infer.generating_args, "actor_infer.generating_args"
+    why = "training log-probs are not comparable with the sampled ones"
+    if arguments.top_p < 1:
+        checks.note(f"{key}.top_p", f"{arguments.top_p:g} cuts the distribution: {why}; 1.0 is off")
+    if arguments.top_k > 0:
+        checks.note(f"{key}.top_k", f"{arguments.top_k} cuts the distribution: {why}; -1 is off")
+    if arguments.min_p > 0:
+        checks.note(f"{key}.min_p", f"{arguments.min_p:g} cuts the distribution: {why}; 0 is off")
+    if arguments.repetition_penalty != 1:
+        checks.note(f"{key}.repetition_penalty", f"{arguments.repetition_penalty:g} changes it: {why}; 1.0 is off")
+    if (arguments.temperature == 0 or not arguments.do_sample) and config.group_size > 1:
+        checks.note(f"{key}.temperature", "greedy decoding: all samples of a prompt are the same, so nothing is learnt")
+
+
+def check_async(config: PolicyRunConfig, checks: Checks) -> None:
+    """What generation beside training needs, and what it means for the algorithm."""
+    if checks.broken(KEY):
+        return
+    if not is_async(config):
+        return
+    check_engine_devices(config, checks)
+    if needs_greedy_baseline(config):
+        rule = f"must be 0 with adv_estimator {config.adv_estimator}: its greedy answers need the engines between steps"
+        checks.add(KEY, config.async_generation_ratio, rule, 0)
+    if trainer_is_old(config) and not config.train_infer_correction and not engine_log_probs_as_old(config):
+        checks.note(
+            KEY,
+            "samples come from older weights, which nothing corrects for: ratios are taken against the trainer before "
+            "the update; train_infer_correction: decoupled weighs them against the engine",
+        )
+
+
+def check_engine_devices(config: PolicyRunConfig, checks: Checks) -> None:
+    """Engines that finish all they begin have their devices to themselves; only partial rollout takes turns."""
+    key, engines = "actor_infer.device_mapping", config.actor_infer
+    if checks.broken(key) or config.partial_rollout:
+        return
+    others = {name: role for name, role in checks.pipeline.started(config).items() if name != "actor_infer"}
+    sharing = [name for name, role in others.items() if shares_devices(engines, role)]
+    if sharing:
+        taken = {device for role in others.values() for device in role.device_mapping or ()}
+        free = [device for device in range(len(taken) + len(engines.device_mapping or ())) if device not in taken]
+        rule = (
+            f"must share no device with {', '.join(sharing)}: with {KEY} {config.async_generation_ratio:g} and "
+            "partial_rollout: false engines generate while they compute (partial_rollout: true lets them take turns)"
+        )
+        checks.add(key, engines.device_mapping, rule, free[: len(engines.device_mapping or ())])
+
+
+def check_weight_sync(config: PolicyRunConfig, checks: Checks) -> None:
+    """Mistakes that do not depend on the hosts."""
+    options = config.weight_sync
+    if options.directory is not None and options.transport != "safetensors":
+        checks.note("weight_sync.directory", f"has no effect: weight_sync.transport is {options.transport}")
+    if options.transport == "cuda_ipc":
+        _check_cuda_ipc(config, checks)
+    engine = config.actor_infer.strategy_args.strategy_name
+    modes = backend_of(engine).updates
+    if options.lora == "adapter":
+        _check_adapter(config, checks)
+    elif options.mode not in ("auto", *modes):
+        least = "tensors" if "trained" in modes else "layers"
+        others = ", ".join(BACKENDS.where(lambda backend: options.mode in backend.updates))
+        rule = f"{engine} takes whole {least} only; engines that take parts: {others}"
+        checks.add("weight_sync.mode", options.mode, rule, "full")
+    sleep_level = config.actor_infer.strategy_args.strategy_config.get("sleep_level")
+    if sleep_level == 2 and update_mode(options, engine) == "trained":
+        rule = "drops weights that updates do not bring back with "
+        rule += "weight_sync.lora: adapter" if options.lora == "adapter" else "weight_sync.mode: trained"
+        checks.add("actor_infer.strategy_args.strategy_config.sleep_level", sleep_level, rule, 1)
+
+
+def _check_adapter(config: PolicyRunConfig, checks: Checks) -> None:
+    options = config.weight_sync
+    if not uses_lora(config.actor_train.model_args):
+        rule = "actor_train has no adapters (model_args.lora_target)"
+        checks.add("weight_sync.lora", options.lora, rule, "merged")
+    elif options.mode in ("full", "delta"):
+        rule = "with lora: adapter, A and B are sent whole and nothing else changes"
+        checks.add("weight_sync.mode", options.mode, rule, "trained")
+    elif backend_of(config.actor_infer.strategy_args.strategy_name).adapter_ranks:
+        _check_adapter_of_engine(config, checks)
+
+
+def _check_adapter_of_engine(config: PolicyRunConfig, checks: Checks) -> None:
+    """An engine that computes with the adapter itself makes room for its rank when it starts."""
+    args, backend = config.actor_train.model_args, backend_of(config.actor_infer.strategy_args.strategy_name)
+    engine, most = backend.package.title if backend.package else backend.name, backend.adapter_ranks[-1]
+    if args.additional_target:
+        rule = f"goes with weight_sync.lora: merged: of a policy in {engine} only the adapter is exchanged"
+        checks.add("actor_train.model_args.additional_target", args.additional_target, rule, "~")
+    key, rank = "actor_train.model_args.lora_rank", adapter_rank(args)
+    on_hub = args.adapter_name_or_path is not None and not Path(args.adapter_name_or_path).expanduser().is_dir()
+    if on_hub and not checks.written(key):
+        rule = f"is needed: the rank of adapter_name_or_path, for which {engine} makes room when it starts"
+        checks.missing(key, rule, 32)
+    elif rank > most:
+        rule = f"must be at most {most} for {engine}; with weight_sync.lora: merged it may be more"
+        checks.add(key, rank, rule, most)
+
+
+def _check_cuda_ipc(config: PolicyRunConfig, checks: Checks) -> None:
+    sender = (config.actor_train.device_mapping or [0])[0]
+    elsewhere = sorted(set(config.actor_infer.device_mapping or []) - {sender})
+    if elsewhere:
+        rule = (
+            f"needs every engine on the GPU of actor_train's first rank, device {sender}: "
+            f"actor_infer.device_mapping has {elsewhere}, whose processes do not see that GPU"
+        )
+        checks.add("weight_sync.transport", "cuda_ipc", rule, "object_store")

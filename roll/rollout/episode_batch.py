@@ -1,0 +1,240 @@
+"""From groups of episodes to the columns of a training batch.
+
+A row is a sample of an episode: a branch of its tree of calls (``trajectory``), or one call behind its prompt
+(``step``).  Either way each sampled token is trained in exactly one row.  A *trajectory* is what has a reward and a
+baseline: the calls of one episode, or of one role where an episode has several.  The rows of an episode are adjacent
+and go into one optimizer step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from roll.agents.conversation import Branch, Call
+from roll.agents.episode import Episode, EpisodeGroup, Task
+from roll.protocol import DataProto
+from roll.rollout.batch import object_column, placed
+
+SampleRule = Literal["trajectory", "step"]
+OnError = Literal["drop", "zero", "keep"]
+TRUNCATED = ("truncated", "turn_limit", "context_limit", "time_limit")
+"""Outcomes of an episode that a limit ended, not the task's own rules."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A sample and what it belongs to."""
+
+    group: int
+    episode: int
+    trajectory: int
+    task: int
+    role: str
+    source: Episode
+    branch: Branch
+    mask: NDArray[np.bool_]
+    """Tokens of the branch that this row trains."""
+    score: float
+
+    @property
+    def turns(self) -> NDArray[np.int64]:
+        """Shape (trained tokens,): the calls that sampled them, ascending."""
+        return self.branch.turns[self.mask]
+
+
+def build_episode_batch(
+    groups: Sequence[EpisodeGroup],
+    rule: SampleRule | Mapping[str, SampleRule],
+    pad_token_id: int,
+    *,
+    roles: Collection[str] | None = None,
+    on_error: OnError = "drop",
+    bootstrap: bool = False,
+) -> DataProto:
+    """One row a sample, right-padded to the longest of the batch; episodes in order, their rows adjacent.
+
+    An episode of which nothing is trained (its first prompt was too long; its roles do not learn) is a row of one
+    padding token without a score: it takes part in no mean, and the number of episodes stays that of the step.
+
+    Args:
+        rule: of all episodes, or by the tag of their task.
+        roles: whose calls are trained; None: all. Those of others are context.
+        on_error: an episode that failed by a fault of environment or agent has no score (``drop``), the score 0
+            (``zero``, its turns' rewards too), or what it has earned before (``keep``).
+        bootstrap: add ``bootstrap_mask`` bool (B, L), the position behind the last turn of a truncated trajectory: the
+            value there is that of the state in which it was left. It may lie one behind the longest row.
+
+    Returns:
+        The columns of :func:`~roll.rollout.batch.build_batch` (``scores`` being the reward of the whole trajectory,
+        ``prompt_id`` the group's, ``domain`` and ``tag`` the task's tag, ``finish_reason`` ``length`` for a truncated
+        episode), and with shape (B, L): ``turn_ids`` int32, index of the call that sampled a trained token, -1
+        elsewhere; ``turn_rewards`` float32, the reward of a turn on its last token; ``state_ids`` int32, equal for
+        turns of the same task, role and state, -1 outside trained tokens.  With shape (B,): ``episode_ids``,
+        ``trajectory_ids``, ``task_ids`` and ``step_index`` (first trained turn of the row) int64, ``terminated`` and
+        ``truncated`` bool; objects ``role`` and ``outcome``.
+    """
+    rows = list(_rows(groups, rule, roles, on_error))
+    left_at = _left_at(rows) if bootstrap else np.full(len(rows), -1)
+    own_lengths = np.array([len(row.mask) for row in rows])
+    positions = np.arange(max(int(own_lengths.max()), int(left_at.max()) + 1, 1))
+    attention_mask = positions < np.maximum(own_lengths, 1)[:, None]
+    own = positions < own_lengths[:, None]
+    mask = np.zeros(attention_mask.shape, dtype=bool)
+    mask[own] = np.concatenate([row.mask for row in rows])
+
+    def per_token(name: str) -> NDArray[np.float64]:
+        return np.concatenate([getattr(row.branch, name)[row.mask] for row in rows])
+
+    tensors = {
+        "input_ids": placed(own, np.concatenate([row.branch.token_ids for row in rows]), np.int64, pad_token_id),
+        "attention_mask": torch.from_numpy(attention_mask),
+        "response_mask": torch.from_numpy(mask),
+        "rollout_log_probs": placed(mask, per_token("log_probs"), np.float32),
+        "weight_versions": placed(mask, per_token("versions"), np.int32),
+        "turn_ids": placed(mask, per_token("turns"), np.int32, -1),
+        "turn_rewards": placed(mask, np.concatenate([_turn_rewards(row, on_error) for row in rows]), np.float32),
+        "state_ids": placed(mask, _state_ids(rows), np.int32, -1),
+        "scores": torch.tensor([row.score for row in rows], dtype=torch.float32),
+        "group_ids": torch.tensor([row.group for row in rows]),
+        "episode_ids": torch.tensor([row.episode for row in rows]),
+        "trajectory_ids": torch.tensor([row.trajectory for row in rows]),
+        "task_ids": torch.tensor([row.task for row in rows]),
+        "step_index": torch.tensor([int(row.turns[0]) if len(row.turns) else 0 for row in rows]),
+        "terminated": torch.tensor([row.source.outcome == "terminated" for row in rows]),
+        "truncated": torch.tensor([row.source.outcome in TRUNCATED for row in rows]),
+    }
+    if bootstrap:
+        tensors["bootstrap_mask"] = torch.from_numpy(positions == left_at[:, None])
+    return DataProto.from_dict(tensors, non_tensors=_object_columns(rows, groups))
+
+
+def episode_score(episode: Episode, on_error: OnError = "drop", role: str | None = None) -> float:
+    """The reward of an episode (of one role's calls in it); NaN where it has none, see :func:`build_episode_batch`."""
+    calls = [call for call in episode.calls if role is None or call.role == role]
+    if not any(call.response_ids for call in calls):
+        return float("nan")
+    if episode.failed and on_error != "keep":
+        return float("nan") if on_error == "drop" else 0.0
+    return float(sum(call.reward for call in calls))
+
+
+def _rows(
+    groups: Sequence[EpisodeGroup],
+    rule: SampleRule | Mapping[str, SampleRule],
+    roles: Collection[str] | None,
+    on_error: OnError,
+) -> Iterator[_Row]:
+    tasks: dict[str, int] = {}
+    episodes = trajectories = 0
+    for number, group in enumerate(groups):
+        task = tasks.setdefault(_task_key(group.task), len(tasks))
+        of_group = rule if isinstance(rule, str) else rule[group.task.tag]
+        for episode in group.episodes:
+            found = _samples(episode, of_group, roles)
+            seen = dict.fromkeys(role for role, _, _ in found)
+            index = {role: trajectories + place for place, role in enumerate(seen)}
+            for role, branch, mask in found:
+                score = episode_score(episode, on_error, role) if mask.any() else float("nan")
+                yield _Row(number, episodes, index[role], task, role, episode, branch, mask, score)
+            trajectories += len(seen)
+            episodes += 1
+
+
+def _samples(
+    episode: Episode, rule: SampleRule, roles: Collection[str] | None
+) -> list[tuple[str, Branch, NDArray[np.bool_]]]:
+    """Role, branch and trained tokens of each row, role by role; a branch in which several speak is a row of each."""
+    calls = episode.conversations.calls
+    branches = episode.conversations.branches() if rule == "trajectory" else episode.conversations.steps()
+    found = []
+    for branch in branches:
+        speakers = [calls[turn].role for turn in branch.turns[branch.trained]]
+        for role in dict.fromkeys(speakers):
+            if roles is None or role in roles:
+                mask = branch.trained.copy()
+                mask[mask] = np.array([speaker == role for speaker in speakers])
+                found.append((role, branch, mask))
+    order = list(dict.fromkeys(role for role, _, _ in found))
+    found.sort(key=lambda one: order.index(one[0]))
+    return found or [("", _nothing(), np.zeros(0, dtype=bool))]
+
+
+def _nothing() -> Branch:
+    none = np.zeros(0, dtype=np.int64)
+    return Branch((), none, none.astype(bool), none.astype(np.float32), none, none, none.astype(np.float32))
+
+
+def _left_at(rows: Sequence[_Row]) -> NDArray[np.int64]:
+    """int64 (rows,): in the row with the last turn of a truncated trajectory the position behind it, elsewhere -1."""
+    last: dict[int, tuple[int, int]] = {}
+    for place, row in enumerate(rows):
+        if row.source.outcome in TRUNCATED and len(row.turns):
+            last[row.trajectory] = max(last.get(row.trajectory, (-1, -1)), (int(row.turns[-1]), place))
+    left_at = np.full(len(rows), -1)
+    for _, place in last.values():
+        left_at[place] = np.flatnonzero(rows[place].mask)[-1] + 1
+    return left_at
+
+
+def _turn_rewards(row: _Row, on_error: OnError) -> NDArray[np.float32]:
+    """float32 (trained tokens,): the rewards of the row's turns, each on its turn's last token.
+
+    The reward of a call in which nothing was sampled counts for the turn before it, or for the first one.
+    """
+    turns = row.turns
+    rewards = np.zeros(len(turns), dtype=np.float32)
+    if row.source.failed and on_error != "keep":
+        return rewards
+    earned: dict[int, float] = {}
+    own = [call for call in row.source.calls if call.role == row.role]
+    target = next((call.index for call in own if call.response_ids), None)
+    for call in own:
+        target = call.index if call.response_ids else target
+        if target is not None:
+            earned[target] = earned.get(target, 0.0) + call.reward
+    last = np.flatnonzero(np.append(turns[1:] != turns[:-1], True)) if len(turns) else []
+    for place in last:
+        rewards[place] = earned[int(turns[place])]
+    return rewards
+
+
+def _state_ids(rows: Sequence[_Row]) -> NDArray[np.int64]:
+    """int64 (trained tokens of all rows,): states by task and role; a call without a state is alone in its own."""
+    known: dict[tuple[object, ...], int] = {}
+    found = []
+    for row in rows:
+        calls: list[Call] = row.source.conversations.calls
+        turns, inverse = np.unique(row.turns, return_inverse=True)
+        keys = [
+            (row.task, row.role, calls[turn].state) if calls[turn].state else (row.episode, "call", turn)
+            for turn in turns.tolist()
+        ]
+        ids = np.array([known.setdefault(key, len(known)) for key in keys], dtype=np.int64)
+        found.append(ids[inverse])
+    return np.concatenate(found)
+
+
+def _task_key(task: Task) -> str:
+    return json.dumps([task.tag, task.seed, task.row], sort_keys=True, default=str)
+
+
+def _object_columns(rows: Sequence[_Row], groups: Sequence[EpisodeGroup]) -> dict[str, NDArray[np.object_]]:
+    orders = [groups[row.group].order for row in rows]
+    first = {row.group: row.episode for row in reversed(rows)}
+    places = [f"{row.episode - first[row.group]}-{number}" for number, row in enumerate(rows)]
+    return {
+        "prompt_id": object_column([f"{order}" for order in orders]),
+        "domain": object_column([row.source.task.tag for row in rows]),
+        "tag": object_column([row.source.task.tag for row in rows]),
+        "sample_id": object_column([f"{order}-{place}" for order, place in zip(orders, places, strict=True)]),
+        "finish_reason": object_column(["length" if row.source.outcome in TRUNCATED else "stop" for row in rows]),
+        "role": object_column([row.role for row in rows]),
+        "outcome": object_column([row.source.outcome for row in rows]),
+    }

@@ -1,0 +1,406 @@
+"""Episodes on the engines: a coroutine each, in groups of the same task, and what a checkpoint holds of them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from roll.agents.chat_ids import ChatTemplate, Thinking
+from roll.agents.conversation import Call, ConversationCounts, Conversations
+from roll.agents.episode import Agent, Episode, EpisodeGroup, Limits, Model, Sampled, Seconds, Task, run_episode
+from roll.rollout.engines import EngineClient, Generation
+from roll.rollout.group_flow import GroupFlow
+from roll.rollout.replay import State, progress_state, with_progress
+from roll.strategies.engines.requests import GenerationRequest, SamplingParams
+
+DrawTasks = Callable[[int], list[Task]]
+"""Gives the next n tasks, or fewer when there are no more."""
+
+
+@dataclass(frozen=True)
+class Player:
+    """How the tasks of a tag are worked on."""
+
+    agent: Agent
+    template: ChatTemplate
+    limits: Limits
+    params: SamplingParams
+    """Without a seed; ``max_new_tokens`` is the limit's."""
+    tool_format: str = "hermes"
+    thinking: Thinking = "keep"
+
+
+class EngineSampler:
+    """The engines, as one episode calls them (:class:`~roll.agents.episode.Sample`).
+
+    Of an agent's sampling parameters only ``stop`` counts: a sample is trained under the distribution that the run
+    configures.  Every call has a seed of its own, made of ``name`` and its number.
+
+    Args:
+        name: of the episode, unique in the run; its calls stay with one engine by it.
+        recorded: calls of an earlier process (:meth:`state_dict`).  They are answered as they were, as long as the
+            agent asks as it did; where it does not, the rest of them is forgotten.
+    """
+
+    def __init__(
+        self, engines: EngineClient, name: str, params: SamplingParams, recorded: Mapping[str, Any] | None = None
+    ) -> None:
+        self._engines = engines
+        self._name = name
+        self._params = params
+        self._recorded: Sequence[State] = recorded["answered"] if recorded else ()
+        self._begun: Mapping[str, State] = recorded["in_flight"] if recorded else {}
+        self._answered: dict[int, State] = {}
+        self._in_flight: dict[int, tuple[str, Generation]] = {}
+        self._asked = 0
+
+    async def __call__(self, prompt_ids: list[int], max_new_tokens: int, options: Mapping[str, Any]) -> Sampled:
+        number, digest = self._asked, _digest(prompt_ids)
+        self._asked += 1
+        known = self._known(number, digest)
+        if known is not None:
+            await asyncio.sleep(0)
+            self._answered[number] = known
+            return _sampled(known)
+        request = self._request(number, prompt_ids, max_new_tokens, options)
+        begun = self._begun.get(str(number))
+        if begun is not None and begun["prompt"] == digest:
+            request = with_progress(request, begun["progress"])
+        generation = self._engines.submit(request)
+        self._in_flight[number] = digest, generation
+        try:
+            finished = await generation
+        finally:
+            del self._in_flight[number]
+        assert finished is not None, "nobody else aborts it"
+        self._answered[number] = {
+            "number": number,
+            "prompt": digest,
+            "token_ids": finished.token_ids,
+            "log_probs": finished.log_probs,
+            "versions": _by_token(finished.weight_versions[0], len(finished.token_ids)),
+            "finish_reason": finished.finish_reasons[0],
+        }
+        return _sampled(self._answered[number])
+
+    def close(self) -> None:
+        """Abort what is in flight."""
+        self._engines.abort([generation for _, generation in self._in_flight.values()])
+
+    def state_dict(self) -> State:
+        """Its calls so far: those that were answered, and what there is of the others."""
+        return {
+            "answered": [self._answered[number] for number in sorted(self._answered)],
+            "in_flight": {
+                str(number): {"prompt": digest, "progress": progress_state(generation.request)}
+                for number, (digest, generation) in self._in_flight.items()
+            },
+        }
+
+    def _known(self, number: int, digest: str) -> State | None:
+        known = next((one for one in self._recorded if one["number"] == number), None)
+        if known is not None and known["prompt"] != digest:
+            self._recorded, self._begun, known = (), {}, None
+        return known
+
+    def _request(
+        self, number: int, prompt_ids: list[int], max_new_tokens: int, options: Mapping[str, Any]
+    ) -> GenerationRequest:
+        stop = options.get("stop") or ()
+        stops = (*self._params.stop_strings, *((stop,) if isinstance(stop, str) else stop))
+        seed = random.Random(f"{self._name}/{number}").getrandbits(63)
+        least = min(self._params.min_new_tokens, max_new_tokens)
+        params = replace(
+            self._params, max_new_tokens=max_new_tokens, min_new_tokens=least, seed=seed, stop_strings=stops
+        )
+        return GenerationRequest(f"{self._name}.{number}", prompt_ids, params, conversation=self._name)
+
+
+def _digest(prompt_ids: Sequence[int]) -> str:
+    return hashlib.blake2b(np.asarray(prompt_ids, dtype=np.int64).tobytes(), digest_size=12).hexdigest()
+
+
+def _by_token(spans: Sequence[tuple[int, int, int]], length: int) -> np.ndarray:
+    versions = np.zeros(length, dtype=np.int32)
+    for version, start, end in spans:
+        versions[start:end] = version
+    return versions
+
+
+def _sampled(known: State) -> Sampled:
+    arrays = (known[name].tolist() for name in ("token_ids", "log_probs", "versions"))
+    return Sampled(*arrays, finish_reason=known["finish_reason"])
+
+
+@dataclass(frozen=True)
+class EpisodeSettings:
+    """How groups of episodes are run."""
+
+    group_size: int
+    name: str
+    """Seeds of calls are made of it, the number of the draw, the member and the call: it holds the run's seed, and
+    tells validation from training."""
+    redundancy: int = 0
+    """Further members; the first ``group_size`` to end without a fault count, the rest is cancelled."""
+    max_groups: int = 1 << 30
+    """In flight at a time; others wait for their turn."""
+    retries: int = 1
+    """Further attempts at an episode whose environment has failed."""
+    keeps: Callable[[EpisodeGroup], bool] = lambda group: True
+    """The filter; a group without a single sample is never kept."""
+
+
+@dataclass(frozen=True)
+class OpenTask:
+    """A task that a group of episodes works on."""
+
+    order: int
+    """Position in the order in which tasks were drawn."""
+    task: Task
+
+
+@dataclass(slots=True)
+class _Member:
+    """One episode of a group."""
+
+    sampler: EngineSampler
+    attempt: int = 0
+    episode: Episode | None = None
+    """None: it is not over."""
+
+
+@dataclass(slots=True)
+class _OpenGroup:
+    one: OpenTask
+    members: dict[int, _Member] = field(default_factory=dict)
+
+    @property
+    def order(self) -> int:
+        return self.one.order
+
+    @property
+    def label(self) -> str:
+        return f"{self.one.task.tag}, seed {self.one.task.seed}"
+
+
+class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
+    """Groups of episodes in flight: a coroutine each, and one for each of their episodes. Nothing waits for anything
+    else: an episode goes on when its own response or observation is there.
+
+    Args:
+        players: by tag.
+        first_draw: how many tasks were drawn before; continues the count of draws.
+    """
+
+    _unit = "group"
+
+    def __init__(
+        self,
+        engines: EngineClient,
+        draw: DrawTasks,
+        players: Mapping[str, Player],
+        settings: EpisodeSettings,
+        first_draw: int,
+    ) -> None:
+        super().__init__("an episode", first_draw)
+        self._engines = engines
+        self._draw = draw
+        self._players = players
+        self._settings = settings
+        self._slots = asyncio.Semaphore(settings.max_groups)
+        self._leaving: set[asyncio.Task[Episode]] = set()
+        self._num_ended = 0
+        self.counts: Counter[str] = Counter()
+        """Episodes since the beginning, by what became of them: ``ended``, ``retried`` (an attempt that failed) and
+        ``cancelled`` (not needed any more)."""
+
+    def start(self, count: int) -> list[OpenTask]:
+        """Draw ``count`` tasks and begin their groups; those that there were."""
+        tasks = self._draw(count)
+        self.exhausted = self.exhausted or len(tasks) < count
+        begun = [OpenTask(self.next_order + index, task) for index, task in enumerate(tasks)]
+        self.next_order += len(tasks)
+        for one in begun:
+            self._take(one)
+        return begun
+
+    def take_up(
+        self, begun: Sequence[tuple[OpenTask, Mapping[str, Any]]], scoring: Sequence[EpisodeGroup] = ()
+    ) -> None:
+        """Continue groups of an earlier process: their environments are led through the recorded responses."""
+        assert not scoring, "episodes bring their rewards"
+        for one, progress in begun:
+            self._take(one, progress["members"])
+
+    def progress_state(self) -> dict[int, State]:
+        """By number, what the groups in flight have so far."""
+        return {
+            group.order: {"members": {str(index): _member_state(one) for index, one in group.members.items()}}
+            for group in self._begun.values()
+        }
+
+    @property
+    def _moves(self) -> tuple[int, int]:
+        return self._engines.num_turns, self._num_ended
+
+    def _take(self, one: OpenTask, recorded: Mapping[str, State] | None = None) -> None:
+        group = _OpenGroup(one)
+        self._begin(group, self._run(group, recorded or {}))
+
+    def _ended(self, group: EpisodeGroup) -> None:
+        self._progress.generated.append(group)
+
+    async def _run(self, group: _OpenGroup, recorded: Mapping[str, State]) -> tuple[EpisodeGroup, bool]:
+        async with self._slots:
+            episodes = await self._members(group, recorded)
+        played = EpisodeGroup(group.order, group.one.task, episodes)
+        return played, any(one.calls for one in episodes) and self._settings.keeps(played)
+
+    async def _members(self, group: _OpenGroup, recorded: Mapping[str, State]) -> list[Episode]:
+        """The episodes that count, in the order of their numbers."""
+        settings = self._settings
+        tasks = {
+            asyncio.create_task(self._episode(group, index, recorded.get(str(index)))): index
+            for index in range(settings.group_size + settings.redundancy)
+        }
+        running, sound, failed = set(tasks), dict[int, Episode](), dict[int, Episode]()
+        try:
+            while running and len(sound) < settings.group_size:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in sorted(done, key=tasks.__getitem__):
+                    episode = task.result()
+                    self._num_ended += 1
+                    (failed if episode.failed else sound)[tasks[task]] = episode
+        finally:
+            await self._cancel(running)
+        self.counts["ended"] += len(sound) + len(failed)
+        chosen = [*sound.items(), *failed.items()][: settings.group_size]
+        return [episode for _, episode in sorted(chosen, key=lambda pair: pair[0])]
+
+    async def _cancel(self, running: set[asyncio.Task[Episode]]) -> None:
+        """Have episodes end; their environments may take their time to close."""
+        for task in running:
+            task.cancel()
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+            self.counts["cancelled"] += 1
+        if running:
+            await asyncio.sleep(0)  # their requests are withdrawn in this pass
+
+    async def _episode(self, group: _OpenGroup, index: int, recorded: State | None) -> Episode:
+        task, settings = group.one.task, self._settings
+        player = self._players[task.tag]
+        member = _Member(EngineSampler(self._engines, "", player.params))
+        group.members[index] = member
+        if recorded is not None and "episode" in recorded:
+            member.episode = episode_from(recorded["episode"], task, player)
+            return member.episode
+        first = int(recorded["attempt"]) if recorded is not None else 0
+        for attempt in range(first, settings.retries + 1):
+            calls = recorded["calls"] if recorded is not None and attempt == first else None
+            name = f"{settings.name}{group.order}.{index}" + (f".{attempt}" if attempt else "")
+            member.attempt = attempt
+            member.sampler = EngineSampler(self._engines, name, player.params, calls)
+            model = Model(member.sampler, player.template, player.tool_format, player.limits, player.thinking)
+            try:
+                episode = await run_episode(task, player.agent, model, player.limits)
+            finally:
+                member.sampler.close()
+            if episode.outcome != "environment_error" or attempt == settings.retries:
+                break
+            self.counts["retried"] += 1
+        member.episode = episode
+        return episode
+
+
+def _member_state(member: _Member) -> State:
+    if member.episode is not None:
+        return {"episode": episode_state(member.episode)}
+    return {"attempt": member.attempt, "calls": member.sampler.state_dict()}
+
+
+def episode_state(episode: Episode) -> State:
+    """An episode without its task, as plain values and arrays."""
+    conversations = episode.conversations
+    return {
+        "outcome": episode.outcome,
+        "reward": float(episode.reward),
+        "success": episode.success,
+        "metrics": dict(episode.metrics),
+        "error": episode.error,
+        "seconds": asdict(episode.seconds),
+        "counts": asdict(conversations.counts),
+        "messages": json.dumps([[call.messages, call.message] for call in conversations.calls], default=str),
+        "calls": [
+            {
+                "parent": call.parent,
+                "new_ids": np.asarray(call.new_ids, np.int32),
+                "response_ids": np.asarray(call.response_ids, np.int32),
+                "log_probs": np.asarray(call.log_probs, np.float64),
+                "versions": np.asarray(call.versions, np.int32),
+                "finish_reason": call.finish_reason,
+                "reward": float(call.reward),
+                "state": call.state,
+            }
+            for call in conversations.calls
+        ],
+    }
+
+
+def episode_from(state: Mapping[str, Any], task: Task, player: Player) -> Episode:
+    """The inverse of :func:`episode_state`."""
+    conversations = Conversations(player.template, player.thinking)
+    conversations.counts = ConversationCounts(**state["counts"])
+    for entry, (messages, message) in zip(state["calls"], json.loads(state["messages"]), strict=True):
+        arrays = {name: entry[name].tolist() for name in ("new_ids", "response_ids", "log_probs", "versions")}
+        plain = {name: entry[name] for name in ("parent", "finish_reason", "reward", "state")}
+        call = Call(index=len(conversations.calls), messages=messages, message=message, **arrays, **plain)
+        conversations.calls.append(call)
+    plain = {name: state[name] for name in ("outcome", "reward", "success", "metrics", "error")}
+    return Episode(task, conversations, seconds=Seconds(**state["seconds"]), **plain)
+
+
+@dataclass(frozen=True)
+class EpisodeCodec:
+    """Groups of episodes, as a :class:`~roll.rollout.replay.ReplayBuffer` holds them."""
+
+    players: Mapping[str, Player]
+    no_progress: State = field(default_factory=lambda: {"members": {}})
+
+    def oldest_version(self, group: EpisodeGroup, begun: int) -> int:
+        versions = [version for episode in group.episodes for call in episode.calls for version in call.versions]
+        return min(versions, default=begun)
+
+    def is_scored(self, group: EpisodeGroup) -> bool:
+        return True
+
+    def open_state(self, one: OpenTask) -> State:
+        return _task_state(one.task) | {"order": one.order}
+
+    def open_from(self, state: Mapping[str, Any]) -> OpenTask:
+        return OpenTask(int(state["order"]), _task_from(state))
+
+    def group_state(self, group: EpisodeGroup) -> State:
+        episodes = [episode_state(episode) for episode in group.episodes]
+        return _task_state(group.task) | {"order": group.order, "episodes": episodes}
+
+    def group_from(self, state: Mapping[str, Any]) -> EpisodeGroup:
+        task = _task_from(state)
+        episodes = [episode_from(one, task, self.players[task.tag]) for one in state["episodes"]]
+        return EpisodeGroup(int(state["order"]), task, episodes)
+
+
+def _task_state(task: Task) -> State:
+    return {"tag": task.tag, "seed": task.seed, "row": json.dumps(dict(task.row), default=str)}
+
+
+def _task_from(state: Mapping[str, Any]) -> Task:
+    return Task(state["tag"], int(state["seed"]), json.loads(state["row"]))
