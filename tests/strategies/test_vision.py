@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from tests import vision_models
 from tests.strategies import sharded_cases, sync_cases, vision_cases
@@ -210,7 +211,9 @@ def test_a_critic_reads_images(run_ranks: RunRanks, model_of: Callable[[str], Pa
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "kind"), [("fsdp2", "qwen2_5_vl"), ("fsdp1", "qwen3_vl"), ("zero3", "qwen3_vl")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("fsdp2", "qwen2_5_vl"), ("fsdp2", "qwen3_vl_moe"), ("fsdp1", "qwen3_vl"), ("zero3", "qwen3_vl")]
+)
 def test_weights_arrive_in_an_engine(
     run_ranks: RunRanks, model_of: Callable[[str], Path], tmp_path: Path, name: str, kind: str
 ) -> None:
@@ -243,6 +246,10 @@ def test_export_is_a_folder_of_transformers(
     before, after = (vision_cases.plain_model(folder).state_dict() for folder in (model_of(kind), tmp_path / "out"))
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[one]) for one, tensor in before.items())
+    if kind == "qwen3_vl_moe":
+        with safe_open(tmp_path / "out/model.safetensors", framework="pt") as file:
+            shape = file.get_slice("model.language_model.layers.0.mlp.experts.gate_up_proj").get_shape()
+        assert shape == [8, 64, 96], "experts, hidden size, gate and up: as on the hub, and as vLLM reads them"
 
 
 @pytest.mark.long
