@@ -6,53 +6,17 @@ import asyncio
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
-from roll.agents.endpoint import AgentEndpoint, Sampling, Session, task_body
+from roll.agents.agent_options import BlackBoxOptions
+from roll.agents.endpoint import AgentEndpoint
 from roll.agents.episode import Episode, EpisodeOver, Model, Task
 from roll.agents.programs import Exit, filled_command, program_environment, running
+from roll.agents.session import Session, task_body
 from roll.agents.verifiers import Verifier
 
-RewardSource = Literal["post", "exit", "verifier"]
 _FAREWELL_SECONDS = 10.0
 """For a program whose episode is over: it has posted its reward, or no turn is left."""
-
-
-@dataclass(frozen=True)
-class BlackBoxOptions:
-    """How an agent's program is run and rewarded."""
-
-    command: Sequence[str] = ()
-    """Program and arguments; ``{name}`` is a field of the task.  Empty: agents that are started elsewhere take the
-    episodes by ``POST /episodes``."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Further environment variables of the program."""
-    inherit_env: Sequence[str] = ()
-    """Names of variables that it gets of this process's environment, besides ``PATH`` and its like."""
-    folder: str | None = None
-    """Working folder of the program; None: the one of the run."""
-    reward: RewardSource = "post"
-    """``post``: what the program sends to ``POST /reward``. ``exit``: 1 for exit status 0, 0 for status 1.
-    ``verifier``: what the verifier says of the last answer and of the scratch folder."""
-    sampling: Sampling = "run"
-    """Where the program sets a temperature or its like: the ``run``'s hold all the same, or ``refuse`` the request."""
-
-    def problems(self, has_verifier: bool, has_worker_key: bool) -> list[str]:
-        """What is wrong with the options, in words; nothing is started for it."""
-        found = []
-        if not self.command and not has_worker_key:
-            found.append(
-                "an agent needs `command` (a program and its arguments), or `api_key_env` (the variable with the key "
-                "that agents from elsewhere send)"
-            )
-        if not self.command and self.reward == "exit":
-            found.append("reward: exit needs `command`: nothing is known of the exit of a program from elsewhere")
-        if self.reward == "verifier" and not has_verifier:
-            found.append("reward: verifier needs `verifier` (a reward or a command)")
-        return found
 
 
 class BlackBoxAgent:
@@ -61,16 +25,16 @@ class BlackBoxAgent:
     The program is given ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY``; its
     task is the JSON on standard input and in the file ``ROLL_TASK_FILE``.  It ends with its episode: at the deadline it
     is killed with all that it has started.
-
-    Raises:
-        ValueError: options that contradict each other.
     """
 
-    def __init__(self, endpoint: AgentEndpoint, options: BlackBoxOptions, verifier: Verifier | None = None) -> None:
-        problems = options.problems(verifier is not None, endpoint.serves_workers)
-        if problems:
-            raise ValueError("; ".join(problems))
-        self._endpoint, self._options, self._verifier = endpoint, options, verifier
+    def __init__(self, options: BlackBoxOptions, verifier: Verifier | None = None) -> None:
+        self._options, self._verifier = options, verifier
+        self._endpoint = AgentEndpoint(options.host, options.port, options.worker_key, options.public_url)
+
+    @property
+    def url(self) -> str:
+        """Address of the endpoint, once an episode has begun."""
+        return self._endpoint.url
 
     async def run(self, task: Task, model: Model, episode: Episode) -> float:
         """Answer the agent's calls until it is done; returns its reward.

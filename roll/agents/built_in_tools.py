@@ -43,7 +43,8 @@ class PythonTool:
         if unknown:
             raise ToolError(f"python: require names no protection {unknown[0]!r}; there are {', '.join(PROTECTIONS)}")
         self._limits = Limits(wall=timeout, memory=memory_mb * MEBIBYTE, file_size=MEBIBYTE)
-        self._sandbox = Sandbox(Settings(require=tuple(require)))
+        self._settings = Settings(require=tuple(require))
+        self._sandbox = Sandbox(self._settings)
         self._threads = ThreadPoolExecutor(parallel, thread_name_prefix="python-tool")
 
     def tool(self) -> Tool:
@@ -57,10 +58,13 @@ class PythonTool:
         Raises:
             ToolError: this host does not give the protections that ``require`` names.
         """
+        sandbox = Sandbox(self._settings)
         try:
-            self._sandbox.start()
+            sandbox.start()
         except (MissingProtection, SandboxError) as error:
             raise ToolError(f"python: {error}") from error
+        finally:
+            sandbox.close()
 
     async def __call__(self, code: str) -> ToolResult:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, code)
@@ -194,7 +198,7 @@ class ToolSet:
 
     def _add(self, kind: str, options: Any) -> None:
         if kind == "function":
-            self._tools.append(tool_of(load_function(options, "tools")))
+            self._tools.append(tool_of(load_function(options, "function")))
             return
         _check_options(kind, options)
         if kind == "mcp":
@@ -248,7 +252,7 @@ def _read_spec(spec: Any) -> tuple[str, Any]:
         if kind in KINDS and isinstance(options, Mapping | None):
             return kind, dict(options or {})
     names = ", ".join((*KINDS, "function"))
-    raise ToolError(f"tools: {spec!r} must be the dotted path of a function, or one of {names} with its options")
+    raise ToolError(f"{spec!r} must be the dotted path of a function, or one of {names} with its options")
 
 
 def _check_options(kind: str, options: Mapping[str, Any]) -> None:
@@ -257,10 +261,10 @@ def _check_options(kind: str, options: Mapping[str, Any]) -> None:
         if name not in parameters:
             near = closest(name, parameters)
             hint = f"; did you mean {near!r}?" if near else ""
-            raise ToolError(f"tools: {kind} has no option {name!r}{hint} (it has {', '.join(parameters)})")
+            raise ToolError(f"{kind} has no option {name!r}{hint} (it has {', '.join(parameters)})")
     missing = [one.name for one in parameters.values() if one.default is one.empty and one.name not in options]
     if missing:
-        raise ToolError(f"tools: {kind} needs the option {missing[0]!r}")
+        raise ToolError(f"{kind} needs the option {missing[0]!r}")
 
 
 def load_function(path: Any, key: str) -> Callable[..., Any]:

@@ -16,17 +16,16 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from roll.agents.chat_ids import Message, TemplateError
-from roll.agents.episode import EngineFault, EpisodeOver, Model, Task
-from roll.agents.wire_chat import ChatRequest, Reply, chat_body, chat_events, read_chat_request, reply_of
+from roll.agents.chat_ids import TemplateError
+from roll.agents.session import Refusal, Session, episode_over, task_body
+from roll.agents.wire_chat import Reply, chat_body, chat_events, read_chat_request
 from roll.agents.wire_messages import messages_body, messages_events, read_messages_request
 from roll.agents.wire_responses import read_responses_request, responses_body, responses_events
 from roll.serving.app import CLIENT_HAS_GONE, DISCONNECT_POLL_SECONDS
@@ -37,122 +36,11 @@ from roll.serving.server import HttpServer
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Handler = Callable[[Request, "Session"], Awaitable[Response]]
-Sampling = Literal["run", "refuse"]
-"""Where a client sets a temperature or its like: the run's hold all the same, or the request is refused."""
+Handler = Callable[[Request, Session], Awaitable[Response]]
 _MAX_RETIRED = 65_536
 """Ended episodes whose keys are still known as such."""
 _MAX_WAIT = 60.0
 """Seconds that ``POST /episodes`` waits for an episode at most."""
-
-
-@dataclass(frozen=True)
-class Refusal(Exception):
-    """An answer of the endpoint other than 200."""
-
-    status: int
-    message: str
-    kind: str = "invalid_request_error"
-    code: str | None = None
-
-
-@dataclass(eq=False)
-class Session:
-    """An episode, as the endpoint knows it.  Created and used on the episode's event loop."""
-
-    task: Task
-    model: Model
-    sampling: Sampling = "run"
-    key: str = ""
-    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    reward: float | None = None
-    """As posted."""
-    success: bool | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    """The agent has posted that it is done, has no turn left, or an engine has failed."""
-    limit: EpisodeOver | None = None
-    """The limit that the newest call has met."""
-    fault: EngineFault | None = None
-    overridden: int = 0
-    """Calls whose sampling parameters the run's have replaced."""
-    in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
-    closed: bool = False
-    responses: dict[str, list[Message]] = field(default_factory=dict)
-    """Response id to its conversation, for ``previous_response_id``."""
-
-    async def answer(self, request: ChatRequest) -> Reply:
-        """Make one model call.
-
-        Raises:
-            Refusal: the episode is over, a limit of it, messages that the chat template does not take, or sampling
-                parameters that may not be set.
-        """
-        if self.closed:
-            raise _episode_over()
-        if request.sampling and self.sampling == "refuse":
-            raise Refusal(400, f"{request.sampling[0]}: the run's sampling parameters hold here; leave it out")
-        self.overridden += bool(request.sampling)
-        task = asyncio.current_task()
-        assert task is not None
-        self.in_flight.add(task)
-        try:
-            return await self._answered(request)
-        finally:
-            self.in_flight.discard(task)
-
-    async def _answered(self, request: ChatRequest) -> Reply:
-        options: dict[str, Any] = {"stop": request.stops} if request.stops else {}
-        if request.max_tokens is not None:
-            options["max_new_tokens"] = request.max_tokens
-        try:
-            response = await self.model.chat(request.messages, tools=request.tools, **options)
-        except EpisodeOver as over:
-            self.limit = over
-            if over.outcome != "context_limit":  # an agent may answer that one with a shorter conversation
-                self.done.set()
-            raise _limit_reached(over) from None
-        except TemplateError as error:
-            raise Refusal(400, f"messages: {error}") from error
-        except EngineFault as fault:
-            self.fault = fault
-            self.done.set()
-            raise Refusal(503, "the engines have failed", "server_error") from fault
-        self.limit = None
-        prompt_tokens = len(self.model.conversations.prompt_ids(response.call))
-        reply = reply_of(request, response, prompt_tokens)
-        self.model.conversations.known_as(response.call, reply.message)
-        return reply
-
-    def close(self) -> None:
-        """Drop the calls in flight; further ones are refused."""
-        self.closed = True
-        for task in self.in_flight:
-            task.cancel()
-
-    async def post(self, body: Mapping[str, Any]) -> None:
-        """Take the body of ``POST /reward``."""
-        self.reward, self.success = _number(body, "reward"), body.get("success")
-        self.metrics = {str(name): float(value) for name, value in body.get("metrics", {}).items()}
-        if body.get("done", True):
-            self.done.set()
-
-
-def _episode_over() -> Refusal:
-    return Refusal(410, "the episode of this key has ended", "permission_error", "episode_over")
-
-
-def _limit_reached(over: EpisodeOver) -> Refusal:
-    if over.outcome == "context_limit":
-        return Refusal(400, "prompt is too long: it leaves no room for a response", code="context_length_exceeded")
-    return Refusal(403, f"the episode is over: {over.outcome}", "permission_error", str(over.outcome))
-
-
-def _number(body: Mapping[str, Any], name: str) -> float:
-    value = body.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool) or value != value or abs(value) == float("inf"):
-        raise Refusal(400, f"{name}: is needed, a finite number")
-    return float(value)
 
 
 class AgentEndpoint:
@@ -195,11 +83,6 @@ class AgentEndpoint:
         """Address of the endpoint, which has been started, without ``/v1``."""
         assert self._server is not None, "start() comes first"
         return self._public_url or self._server.url
-
-    @property
-    def serves_workers(self) -> bool:
-        """Agents that are started elsewhere may take episodes."""
-        return bool(self._worker_key)
 
     def close(self) -> None:
         """Stop serving; a later :meth:`start` would begin anew."""
@@ -281,7 +164,7 @@ class AgentEndpoint:
         if session is not None and hmac.compare_digest(given.encode(), session.key.encode()):
             return session
         if hmac.compare_digest(self._retired.get(name, b""), _digest(given)):
-            raise _episode_over()
+            raise episode_over()
         raise Refusal(401, "the API key is missing or wrong", "authentication_error", "invalid_api_key")
 
     async def _models(self, request: Request, session: Session) -> Response:
@@ -358,11 +241,6 @@ class AgentEndpoint:
         return JSONResponse({"key": session.key, "base_url": self.url, "task": task_body(session.task)})
 
 
-def task_body(task: Task) -> dict[str, Any]:
-    """A task as an agent's program gets it."""
-    return {"tag": task.tag, "seed": task.seed, **task.row}
-
-
 def _public_part(key: str) -> str:
     """Names the episode of a key; the rest is secret."""
     parts = key.split("-", 2)
@@ -412,12 +290,12 @@ async def _on_loop(session: Session, coroutine: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(coroutine, session.loop)
     except RuntimeError as error:
         coroutine.close()
-        raise _episode_over() from error
+        raise episode_over() from error
     try:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
         if future.cancelled() and not _is_cancelling():
-            raise _episode_over() from None
+            raise episode_over() from None
         raise
 
 

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from roll.agents.chat_ids import Message
 from roll.agents.episode import Episode, EpisodeOver, Model, Task
-from roll.environments.base import Environment, Turn, call_off_loop, read_reset, read_step, takes_task
+from roll.environments.base import Environment, Turn, read_reset, read_step, takes_task
+from roll.environments.off_loop import call_off_loop
 
 Context = Literal["append", "observation", "last", "own"]
 """What the next prompt holds: everything so far; the current observation with the last turns told in a template; the

@@ -6,9 +6,9 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from roll.agents.agent_options import ToolAgentOptions
 from roll.agents.built_in_tools import ToolSet, load_function
 from roll.agents.chat_ids import Message
 from roll.agents.episode import Episode, EpisodeOver, Model, Response, Task
@@ -16,31 +16,27 @@ from roll.agents.tools import ToolBox, ToolError, ToolResult, tool_messages
 from roll.agents.verifiers import Verifier
 
 
-@dataclass(frozen=True)
-class ToolOptions:
-    """How questions are put and answers found."""
-
-    system: str | None = None
-    """System message."""
-    template: str | None = None
-    """Text of the question, a format string of the row's columns; None: the column ``messages`` (a conversation),
-    ``prompt`` or ``question``."""
-    tool_reward: float = 0.0
-    """Added for every response that calls a tool."""
-    tool_success_reward: float = 0.0
-    """Added once to an episode that succeeds and has used a tool."""
-    max_tool_uses: int | None = None
-    """Calls of an episode; further ones are refused with a result that says so."""
-
-
 class ToolAgent:
     """Asks the policy, makes the calls that it writes, and asks again with their results, until a response has none.
 
     A call that cannot be read is answered too: with what is wrong with it.
+
+    Args:
+        system: system message; None: none.
+        template: text of the question, a format string of the row's columns; None: the column ``messages`` (a
+            conversation), ``prompt`` or ``question``.
     """
 
-    def __init__(self, tools: ToolSet, verifier: Verifier, options: ToolOptions) -> None:
+    def __init__(
+        self,
+        tools: ToolSet,
+        verifier: Verifier,
+        options: ToolAgentOptions,
+        system: str | None = None,
+        template: str | None = None,
+    ) -> None:
         self._tools, self._verifier, self._options = tools, verifier, options
+        self._system, self._template = system, template
 
     async def run(self, task: Task, model: Model, episode: Episode) -> float:
         """Work until there is an answer; returns what the verifier says of it.
@@ -60,7 +56,7 @@ class ToolAgent:
 
     async def _answered(self, task: Task, model: Model, episode: Episode, box: ToolBox) -> int:
         """Work until a response calls nothing; the number of calls."""
-        messages = first_messages(task, self._options.system, self._options.template)
+        messages = first_messages(task, self._system, self._template)
         used = 0
         while True:
             response = await model.chat(messages, tools=box.schemas)

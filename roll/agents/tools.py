@@ -11,7 +11,7 @@ from typing import Any
 
 from roll.agents.chat_ids import Message
 from roll.agents.tool_calls import ToolCall
-from roll.environments.base import call_off_loop
+from roll.environments.off_loop import call_off_loop
 
 _MAX_RESULT = 20_000
 """Characters of a result that a conversation gets by default."""

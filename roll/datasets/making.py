@@ -105,6 +105,10 @@ class RowMaker(ABC):
         token_ids = self.images.expand(source, rendered.token_ids, vision)
         return rendered if token_ids is rendered.token_ids else Rendered(rendered.text, token_ids)
 
+    def columns_of(self, first: SourceRow) -> Columns:
+        """The columns of the set that begins with ``first``."""
+        return Columns.of(self.data_args, first)
+
     def difficulty(self, source: SourceRow) -> float | None:
         curriculum = self.data_args.curriculum
         return None if curriculum is None else as_number(source, curriculum.column, "data_args.curriculum")

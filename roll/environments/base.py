@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import inspect
 import json
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
@@ -28,7 +27,9 @@ class Environment(Protocol):
     must give equal episodes for equal actions: members of a group are compared with each other.
     ``info`` may hold ``success`` (bool), ``state`` (a text that identifies the state, for step-level advantages),
     ``valid`` (bool: the action was understood), ``metrics`` (name to number), ``tools`` (schemas, at reset) and
-    ``role`` of a text observation (default ``user``).  A method ``close()`` is called at the end where there is one,
+    ``role`` of a text observation (default ``user``).  An attribute ``instant = True`` says that its methods never wait
+    and take next to no time, so that they may be called on the event loop.  A method ``close()`` is called at the end
+    where there is one,
     ``sample_action(rng)`` gives a random legal action to ``roll env play --random``.
     """
 
@@ -71,13 +72,6 @@ class Turn:
 async def resolved(value: Any) -> Any:
     """``value``, awaited where it is an awaitable."""
     return await value if inspect.isawaitable(value) else value
-
-
-async def call_off_loop(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call a coroutine function on the event loop, any other in a thread, so that it blocks nobody."""
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        return await function(*args, **options)
-    return await resolved(await asyncio.to_thread(function, *args, **options))
 
 
 def takes_task(environment: Environment) -> bool:

@@ -6,7 +6,7 @@ import random
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from roll.environments.actions import MOVES, ActionPattern, move_named, moved
 
@@ -28,6 +28,7 @@ class FrozenLake:
     The reward is 1 at the goal, otherwise 0; ``format_penalty`` is added for a response without a legal action.
     """
 
+    instant: ClassVar[bool] = True
     size: int = 4
     p: float = 0.8
     """Probability that a cell is ice."""

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from roll.environments.actions import ActionPattern
 
@@ -20,6 +20,7 @@ Step = tuple[str, float, bool, bool, dict[str, Any]]
 class GuessNumber:
     """A secret number of a range; every guess is answered with ``higher``, ``lower`` or ``right``."""
 
+    instant: ClassVar[bool] = True
     min_number: int = 1
     max_number: int = 20
     max_steps: int = 10
@@ -100,6 +101,7 @@ def _value(node: ast.expr) -> int:
 class Calculator:
     """An arithmetic question; ``calc EXPRESSION`` uses the calculator, ``#### n`` is the final answer."""
 
+    instant: ClassVar[bool] = True
     digits: int = 2
     """Of both numbers."""
     operators: Sequence[str] = ("+", "-", "*")
@@ -170,6 +172,7 @@ class HiddenWord:
     often as the word has it).
     """
 
+    instant: ClassVar[bool] = True
     words: Sequence[str] = tuple(_WORDS.split())
     max_steps: int = 6
     format_penalty: float = 0.0

@@ -107,6 +107,13 @@ def check_environment_options(env_type: str, env_config: Mapping[str, Any]) -> N
         _build(env_type, lambda: target(**env_config))
 
 
+def is_instant(env_type: str) -> bool:
+    """Its methods may be called on the event loop: the class says ``instant = True``."""
+    if ":" in env_type:
+        return False
+    return bool(getattr(load_environment_class(env_type), "instant", False))
+
+
 def load_environment_class(env_type: str) -> Callable[..., Environment]:
     """The class or function behind a name or dotted path.
 

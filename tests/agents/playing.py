@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from roll.agents.chat_ids import ChatTemplate
-from roll.agents.endpoint import AgentEndpoint, Session
+from roll.agents.endpoint import AgentEndpoint
 from roll.agents.episode import Agent, Episode, Limits, Model, Sampled, Task, run_episode
+from roll.agents.session import Session
 
 
 class Recorded:

@@ -40,6 +40,8 @@ class TokenEngines:
     rng: random.Random
     per_turn: int = 3
     slots: int = 8
+    respond: Callable[[int, int], list[int]] = response
+    """Seed and index to the sample."""
     version: int = -1
     tokens: int = 0
     """Sampled by all engines together."""
@@ -92,7 +94,7 @@ class TokenEngines:
         running = [(one, index) for one in held.values() for index in _unfinished(one)][: self.slots]
         for one, index in running:
             before = one.begun.pop(index, PartialSample([], [], []))
-            whole = response(one.given.params.seed or 0, index)
+            whole = self.respond(one.given.params.seed or 0, index)
             assert list(before.token_ids) == whole[: len(before.token_ids)], "continued behind other tokens"
             end = min(len(whole), len(before.token_ids) + self.rng.randint(1, self.per_turn))
             self.tokens += end - len(before.token_ids)

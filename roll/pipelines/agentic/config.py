@@ -15,6 +15,8 @@ from roll.config.run import OlderRLVRKeys
 
 NORMALIZATIONS = ("identity", "mean", "mean_std", "asym_clip")
 GROUPINGS = ("batch", "tags", "traj_group_id")
+AGENTS = ("tools", "black_box")
+TOOL_CALL_FORMATS = ("hermes", "qwen_xml", "glm", "mistral", "deepseek", "llama3", "gpt_oss")
 TOOL_IDS = ("python_code", "search", "mcp")
 
 
@@ -122,6 +124,22 @@ class CustomEnvConfig:
     ``textarena:ID``, ``skyrl:ID``, ``openenv:URL``; or the dotted path of a class of your own."""
     env_config: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment; checked by the environment itself."""
+    agent: str | None = setting(None, choices=AGENTS, dotted_path=True)
+    """In place of ``env_type``, who works on the task: ``tools`` (the policy with tools, until it answers),
+    ``black_box`` (a program that speaks to the policy over HTTP), or the dotted path of a coroutine
+    ``run(task, model)`` of your own."""
+    agent_config: dict[str, Any] = field(default_factory=dict)
+    """Options of the agent; of a coroutine its keyword arguments. Checked by the agent itself."""
+    tools: list[Any] = field(default_factory=list)
+    """Short for ``agent: tools`` with ``agent_config.tools``: ``python``, ``search`` and ``mcp`` with their options,
+    or dotted paths of functions."""
+    command: str | list[str] | None = None
+    """Short for ``agent: black_box`` with ``agent_config.command``: the program and its arguments."""
+    verifier: dict[str, Any] = field(default_factory=dict)
+    """Short for ``agent_config.verifier``: the reward of an answer, ``worker_cls`` (a reward's name or dotted path) with
+    ``reward_kwargs`` and ``answer_key``, or a ``command``."""
+    tool_format: str | None = setting(None, choices=TOOL_CALL_FORMATS)
+    """How the model writes tool calls; null: as its chat template does."""
     env_manager_cls: str | None = field(default=None, metadata=rules(parse=parse_dotted_path, example="~"))
     """Of ROLL's files: a class path that says what ``context`` and ``samples`` say here."""
     agent_system_template: str | None = None

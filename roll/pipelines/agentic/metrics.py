@@ -87,11 +87,11 @@ def _outcomes(episodes: Sequence[Episode], prefix: str) -> Metrics:
 
 
 def _environment(episodes: Sequence[Episode], prefix: str) -> Metrics:
-    """What environments measure, and their success under the name that ROLL's dashboards have."""
+    """What environments measure, as means over turns, and success under the name that ROLL's dashboards have."""
     numbers: dict[str, list[float]] = defaultdict(list)
     for episode in episodes:
         for name, value in episode.metrics.items():
-            numbers[name].append(value)
+            numbers[name].append(value / max(1, len(episode.calls)))
         if episode.success is not None:
             numbers["success"].append(float(episode.success))
         numbers["num_actions"].append(float(len(episode.calls)))

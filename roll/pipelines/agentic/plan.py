@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal
+from typing import Any, Literal
 
 from roll.config.plan.plan import RunAhead
 from roll.config.reading.errors import count
@@ -32,6 +32,10 @@ class EntryPlan:
     """Most tokens of a response."""
     seconds: float | None
     """Of a whole episode."""
+    agent: str | None
+    """Who works on the task in place of an environment; None: the section's environment is played."""
+    agent_config: dict[str, Any]
+    """What the agent is made with."""
     concurrent: int | None
     """Most calls of ``reset`` and ``step`` at a time; None: no limit."""
 
@@ -136,7 +140,7 @@ def _most_new_tokens(entry: EntryPlan, sequence_length: int) -> int:
 def _entry(entry: EntryPlan, sequence_length: int) -> str:
     seconds = f", {entry.seconds:g} s" if entry.seconds is not None else ""
     rows = "a row a conversation" if entry.samples == "trajectory" else "a row a turn"
-    name = entry.section.env_type or ""
+    name = entry.section.env_type or f"agent {entry.agent}"
     limits = f"at most {count(entry.turns, 'turn')} of {entry.new_tokens} tokens, {sequence_length} tokens of context"
     return f"{name}; {limits}{seconds}; context {entry.context}, {rows}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,9 @@ from roll.config.names import TEMPLATE_ENDINGS
 from roll.config.roles import DataArguments
 from roll.datasets.reading import read_rows
 from roll.datasets.templates import template_text
-from roll.environments.registry import make_environment
+from roll.environments.base import Environment
+from roll.environments.off_loop import EnvironmentProcesses
+from roll.environments.registry import is_instant, make_environment
 from roll.pipelines.agentic.config import AgenticConfig
 from roll.pipelines.agentic.plan import AgenticPlan, EntryPlan, ManagerPlan
 from roll.rollout.episodes import Player
@@ -32,9 +34,13 @@ _THINKING = {"qwen3": True, "qwen3_nothink": False}
 
 
 def build_players(
-    config: AgenticConfig, plan: AgenticPlan, manager: ManagerPlan, tokenizer: PreTrainedTokenizerBase
+    config: AgenticConfig,
+    plan: AgenticPlan,
+    manager: ManagerPlan,
+    tokenizer: PreTrainedTokenizerBase,
+    processes: list[EnvironmentProcesses],
 ) -> dict[str, Player]:
-    """One for every tag of ``manager``.
+    """One for every tag of ``manager``; ``processes`` takes those that environments live in.
 
     Raises:
         TemplateError: the chat template is none that conversations can grow with.
@@ -45,16 +51,22 @@ def build_players(
         entry = plan.entries[tag]
         template = chat_template(config, tokenizer)
         check_template(template, entry.section.thinking, tools=False)
+        agent = environment_agent(entry, manager.section.max_env_num_per_worker, processes)
         most = manager.generating_args.max_new_tokens or entry.new_tokens
         limits = Limits(entry.turns, min(entry.new_tokens, most), plan.sequence_length, entry.seconds)
         least = min(params.min_new_tokens, limits.new_tokens)
         own = replace(params, max_new_tokens=limits.new_tokens, min_new_tokens=least)
-        players[tag] = Player(environment_agent(entry), template, limits, own, thinking=entry.section.thinking)
+        players[tag] = Player(agent, template, limits, own, thinking=entry.section.thinking)
     return players
 
 
-def environment_agent(entry: EntryPlan) -> Agent:
-    """The agent that plays the environment of an entry."""
+def environment_agent(entry: EntryPlan, per_process: int, processes: list[EnvironmentProcesses]) -> Agent:
+    """The agent that plays the environment of an entry.
+
+    Args:
+        per_process: most environments of one process; 0: they live in this one.
+        processes: takes what has been made, to be closed at the end.
+    """
     section = entry.section
     options = EnvironmentOptions(
         system=section.agent_system_template or None,
@@ -69,7 +81,11 @@ def environment_agent(entry: EntryPlan) -> Agent:
         concurrent=entry.concurrent,
     )
     assert section.env_type is not None, "the checks ask for it"
-    return EnvironmentAgent(entry.tag, partial(make_environment, section.env_type, section.env_config), options)
+    make: Callable[[], Environment] = partial(make_environment, section.env_type, dict(section.env_config))
+    if per_process and not is_instant(section.env_type):
+        processes.append(EnvironmentProcesses(make, per_process))
+        make = processes[-1].make
+    return EnvironmentAgent(entry.tag, make, options)
 
 
 def chat_template(config: AgenticConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:

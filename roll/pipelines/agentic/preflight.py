@@ -16,7 +16,7 @@ from roll.config.reading.masking import masked
 from roll.config.reading.yaml_files import shown
 from roll.environments.registry import EnvironmentOptionError, check_environment_options
 from roll.pipelines.agentic.config import AgenticConfig
-from roll.pipelines.agentic.planning import used_entries
+from roll.pipelines.agentic.planning import agent_of, used_entries
 from roll.pipelines.policy_preflight import build_own_filter, policy_functions
 
 TOKENIZER = "tokenizer_config.json"
@@ -39,6 +39,9 @@ def check_environments(loaded: LoadedConfig[AgenticConfig]) -> None:
     find_own_modules()
     problems = []
     for tag, section in used_entries(loaded.config).items():
+        agent, options = agent_of(section)
+        if agent is not None:
+            problems += agent_problems(f"custom_envs.{tag}", agent, options, loaded)
         if section.env_type is None:
             continue
         try:
@@ -47,6 +50,21 @@ def check_environments(loaded: LoadedConfig[AgenticConfig]) -> None:
             problems.append(_problem(f"custom_envs.{tag}", section.env_type, section.env_config, error, loaded))
     if problems:
         raise ConfigError(problems)
+
+
+def agent_problems(
+    key: str, agent: str, options: dict[str, Any], loaded: LoadedConfig[AgenticConfig]
+) -> Iterator[Problem]:
+    """What is wrong with an agent, and with its options."""
+    from roll.agents.doors import AgentOptionError, check_agent
+
+    try:
+        check_agent(agent, options)
+    except AgentOptionError as error:
+        name, colon, rule = str(error).partition(": ")
+        if not colon or " " in name:
+            name, rule = "agent", str(error)
+        yield Problem(f"{key}.{name}", None, rule, source=shown(loaded.source), has_value=False)
 
 
 def _problem(

@@ -12,6 +12,7 @@ import numpy as np
 
 from roll.agents.episode import EpisodeGroup
 from roll.config.plan.plan import RunAhead
+from roll.environments.off_loop import EnvironmentProcesses
 from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
 from roll.pipelines.agentic.metrics import episode_metrics, episode_table, token_checks
 from roll.pipelines.agentic.plan import AgenticPlan, ManagerPlan
@@ -46,6 +47,8 @@ class EpisodeData:
     validation_players: dict[str, Player]
     tasks: TaskSource
     validation_tasks: TaskSource | None
+    processes: list[EnvironmentProcesses]
+    """Of environments that do not live in the driver."""
 
 
 def load_episode_data(config: AgenticConfig, plan: AgenticPlan, tokenizer: PreTrainedTokenizerBase) -> EpisodeData:
@@ -57,12 +60,14 @@ def load_episode_data(config: AgenticConfig, plan: AgenticPlan, tokenizer: PreTr
     """
     data = read_data(plan)
     validation = plan.validation
+    processes: list[EnvironmentProcesses] = []
     return EpisodeData(
         tokenizer,
-        build_players(config, plan, plan.train, tokenizer),
-        {} if validation is None else build_players(config, plan, validation, tokenizer),
+        build_players(config, plan, plan.train, tokenizer, processes),
+        {} if validation is None else build_players(config, plan, validation, tokenizer, processes),
         TaskSource(plan.train, f"train/{config.seed}", data),
         None if validation is None else TaskSource(validation, "validation", data),
+        processes,
     )
 
 
@@ -124,7 +129,15 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
         before, now = self._counts_before, dict(self._flow.counts)
         self._counts_before = now
         names = ("ended", "retried", "cancelled")
-        return {f"scheduler/episodes_{name}": Mean(now.get(name, 0) - before.get(name, 0)) for name in names}
+        deaths = sum(one.num_deaths for one in self._data.processes)
+        return {f"scheduler/episodes_{name}": Mean(now.get(name, 0) - before.get(name, 0)) for name in names} | {
+            "env/process_deaths": Mean(deaths)
+        }
+
+    def close(self) -> None:
+        super().close()
+        for processes in self._data.processes:
+            processes.close()
 
     def validation(self) -> Coroutine[Any, Any, EpisodeValidation]:
         """The same tasks each time, sampled from the same seeds: two validations differ by the policy alone."""

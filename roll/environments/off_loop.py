@@ -1,0 +1,284 @@
+"""Calls off the event loop: in threads that nobody waits for, and in processes of their own that may die."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import inspect
+import itertools
+import multiprocessing
+import pickle
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from roll.environments.base import resolved
+
+MOST_THREADS = 1024
+"""Calls at a time; one that hangs keeps its thread."""
+STOP_SECONDS = 1.0
+"""For a process to end by itself."""
+
+
+class _DaemonThreads:
+    """Runs calls in threads that end with the process, whatever they are doing; made as needed and used again."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_threads = 0
+        self._num_free = 0
+
+    def run(self, call: Callable[[], None]) -> None:
+        with self._lock:
+            if self._num_free:
+                self._num_free -= 1
+            elif self._num_threads < self._most:
+                self._num_threads += 1
+                threading.Thread(target=self._serve, daemon=True, name="roll-environment").start()
+            else:
+                self._num_free -= 1  # whoever is free next takes it
+        self._work.put(call)
+
+    def _serve(self) -> None:
+        while True:
+            self._work.get()()
+            with self._lock:
+                self._num_free += 1
+
+
+_threads = _DaemonThreads(MOST_THREADS)
+
+
+async def call_off_loop(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a coroutine function on the event loop, any other in a thread, so that it blocks nobody.
+
+    Methods of an object that says ``instant = True`` never wait and take next to no time: they are called as they are.
+    """
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        return await function(*args, **options)
+    if getattr(getattr(function, "__self__", None), "instant", False):
+        return function(*args, **options)
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[Any] = loop.create_future()
+    context = contextvars.copy_context()
+    _threads.run(partial(_answered, loop, answer, partial(context.run, function, *args, **options)))
+    return await resolved(await answer)
+
+
+def _answered(loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Any], call: Callable[[], Any]) -> None:
+    value, error = None, None
+    try:
+        value = call()
+    except BaseException as caught:
+        # A StopIteration cannot be raised into a coroutine, and an exit is not the run's.
+        wrapped = not isinstance(caught, Exception) or isinstance(caught, StopIteration)
+        error = RuntimeError(f"{type(caught).__name__}: {caught}") if wrapped else caught
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        loop.call_soon_threadsafe(_settle, answer, value, error)
+
+
+def _settle(answer: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
+    if answer.done():
+        return  # cancelled: its deadline has passed
+    if error is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(value)
+
+
+class EnvironmentProcessDied(RuntimeError):
+    """The process that an environment was in has ended."""
+
+
+class EnvironmentProcesses:
+    """Environments in processes of their own, up to ``per_process`` in each; a process that dies takes no other along.
+
+    Processes are started as they are needed and used again; one that has died, or in which a call has hung, is replaced
+    by the next :meth:`make`.
+
+    Args:
+        make: builds an environment; it must be picklable.
+    """
+
+    def __init__(self, make: Callable[[], Any], per_process: int = 1) -> None:
+        self._make = make
+        self._per_process = per_process
+        self._processes: list[_Process] = []
+        self.num_deaths = 0
+        """Processes that have died or were ended because a call hung."""
+
+    def make(self) -> RemoteEnvironment:
+        """An environment in one of the processes with room."""
+        lost = [one for one in self._processes if one.has_ended]
+        self.num_deaths += len(lost)
+        self._processes = [one for one in self._processes if not one.has_ended]
+        process = next((one for one in self._processes if one.num_environments < self._per_process), None)
+        if process is None:
+            process = _Process(self._make)
+            self._processes.append(process)
+        return RemoteEnvironment(process)
+
+    def close(self) -> None:
+        """End all processes."""
+        for process in self._processes:
+            process.end()
+        self._processes = []
+
+
+class RemoteEnvironment:
+    """An environment in another process."""
+
+    def __init__(self, process: _Process) -> None:
+        self._process = process
+        self._number = process.admit()
+        self._is_closed = False
+
+    async def reset(self, seed: int, task: Mapping[str, Any] | None = None) -> Any:
+        return await self._process.call(self._number, "reset", seed, dict(task or {}))
+
+    async def step(self, action: str) -> Any:
+        return await self._process.call(self._number, "step", action)
+
+    async def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            await self._process.dismiss(self._number)
+
+
+class _Process:
+    """A child process and its pipe."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._child = context.Process(target=_serve, args=(theirs, make), daemon=True, name="roll-environment")
+        self._child.start()
+        theirs.close()
+        self._calls: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
+        self._numbers = itertools.count()
+        self._environments: set[int] = set()
+        self._lock = threading.Lock()
+        self.has_ended = False
+        threading.Thread(target=self._listen, daemon=True, name="roll-environment-pipe").start()
+
+    @property
+    def num_environments(self) -> int:
+        return len(self._environments)
+
+    def admit(self) -> int:
+        number = next(self._numbers)
+        self._environments.add(number)
+        return number
+
+    async def call(self, environment: int, method: str, *args: Any) -> Any:
+        """The answer of a method; cancelled (its deadline has passed), the process is ended.
+
+        Raises:
+            EnvironmentProcessDied: see there.
+        """
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = loop.create_future()
+        number = next(self._numbers)
+        with self._lock:
+            if self.has_ended:
+                raise EnvironmentProcessDied(self._death())
+            self._calls[number] = loop, answer
+        try:
+            self._pipe.send((number, environment, method, args))
+        except (OSError, ValueError):
+            self._over()
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            # Whatever it is doing there, it is not going to be asked again.
+            self.end()
+            raise
+
+    async def dismiss(self, environment: int) -> None:
+        try:
+            if not self.has_ended:
+                await self.call(environment, "close")
+        finally:
+            self._environments.discard(environment)
+
+    def end(self) -> None:
+        self._over()
+        self._child.kill()
+        self._child.join(STOP_SECONDS)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                number, is_right, value = self._pipe.recv()
+            except (EOFError, OSError):
+                break
+            with self._lock:
+                waiting = self._calls.pop(number, None)
+            if waiting is not None:
+                loop, answer = waiting
+                error = None if is_right else RuntimeError(value)
+                with contextlib.suppress(RuntimeError):
+                    loop.call_soon_threadsafe(_settle, answer, value, error)
+        self._child.join(STOP_SECONDS)
+        self._over()
+
+    def _over(self) -> None:
+        with self._lock:
+            self.has_ended = True
+            waiting, self._calls = list(self._calls.values()), {}
+        for loop, answer in waiting:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_settle, answer, None, EnvironmentProcessDied(self._death()))
+
+    def _death(self) -> str:
+        return f"the environment's process (pid {self._child.pid}) has ended, exit code {self._child.exitcode}"
+
+
+def _serve(pipe: Connection, make: Callable[[], Any]) -> None:
+    """The child: calls of different environments run at the same time, those of one come one after the other."""
+    environments: dict[int, Any] = {}
+    lock = threading.Lock()
+
+    def run(number: int, environment: int, method: str, args: tuple[Any, ...]) -> None:
+        try:
+            reply = number, True, _called(environments, make, environment, method, args)
+            pickle.dumps(reply)
+        except BaseException as error:
+            reply = number, False, f"{type(error).__name__}: {error}"
+        with lock:
+            pipe.send(reply)
+
+    while True:
+        try:
+            call = pipe.recv()
+        except (EOFError, OSError):
+            return
+        _threads.run(partial(run, *call))
+
+
+def _called(
+    environments: dict[int, Any], make: Callable[[], Any], number: int, method: str, args: tuple[Any, ...]
+) -> Any:
+    from roll.environments.base import takes_task
+
+    if method == "reset":
+        environment = environments[number] = make()
+        seed, task = args
+        value = environment.reset(seed, task=task) if takes_task(environment) else environment.reset(seed)
+    elif method == "close":
+        environment = environments.pop(number, None)
+        close = getattr(environment, "close", None)
+        value = None if close is None else close()
+    else:
+        value = getattr(environments[number], method)(*args)
+    return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
+
+
+async def _awaited(value: Any) -> Any:
+    return await value

@@ -1,0 +1,297 @@
+"""Groups of episodes on engines without a model: seeds, redundancy, faults, conversations at home, resumption."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.simulation.clock import Clock
+from roll.agents.chat_ids import ChatTemplate
+from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
+from roll.agents.episode import EpisodeGroup, Limits, Task
+from roll.checkpoint.state import load_state, save_state
+from roll.config.plan.plan import RunAhead
+from roll.distributed import DriverLoop
+from roll.environments.base import Environment
+from roll.environments.frozen_lake import FrozenLake
+from roll.environments.off_loop import EnvironmentProcesses, RemoteEnvironment, call_off_loop
+from roll.rollout.engines import EngineClient
+from roll.rollout.episodes import EpisodeCodec, EpisodeFlow, EpisodeSettings, Player
+from roll.rollout.group_flow import RolloutExhausted
+from roll.rollout.replay import ReplayBuffer
+from roll.rollout.routing import ConversationAffinityRouter
+from roll.rollout.scheduling import AsyncScheduler, RolloutResult, collected
+from roll.strategies.engines.requests import GenerationRequest, SamplingParams
+from tests.agents.templates import CHATML
+from tests.agents.tiny import make_tokenizer
+from tests.environments.plain import Plain
+from tests.rollout.token_engines import TokenEngines
+
+SIZE = 3
+
+
+@pytest.fixture(scope="module")
+def template() -> ChatTemplate:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHATML
+    return ChatTemplate(tokenizer)
+
+
+class Lakes:
+    """A flow on engines that say a move drawn from the seed of the call, on a simulated clock."""
+
+    def __init__(self, template: ChatTemplate, make: Any = None, seed: int = 0, **settings: Any) -> None:
+        moves = [[*template.encode(move), *template.end_tokens] for move in ("Left", "Right", "Up", "Down")]
+
+        def respond(seed: int, index: int) -> list[int]:
+            return moves[random.Random(seed).randrange(4)]
+
+        self.rng = random.Random(seed)
+        self.engines = TokenEngines(2, self.rng, respond=respond)
+        self.driver = DriverLoop(Clock())
+        self.client = EngineClient(self.engines, 64, router=ConversationAffinityRouter())
+        agent = EnvironmentAgent("lake", make or FrozenLake, EnvironmentOptions(max_steps=6))
+        params = SamplingParams(max_new_tokens=8)
+        self.players = {"lake": Player(agent, template, Limits(turns=6, new_tokens=8), params)}
+        self.drawn = 0
+        self.flow = EpisodeFlow(self.client, self.draw, self.players, EpisodeSettings(SIZE, "7/", **settings), 0)
+
+    def draw(self, count: int) -> list[Task]:
+        self.drawn += count
+        return [Task("lake", seed) for seed in range(self.drawn - count, self.drawn)]
+
+    def collect(self, count: int, additional: int = 0) -> RolloutResult[EpisodeGroup]:
+        return self.driver.run(collected(self.flow, count, additional, 1e6))
+
+    def close(self) -> None:
+        self.driver.close()
+
+
+@pytest.fixture
+def lakes(template: ChatTemplate) -> Any:
+    made: list[Lakes] = []
+
+    def make(*args: Any, **settings: Any) -> Lakes:
+        if made:
+            made[-1].close()
+        made.append(Lakes(template, *args, **settings))
+        return made[-1]
+
+    yield make
+    made[-1].close()
+
+
+def contents(groups: list[EpisodeGroup]) -> Any:
+    """Everything sampled and earned."""
+    return [
+        (
+            group.order,
+            [[(call.new_ids, call.response_ids, call.reward) for call in one.calls] for one in group.episodes],
+        )
+        for group in groups
+    ]
+
+
+def test_episodes_depend_on_seeds_alone(lakes: Any) -> None:
+    """Not on which engine answers when, nor on how many groups are in flight."""
+    found = [contents(lakes(seed=seed, max_groups=most).collect(5).groups) for seed, most in ((0, 9), (1, 9), (2, 2))]
+    assert found[0] == found[1] == found[2]
+    episodes = [calls for _, members in found[0] for calls in members]
+    assert len(episodes) == 5 * SIZE and len({str(calls) for calls in episodes}) > 10
+    firsts = {order: {str(calls[0][0]) for calls in members} for order, members in found[0]}
+    assert all(len(prompts) == 1 for prompts in firsts.values()), "members of a group start equal"
+
+
+def test_a_conversation_stays_with_its_engine(lakes: Any) -> None:
+    one = lakes()
+    homes: dict[str | None, set[int]] = defaultdict(set)
+    submit = one.engines.submit
+
+    def note(rank: int, method: Any, command: Any) -> Any:
+        for request in command.add:
+            homes[request.conversation].add(rank)
+        return submit(rank, method, command)
+
+    one.engines.submit = note
+    one.collect(6)
+    assert len(homes) == 6 * SIZE
+    assert all(len(ranks) == 1 for ranks in homes.values())
+    assert {rank for ranks in homes.values() for rank in ranks} == {0, 1}
+
+
+def test_a_lost_home_is_left() -> None:
+    class Load:
+        def __init__(self, rank: int, samples: int) -> None:
+            self.rank, self.num_requests, self.num_samples = rank, samples, samples
+
+    router = ConversationAffinityRouter(max_conversations=2)
+    ask = lambda name, *loads: router.choose(  # noqa: E731
+        GenerationRequest("r", [1], SamplingParams(1), conversation=name), [Load(*load) for load in loads]
+    )
+    assert ask("a", (0, 1), (1, 0)) == 1
+    assert ask("a", (0, 0), (1, 9)) == 1
+    assert ask("a", (0, 0)) == 0
+    assert ask("a", (0, 9), (1, 0)) == 0, "it has a new home"
+    assert ask(None, (0, 9), (1, 0)) == 1
+    ask("b", (0, 1), (1, 0))
+    ask("c", (0, 1), (1, 0))
+    assert ask("a", (0, 9), (1, 0)) == 1, "forgotten"
+
+
+class Troubled(FrozenLake):
+    """Every third environment fails in one way or another; the next attempt gets another one."""
+
+    made = 0
+    faults = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Troubled.made += 1
+        self.number = Troubled.made
+
+    def reset(self, seed: int) -> Any:
+        if self.number % self.faults == 0:
+            raise RuntimeError("no server")
+        return super().reset(seed)
+
+    def step(self, action: str) -> Any:
+        if self.number % self.faults == 1:
+            raise OSError("connection lost")
+        return super().step(action)
+
+
+def test_failed_environments_are_tried_again_and_counted(lakes: Any) -> None:
+    Troubled.made = 0
+    one = lakes(Troubled, retries=4)
+    groups = one.collect(4).groups
+    assert all(not episode.failed for group in groups for episode in group.episodes)
+    assert one.flow.counts["ended"] == 4 * SIZE and one.flow.counts["retried"] > 0
+    Troubled.faults = 1
+    one = lakes(Troubled, retries=1)
+    with pytest.raises(RolloutExhausted, match=r"connection lost|no server"):
+        one.collect(1)
+    Troubled.faults = 3
+
+
+class SlowSometimes(FrozenLake):
+    """One environment in four takes an hour for every step; on the simulated clock."""
+
+    made = 0
+    instant = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        SlowSometimes.made += 1
+        self.slow = SlowSometimes.made % 4 == 0
+
+    async def step(self, action: str) -> Any:  # type: ignore[override]
+        await asyncio.sleep(3600.0 if self.slow else 0.1)
+        return super().step(action)
+
+
+def test_redundant_members_make_up_for_slow_ones(lakes: Any) -> None:
+    SlowSometimes.made = 0
+    one = lakes(SlowSometimes, redundancy=1)
+    groups = one.collect(4).groups
+    assert [len(group.episodes) for group in groups] == [SIZE] * 4
+    assert all(not episode.failed for group in groups for episode in group.episodes)
+    assert one.flow.counts == Counter(ended=4 * SIZE, cancelled=4)
+    one.driver.run(one.client.drain())
+    assert one.client.num_outstanding == 0
+    SlowSometimes.made = 0
+    one = lakes(SlowSometimes, retries=0)
+    failed = [episode for group in one.collect(4).groups for episode in group.episodes if episode.failed]
+    assert len(failed) == SIZE and "took more than 60 s" in failed[0].error
+
+
+def test_filtered_groups_are_replaced(lakes: Any) -> None:
+    odd = lakes(keeps=lambda group: group.order % 2 == 1).collect(3, additional=1)
+    assert [group.order for group in odd.groups] == [1, 3, 5]
+    assert odd.num_filtered == 3
+
+
+class Ahead:
+    """An asynchronous run of ``steps`` steps, stopped and continued in another process after each of ``stops``."""
+
+    def __init__(self, lakes: Any, folder: Path, in_flight: bool = True) -> None:
+        self.lakes, self.folder, self.in_flight = lakes, folder, in_flight
+        self.begin()
+
+    def begin(self, state: Any = None) -> None:
+        self.one = self.lakes()
+        buffer = ReplayBuffer(RunAhead.of(1.0, 3, 0), EpisodeCodec(self.one.players))
+        self.scheduler = AsyncScheduler(self.one.client, self.one.flow, buffer, 6, 1e6, in_flight=self.in_flight)
+        self.one.driver.spawn(self.scheduler.keep_going())
+        if state is not None:
+            self.one.drawn = self.one.flow.next_order = state["drawn"]
+            self.one.driver.run(self.scheduler.load_state_dict(state["ahead"]))
+
+    def step(self, step: int) -> list[EpisodeGroup]:
+        self.one.driver.run(self.scheduler.pause())
+        self.one.engines.exchange(step)
+        self.scheduler.exchanged(step)
+        groups = self.one.driver.run(self.scheduler.collect(step))
+        self.one.driver.run(asyncio.sleep(0.3))  # others compute, and episodes go on
+        return groups
+
+    def restart(self, step: int) -> None:
+        state = {"ahead": self.one.driver.run(self.scheduler.state_dict()), "drawn": self.one.drawn}
+        save_state(self.folder / str(step), state)
+        self.begin(load_state(self.folder / str(step)))
+
+
+def test_resumed_episodes_are_those_of_an_uninterrupted_run(lakes: Any, tmp_path: Path) -> None:
+    whole = Ahead(lakes, tmp_path / "whole")
+    expected = [contents(whole.step(step)) for step in range(6)]
+    versions = []
+    resumed = Ahead(lakes, tmp_path / "resumed")
+    for step in range(6):
+        groups = resumed.step(step)
+        found = dict(contents(groups))
+        known = {order: members for each in expected for order, members in each}
+        assert all(known[order] == members for order, members in found.items() if order in known)
+        versions += [set(call.versions) for group in groups for one in group.episodes for call in one.calls]
+        resumed.scheduler.buffer.check()
+        resumed.restart(step)
+    counts = resumed.scheduler.buffer.counts()
+    assert counts["drawn"] == counts["trained"] == 18, "nothing lost, nothing doubled"
+    assert len(set.union(*versions)) == 6
+
+
+def test_a_dead_process_is_replaced() -> None:
+    async def run() -> None:
+        processes = EnvironmentProcesses(Plain, per_process=2)
+        try:
+            one, other, third = (processes.make() for _ in range(3))
+            assert await asyncio.gather(one.reset(1), other.reset(2), third.reset(3)) == [(s, {}) for s in "123"]
+            assert await call_off_loop(other.step, "x") == ("x", 1.0, True, False, {})
+            with pytest.raises(RuntimeError, match=r"has ended, exit code 3"):
+                await one.step("die")
+            with pytest.raises(RuntimeError, match="has ended"):
+                await other.step("x")
+            assert await third.step("y") == ("y", 1.0, True, False, {}), "in another process"
+            await third.close()
+            again: RemoteEnvironment = processes.make()
+            assert (await again.reset(5))[0] == "5"
+            assert processes.num_deaths == 1
+        finally:
+            processes.close()
+
+    asyncio.run(run())
+
+
+def test_calls_off_the_loop_keep_their_errors() -> None:
+    async def run() -> None:
+        plain: Environment = Plain()
+        assert await asyncio.gather(*(call_off_loop(plain.reset, n) for n in range(20)))
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await call_off_loop(next, iter(()))
+        with pytest.raises(ZeroDivisionError):
+            await call_off_loop(lambda: 1 // 0)
+
+    asyncio.run(run())
