@@ -87,6 +87,7 @@ CASES: dict[str, dict[str, Any]] = {
         **PACKS,
     },
     "fsdp1": {"strategy": "fsdp_train"},
+    "fsdp1-ulysses": {"strategy": "fsdp_train", "model_args": {"ulysses_size": 2}, "split": (15,)},
     "fsdp1-text-on-one-rank-packed": {"strategy": "fsdp_train", "split": TEXT_ON_ONE, **PACKS},
     "fsdp1-frozen-text-on-one-rank": {"strategy": "fsdp_train", "split": TEXT_ON_ONE, "frozen": "model.visual"},
     "fsdp1-moe-shared-prompts": {"strategy": "fsdp_train", "kind": "qwen3_vl_moe", "use_prefix_sharing": True},
