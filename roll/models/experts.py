@@ -255,6 +255,7 @@ def routing_sums(
         token_rows: float32 (T,), how many rows each token of the pass stands for.
     """
     counts, probs, entropies = [], [], []
+    token_rows = token_rows.float()  # FSDP2 casts what a pass is given; such small numbers are exact in any type
     for (logits, indices), layer in zip(recorded, layers, strict=True):
         scores = logits.float()
         # DeepSeek-V3 (arXiv:2412.19437, equation 19): affinities are normalised over the experts.

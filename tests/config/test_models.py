@@ -170,6 +170,16 @@ def test_heads_of_an_engine(folder: Path) -> None:
     assert "must divide the model's 6 attention heads" in problem.rule and problem.example == 2
 
 
+def test_a_vision_language_model(folder: Path) -> None:
+    """Sizes are those of the language model in it; Megatron has no tower, and the message says what has."""
+    model = {"model_type": "qwen3_vl", "vision_config": {}, "text_config": DENSE, "image_token_id": 5}
+    three = {"actor_train.model_args.ulysses_size": 3, "actor_train.device_mapping": [0, 1, 2]}
+    rules = [problem.rule for problem in found(folder, model, **three)]
+    assert any("must divide the model's 8 attention heads" in rule for rule in rules), rules
+    (problem,) = found(folder, model, **MEGATRON)
+    assert problem.rule.endswith("no vision tower of these families; strategy_name: fsdp2_train has"), problem.rule
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", '"x"', ""])
 def test_a_config_that_is_none(folder: Path, text: str) -> None:
     found(folder, DENSE)
