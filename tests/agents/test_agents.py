@@ -360,7 +360,7 @@ def test_tools_around_an_environment(template: ChatTemplate) -> None:
     ]
     for wrong, error in (
         ([("python_code", {"sandbox_type": "bwrap"})], "tool_args.sandbox_type: python_code has timeout"),
-        ([("search", {"search_url": "http://x"})], "tool_args.search_url: search has path"),
+        ([("search", {"url": "http://x"})], "tool_args.url: search has path"),
     ):
         with pytest.raises(ToolError, match=error):
             tool_specs(wrong)
