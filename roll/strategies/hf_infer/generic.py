@@ -53,15 +53,22 @@ class GenericDecoder(Decoder):
         keys_values = torch.stack([torch.stack(pair) for pair in _written(cache)])
         return PromptStates(keys_values, logits[torch.arange(len(prompts), device=self.device), which])
 
-    def extend(self, keys_values: torch.Tensor, known: int, prompt: Sequence[int]) -> PromptStates:
-        logits = self.model(
+    def extend(self, keys_values: torch.Tensor, known: Sequence[int], prompts: Sequence[Sequence[int]]) -> PromptStates:
+        logits = [
+            self._extend(keys_values[:, :, row, :, : len(prompt)], count, prompt)
+            for row, (count, prompt) in enumerate(zip(known, prompts, strict=True))
+        ]
+        return PromptStates(keys_values, torch.cat(logits))
+
+    def _extend(self, keys_values: torch.Tensor, known: int, prompt: Sequence[int]) -> torch.Tensor:
+        """Logits (1, vocab_size) behind one prompt; keys_values (num_layers, 2, num_kv_heads, length, head_dim)."""
+        return self.model(
             input_ids=torch.tensor([prompt[known:]], device=self.device),
             position_ids=torch.arange(known, len(prompt), device=self.device)[None],
             past_key_values=Cache(layers=[_PromptLayer(part, known) for part in keys_values]),
             use_cache=True,
             logits_to_keep=1,
-        ).logits
-        return PromptStates(keys_values[:, :, None], logits[:, -1])
+        ).logits[:, -1]
 
     def decode(self, tokens: torch.Tensor, slots: DecodeSlots) -> torch.Tensor:
         bias = slots.bias()
