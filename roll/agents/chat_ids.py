@@ -8,6 +8,7 @@ conversation with a marker in place of every response, so no template is known h
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -75,6 +76,17 @@ class ChatTemplate:
         self._json_arguments: bool | None = None
         """Tool arguments are a JSON text (True) or a mapping; None until a call was rendered."""
 
+    def with_tools(self, tools: Sequence[Message]) -> ChatTemplate:
+        """The same template for conversations that are offered ``tools`` in place of this one's."""
+        other = copy.copy(self)
+        other._tools = list(tools) or None
+        return other
+
+    @property
+    def source(self) -> str:
+        """The template's text."""
+        return str(self._arguments.get("chat_template") or self._tokenizer.get_chat_template(tools=self._tools))
+
     @property
     def end_tokens(self) -> frozenset[int]:
         return frozenset(self._ends.values())
@@ -94,11 +106,26 @@ class ChatTemplate:
         return self.encode(self.render(messages))
 
     def render(self, messages: Sequence[Message], generation_prompt: bool = True) -> str:
-        """The text of ``messages``.
+        """The text of ``messages``; arguments of tool calls in the form that this template takes.
 
         Raises:
             TemplateError: with the template's own message.
         """
+        if not any(message.get("tool_calls") for message in messages):
+            return self._render(messages, generation_prompt)
+        forms = (False, True) if self._json_arguments is None else (self._json_arguments,)
+        for as_json in forms:
+            try:
+                text = self._render(_with_arguments(messages, as_json), generation_prompt)
+            except TemplateError:
+                if as_json is forms[-1]:
+                    raise
+                continue
+            self._json_arguments = as_json
+            return text
+        raise AssertionError("unreachable: the last form raises")
+
+    def _render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         import jinja2
 
         try:
@@ -131,7 +158,7 @@ class ChatTemplate:
         assert new and all(message["role"] != "assistant" for message in new)
         whole = self._with_markers([*history, *new])
         marker = _MARKER.format(len(history) - 1)
-        text = self._render_marked(whole)
+        text = self.render(whole)
         _, found, tail = text.rpartition(marker)
         if not found:
             raise TemplateError("the chat template leaves out the response that the new messages answer")
@@ -141,7 +168,7 @@ class ChatTemplate:
         for message in new:
             self._assert_shown(message, tail)
         earlier = self._with_markers(history[:-1])
-        begun, bare = self._render_marked(earlier), self._render_marked(earlier, generation_prompt=False)
+        begun, bare = self.render(earlier), self.render(earlier, generation_prompt=False)
         # What both renderings begin with is the messages; templates may end a conversation with a token of its own.
         shown = _common_beginning(begun, bare)
         moved = None if text.startswith(shown) else _difference(shown, text)
@@ -196,22 +223,6 @@ class ChatTemplate:
             marked.append(response)
         return marked
 
-    def _render_marked(self, messages: list[Message], generation_prompt: bool = True) -> str:
-        """Render calls with their arguments in the form that this template takes: a mapping or a JSON text."""
-        if not any("tool_calls" in message for message in messages):
-            return self.render(messages, generation_prompt)
-        forms = (False, True) if self._json_arguments is None else (self._json_arguments,)
-        for as_json in forms:
-            try:
-                text = self.render(_with_arguments(messages, as_json), generation_prompt)
-            except TemplateError:
-                if as_json is forms[-1]:
-                    raise
-                continue
-            self._json_arguments = as_json
-            return text
-        raise AssertionError("unreachable: the last form raises")
-
 
 def _call(tool_message: Message, index: int, marker: str) -> Message:
     name = str(tool_message.get("name", "tool"))
@@ -225,11 +236,15 @@ def _with_arguments(messages: Sequence[Message], as_json: bool) -> list[Message]
     rendered = []
     for message in messages:
         calls = [
-            one | {"function": one["function"] | {"arguments": json.dumps(one["function"]["arguments"])}}
-            for one in message.get("tool_calls", ())
+            one | {"function": one["function"] | {"arguments": _as_json(one["function"]["arguments"])}}
+            for one in message.get("tool_calls") or ()
         ]
         rendered.append(message | {"tool_calls": calls} if calls else message)
     return rendered
+
+
+def _as_json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
 def _without_thoughts(text: str) -> str:

@@ -27,6 +27,8 @@ class Call:
     new_ids: list[int]
     messages: list[Message]
     """The whole conversation that was asked about."""
+    tools: list[Message] = field(default_factory=list)
+    """Schemas that the conversation was offered."""
     response_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     """Of ``response_ids``, by the engine."""
@@ -92,18 +94,25 @@ class Conversations:
         self.counts = ConversationCounts()
         self._answered: dict[str, int] = {}
         """Digest of a conversation that ends with a response that a call gave, to the newest such call."""
+        self._templates: dict[str, ChatTemplate] = {}
+        """JSON of tools to the template with them."""
 
-    def ask(self, messages: Sequence[Message]) -> Call:
+    def ask(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> Call:
         """A new call whose prompt is ``messages``, from the ids of an earlier call where it goes on from one.
+
+        Args:
+            tools: schemas that the conversation is offered; None: those of the run's template.  A conversation that
+                goes on with other tools than before begins anew, as its prompt does.
 
         Raises:
             TemplateError: the chat template cannot render them.
         """
         messages = [dict(message) for message in messages]
-        parent, new_ids = self._grown(messages)
+        template = self._with_tools(tools)
+        parent, new_ids = self._grown(messages, template, tools or ())
         if parent is None:
-            new_ids = self._template.prompt(messages)
-        call = Call(len(self.calls), parent, new_ids, messages)
+            new_ids = template.prompt(messages)
+        call = Call(len(self.calls), parent, new_ids, messages, list(tools or ()))
         self.calls.append(call)
         return call
 
@@ -120,7 +129,19 @@ class Conversations:
         assert not call.finished and len(response_ids) == len(log_probs) == len(versions)
         call.response_ids, call.log_probs, call.versions = list(response_ids), list(log_probs), list(versions)
         call.finish_reason, call.message = finish_reason, dict(message)
-        self._answered[_digest([*call.messages, call.message])] = call.index
+        self.known_as(call, call.message)
+
+    def known_as(self, call: Call, message: Message) -> None:
+        """Recognise ``message`` as the response of ``call``: a further form in which an agent gets it."""
+        self._answered[_digest([*call.messages, message])] = call.index
+
+    def _with_tools(self, tools: Sequence[Message] | None) -> ChatTemplate:
+        if tools is None:
+            return self._template
+        key = json.dumps(list(tools), sort_keys=True, default=str)
+        if key not in self._templates:
+            self._templates[key] = self._template.with_tools(tools)
+        return self._templates[key]
 
     def prompt_ids(self, call: Call) -> list[int]:
         """The ids that the engine is given for ``call``."""
@@ -153,7 +174,9 @@ class Conversations:
             chain.append(self.calls[parent])
         return chain[::-1]
 
-    def _grown(self, messages: list[Message]) -> tuple[int | None, list[int]]:
+    def _grown(
+        self, messages: list[Message], template: ChatTemplate, tools: Sequence[Message]
+    ) -> tuple[int | None, list[int]]:
         """The call that ``messages`` go on from, and the ids that come behind its response."""
         responses = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not responses:
@@ -165,18 +188,21 @@ class Conversations:
             self.counts.breaks += known is not None
             return None, []
         call, new = self.calls[known], messages[last + 1 :]
+        if call.tools != list(tools):
+            self.counts.breaks += 1
+            return None, []
         try:
-            bridge = self._template.bridge([*call.messages, call.message], new)
+            bridge = template.bridge([*call.messages, call.message], new)
         except TemplateError:
             self.counts.breaks += 1
             return None, []
-        if self._breaks(call, new, bridge):
+        if self._breaks(call, new, bridge, template):
             self.counts.breaks += 1
             return None, []
-        grown = self._template.extended([], call.response_ids, bridge)
+        grown = template.extended([], call.response_ids, bridge)
         return known, grown[len(call.response_ids) :]
 
-    def _breaks(self, call: Call, new: list[Message], bridge: Bridge) -> bool:
+    def _breaks(self, call: Call, new: list[Message], bridge: Bridge, template: ChatTemplate) -> bool:
         """A new sample begins: the ids of ``call`` cannot grow, or the template drops their thinking."""
         moved = bridge.moved is not None
         if moved and not bridge.only_thoughts:
@@ -184,7 +210,7 @@ class Conversations:
         if self._thinking == "keep":
             self.counts.kept_thoughts += moved
             return False
-        return moved or self._template.drops_thoughts(call.messages, call.message, new)
+        return moved or template.drops_thoughts(call.messages, call.message, new)
 
 
 def _branch(chain: Sequence[Call], trained: set[int]) -> Branch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -159,15 +160,34 @@ class Model:
     ) -> None:
         self._sample, self._template, self._tool_format, self._limits = sample, template, tool_format, limits
         self.conversations = Conversations(template, thinking)
-        self.seconds = 0.0
+        self.role = ""
+        self._seconds = Seconds()
+
+    @property
+    def seconds(self) -> float:
         """Spent waiting for responses."""
+        return self._seconds.model
+
+    def as_(self, role: str) -> Model:
+        """The same policy in a part of its own: its calls have rewards and a baseline of their own, and are trained
+        where ``train_roles`` names the role."""
+        part = copy.copy(self)
+        part.role = role
+        return part
 
     @property
     def turns_left(self) -> int:
         return self._limits.turns - len(self.conversations.calls)
 
-    async def chat(self, messages: Sequence[Message], **options: Any) -> Response:
-        """The response to ``messages``; ``options`` are sampling parameters.
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None = None, **options: Any
+    ) -> Response:
+        """The response to ``messages``.
+
+        Args:
+            tools: schemas that the policy may call; None: those of the run's template.
+            options: ``max_new_tokens``; ``stop``, texts that end the response; further sampling parameters, as far as
+                the run lets an agent choose them.
 
         Raises:
             EpisodeOver: no turn is left, or the prompt leaves no room for a response.
@@ -175,7 +195,8 @@ class Model:
         """
         if self.turns_left <= 0:
             raise EpisodeOver("turn_limit")
-        call = self.conversations.ask(messages)
+        call = self.conversations.ask(messages, tools)
+        call.role = self.role
         prompt_ids = self.conversations.prompt_ids(call)
         wanted = int(options.pop("max_new_tokens", self._limits.new_tokens))
         room = min(wanted, self._limits.new_tokens, self._limits.context - len(prompt_ids))
@@ -187,19 +208,37 @@ class Model:
         except Exception as error:
             raise EngineFault(str(error)) from error
         finally:
-            self.seconds += time.perf_counter() - begin
+            self._seconds.model += time.perf_counter() - begin
         return self._answered(call, sampled)
 
+    def count_tokens(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> int:
+        """The tokens of ``messages`` as a prompt of their own.
+
+        Raises:
+            TemplateError: the chat template cannot render them.
+        """
+        template = self._template if tools is None else self._template.with_tools(tools)
+        return len(template.prompt(messages))
+
+    def text_of(self, token_ids: Sequence[int], ended: bool = False) -> str:
+        """The text of ids, special tokens included.
+
+        Args:
+            ended: of a response: without the token that ended its turn.
+        """
+        ids = list(token_ids)
+        return self._template.decode(ids[:-1] if ended and ids and ids[-1] in self._template.end_tokens else ids)
+
     def reward(self, value: float, call: Call | None = None) -> None:
-        """Add to the reward of ``call`` (None: the newest that was answered)."""
-        target = call or next((one for one in reversed(self.conversations.calls) if one.finished), None)
+        """Add to the reward of ``call`` (None: the newest that was answered, in a role the newest of that role)."""
+        answered = (one for one in reversed(self.conversations.calls) if one.finished)
+        target = call or next((one for one in answered if self.role in ("", one.role)), None)
         if target is not None:
             target.reward += value
 
     def _answered(self, call: Call, sampled: Sampled) -> Response:
         ids = sampled.token_ids
-        ended = bool(ids) and ids[-1] in self._template.end_tokens
-        text = self._template.decode(ids[:-1] if ended else ids)
+        text = self.text_of(ids, ended=True)
         parsed = parse_response(text, self._tool_format)
         message: Message = {"role": "assistant", "content": text}
         if parsed.calls:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from roll.agents.chat_ids import Message
@@ -88,6 +88,10 @@ class ToolBox:
         self._timeout, self._max_result = timeout, max_result
 
     @property
+    def names(self) -> list[str]:
+        return list(self._tools)
+
+    @property
     def schemas(self) -> list[Message]:
         return [tool.schema for tool in self._tools.values()]
 
@@ -96,7 +100,11 @@ class ToolBox:
         return list(await asyncio.gather(*map(self.call, calls)))
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """Make one call; whatever goes wrong is a result that the policy reads."""
+        """Make one call; whatever goes wrong is a result that the policy reads.
+
+        Raises:
+            ToolError: a server is lost, and cannot be started again.
+        """
         tool = self._tools.get(call.name)
         if tool is None:
             return ToolResult(f"Error: no tool {call.name!r}; there are {', '.join(self._tools) or 'none'}.", True)
@@ -107,6 +115,8 @@ class ToolBox:
             value = await asyncio.wait_for(call_off_loop(tool.function, **call.arguments), self._timeout)
         except TimeoutError:
             return ToolResult(f"Error: {call.name} took more than {self._timeout:g} s.", True)
+        except ToolError:
+            raise
         except Exception as error:
             return ToolResult(f"Error: {type(error).__name__}: {error}"[: self._max_result], True)
         if isinstance(value, ToolResult):
@@ -172,7 +182,7 @@ class McpServer:
             there = ", ".join(tool.name for tool in listed)
             raise ToolError(f"{self._title} has no tools {', '.join(sorted(missing))}; it has {there}")
         return [
-            Tool(tool.name, tool.description or "", tool.input_schema, _McpCall(client, tool.name))
+            Tool(tool.name, tool.description or "", tool.input_schema, _McpCall(_Client(client), tool.name))
             for tool in listed
             if not self._names or tool.name in self._names
         ]
@@ -191,6 +201,113 @@ class McpServer:
         return await self._stack.enter_async_context(Client(program))
 
 
+class HeldMcpServer:
+    """An MCP server that many episodes use: open from the first call on, in a task of its own, and started again where
+    it was lost.
+
+    Args:
+        make: a new :class:`McpServer` for every start.
+    """
+
+    def __init__(self, make: Callable[[], McpServer]) -> None:
+        self._make = make
+        self._lock = asyncio.Lock()
+        self._session: _McpSession | None = None
+        self._closed = False
+        self.starts = 0
+
+    async def tools(self) -> list[Tool]:
+        """
+        Raises:
+            ToolError: the server does not start.
+        """
+        session = await self._open()
+        return [replace(tool, function=_McpCall(self, tool.name)) for tool in session.tools.values()]
+
+    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Make a call; once more, to a new server, where the connection is lost.
+
+        Raises:
+            ToolError: the server cannot be started again.
+        """
+        session = await self._open()
+        try:
+            return await session.call(name, arguments)
+        except Exception as error:
+            if not _is_lost(error):
+                raise
+        async with self._lock:
+            if self._session is session:
+                self._session = None
+                await session.close()
+        return await (await self._open()).call(name, arguments)
+
+    async def close(self) -> None:
+        """End the server, for good."""
+        async with self._lock:
+            self._closed = True
+            if self._session is not None:
+                await self._session.close()
+                self._session = None
+
+    async def _open(self) -> _McpSession:
+        async with self._lock:
+            if self._closed:
+                raise ToolError("the MCP server has been closed")
+            if self._session is None:
+                session = _McpSession(self._make())
+                await session.start()
+                self._session = session
+                self.starts += 1
+            return self._session
+
+
+class _McpSession:
+    """A server from its start to its end, both in one task: MCP's client demands it."""
+
+    def __init__(self, server: McpServer) -> None:
+        self._server = server
+        self._leave = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.tools: dict[str, Tool] = {}
+
+    async def start(self) -> None:
+        opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._hold(opened))
+        await opened
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        result: ToolResult = await self.tools[name].function(**arguments)
+        return result
+
+    async def close(self) -> None:
+        self._leave.set()
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    async def _hold(self, opened: asyncio.Future[None]) -> None:
+        try:
+            async with self._server as tools:
+                self.tools = {tool.name: tool for tool in tools}
+                opened.set_result(None)
+                await self._leave.wait()
+        except Exception as error:
+            # Of a server that is lost, what its end raises says nothing more.
+            if not opened.done():
+                opened.set_exception(error)
+
+
+def _is_lost(error: Exception) -> bool:
+    """The connection is gone; any other error is the call's own."""
+    from mcp.shared.exceptions import MCPError
+
+    return error.code == _CONNECTION_CLOSED if isinstance(error, MCPError) else True
+
+
+_CONNECTION_CLOSED = -32000
+"""MCP's code for it."""
+
+
 async def _listed(client: Any) -> AsyncIterator[Any]:
     cursor = None
     while True:
@@ -203,14 +320,24 @@ async def _listed(client: Any) -> AsyncIterator[Any]:
 
 
 @dataclass(frozen=True)
-class _McpCall:
+class _Client:
     client: Any
+
+    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        answer = await self.client.call_tool(name, dict(arguments))
+        texts = [block.text if block.type == "text" else f"[{block.type}]" for block in answer.content]
+        return ToolResult("\n".join(texts), bool(answer.is_error))
+
+
+@dataclass(frozen=True)
+class _McpCall:
+    """The function of a server's tool, which checks its arguments itself."""
+
+    server: _Client | HeldMcpServer
     name: str
 
     async def __call__(self, **arguments: Any) -> ToolResult:
-        answer = await self.client.call_tool(self.name, arguments)
-        texts = [block.text if block.type == "text" else f"[{block.type}]" for block in answer.content]
-        return ToolResult("\n".join(texts), bool(answer.is_error))
+        return await self.server.call_tool(self.name, arguments)
 
 
 def _argument_problem(tool: Tool, arguments: Mapping[str, Any]) -> str | None:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from roll.config.lora import frozen_by, names_of
 from roll.config.strategies.registry import checkpoint_readers
 
 STATE_NAME = "trainer_state.json"
@@ -110,10 +111,10 @@ def check_contents(written: ModelContents, present: ModelContents, folder: Path)
         )
 
 
-def trained_under(names: Iterable[str], prefixes: str | None) -> set[str]:
+def trained_under(names: Iterable[str], prefixes: str | Sequence[str] | None) -> set[str]:
     """The names that ``freeze_module_prefix`` leaves to be trained."""
-    frozen = tuple(prefix for part in (prefixes or "").split(",") if (prefix := part.strip()))
-    return {name for name in names if not (frozen and name.startswith(frozen))}
+    every = set(names)
+    return every.difference(*(frozen_by(prefix, every) for prefix in names_of(prefixes)))
 
 
 def frozen_mismatches(written: ModelContents, trained: Collection[str]) -> list[str]:

@@ -99,12 +99,18 @@ class DataArguments:
     """Column of the demonstrated response in supervised training."""
     messages: str | None = None
     """Column of the chat messages (a list, or the same as a JSON string); excludes ``prompt``."""
+    images: str = "images"
+    """Column of a row's images (vision-language models): one or a list, each bytes, a path, a ``data:`` URI, or
+    ``{bytes, path}``. They stand where the text has ``<image>``, without any before the first user message. Rows
+    without images, or with ``image_flag: false``, are rows of text."""
     image_folder: str | None = None
-    """Folder of images (vision-language models)."""
+    """Folder from which relative paths of images start; null: the data file's."""
     image_min_pixels: int | None = setting(None, ge=1)
-    """Smallest image size in pixels."""
+    """Smaller images are enlarged to about as many pixels; null: as the model's image processor says."""
     image_max_pixels: int | None = setting(None, ge=1)
-    """Largest image size in pixels."""
+    """Larger images are shrunk to about as many pixels; null: as the model's image processor says."""
+    image_urls: bool = False
+    """Fetch images whose path is a URL, once, when rows are prepared; false: such rows are bad."""
     video_folder: str | None = None
     """Folder of videos."""
     video_fps: float = setting(2.0, gt=0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -32,6 +33,8 @@ from roll.config.run import RunConfig
 
 C = TypeVar("C", bound=RunConfig)
 EXTENSION = ".yaml"
+MISSPELT = 0.8
+"""Likeness (:mod:`difflib`) from which on an unknown name is taken for a known one with a mistake in it."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ def _load(
 def without_fragments(composed: Composed) -> dict[str, Any]:
     """The tree without top-level names that only serve ``${...}``: those that are referred to, sections that come from
     the files of a ``defaults`` list (presets, of which a file uses what it needs), and single values that stand in
-    such a file with them."""
+    such a file with them, unless they look like a misspelt key."""
     known = {key for entry in PIPELINES for key in entry.start_keys}
     known |= {key for one in definitions() for key in known_keys(one.config_class)}
     own = _own_definition(composed.data.get("pipeline"), Problems())
@@ -141,7 +144,11 @@ def without_fragments(composed: Composed) -> dict[str, Any]:
         for key in unknown
         if key in composed.referenced
         or key in presets
-        or (composed.source.included(key) and files.issuperset(composed.source.files_with(key)))
+        or (
+            composed.source.included(key)
+            and files.issuperset(composed.source.files_with(key))
+            and not get_close_matches(key, known, cutoff=MISSPELT)
+        )
     }
     return {key: value for key, value in composed.data.items() if key not in dropped}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,30 @@ def names_of(target: str | Sequence[str] | None) -> tuple[str, ...]:
     """Module names from a list, or from a string with commas."""
     parts = target.split(",") if isinstance(target, str) else target or ()
     return tuple(part.strip() for part in parts if part.strip())
+
+
+VISION_TOWER = "model.visual"
+_VISION_NAMES = ("vision_model", "vision_tower", "visual", "model.vision_model", "model.vision_tower")
+"""What other projects, and Megatron, call the vision tower of a vision-language model."""
+
+
+def frozen_by(prefix: str, names: Iterable[str]) -> list[str]:
+    """The parameters that a prefix of ``freeze_module_prefix`` means.
+
+    In a vision-language model the tower goes by any of its usual names, and ``model.`` may be left out.
+
+    Args:
+        names: of all parameters of the model.
+    """
+    every = list(names)
+    spellings = [prefix]
+    if any(name.startswith(f"{VISION_TOWER}.") for name in every):
+        spellings += [
+            VISION_TOWER + prefix[len(other) :] for other in _VISION_NAMES if f"{prefix}.".startswith(f"{other}.")
+        ]
+        spellings.append(f"model.{prefix}")
+    found = ([name for name in every if name.startswith(spelling)] for spelling in spellings)
+    return next(filter(None, found), [])
 
 
 def check_lora(name: str, role: WorkerConfig, trains: bool, in_rl: bool, checks: Checks) -> None:

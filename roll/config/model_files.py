@@ -103,8 +103,12 @@ def layer_classes(model_type: str) -> frozenset[str]:
 
 
 VISION, AUDIO, EXPERTS, RECURRENT, ENCODER = "vision", "audio", "experts", "recurrent", "encoder"
+OTHER_VISION = "other vision"
+VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Values of ``model_type`` of the vision-language models that are tested."""
 NEEDS = {
     VISION: "a vision-language model",
+    OTHER_VISION: f"a vision-language model of another family than {', '.join(VISION_FAMILIES)}",
     AUDIO: "a model that hears or speaks",
     EXPERTS: "a mixture-of-experts model",
     RECURRENT: "a model with linear-attention or state-space layers",
@@ -112,13 +116,19 @@ NEEDS = {
 }
 """What each capability is for, in words."""
 SUPPORT: dict[str, tuple[str, ...]] = {
-    VISION: (),
+    VISION: ("fsdp", "deepspeed_", "hf_", "vllm"),
+    OTHER_VISION: (),
     AUDIO: (),
-    EXPERTS: (),
+    EXPERTS: ("fsdp", "deepspeed", "megatron", "hf_infer", "vllm", "sglang"),
     RECURRENT: (),
     ENCODER: (),
 }
 """By capability: the strategies (by the beginning of their name) under which it is tested."""
+FAMILIES: dict[str, dict[str, tuple[str, ...]]] = {
+    EXPERTS: dict.fromkeys(("deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text"), ("fsdp2",)),
+    RECURRENT: dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), ("fsdp2",)),
+}
+"""The same for values of ``model_type`` that are tested under other strategies than the rest."""
 
 RECURRENT_TYPES = frozenset(
     (
@@ -158,9 +168,12 @@ def needed(config: Mapping[str, Any]) -> list[str]:
     """The capabilities that a model needs beyond those of a dense language model with attention layers."""
     sections = list(_sections(config))
     types = {str(section.get("model_type", "")) for section in sections}
+    sees = any(section.get(key) is not None for section in sections for key in _VISION_KEYS)
+    is_known = config.get("model_type") in VISION_FAMILIES
     found = {
         AUDIO: any(section.get(key) for section in sections for key in _AUDIO_KEYS),
-        VISION: any(section.get(key) is not None for section in sections for key in _VISION_KEYS),
+        VISION: sees and is_known,
+        OTHER_VISION: sees and not is_known,
         EXPERTS: any(_count(section.get(key)) > 1 for section in sections for key in _EXPERT_KEYS),
         RECURRENT: bool(types & RECURRENT_TYPES) or any(map(_has_state_layers, sections)),
         ENCODER: bool(config.get("is_encoder_decoder")),
@@ -170,7 +183,9 @@ def needed(config: Mapping[str, Any]) -> list[str]:
 
 def missing(config: Mapping[str, Any], strategy: str) -> list[str]:
     """The capabilities that ``strategy`` does not have."""
-    return [name for name in needed(config) if not strategy.startswith(SUPPORT[name] or ("-",))]
+    model_type = str(config.get("model_type", ""))
+    tested = {name: FAMILIES.get(name, {}).get(model_type, SUPPORT[name]) for name in needed(config)}
+    return [name for name, strategies in tested.items() if not strategy.startswith(strategies or ("-",))]
 
 
 def describe(config: Mapping[str, Any], capabilities: list[str]) -> str:

@@ -309,7 +309,7 @@ PIPELINES = (
         ("train_env_manager", "val_env_manager", "custom_envs"),
         "roll.pipelines.agentic.definition.Agentic",
     ),
-    PipelineEntry("dpo", ("chosen_key", "rejected_key", "ipo"), missing="preference optimisation"),
+    PipelineEntry("dpo", ("chosen_key", "rejected_key", "ipo", "loss_type"), "roll.pipelines.dpo.definition.DPO"),
     PipelineEntry(
         "distill",
         ("student", "kd_objective", "distill_loss_weight", "student_pretrain"),

@@ -24,7 +24,11 @@ class ModelArguments:
     attn_implementation: str | None = setting(None, choices=ATTENTION, aliases=("flash_attn",))
     """``sdpa``, ``eager``, ``fa2`` (flash_attention_2), ``auto`` or null (``sdpa``)."""
     moe_aux_loss_coef: float | None = setting(None, ge=0)
-    """Weight of a mixture-of-experts model's load-balancing loss; null: what the model's own config says."""
+    """Weight of a mixture-of-experts model's load-balancing loss, in every kind of training; null: what the model's own
+    config says (``router_aux_loss_coef`` where ``output_router_logits`` is true, else 0)."""
+    moe_aux_loss_scope: Literal["global", "micro_batch"] = "global"
+    """Tokens over which the balance loss is taken: the whole batch of an optimizer step, however it is cut (with more
+    than one micro-batch a rank this costs one more forward pass), or each micro-batch by itself, as in transformers."""
     disable_gradient_checkpointing: bool = False
     """Keep all activations instead of recomputing them in the backward pass: faster, more memory."""
     gradient_checkpointing_use_reentrant: bool = False
@@ -40,8 +44,9 @@ class ModelArguments:
     """Outputs of a classification head."""
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
     """Overrides of entries of the model's ``config.json``, passed through as written."""
-    freeze_module_prefix: str | None = None
-    """Parameters whose name starts with this prefix (comma-separated list) are not trained."""
+    freeze_module_prefix: str | list[str] | None = None
+    """Parameters whose name starts with one of these prefixes (a list, or with commas) are not trained.
+    ``vision_model``, ``visual`` and ``model.visual`` all mean the vision tower of a vision-language model."""
     ulysses_size: int = setting(1, ge=1)
     """Ranks that share each sequence (Ulysses context parallelism), under ``fsdp2_*`` and ``fsdp_*``. Divides the
     role's ranks and the model's attention heads; for models whose layers are all full attention."""

@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.config.data import DataArguments
-from roll.datasets.columns import Columns, as_number
+from roll.datasets.columns import Columns, Message, as_number
+from roll.datasets.images import ImageReader
 from roll.datasets.reading import SourceRow
-from roll.datasets.templates import Renderer
+from roll.datasets.templates import Rendered, Renderer
 from roll.datasets.types import BadRows, DataError
 
 if TYPE_CHECKING:
     from roll.datasets.store import EncodedRows, StoredRow
+    from roll.protocol.vision import VisionInputs
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +67,11 @@ class RowMaker(ABC):
     columns: Columns
     files: Mapping[Path, int]
 
-    def __init__(self, data_args: DataArguments, renderer: Renderer, limit: int) -> None:
+    def __init__(
+        self, data_args: DataArguments, renderer: Renderer, limit: int, images: ImageReader | None = None
+    ) -> None:
         self.data_args = data_args
+        self.images = images or ImageReader(None)
         self.renderer = renderer
         self.limit = limit
         self.tally = Tally()
@@ -79,6 +84,30 @@ class RowMaker(ABC):
     @abstractmethod
     def settings(self) -> dict[str, Any]:
         """Settings that the rows depend on besides data section, tokenizer, templates and limit."""
+
+    def seen(self, source: SourceRow, messages: list[Message]) -> tuple[list[Message], VisionInputs | None]:
+        """The conversation with placeholders where images stand, and the images.
+
+        Raises:
+            DataError: images that cannot be read, or that the model would not see.
+        """
+        messages, images = self.images.read(source, messages)
+        return messages, self.images.look(source, images)
+
+    def expanded(self, source: SourceRow, rendered: Rendered | DataError, vision: VisionInputs | None) -> Rendered:
+        """The prompt with as many tokens for its images as they take.
+
+        Raises:
+            DataError: ``rendered`` itself, or placeholders in the row's own text.
+        """
+        if isinstance(rendered, DataError):
+            raise rendered
+        token_ids = self.images.expand(source, rendered.token_ids, vision)
+        return rendered if token_ids is rendered.token_ids else Rendered(rendered.text, token_ids)
+
+    def columns_of(self, first: SourceRow) -> Columns:
+        """The columns of the set that begins with ``first``."""
+        return Columns.of(self.data_args, first)
 
     def difficulty(self, source: SourceRow) -> float | None:
         curriculum = self.data_args.curriculum

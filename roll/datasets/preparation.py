@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.config.data import DataArguments
-from roll.datasets.columns import Columns, Keep, build_filter, filter_source
+from roll.datasets.columns import Keep, build_filter, filter_source
 from roll.datasets.making import RowMaker, Tally, make_all, num_processes
 from roll.datasets.reading import SourceRow, data_files, stream_rows
 from roll.datasets.types import BadRows, DataError, LoadCounts
@@ -102,7 +102,7 @@ def build_store(maker: RowMaker, paths: Sequence[Path], folder: Path | None) -> 
         read = chunks(selection(stream_rows(paths, unreadable)))
         first = next(read, None)
         if first is not None:
-            maker.columns = Columns.of(maker.data_args, first[0])
+            maker.columns = maker.columns_of(first[0])
             read = chain([first], read)
         for made in make_all(maker, read, num_processes(maker.data_args, paths)):
             for problem in made.bad:
@@ -202,6 +202,7 @@ def cache_settings(maker: RowMaker) -> dict[str, Any] | None:
         "tokenizer": fingerprint,
         "choice": choice,
         "templates": templates,
+        **maker.images.settings(),
     }
 
 

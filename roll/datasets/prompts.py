@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll.config.data import DataArguments
 from roll.datasets.columns import DomainRouter, read_ground_truth
+from roll.datasets.images import ImageReader, PreparedImages, VisionModel
 from roll.datasets.making import RowMaker
 from roll.datasets.preparation import prepare
 from roll.datasets.reading import SourceRow
@@ -31,8 +32,15 @@ class PromptDataset(Sequence[PromptRow]):
         positions: int64 (rows,), of the store's rows that belong to this set; None: all.
     """
 
-    def __init__(self, store: RowStore, counts: LoadCounts, positions: np.ndarray | None = None) -> None:
+    def __init__(
+        self,
+        store: RowStore,
+        counts: LoadCounts,
+        positions: np.ndarray | None = None,
+        reader: PreparedImages | None = None,
+    ) -> None:
         self._store = store
+        self._images = reader
         self._positions = store.positions() if positions is None else positions
         self.counts = counts
 
@@ -46,6 +54,7 @@ class PromptDataset(Sequence[PromptRow]):
         *,
         global_template: str | None = None,
         tag_to_template: Mapping[str, str] | None = None,
+        vision: VisionModel | None = None,
     ) -> PromptDataset:
         """Read ``data_args.file_name`` and keep the prompts of at most ``prompt_length`` tokens, or cut them to that.
 
@@ -56,6 +65,7 @@ class PromptDataset(Sequence[PromptRow]):
             domains: ``tag_included`` of each reward section.
             global_template: instead of ``data_args.template``, for all rows.
             tag_to_template: instead of both, for rows of the given tags.
+            vision: of a model that sees images.
 
         Raises:
             DataError: a file, row, template or tag that cannot be used, or no row left.
@@ -63,8 +73,10 @@ class PromptDataset(Sequence[PromptRow]):
         if data_args.file_name is None:
             raise DataError("data_args.file_name is not set; for example file_name: data/train.jsonl")
         templates = TemplateChoice.of_settings(data_args, global_template, tag_to_template)
-        store, paths = prepare(PromptMaker(data_args, Renderer(tokenizer, templates), prompt_length, domains))
-        dataset = cls(store, in_order(store.counts, domains))
+        images = ImageReader.of(data_args, vision)
+        store, paths = prepare(PromptMaker(data_args, Renderer(tokenizer, templates), prompt_length, domains, images))
+        prepared = PreparedImages(images, data_args, paths) if vision is not None else None
+        dataset = cls(store, in_order(store.counts, domains), reader=prepared)
         files = ", ".join(str(path) for path in paths)
         logger.info("%s: %s (prompt_length %d)", files, dataset.counts, prompt_length)
         return dataset
@@ -73,7 +85,7 @@ class PromptDataset(Sequence[PromptRow]):
         """The rows of each domain that has any, in file order."""
         domains = self._store.column("domain")[self._positions]
         return {
-            domain: PromptDataset(self._store, self.counts, self._positions[domains == domain])
+            domain: PromptDataset(self._store, self.counts, self._positions[domains == domain], self._images)
             for domain in self.counts.kept
         }
 
@@ -105,15 +117,19 @@ class PromptDataset(Sequence[PromptRow]):
 
     def _row(self, position: int) -> PromptRow:
         store = self._store
-        row = store.row(position)
+        row, token_ids = store.row(position), store.token_ids(position)
+        vision = None
+        if self._images is not None:
+            vision = self._images.of(row, token_ids, store.value("file", position), store.value("number", position))
         return PromptRow(
             prompt_id=store.value("id", position),
             domain=store.value("domain", position),
             tag=store.value("tag", position),
-            token_ids=store.token_ids(position),
+            token_ids=token_ids,
             prompt_text=store.text(position),
             ground_truth=read_ground_truth(row),
             row=row,
+            vision=vision,
         )
 
 
@@ -128,8 +144,9 @@ class PromptMaker(RowMaker):
         renderer: Renderer,
         prompt_length: int,
         domains: Mapping[str, Sequence[str] | None],
+        images: ImageReader | None = None,
     ) -> None:
-        super().__init__(data_args, renderer, prompt_length)
+        super().__init__(data_args, renderer, prompt_length, images)
         self._domains = domains
         self._router = DomainRouter(domains)
 
@@ -137,13 +154,14 @@ class PromptMaker(RowMaker):
         return {"domains": {name: sorted(tags or ()) for name, tags in self._domains.items()}}
 
     def make(self, sources: Sequence[SourceRow], bad_rows: BadRows) -> list[StoredRow]:
-        conversations, domains, difficulties = [], [], []
+        conversations, domains, difficulties, pictures = [], [], [], []
         for source in sources:
             try:
                 tag = self.columns.read_tag(source)
                 domain = self._router.route(source, tag)
                 messages = self.columns.read_messages(source)
                 difficulty = self.difficulty(source)
+                messages, vision = self.seen(source, messages)
             except DataError as error:
                 bad_rows.report(error)
                 continue
@@ -151,22 +169,25 @@ class PromptMaker(RowMaker):
             conversations.append(Conversation(source, tag, messages))
             domains.append(domain)
             difficulties.append(difficulty)
+            pictures.append(vision)
         rows: list[StoredRow] = []
-        for one, domain, difficulty, rendered in zip(
-            conversations, domains, difficulties, self.renderer(conversations), strict=True
+        for one, domain, difficulty, vision, rendered in zip(
+            conversations, domains, difficulties, pictures, self.renderer(conversations), strict=True
         ):
-            if isinstance(rendered, DataError):
-                bad_rows.report(rendered)
+            try:
+                rendered = self.expanded(one.source, rendered, vision)
+            except DataError as error:
+                bad_rows.report(error)
                 continue
-            fitting = self._fit(one, domain, rendered)
+            fitting = self._fit(one, domain, rendered, has_images=vision is not None)
             if fitting is not None:
                 rows.append(self._stored(one, domain, fitting, difficulty))
                 self.tally.without_truth[domain] += read_ground_truth(one.source.row) is None
                 self.tally.answered[domain] += one.messages[-1]["role"] == "assistant"
         return rows
 
-    def _fit(self, one: Conversation, domain: str, rendered: Rendered) -> Rendered | None:
-        """The prompt within its limit; None where it is left out.
+    def _fit(self, one: Conversation, domain: str, rendered: Rendered, has_images: bool) -> Rendered | None:
+        """The prompt within its limit; None where it is left out, as a prompt with images is that would be cut.
 
         Raises:
             DataError: too long, and neither left out nor cut by choice.
@@ -183,7 +204,7 @@ class PromptMaker(RowMaker):
                 f"{one.source.place}: the prompt has {length} tokens, prompt_length is {self.limit}; set "
                 "data_args.filter_overlong_prompts: true to leave such rows out, or data_args.truncation to cut them"
             )
-        shortened = truncate(one, rendered, self.limit, side, self.renderer)
+        shortened = None if has_images else truncate(one, rendered, self.limit, side, self.renderer)
         if shortened is None:
             self.tally.leave_out(domain, length)
         else:
@@ -203,7 +224,7 @@ class PromptMaker(RowMaker):
             token_ids=ids,
             prompt_length=len(ids),
             text=rendered.text,
-            row=source.row,
+            row=self.images.row_of(source),
             difficulty=difficulty,
         )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll.config.data import DataArguments
 from roll.datasets.columns import Columns, Message, require
+from roll.datasets.images import ImageReader, PreparedImages, VisionModel
 from roll.datasets.making import RowMaker
 from roll.datasets.preparation import prepare
 from roll.datasets.reading import SourceRow
@@ -29,8 +30,9 @@ DOMAIN = "sft"
 class SftDataset(Sequence[SftRow]):
     """Demonstrations in file order; draw from it with :class:`roll.datasets.ShuffledEpochs`."""
 
-    def __init__(self, store: RowStore) -> None:
+    def __init__(self, store: RowStore, images: PreparedImages | None = None) -> None:
         self._store = store
+        self._images = images
         self.counts = store.counts
 
     @classmethod
@@ -43,6 +45,7 @@ class SftDataset(Sequence[SftRow]):
         global_template: str | None = None,
         tag_to_template: Mapping[str, str] | None = None,
         query_key: str | None = None,
+        vision: VisionModel | None = None,
     ) -> SftDataset:
         """Read ``data_args.file_name`` and keep the demonstrations of at most ``sequence_length`` tokens.
 
@@ -52,6 +55,7 @@ class SftDataset(Sequence[SftRow]):
 
         Args:
             query_key: a column appended to the prompt after an empty line (instruction data sets keep inputs apart).
+            vision: of a model that sees images.
 
         Raises:
             DataError: a file, row or template that cannot be used, or no row left.
@@ -61,10 +65,12 @@ class SftDataset(Sequence[SftRow]):
         if tokenizer.eos_token is None:
             raise DataError(f"the tokenizer of {tokenizer.name_or_path!r} has no EOS token to close a response with")
         templates = TemplateChoice.of_settings(data_args, global_template, tag_to_template)
-        store, paths = prepare(SftMaker(data_args, Renderer(tokenizer, templates), sequence_length, query_key))
+        images = ImageReader.of(data_args, vision)
+        maker = SftMaker(data_args, Renderer(tokenizer, templates), sequence_length, query_key, images)
+        store, paths = prepare(maker)
         files = ", ".join(str(path) for path in paths)
         logger.info("%s: %s (sequence_length %d)", files, store.counts, sequence_length)
-        return cls(store)
+        return cls(store, PreparedImages(images, data_args, paths) if vision is not None else None)
 
     @property
     def ids(self) -> list[str]:
@@ -93,11 +99,16 @@ class SftDataset(Sequence[SftRow]):
 
     def _row(self, position: int) -> SftRow:
         store = self._store
+        input_ids, vision = store.token_ids(position), None
+        if self._images is not None:
+            place = store.value("file", position), store.value("number", position)
+            vision = self._images.of(store.row(position) or {}, input_ids, *place)
         return SftRow(
             row_id=store.value("id", position),
             tag=store.value("tag", position),
-            input_ids=store.token_ids(position),
+            input_ids=input_ids,
             prompt_length=store.value("prompt_length", position),
+            vision=vision,
         )
 
 
@@ -106,19 +117,27 @@ class SftMaker(RowMaker):
 
     what, limit_key = "demonstrations", "sequence_length"
 
-    def __init__(self, data_args: DataArguments, renderer: Renderer, limit: int, query_key: str | None) -> None:
-        super().__init__(data_args, renderer, limit)
+    def __init__(
+        self,
+        data_args: DataArguments,
+        renderer: Renderer,
+        limit: int,
+        query_key: str | None,
+        images: ImageReader | None = None,
+    ) -> None:
+        super().__init__(data_args, renderer, limit, images)
         self._query_key = query_key
 
     def settings(self) -> dict[str, Any]:
         return {"query_key": self._query_key, "eos_token": self.renderer.tokenizer.eos_token}
 
     def make(self, sources: Sequence[SourceRow], bad_rows: BadRows) -> list[StoredRow]:
-        conversations, answers, difficulties = [], [], []
+        conversations, answers, difficulties, pictures = [], [], [], []
         for source in sources:
             try:
                 messages, answer = read_demonstration(self.columns, source, self._query_key)
                 difficulty = self.difficulty(source)
+                messages, vision = self.seen(source, messages)
             except DataError as error:
                 bad_rows.report(error)
                 continue
@@ -127,25 +146,30 @@ class SftMaker(RowMaker):
             conversations.append(Conversation(source, tag, messages))
             answers.append(answer)
             difficulties.append(difficulty)
+            pictures.append(vision)
         tokenizer = self.renderer.tokenizer
         responses = tokenize(
             tokenizer, [f"{answer}{tokenizer.eos_token}" for answer in answers], [False] * len(answers)
         )
         rows = []
-        for one, difficulty, rendered, response in zip(
-            conversations, difficulties, self.renderer(conversations), responses, strict=True
+        for one, difficulty, vision, rendered, response in zip(
+            conversations, difficulties, pictures, self.renderer(conversations), responses, strict=True
         ):
-            if isinstance(rendered, DataError):
-                bad_rows.report(rendered)
+            try:
+                rendered = self.expanded(one.source, rendered, vision)
+            except DataError as error:
+                bad_rows.report(error)
                 continue
             length = len(rendered.token_ids) + len(response)
             if length > self.limit:
                 self.tally.leave_out(DOMAIN, length)
             else:
-                rows.append(self._stored(one, rendered.token_ids, response, difficulty))
+                rows.append(self._stored(one, rendered.token_ids, response, difficulty, vision is not None))
         return rows
 
-    def _stored(self, one: Conversation, prompt: list[int], response: list[int], difficulty: float | None) -> StoredRow:
+    def _stored(
+        self, one: Conversation, prompt: list[int], response: list[int], difficulty: float | None, has_images: bool
+    ) -> StoredRow:
         from roll.datasets.store import StoredRow
 
         return StoredRow(
@@ -157,7 +181,7 @@ class SftMaker(RowMaker):
             token_ids=prompt + response,
             prompt_length=len(prompt),
             text="",
-            row=None,
+            row=self.images.row_of(one.source) if has_images else None,
             difficulty=difficulty,
         )
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from roll.protocol.vision import VisionInputs
 
 
 class DataError(ValueError):
@@ -27,6 +30,8 @@ class PromptRow:
     ground_truth: Any
     row: dict[str, Any] = field(repr=False)
     """All columns of the row as read, for reward functions."""
+    vision: VisionInputs | None = field(default=None, repr=False)
+    """Images of the prompt, whose placeholders ``token_ids`` has, expanded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,8 @@ class SftRow:
     input_ids: list[int]
     prompt_length: int
     """Tokens of the prompt; what follows is the response, its end-of-turn token included, and carries the loss."""
+    vision: VisionInputs | None = field(default=None, repr=False)
+    """Images of the prompt."""
 
     @property
     def response_mask(self) -> list[bool]:

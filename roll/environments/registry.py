@@ -37,7 +37,15 @@ _REGISTERED: dict[str, Callable[..., Environment]] = {}
 
 
 class EnvironmentOptionError(ValueError):
-    """An environment that does not exist, or an option that it does not have or cannot use."""
+    """An environment that does not exist, or an option that it does not have or cannot use.
+
+    Args:
+        option: the one of ``env_config`` that is meant, where it is known.
+    """
+
+    def __init__(self, message: str, option: str | None = None) -> None:
+        super().__init__(message)
+        self.option = option
 
 
 def register_environment(name: str) -> Callable[[Callable[..., Environment]], Callable[..., Environment]]:
@@ -81,6 +89,22 @@ def make_environment(env_type: str, env_config: Mapping[str, Any] | None = None)
     target = load_environment_class(env_type)
     _check_options(env_type, target, config)
     return _build(env_type, lambda: target(**config))
+
+
+def check_environment_options(env_type: str, env_config: Mapping[str, Any]) -> None:
+    """What can be said of an environment without other libraries, services and data: that the name is known, that it
+    has the options, and, of the built-in ones, that their values are possible.
+
+    Raises:
+        EnvironmentOptionError: see there.
+    """
+    prefix, colon, _ = env_type.partition(":")
+    if colon and prefix in (*_ADAPTERS, *_GEM_PREFIXES):
+        return
+    target = load_environment_class(env_type)
+    _check_options(env_type, target, env_config)
+    if env_type in _BUILT_IN:
+        _build(env_type, lambda: target(**env_config))
 
 
 def is_instant(env_type: str) -> bool:
@@ -129,7 +153,7 @@ def _check_options(env_type: str, target: Callable[..., Environment], config: Ma
             near = closest(key, parameters)
             hint = f"; did you mean {near!r}?" if near else ""
             raise EnvironmentOptionError(
-                f"env_config.{key}: {env_type} has no such option{hint} (it has {', '.join(parameters)})"
+                f"env_config.{key}: {env_type} has no such option{hint} (it has {', '.join(parameters)})", key
             )
 
 

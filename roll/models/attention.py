@@ -159,19 +159,22 @@ def use_layout_attention(model: PreTrainedModel, key: str, neutral: str = "false
     """
     from transformers import AttentionInterface
 
-    _check_full_attention(model.config, key, neutral)
+    text_config = model.config.get_text_config()
+    _check_full_attention(text_config, key, neutral)
     if not getattr(model, "_supports_attention_backend", False) or (
-        model.config._attn_implementation not in _REPLACEABLE
+        text_config._attn_implementation not in _REPLACEABLE
     ):
         raise ValueError(
             f"{key}: needs a model whose attention can be replaced, with model_args.attn_implementation: sdpa; "
-            f"{type(model).__name__} runs {model.config._attn_implementation}. Set {key}: {neutral}"
+            f"{type(model).__name__} runs {text_config._attn_implementation}. Set {key}: {neutral}"
         )
     AttentionInterface.register(ATTENTION_NAME, layout_attention)
     # Unknown to the registry of masks, this name also keeps the model from building a mask.
-    model.set_attn_implementation(ATTENTION_NAME)
+    # A vision tower keeps its own: patches of an image see each other both ways.
+    model.set_attn_implementation(ATTENTION_NAME if text_config is model.config else {"text_config": ATTENTION_NAME})
     # A value model's body has a configuration of its own; none may be left behind, or it would ignore the layout.
-    configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
+    body = model if text_config is model.config else model.base_model.language_model
+    configs: list[Any] = [module.config for module in body.modules() if hasattr(module, "config")]
     assert all(config._attn_implementation == ATTENTION_NAME for config in configs)
 
 
@@ -180,7 +183,7 @@ def check_context_size(model: PreTrainedModel, context_size: int) -> None:
     Raises:
         ValueError: heads that so many ranks cannot share evenly.
     """
-    heads = model.config.num_attention_heads
+    heads = model.config.get_text_config().num_attention_heads
     if heads % context_size:
         divisors = [size for size in range(1, heads + 1) if heads % size == 0]
         raise ValueError(

@@ -12,7 +12,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from roll.config.lora import frozen_by, names_of
 from roll.config.roles import ModelArguments
+from roll.models.vision import reads_images
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -41,7 +43,7 @@ OUTPUT_MATRIX = "lm_head.weight"
 VALUE_HEAD = "score."
 """Beginning of the names of a value head's parameters."""
 
-_ATTENTION_NAMES = {None: "sdpa", "auto": "sdpa", "fa2": "flash_attention_2"}
+_ATTENTION_NAMES = {"fa2": "flash_attention_2"}
 
 # A policy must give the same probabilities in every pass, or the on-policy ratio is not 1: no dropout anywhere.
 _DROPOUT_KEYS = (
@@ -74,7 +76,7 @@ def build_model(args: ModelArguments, head: HeadName, dtype: torch.dtype = torch
         OSError: no such folder, or a folder without a model.
     """
     config = checked_config(args, head)
-    model, info = auto_class(head).from_pretrained(
+    model, info = auto_class(config, head).from_pretrained(
         args.model_name_or_path,
         config=config,
         dtype=dtype,
@@ -91,11 +93,23 @@ def build_model(args: ModelArguments, head: HeadName, dtype: torch.dtype = torch
     return model
 
 
-def auto_class(head: HeadName) -> Any:
-    """The class of transformers that makes a model with this head."""
-    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+def auto_class(config: PretrainedConfig, head: HeadName) -> Any:
+    """The class of transformers that makes a model of this configuration with this head."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification
 
+    if reads_images(config):
+        return _vision_value_class(config) if head == "value" else AutoModelForImageTextToText
     return AutoModelForTokenClassification if head == "value" else AutoModelForCausalLM
+
+
+def _vision_value_class(config: PretrainedConfig) -> Any:
+    """transformers has token classifiers for models of text only, and all that is needed to make one."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    from transformers.modeling_layers import GenericForTokenClassification
+
+    generates = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    name = generates.__name__.replace("ForConditionalGeneration", "ForTokenClassification")
+    return type(name, (GenericForTokenClassification, generates.__bases__[0]), {"__module__": generates.__module__})
 
 
 def checked_config(args: ModelArguments, head: HeadName) -> PretrainedConfig:
@@ -134,16 +148,18 @@ def load_config(args: ModelArguments) -> PretrainedConfig:
             f"model_args.model_config_kwargs: the {config.model_type} model has no {', '.join(sorted(unused))}; "
             f"it has {', '.join(sorted(key for key in config.to_dict() if not key.startswith('_')))}"
         )
-    for key in _DROPOUT_KEYS:
-        if hasattr(config, key) and key not in args.model_config_kwargs:
-            setattr(config, key, 0.0)
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        for key in _DROPOUT_KEYS:
+            if hasattr(part, key) and key not in args.model_config_kwargs:
+                setattr(part, key, 0.0)
     return config
 
 
-def attention_implementation(args: ModelArguments) -> str:
-    """The name by which transformers knows ``model_args.attn_implementation``."""
+def attention_implementation(args: ModelArguments) -> str | None:
+    """The name by which transformers knows ``model_args.attn_implementation``; None: ``sdpa`` where the model has it,
+    else ``eager`` (gpt-oss)."""
     name = args.attn_implementation
-    return _ATTENTION_NAMES.get(name) or str(name)
+    return None if name in (None, "auto") else _ATTENTION_NAMES.get(name, name)
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel, args: ModelArguments) -> None:
@@ -164,7 +180,7 @@ def has_tied_embeddings(model: PreTrainedModel) -> bool:
 
 def _refuse_changed_logits(config: PretrainedConfig, path: str) -> None:
     for key in _LOGIT_KEYS:
-        value = getattr(config, key, None)
+        value = getattr(config.get_text_config(), key, None)
         if value not in (None, 1, 1.0):
             raise ValueError(
                 f"model_args.model_name_or_path: {path} sets {key}={value}, a change of the logits that is not "
@@ -172,21 +188,23 @@ def _refuse_changed_logits(config: PretrainedConfig, path: str) -> None:
             )
 
 
-def freeze_modules(model: PreTrainedModel, prefixes: str | None) -> None:
-    """Freeze the parameters whose name starts with one of the comma-separated prefixes.
+def freeze_modules(model: PreTrainedModel, prefixes: str | Sequence[str] | None) -> None:
+    """Freeze the parameters whose name starts with one of the prefixes (a list, or with commas).
 
     Raises:
         ValueError: a prefix that matches nothing.
     """
-    for prefix in (part.strip() for part in (prefixes or "").split(",") if part.strip()):
-        matching = [parameter for name, parameter in model.named_parameters() if name.startswith(prefix)]
+    parameters = dict(model.named_parameters())
+    for prefix in names_of(prefixes):
+        matching = frozen_by(prefix, parameters)
         if not matching:
-            known = ", ".join(sorted({name.split(".")[0] for name, _ in model.named_parameters()}))
+            tops = {".".join(name.split(".")[:2]).removesuffix(".weight") for name in parameters}
             raise ValueError(
-                f"model_args.freeze_module_prefix: no parameter starts with {prefix!r}; the top modules are {known}"
+                f"model_args.freeze_module_prefix: no parameter starts with {prefix!r}; the top modules are "
+                f"{', '.join(sorted(tops))}"
             )
-        for parameter in matching:
-            parameter.requires_grad_(False)
+        for name in matching:
+            parameters[name].requires_grad_(False)
 
 
 TILED_FAMILIES = {"qwen2": "Qwen2MLP", "qwen3": "Qwen3MLP", "llama": "LlamaMLP"}

@@ -1,7 +1,9 @@
 """Layouts of a micro-batch's rows for the model, and the places of the computed values.
 
 A batch has one row a sample: ``[prompt | response | padding]``.  A layout says which token ids the model really gets,
-which hidden state predicts which response token, and where in the batch the result is written.  Three layouts are here:
+which hidden state predicts which response token, and where in the batch the result is written.  A layout also says
+where in the batch each of its tokens stands, so that what belongs to a token (positions of several axes, features of an
+image: :mod:`roll.models.vision`) follows it into any of them.  Three layouts are here:
 
 * :func:`row_layout`: the rows as they are, without the columns that predict nothing;
 * :func:`packed_layout`: the rows' own tokens behind one another, each row seeing itself only;
@@ -76,13 +78,52 @@ AttentionPattern = PromptParts | PackedSequences
 
 
 @dataclass(frozen=True)
+class ImageTokens(_OnDevice):
+    """The tokens of a layout that stand for parts of images. Each distinct image is there once."""
+
+    pixel_values: Tensor
+    """float32 (patches, patch_dim), of I images, one behind another."""
+    grids: Tensor
+    """int64 (I, 3): frames, rows and columns of patches of each."""
+    lengths: Tensor
+    """int64 (I,): features of each."""
+    tokens: Tensor
+    """int64 (V,), ascending indices into the flattened (S * T) tokens."""
+    features: Tensor
+    """int64 (V,): the feature of each, counted through all images."""
+
+    def part(self, kept: Tensor, tokens: Tensor) -> ImageTokens | None:
+        """Some of the tokens (bool (V,)) at other indices, and the images that they need; None without any.
+
+        Args:
+            tokens: int64, the new indices of those that are kept.
+        """
+        if not len(tokens):
+            return None
+        features = self.features[kept]
+        images = torch.arange(len(self.lengths), device=features.device)
+        owners = images.repeat_interleave(self.lengths)
+        used = torch.zeros_like(images, dtype=torch.bool)
+        used[owners[features]] = True
+        if bool(used.all()):
+            return replace(self, tokens=tokens, features=features)
+        return ImageTokens(
+            pixel_values=self.pixel_values[used.repeat_interleave(self.grids.prod(1))],
+            grids=self.grids[used],
+            lengths=self.lengths[used],
+            tokens=tokens,
+            features=(used[owners].cumsum(0) - 1)[features],
+        )
+
+
+@dataclass(frozen=True)
 class TokenLayout(_OnDevice):
     """Input of the model for one micro-batch of B rows and length L: S sequences of length T."""
 
     input_ids: Tensor
     """int64 (S, T)."""
     position_ids: Tensor | None
-    """int64 (S, T), or None for 0..T-1 in every sequence."""
+    """int64 (S, T), or None for 0..T-1 in every sequence; (3, S, T) where a model counts frames, rows and columns."""
     pattern: AttentionPattern | None
     """Attention pattern; None: every token sees what is before it in its sequence."""
     predictors: Tensor
@@ -91,8 +132,16 @@ class TokenLayout(_OnDevice):
     """int64 (N,), the response tokens themselves."""
     destinations: Tensor
     """int64 (N,), indices of the response tokens in the flattened (B * L) batch."""
+    sources: Tensor
+    """int64 (S, T), index of each token in the flattened (B * L) batch; -1: no result depends on it."""
     num_padding: int
     """Number of the S * T tokens on which no result depends."""
+    routes: Tensor | None = None
+    """int64 (S, T, layers, k), experts that each token is to go to (:mod:`roll.models.routes`); None: as routers say."""
+    token_rows: Tensor | None = None
+    """float32 (S, T), how many rows each token stands for; where somebody asks (:func:`with_token_rows`)."""
+    images: ImageTokens | None = None
+    """None: no token stands for a part of an image."""
 
     def scatter(self, values: Tensor, shape: torch.Size) -> Tensor:
         """Put (N,) values at their places in a (B, L) tensor of zeros; gradients flow back to ``values``."""
@@ -113,14 +162,44 @@ class TokenLayout(_OnDevice):
         positions = self.position_ids
         if positions is None:
             positions = torch.arange(length, device=self.input_ids.device).expand(sequences, -1)
+        images = self.images
+        if images is not None:
+            row, at = images.tokens // length, images.tokens % length
+            kept = (at >= columns.start) & (at < columns.stop)
+            images = images.part(kept, (row * width + at - columns.start)[kept])
         return replace(
             self,
             input_ids=self.input_ids[:, columns],
-            position_ids=positions[:, columns],
+            position_ids=positions[..., columns],
+            sources=self.sources[:, columns],
+            images=images,
             predictors=(sequence * width + column - columns.start)[own],
             targets=self.targets[own],
             destinations=self.destinations[own],
+            routes=None if self.routes is None else self.routes[:, columns],
+            token_rows=None if self.token_rows is None else self.token_rows[:, columns],
         )
+
+
+def with_token_rows(layout: TokenLayout) -> TokenLayout:
+    """With ``token_rows``: 0 for padding, the number of its responses for a token of a shared prompt, 1 for others.
+
+    Sums weighted by it are the same in every layout of the same rows.
+    """
+    sequences, length = layout.input_ids.shape
+    pattern, place = layout.pattern, torch.arange(sequences * length, device=layout.input_ids.device)
+    if pattern is None:
+        # The last hidden state that predicts something; what comes after it is padding.
+        last = place.new_full((sequences,), -1)
+        last = last.scatter_reduce(0, layout.predictors // length, layout.predictors % length, "amax")
+        return replace(layout, token_rows=(place.view(sequences, length)[:1] <= last[:, None]).float())
+    rows = (place < layout.input_ids.numel() - layout.num_padding).float()
+    if isinstance(pattern, PromptParts):
+        num_prompts, width = pattern.prompts.shape
+        responses = torch.bincount(pattern.prompt_of_part, minlength=num_prompts)
+        prompt = (pattern.restore // width).clamp_(max=num_prompts - 1)
+        rows *= torch.where(pattern.restore < pattern.prompts.numel(), responses[prompt], 1)
+    return replace(layout, token_rows=rows.view(sequences, length))
 
 
 def row_layout(input_ids: Tensor, response_mask: Tensor, width_multiple: int = 1) -> TokenLayout:
@@ -136,6 +215,9 @@ def row_layout(input_ids: Tensor, response_mask: Tensor, width_multiple: int = 1
     width = int(columns.max()) + 1 if len(columns) else 1
     width += -width % width_multiple
     ids = input_ids[:, :width] if width <= length else pad(input_ids, (0, width - length))
+    last = _last_responses(response_mask)[:, None]
+    place = torch.arange(width, device=ids.device)
+    starts = torch.arange(len(ids), device=ids.device)[:, None] * length
     return TokenLayout(
         input_ids=ids,
         position_ids=None,
@@ -143,7 +225,8 @@ def row_layout(input_ids: Tensor, response_mask: Tensor, width_multiple: int = 1
         predictors=rows * width + columns,
         targets=input_ids[rows, columns + 1],
         destinations=rows * length + columns + 1,
-        num_padding=ids.numel() - int(_last_responses(response_mask).sum()),
+        num_padding=ids.numel() - int(last.sum()),
+        sources=torch.where(place < last, starts + place, -1),
     )
 
 
@@ -173,6 +256,7 @@ def packed_layout(input_ids: Tensor, response_mask: Tensor) -> TokenLayout:
         predictors=start_of_row[response_rows] + response_columns,
         targets=input_ids[response_rows, response_columns + 1],
         destinations=response_rows * length + response_columns + 1,
+        sources=(rows[:, None] * length + columns)[used][None],
         num_padding=0,
     )
 
@@ -185,15 +269,24 @@ def padded(layout: TokenLayout, sequences: int, length: int) -> TokenLayout:
     extra = (0, length - width, 0, sequences - rows)
     flat = layout.pattern is not None
     assert min(extra) >= 0 and (not flat or rows == sequences == 1), (layout.input_ids.shape, sequences, length)
-    positions = layout.position_ids
+    positions, images = layout.position_ids, layout.images
+    if images is not None:
+        images = replace(images, tokens=_moved(images.tokens, width, length))
     return replace(
         layout,
         input_ids=pad(layout.input_ids, extra),
         position_ids=None if positions is None else pad(positions, extra),
         pattern=layout.pattern.padded(length - width) if layout.pattern is not None else None,
-        predictors=layout.predictors // width * length + layout.predictors % width,
+        predictors=_moved(layout.predictors, width, length),
+        sources=pad(layout.sources, extra, value=-1),
+        images=images,
         num_padding=layout.num_padding + sequences * length - rows * width,
     )
+
+
+def _moved(indices: Tensor, width: int, length: int) -> Tensor:
+    """Indices into flattened rows of ``width`` as indices into flattened rows of ``length``."""
+    return indices // width * length + indices % width
 
 
 def _last_responses(response_mask: Tensor) -> Tensor:
@@ -205,14 +298,18 @@ def _last_responses(response_mask: Tensor) -> Tensor:
 
 
 def shared_prompt_layout(
-    input_ids: Tensor, response_mask: Tensor, without_groups: Callable[[Tensor, Tensor], TokenLayout] = row_layout
+    input_ids: Tensor,
+    response_mask: Tensor,
+    without_groups: Callable[[Tensor, Tensor], TokenLayout] = row_layout,
+    prompt_keys: Tensor | None = None,
 ) -> TokenLayout:
     """Adjacent rows with the same prompt behind one copy of it, all in one flat run of tokens.
 
     A row's prompt is everything before its first response token; what follows (in multi-turn work the environment's
     tokens too) is its response part.  Rows without a response token take no part.
 
-    Args: as :func:`row_layout`; ``without_groups`` lays rows out of which no two share a prompt.
+    Args: as :func:`row_layout`; ``without_groups`` lays rows out of which no two share a prompt; ``prompt_keys``
+        int64 (B, L) tells prompts apart where ids do not (they are the same for any image); None: the ids do.
     """
     response_mask = response_mask.clone()
     response_mask[:, 0] = False
@@ -222,7 +319,7 @@ def shared_prompt_layout(
     columns = torch.arange(length, device=ids.device)
     first = mask.int().argmax(1)
     last = length - 1 - mask.flip(1).int().argmax(1)
-    leads = _starts_a_prompt(ids, first, columns)
+    leads = _starts_a_prompt(ids if prompt_keys is None else prompt_keys[rows], first, columns)
     if bool(leads.all()):
         return without_groups(input_ids, response_mask)
 
@@ -243,6 +340,7 @@ def shared_prompt_layout(
         predictors=slots[row_index, column_index - 1],
         targets=ids[row_index, column_index],
         destinations=rows[row_index] * length + column_index,
+        sources=(rows[:, None] * length + columns)[used][None],
         num_padding=0,
     )
 
@@ -250,7 +348,7 @@ def shared_prompt_layout(
 def leads_a_group(input_ids: Tensor, response_mask: Tensor) -> Tensor:
     """bool (B,): False for a row whose prompt is that of the row with a response before it, or that has no response.
 
-    Args: as :func:`row_layout`.
+    Args: as :func:`row_layout`; ids may be what tells prompts apart (``prompt_keys``).
     """
     rows = response_mask.any(1).nonzero()[:, 0]
     columns = torch.arange(input_ids.shape[1], device=input_ids.device)

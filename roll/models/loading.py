@@ -191,10 +191,10 @@ def build_on_meta(args: ModelArguments, head: HeadName, dtype: torch.dtype = tor
     except OSError:
         obstacle = "there are no safetensors files"
     if obstacle is None:
+        made_by = auto_class(config, head)
+        from_config = getattr(made_by, "from_config", None) or made_by._from_config
         with torch.device("meta"):
-            model = auto_class(head).from_config(
-                config, dtype=dtype, attn_implementation=attention_implementation(args)
-            )
+            model = from_config(config, dtype=dtype, attn_implementation=attention_implementation(args))
         stored, found = _stored_tensors(model), files.shapes()
         new_head = _new_head(stored, found) if head == "value" else frozenset()
         obstacle = _obstacle(model, dtype) or _mismatch(model, found, new_head)

@@ -17,6 +17,7 @@ all of them are small (a tiny vocabulary), they are kept instead, which saves th
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from roll.models.experts import RoutingRecorder, RoutingSums, routing_sums
 from roll.models.layouts import TokenLayout
+from roll.models.vision import reads_images, text_inputs
+from roll.protocol.vision import vision_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,6 +65,7 @@ def token_log_probs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     with_sum_of_squares: bool = False,
+    excluded: Tensor | None = None,
     memory: HeadMemory | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Log-probability of ``targets[i]`` under ``softmax((weight @ hidden[i] + bias) / temperature)``.
@@ -74,6 +79,7 @@ def token_log_probs(
         temperature: greater than 0.
         with_entropy: also return the entropies, in nats.
         with_sum_of_squares: also return the sums of the squared probabilities of the whole vocabulary.
+        excluded: int64, token ids of probability 0: what cannot be sampled. None of the targets is one of them.
         memory: None: what suits the device.
 
     Returns:
@@ -86,13 +92,21 @@ def token_log_probs(
     chunk = memory.chunk_tokens(weight.shape[0])
     keep = torch.is_grad_enabled() and 4 * hidden.shape[0] * weight.shape[0] <= memory.kept_bytes
     return _TokenLogProbs.apply(
-        hidden, weight, bias, targets, temperature, with_entropy, with_sum_of_squares, chunk, keep
+        hidden, weight, bias, targets, temperature, with_entropy, with_sum_of_squares, excluded, chunk, keep
     )
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+EXCLUDED_LOGIT = -1e30
+"""Logit of a token of probability 0: finite, so that ``p log p`` is 0 and not a NaN."""
+
+
+def _log_softmax(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, excluded: Tensor | None
+) -> Tensor:
     """float32 (n, V) log-softmax of one chunk."""
     logits = torch.nn.functional.linear(hidden, weight, bias).to(_math_dtype(hidden))
+    if excluded is not None:
+        logits = logits.index_fill_(1, excluded, EXCLUDED_LOGIT)
     if temperature != 1.0:
         logits = logits.div_(temperature)
     return torch.log_softmax(logits, dim=-1)
@@ -104,14 +118,14 @@ def _math_dtype(hidden: Tensor) -> torch.dtype:
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, with_entropy, with_squares, chunk, keep):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden, weight, bias, targets, temperature, with_entropy, with_squares, excluded, chunk, keep):  # type: ignore[no-untyped-def]
         log_probs = hidden.new_empty(hidden.shape[0], dtype=_math_dtype(hidden))
         entropy = torch.empty_like(log_probs) if with_entropy else None
         squares = torch.empty_like(log_probs) if with_squares else None
         kept: list[Tensor] = []
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
-            table = _log_softmax(hidden[rows], weight, bias, temperature)
+            table = _log_softmax(hidden[rows], weight, bias, temperature, excluded)
             log_probs[rows] = table.gather(1, targets[rows, None])[:, 0]
             if entropy is not None:
                 entropy[rows] = -(table.exp().mul_(table)).sum(-1)
@@ -120,7 +134,7 @@ class _TokenLogProbs(torch.autograd.Function):
             if keep:
                 kept.append(table)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, *kept)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.excluded, ctx.chunk = temperature, excluded, chunk
         ctx.set_materialize_grads(False)
         if squares is not None:
             ctx.mark_non_differentiable(squares)
@@ -136,7 +150,7 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias) if need_bias else None
         for index, start in enumerate(range(0, hidden.shape[0], ctx.chunk)):
             rows = slice(start, start + ctx.chunk)
-            table = kept[index] if kept else _log_softmax(hidden[rows], weight, bias, ctx.temperature)
+            table = kept[index] if kept else _log_softmax(hidden[rows], weight, bias, ctx.temperature, ctx.excluded)
             grad_logits = _grad_logits(
                 table,
                 targets[rows],
@@ -153,7 +167,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad_weight.addmm_(grad_logits.t(), hidden[rows])
             if grad_bias is not None:
                 grad_bias.add_(grad_logits.sum(0))
-        return grad_hidden, grad_weight, grad_bias, *(None,) * 6
+        return grad_hidden, grad_weight, grad_bias, *(None,) * 7
 
 
 def _grad_logits(
@@ -187,7 +201,17 @@ def _head_log_probs(
         temperature=temperature,
         with_entropy="entropy" in outputs,
         with_sum_of_squares="sum_of_squares" in outputs,
+        excluded=_excluded(head, hidden.device),
     )
+
+
+_EXCLUDED = "excluded_ids"
+"""Attribute of an output matrix: the token ids of probability 0."""
+
+
+def _excluded(head: nn.Module, device: torch.device) -> Tensor | None:
+    ids = getattr(head, _EXCLUDED, ())
+    return torch.tensor(ids, device=device) if ids else None
 
 
 def run_head_when_called(language_model: PreTrainedModel) -> None:
@@ -213,6 +237,9 @@ class ResponseModel(nn.Module):
     model), with its own parameter names.  The head runs inside this module's forward, so that a sharding root put on
     this module has the output matrix (tied to the embeddings or not) at hand.
 
+    Of a vision-language model the tower runs first, then the language model behind it on embeddings; its vision tokens
+    have probability 0, as in sampling.
+
     With a ``context_group`` each of its ranks is given a chunk of one layout (:meth:`TokenLayout.chunk`).
     """
 
@@ -220,7 +247,15 @@ class ResponseModel(nn.Module):
         super().__init__()
         self.language_model = language_model
         self.context_group = context_group
+        self.routing: RoutingRecorder | None = None
+        self.records_routes = False
+        self.chosen_experts: Tensor | None = None
+        """int64 (T, layers, k), of the last pass with ``records_routes``."""
+        self.routing_sums: RoutingSums | None = None
+        """Of the last pass over a layout with ``token_rows``; whoever takes them sets None."""
+        self.reads_images = reads_images(language_model.config)
         for head in output_matrices(language_model):
+            setattr(head, _EXCLUDED, vision_token_ids(language_model.config))
             # A method of the output matrix's own module, so that a backend with that module in a unit of its own can
             # gather it first.
             head.log_probs = MethodType(_head_log_probs, head)
@@ -228,14 +263,28 @@ class ResponseModel(nn.Module):
     def forward(self, layout: TokenLayout, outputs: Collection[str], temperature: float = 1.0) -> dict[str, Tensor]:
         """Float32 (N,), one for each of ``outputs``: ``log_probs``, ``entropy``, ``sum_of_squares``, ``values``.
 
-        ``values[i]`` is the value of the state in which response token i is about to be sampled.
+        ``values[i]`` is the value of the state in which response token i is about to be sampled.  Without outputs there
+        is no head: a pass for ``routing_sums`` alone.
         """
         # Plain rows must not meet a model that would take the keywords for something else.
         keywords = {"attention_pattern": layout.pattern, "context_group": self.context_group}
         extra = {name: value for name, value in keywords.items() if value is not None}
-        hidden = self.language_model.base_model(
-            input_ids=layout.input_ids, position_ids=layout.position_ids, use_cache=False, **extra
-        ).last_hidden_state
+        body: Any = self.language_model.base_model
+        inputs = {"input_ids": layout.input_ids}
+        if self.reads_images:
+            inputs, body = text_inputs(body, layout), body.language_model
+        routing, rows = self.routing, layout.token_rows
+        if routing is not None:
+            routing.routes = None if layout.routes is None else layout.routes.flatten(0, 1)
+        records = routing is not None and (rows is not None or self.records_routes)
+        with nullcontext([]) if routing is None or not records else routing.recording() as recorded:
+            hidden = body(**inputs, position_ids=layout.position_ids, use_cache=False, **extra).last_hidden_state
+        if self.records_routes:
+            self.chosen_experts = torch.stack([choices for _, choices in recorded], 1)
+        if routing is not None and rows is not None:
+            self.routing_sums = routing_sums(recorded, routing.layers, rows.flatten())
+        if not outputs:
+            return {}
         hidden = hidden.flatten(0, 1).index_select(0, layout.predictors)
         if "values" in outputs:
             # Not a view: FSDP hooks what a module returns, and a view would pass by the hook when written to.

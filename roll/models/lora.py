@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from roll.config.lora import ALL_LINEAR, is_pattern, names_of, uses_lora
+from roll.config.lora import ALL_LINEAR, VISION_TOWER, is_pattern, names_of, uses_lora
 from roll.models.build import VALUE_HEAD, has_tied_embeddings
+from roll.models.experts import sparse_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -283,11 +284,11 @@ def _target_modules(
     linear = _adaptable(model, whole)
     known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
     if target == ALL_LINEAR:
-        return linear
+        return [name for name in linear if not _in_tower(name)]
     if is_pattern(target):
         matches = {str(target): [name for name in names if re.fullmatch(str(target), name)]}
     else:
-        matches = {wanted: [name for name in names if _is_named(name, wanted)] for wanted in names_of(target)}
+        matches = {wanted: [name for name in names if _is_meant(name, wanted)] for wanted in names_of(target)}
     for wanted, found in matches.items():
         if not found:
             raise ValueError(
@@ -300,17 +301,40 @@ def _target_modules(
                 f"{where}: {wanted!r} matches {other}, which cannot have an adapter (linear layers can: {known}); "
                 "additional_target trains a module in full"
             )
-    return str(target) if is_pattern(target) else list(matches)
+    if is_pattern(target):
+        return str(target)
+    # peft goes by the ends of names, which modules of a vision tower may share.
+    return [name for found in matches.values() for name in found] if any(map(_in_tower, names)) else list(matches)
 
 
 def _adaptable(model: PreTrainedModel, whole: Sequence[str]) -> list[str]:
-    """Linear layers, without the output matrix (whose weight is used without calling it) and what is trained whole."""
+    """Linear layers, without the output matrix (whose weight is used without calling it), what is trained whole, and
+    the gates of sparse layers: a router stays what it was, unless ``additional_target`` names it."""
     output = model.get_output_embeddings()
+    blocks = [layer.block for layer in sparse_layers(model)]
+    gates = [
+        child
+        for block in blocks
+        for child in block.children()
+        if isinstance(child, nn.Linear)  # the router, and in Qwen2-MoE the gate of the shared expert
+    ]
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not output and not any(_is_named(name, one) for one in whole)
+        if isinstance(module, nn.Linear)
+        and module is not output
+        and module not in gates
+        and not any(_is_named(name, one) for one in whole)
     ]
+
+
+def _in_tower(name: str) -> bool:
+    return name.startswith(f"{VISION_TOWER}.")
+
+
+def _is_meant(name: str, target: str) -> bool:
+    """Modules of the vision tower are meant only where the target says so."""
+    return _is_named(name, target) and (not _in_tower(name) or "visual" in target.split("."))
 
 
 def _is_named(name: str, target: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.checkpoint.folders import atomic_folder
+from roll.config.model_files import model_folder
 from roll.rollout.groups import SampleGroup
 from roll.tracking import SampleTable
 
@@ -30,7 +32,20 @@ def export_model(cluster: Cluster, tokenizer: PreTrainedTokenizerBase, folder: P
     with atomic_folder(folder) as path:
         cluster.call_all(ModelWorker.save_hf, str(path)).result()
         tokenizer.save_pretrained(path)
+        copy_processor(tokenizer.name_or_path, path)
     logger.info("model written to %s", folder)
+
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Of a vision-language model, besides its tokenizer's."""
+
+
+def copy_processor(model_path: str, folder: Path) -> None:
+    """Copy how a vision-language model prepares its images, from the model that a run began with."""
+    source = model_folder(model_path)
+    for name in PROCESSOR_FILES if source is not None else ():
+        if (source / name).is_file():  # type: ignore[operator]
+            shutil.copyfile(source / name, folder / name)  # type: ignore[operator]
 
 
 class PendingCheckpoint:
@@ -105,6 +120,7 @@ def sample_table(groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:
             "error": reward.error,
             "finish_reason": reason,
             "response_tokens": int(length),
+            **({} if group.prompt.vision is None else {"images": group.prompt.vision.file_names}),
         }
         for group in groups
         for index, (text, reward, reason, length) in enumerate(
@@ -117,6 +133,22 @@ def sample_table(groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:
             )
         )
     ]
+
+
+def dumped_table(groups: Sequence[SampleGroup], dump_dir: Path | None) -> SampleTable:
+    """:func:`sample_table`; where samples are dumped, the images of their prompts go alongside."""
+    if dump_dir is not None:
+        write_images(dump_dir / "images", groups)
+    return sample_table(groups)
+
+
+def write_images(folder: Path, groups: Sequence[SampleGroup]) -> None:
+    """The prompts' images as their files had them, under the names that :func:`sample_table` gives."""
+    for vision in (group.prompt.vision for group in groups if group.prompt.vision is not None):
+        folder.mkdir(parents=True, exist_ok=True)
+        for image, name in zip(vision.images, vision.file_names, strict=True):
+            if not (folder / name).is_file():
+                (folder / name).write_bytes(image.data.tobytes())
 
 
 def write_samples(file: Path, rows: SampleTable) -> None:

@@ -129,6 +129,8 @@ def actor_keys(config: PolicyRunConfig) -> dict[str, Any]:
         "topr_negative_weight": config.actor_train.topr_negative_weight,
     }
     shared = {item.name: getattr(config, item.name) for item in fields(config)}
+    if shared.get("ratio_type") == "segment":
+        shared["importance_sampling"] = "segment"
     return shared | {key: value for key, value in own.items() if value is not None}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from roll.config.algorithm import estimator
 from roll.config.checks.base import Checks
@@ -26,6 +27,9 @@ from roll.pipelines.policy import (
     trainer_is_old,
     uses_old_log_probs,
 )
+
+if TYPE_CHECKING:
+    pass
 
 KEY = "async_generation_ratio"
 

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import DTypeLike
 
 from roll.protocol import DataProto
+from roll.protocol.vision import IMAGES
 from roll.rollout.groups import SampleGroup
 
 
@@ -20,7 +21,7 @@ def build_batch(groups: Sequence[SampleGroup], pad_token_id: int) -> DataProto:
         DataProto with tensors ``input_ids`` int64, ``attention_mask`` and ``response_mask`` (what the policy sampled)
         bool, ``rollout_log_probs`` float32, ``weight_versions`` int32, all (B, L); ``scores`` float32 (B,), NaN where a
         sample has no reward; ``group_ids`` int64 (B,); object columns ``prompt_id``, ``sample_id``, ``domain``,
-        ``tag``, ``finish_reason``.
+        ``tag``, ``finish_reason``, and ``images`` where a prompt has some (:data:`roll.protocol.vision.IMAGES`).
     """
     sizes = np.array([group.num_samples for group in groups])
     prompt_lengths = np.repeat([len(group.prompt.token_ids) for group in groups], sizes)
@@ -120,7 +121,9 @@ def _object_columns(groups: Sequence[SampleGroup], sizes: np.ndarray) -> dict[st
 
     sample_ids = [f"{group.order}-{index}" for group in groups for index in range(group.num_samples)]
     reasons = list(chain.from_iterable(group.finished.finish_reasons for group in groups))
-    return {
+    images = [group.prompt.vision for group in groups]
+    seen = {} if all(one is None for one in images) else {IMAGES: per_group(list(images))}
+    return seen | {
         "prompt_id": per_group([group.prompt.prompt_id for group in groups]),
         "domain": per_group([group.prompt.domain for group in groups]),
         "tag": per_group([group.prompt.tag for group in groups]),

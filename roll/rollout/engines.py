@@ -47,7 +47,7 @@ class Generation:
         own = f"{self.name}#{number}"
         fields = (request.prompt_token_ids, request.params, request.num_samples, request.partial)
         finished = tuple(replace(output, request_id=own) for output in request.finished)
-        self.request = GenerationRequest(own, *fields, finished, request.conversation)
+        self.request = GenerationRequest(own, *fields, finished, request.conversation, request.vision)
         """As it was last given to an engine: with what its samples had then."""
         self.listener = listener
         self.on_finished = on_finished

@@ -26,7 +26,6 @@ SampleRule = Literal["trajectory", "step"]
 OnError = Literal["drop", "zero", "keep"]
 TRUNCATED = ("truncated", "turn_limit", "context_limit", "time_limit")
 """Outcomes of an episode that a limit ended, not the task's own rules."""
-FAILED = ("environment_error", "agent_error")
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,8 @@ def build_episode_batch(
         roles: whose calls are trained; None: all. Those of others are context.
         on_error: an episode that failed by a fault of environment or agent has no score (``drop``), the score 0
             (``zero``, its turns' rewards too), or what it has earned before (``keep``).
-        bootstrap: truncated trajectories get a token more, whose value is that of the state in which they were left.
+        bootstrap: add ``bootstrap_mask`` bool (B, L), the position behind the last turn of a truncated trajectory: the
+            value there is that of the state in which it was left. It may lie one behind the longest row.
 
     Returns:
         The columns of :func:`~roll.rollout.batch.build_batch` (``scores`` being the reward of the whole trajectory,
@@ -78,14 +78,13 @@ def build_episode_batch(
         elsewhere; ``turn_rewards`` float32, the reward of a turn on its last token; ``state_ids`` int32, equal for
         turns of the same task, role and state, -1 outside trained tokens.  With shape (B,): ``episode_ids``,
         ``trajectory_ids``, ``task_ids`` and ``step_index`` (first trained turn of the row) int64, ``terminated`` and
-        ``truncated`` bool; objects ``role`` and ``outcome``.  With ``bootstrap``, ``bootstrap_mask`` bool (B, L).
+        ``truncated`` bool; objects ``role`` and ``outcome``.
     """
     rows = list(_rows(groups, rule, roles, on_error))
     left_at = _left_at(rows) if bootstrap else np.full(len(rows), -1)
     own_lengths = np.array([len(row.mask) for row in rows])
-    lengths = np.maximum(np.maximum(own_lengths, left_at + 1), 1)
-    positions = np.arange(int(lengths.max()))
-    attention_mask = positions < lengths[:, None]
+    positions = np.arange(max(int(own_lengths.max()), int(left_at.max()) + 1, 1))
+    attention_mask = positions < np.maximum(own_lengths, 1)[:, None]
     own = positions < own_lengths[:, None]
     mask = np.zeros(attention_mask.shape, dtype=bool)
     mask[own] = np.concatenate([row.mask for row in rows])
@@ -121,14 +120,9 @@ def episode_score(episode: Episode, on_error: OnError = "drop", role: str | None
     calls = [call for call in episode.calls if role is None or call.role == role]
     if not any(call.response_ids for call in calls):
         return float("nan")
-    if episode.outcome in FAILED and on_error != "keep":
+    if episode.failed and on_error != "keep":
         return float("nan") if on_error == "drop" else 0.0
     return float(sum(call.reward for call in calls))
-
-
-def group_scores(group: EpisodeGroup, on_error: OnError = "drop") -> NDArray[np.float32]:
-    """float32 (episodes,), NaN where there is no reward: what the filters of :mod:`roll.rollout.filters` judge."""
-    return np.array([episode_score(episode, on_error) for episode in group.episodes], dtype=np.float32)
 
 
 def _rows(
@@ -196,7 +190,7 @@ def _turn_rewards(row: _Row, on_error: OnError) -> NDArray[np.float32]:
     """
     turns = row.turns
     rewards = np.zeros(len(turns), dtype=np.float32)
-    if row.source.outcome in FAILED and on_error != "keep":
+    if row.source.failed and on_error != "keep":
         return rewards
     earned: dict[int, float] = {}
     own = [call for call in row.source.calls if call.role == row.role]

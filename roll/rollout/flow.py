@@ -125,7 +125,7 @@ class PromptFlow(GroupFlow[_Prompt, SampleGroup]):
         self.exhausted = self.exhausted or len(rows) < count
         begun = [OpenPrompt(self.next_order + index, row) for index, row in enumerate(rows)]
         self.next_order += len(rows)
-        contexts = [self._context(one.order) for one in begun]
+        contexts = [self._context(one) for one in begun]
         for one, context in zip(begun, contexts, strict=True):
             self._begin(_Prompt(one, context), self._answer(one, context))
         return begun
@@ -135,11 +135,11 @@ class PromptFlow(GroupFlow[_Prompt, SampleGroup]):
         loop of the user's own begins anew: coroutines do not outlive their process."""
         assert not (self._is_own and scoring), "a loop's groups are scored when they are complete"
         for one, progress in begun:
-            context = self._context(one.order, None if self._is_own else progress)
+            context = self._context(one, None if self._is_own else progress)
             self._begin(_Prompt(one, context), self._answer(one, context))
         for group in scoring:
             one = OpenPrompt(group.order, group.prompt)
-            context = self._context(one.order)
+            context = self._context(one)
             self._begin(_Prompt(one, context, is_scored=True), self._score(group, context))
 
     def progress_state(self) -> dict[int, dict[str, Any]]:
@@ -155,10 +155,12 @@ class PromptFlow(GroupFlow[_Prompt, SampleGroup]):
     def _moves(self) -> tuple[int, int]:
         return self._engines.num_turns, self._rewards.num_calls
 
-    def _context(self, order: int, progress: Mapping[str, Any] | None = None) -> RolloutContext:
+    def _context(self, one: OpenPrompt, progress: Mapping[str, Any] | None = None) -> RolloutContext:
         settings = self._settings
-        params = settings.params_of(order)
-        return RolloutContext(order, settings.group_size, params, self._engines, self._rewards, progress)
+        params = settings.params_of(one.order)
+        return RolloutContext(
+            one.order, settings.group_size, params, self._engines, self._rewards, progress, one.prompt
+        )
 
     def _begin(self, begun: _Prompt, coroutine: Coroutine[Any, Any, tuple[SampleGroup, bool]]) -> None:
         super()._begin(begun, coroutine)

@@ -11,6 +11,7 @@ import numpy as np
 
 from roll.algorithms.registry import Registry
 from roll.datasets.types import PromptRow
+from roll.protocol.vision import VisionInputs
 from roll.rollout.engines import EngineClient, Generation
 from roll.rollout.groups import FinishedGroup, SampleGroup
 from roll.rollout.replay import with_progress
@@ -57,6 +58,7 @@ class RolloutContext:
     _rewards: RewardClient
     _progress: Mapping[str, Any] | None = None
     """Of the samples of the first request, in an earlier run."""
+    _prompt: PromptRow | None = None
     _on_scoring: Callable[[SampleGroup], None] | None = None
     _asked: dict[str, tuple[Generation, Sequence[int]]] = field(default_factory=dict)
     """Every request with its context."""
@@ -67,14 +69,15 @@ class RolloutContext:
     ) -> Generation:
         """Have ``num_samples`` (None: ``group_size``) responses to ``token_ids`` generated, in the background.
 
-        Each request of a prompt draws from random streams of its own, the first from those of the default loop.
+        Each request of a prompt draws from random streams of its own, the first from those of the default loop. One
+        that begins with the prompt's tokens has its images.
         """
         own, number = params or self.params, len(self._asked)
         if number or params is not None:
             seed = self.params.seed
             own = replace(own, seed=random.Random(f"{seed}/{number}").getrandbits(63) if number else seed)
         name = f"{self.order}.{number}"
-        request = GenerationRequest(name, token_ids, own, num_samples or self.group_size)
+        request = GenerationRequest(name, token_ids, own, num_samples or self.group_size, vision=self._seen(token_ids))
         if self._progress is not None and not number:
             request = with_progress(request, self._progress)
         generation = self._engines.submit(request, on_finished=self._finished.append)
@@ -88,6 +91,13 @@ class RolloutContext:
         finished = await self.start(token_ids, num_samples, params)
         assert finished is not None, "nobody else aborts it"
         return finished
+
+    def _seen(self, token_ids: Sequence[int]) -> VisionInputs | None:
+        """The prompt's images, for a context that begins with it."""
+        prompt = self._prompt
+        if prompt is None or prompt.vision is None:
+            return None
+        return prompt.vision if list(token_ids[: len(prompt.token_ids)]) == prompt.token_ids else None
 
     def group(self, prompt: PromptRow, *parts: FinishedGroup, earlier_rounds: bool = False) -> SampleGroup:
         """The samples of ``parts`` as the group of ``prompt``, each behind the context that it was sampled with.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -106,7 +106,7 @@ def read_chat(body: Any, model: str) -> ParsedChat:
     Raises:
         BadRequest: a field that is missing, unknown, of a wrong type or out of range.
     """
-    fields = _Fields(body, CHAT, model)
+    fields = Fields(body, CHAT, model)
     messages = fields.get("messages", list, None)
     if not messages or len(messages) > MAX_MESSAGES:
         raise BadRequest(f"messages: is needed, a list of 1 to {MAX_MESSAGES} messages", "messages")
@@ -117,7 +117,7 @@ def read_chat(body: Any, model: str) -> ParsedChat:
     return ParsedChat(
         **fields.shared(NO_LIMIT, top, "top_logprobs"),
         log_probs=log_probs,
-        messages=[_message(message) for message in messages],
+        messages=[read_message(message) for message in messages],
         template_kwargs=fields.template_kwargs(),
         add_generation_prompt=fields.get("add_generation_prompt", bool, True),
     )
@@ -129,7 +129,7 @@ def read_completion(body: Any, model: str) -> ParsedCompletion:
     Raises:
         BadRequest: a field that is missing, unknown, of a wrong type or out of range.
     """
-    fields = _Fields(body, COMPLETION, model)
+    fields = Fields(body, COMPLETION, model)
     log_probs = fields.get("logprobs", int, None)
     prompts = _prompts(fields.get("prompt", (str, list), None))
     return ParsedCompletion(
@@ -154,8 +154,15 @@ def _is_id(token: Any) -> bool:
     return isinstance(token, int) and not isinstance(token, bool)
 
 
-def _message(message: Any) -> dict[str, Any]:
-    """A message whose content is text; parts of type ``text`` are joined."""
+def read_message(message: Any, tools: bool = False) -> dict[str, Any]:
+    """A message whose content is text; parts of type ``text`` are joined.
+
+    Args:
+        tools: responses may have ``tool_calls``, and then no content.
+
+    Raises:
+        BadRequest: anything else.
+    """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise BadRequest("messages: each must be an object with role and content", "messages")
     content = message.get("content")
@@ -164,33 +171,80 @@ def _message(message: Any) -> dict[str, Any]:
         if not all(isinstance(part, str) for part in parts):
             raise BadRequest("messages: only content of type text is understood", "messages")
         content = "".join(str(part) for part in parts)
+    calls = message.get("tool_calls") if tools else None
+    if content is None and calls:
+        content = ""
     if not isinstance(content, str):
         raise BadRequest("messages: content must be a text", "messages")
+    if calls:
+        return {**message, "content": content, "tool_calls": read_tool_calls(calls)}
     return {**message, "content": content}
+
+
+def read_tool_calls(calls: Any) -> list[dict[str, Any]]:
+    """Calls of a response in OpenAI's form, with arguments as a mapping where they are JSON.
+
+    Raises:
+        BadRequest: not a list of functions with names.
+    """
+    found = []
+    for call in calls if isinstance(calls, list) else [None]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise BadRequest("messages: tool_calls must be a list of calls with function.name", "messages")
+        arguments = read_arguments(function.get("arguments"))
+        name = {"name": function["name"], "arguments": arguments}
+        found.append({"id": str(call.get("id", "")), "type": "function", "function": name})
+    return found
+
+
+def read_arguments(arguments: Any) -> Any:
+    """Arguments of a call as a mapping; what is no JSON object as it is."""
+    if isinstance(arguments, str):
+        try:
+            value = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            return arguments
+        return value if isinstance(value, dict) else arguments
+    return {} if arguments is None else arguments
 
 
 def _text_of(part: Any) -> Any:
     return part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
 
 
-class _Fields:
-    """A body's fields, checked by type as they are read."""
+class Fields:
+    """A body's fields, checked by type as they are read.
 
-    def __init__(self, body: Any, known: Sequence[str], model: str) -> None:
+    Args:
+        model: the model that is served; None: any name is one of it.
+
+    Raises:
+        BadRequest: no object, an unknown field, or another model.
+    """
+
+    def __init__(self, body: Any, known: Collection[str], model: str | None) -> None:
         if not isinstance(body, Mapping):
             raise BadRequest("the body must be a JSON object")
         self._body = body
         for name, value in body.items():
+            if name in known or name in IGNORED:
+                continue
             if name in NEUTRAL:
                 if value not in NEUTRAL[name]:
                     raise BadRequest(f"{name}: is not available here", name)
-            elif name not in known and name not in IGNORED:
+            else:
                 near = closest(name, known)
                 hint = f"; did you mean {near!r}?" if near else ""
                 raise BadRequest(f"{name}: unknown field{hint}", name)
-        asked = self.get("model", str, model)
-        if asked != model:
+        self.model = self.get("model", str, model or "")
+        if model is not None and self.model != model:
+            asked = self.model
             raise BadRequest(f"model: {asked!r} is not served here, only {model!r}", "model")
+
+    def given(self, name: str) -> bool:
+        """The field is there, and not null."""
+        return self._body.get(name) is not None
 
     def get(self, name: str, kind: type | tuple[type, ...], default: Any) -> Any:
         """A field's value; null and absence give the default."""

@@ -40,6 +40,9 @@ class HttpServer:
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=2048)
+        # Accepted connections inherit it. asyncio sets it only where a socket names its protocol, which these do not:
+        # every response to a kept connection would wait some 40 ms for the client's acknowledgement of its head.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._socket.getsockname()[1]}"
         self._server: uvicorn.Server | None = None

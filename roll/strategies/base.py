@@ -30,7 +30,8 @@ from roll.protocol.metrics import RankInfo as RankInfo
 
 TensorBatch = dict[str, torch.Tensor]
 """Columns of one batch. Always there: ``input_ids`` int64 (B, L), ``attention_mask`` bool (B, L, right-padded),
-``response_mask`` bool (B, L)."""
+``response_mask`` bool (B, L). A vision-language model may be given an object column of images as well
+(:data:`roll.protocol.vision.IMAGES`)."""
 
 
 class ModelHead(StrEnum):
@@ -39,13 +40,15 @@ class ModelHead(StrEnum):
 
 
 class Output(StrEnum):
-    """Outputs of a forward pass; each is float32 (B, L), 0 outside ``response_mask``."""
+    """Outputs of a forward pass; each but the last is float32 (B, L), 0 outside ``response_mask``."""
 
     LOG_PROBS = "log_probs"
     ENTROPY = "entropy"
     SUM_OF_SQUARES = "sum_of_squares"
     """Squared probabilities, summed over the whole vocabulary; without gradient."""
     VALUES = "values"
+    ROUTES = "routed_experts"
+    """(B, L, layers, k), the experts that tokens went to (:mod:`roll.models.routes`); not in training."""
 
 
 class StateKind(StrEnum):

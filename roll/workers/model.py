@@ -13,12 +13,19 @@ from roll.distributed import Dispatch, Worker, register
 from roll.models.build import load_config
 from roll.protocol import DataProto
 from roll.protocol.metrics import RankInfo
+from roll.protocol.vision import IMAGES
 from roll.rewards.base import RewardResult, failure
 from roll.rollout.rewarding import ModelInput
 from roll.strategies.base import ModelHead, ModelStrategy, Output, StateKind, TensorBatch
 from roll.strategies.factory import create_strategy
 
-MODEL_COLUMNS = ("input_ids", "attention_mask", "response_mask")
+MODEL_COLUMNS = ("input_ids", "attention_mask", "response_mask", IMAGES)
+
+
+def columns_of(batch: DataProto) -> TensorBatch:
+    """A batch as strategies take it: its tensors, and its images where rows have some."""
+    images = batch.non_tensor_batch.get(IMAGES)
+    return batch.batch if images is None else {**batch.batch, IMAGES: images}
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,7 @@ class ModelWorker(Worker):
         """
         wanted = [Output.LOG_PROBS, *map(Output, outputs)]
         with self.strategy.without_adapters() if without_adapters else nullcontext():
-            return DataProto.from_dict(self.strategy.forward(batch.batch, wanted, temperature))
+            return DataProto.from_dict(self.strategy.forward(columns_of(batch), wanted, temperature))
 
     @register(Dispatch.ONE_TO_ALL)
     def offload_states(self, include: list[StateKind]) -> None:

@@ -26,7 +26,7 @@ from roll.protocol.metrics import Mean, Metrics, merge_metrics
 from roll.strategies.base import LossFunction, ModelHead, Output, TensorBatch, WeightSelection
 from roll.weight_sync.messages import LostEngines, SyncOptions, SyncReport, WeightSyncError
 from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
-from roll.workers.model import MODEL_COLUMNS, ModelSettings, ModelWorker
+from roll.workers.model import MODEL_COLUMNS, ModelSettings, ModelWorker, columns_of
 
 STEP_METRICS = ("grad_norm", "lr", "loss_scale", "tokens_per_micro_batch", "padding_ratio")
 
@@ -140,7 +140,7 @@ class ActorWorker(TrainingWorker):
         options = self.settings.loss
         if entropy_loss_coef is not None:
             options = replace(options, entropy_loss_coef=entropy_loss_coef)
-        shares = equal_parts(batch.batch, mini_batches)
+        shares = equal_parts(columns_of(batch), mini_batches)
         groups = None
         modes = (options.loss_agg_mode, options.kl_loss_agg_mode, options.entropy_loss_agg_mode)
         if any(mode is not None and needs_groups(mode) for mode in modes):
@@ -238,7 +238,7 @@ class CriticWorker(TrainingWorker):
     @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
     def compute_values(self, batch: DataProto) -> DataProto:
         """``values`` float32 (B, L): the value of the state in which each response token was sampled."""
-        return DataProto.from_dict(self.strategy.forward(batch.batch, [Output.VALUES]))
+        return DataProto.from_dict(self.strategy.forward(columns_of(batch), [Output.VALUES]))
 
     @register(
         Dispatch.DP_MP_COMPUTE,
@@ -249,7 +249,7 @@ class CriticWorker(TrainingWorker):
     ) -> Metrics:
         """Collective. Optimizer steps as of :meth:`ActorWorker.update`."""
         settings = self.settings
-        shares = equal_parts(batch.batch, mini_batches)
+        shares = equal_parts(columns_of(batch), mini_batches)
         groups = None
         if needs_groups(settings.loss_agg_mode):
             groups = [share["group_ids"] for share in shares], num_groups
@@ -302,12 +302,12 @@ class SftWorker(TrainingWorker):
         """Collective. One optimizer step on the mean negative log-likelihood of the response tokens of all ranks."""
         (denominators,) = self.denominators([batch.batch["response_mask"]])
         loss = partial(negative_log_likelihood, denominators=denominators)
-        return self.optimizer_step(batch.batch, loss, [Output.LOG_PROBS], 1.0, prefix="sft_train/")
+        return self.optimizer_step(columns_of(batch), loss, [Output.LOG_PROBS], 1.0, prefix="sft_train/")
 
     @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
     def evaluate(self, batch: DataProto) -> Metrics:
         """Collective. Mean negative log-likelihood of the response tokens."""
-        log_probs = self.strategy.forward(batch.batch, [Output.LOG_PROBS])[Output.LOG_PROBS]
+        log_probs = self.strategy.forward(columns_of(batch), [Output.LOG_PROBS])[Output.LOG_PROBS]
         tokens = float(batch.batch["response_mask"].sum())
         return {"val/loss": Mean(-float(log_probs.sum()), tokens)}
 

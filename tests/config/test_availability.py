@@ -16,7 +16,6 @@ REFUSED: list[tuple[str, Any]] = [
     ("actor_infer.model_args.ulysses_size", 2),
     (f"{SHARD}.ep_size", 2),
     (f"{SHARD}.tp_size", 2),
-    (f"{SHARD}.wrap_policy.moe_experts", ["Qwen3MoeMLP"]),
     ("actor_infer.generating_args.num_beams", 4),
     ("rewards.math.worker_cls", "roll.pipeline.rlvr.rewards.video_r1_reward_worker.VideoR1RewardWorker"),
     ("rewards.math.worker_cls", "RemoteRewardSystemWorker"),
@@ -30,7 +29,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("actor_train.data_args.image_folder", "images"),
     ("router_args.router_name", "EnvAffinityRouter"),
 ]
-NO_WAY_OUT = ("ep_size", "moe_experts", "image_folder")
+NO_WAY_OUT = ("ep_size", "image_folder")
 """Keys of files for models that are not trained yet, whatever is written there."""
 NEUTRAL = {
     "actor_train.model_args.lora_target": None,

@@ -35,7 +35,7 @@ UNREAD: list[tuple[dict[str, Any], str, str]] = [
     ({"cispo_epsilon_high": 0.1}, "cispo_epsilon_high", "with pg_variant: ppo (read with cispo)"),
     ({"pg_clip_low": 0.2}, "pg_clip_low", "without use_pg_clip_range: true"),
     ({"dual_clip_coef": 3.0}, "dual_clip_coef", "without dual_clip_loss: true"),
-    ({"lambd": 0.9}, "lambd", "with adv_estimator: grpo (read with gae)"),
+    ({"lambd": 0.9}, "lambd", "with adv_estimator: grpo (read with gae"),
     ({"adv_estimator": "rloo", "gamma": 0.9}, "gamma", "with adv_estimator: rloo"),
     ({"pass_k": 2}, "pass_k", "read with pass@k"),
     ({"value_clip": 0.2}, "value_clip", "without critic"),
@@ -152,6 +152,8 @@ def test_estimators_read_what_the_keys_declare(estimator: str) -> None:
         reward_components=torch.rand(4, 2),
         old_log_probs=torch.full((4, 3), -1.0),
         old_sum_of_squares=torch.full((4, 3), 0.5),
+        step_returns=torch.zeros(4, 3),
+        state_ids=torch.zeros(4, 3, dtype=torch.long),
     )
     options = recorded(AdvantageOptions(adv_estimator=estimator, reward_weights={"a": 1.0, "b": 2.0}, pass_k=2), read)
     advantage_estimators.resolve(estimator)(inputs, options)

@@ -77,7 +77,10 @@ def test_models_that_change_their_logits_are_refused(folder: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"freeze_module_prefix": "vision"}, r"no parameter starts with 'vision'; the top modules are lm_head, model"),
+        (
+            {"freeze_module_prefix": "vision"},
+            r"no parameter starts with 'vision'; the top modules are lm_head, model\.emb",
+        ),
         (
             {"model_config_kwargs": {"atention_dropout": 0.1}},
             r"llama model has no atention_dropout; it has .*att",

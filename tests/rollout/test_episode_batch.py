@@ -10,7 +10,7 @@ import torch
 
 from roll.agents.conversation import Call, Conversations
 from roll.agents.episode import Episode, EpisodeGroup, Outcome, Task
-from roll.rollout.episode_batch import build_episode_batch, episode_score, group_scores
+from roll.rollout.episode_batch import build_episode_batch, episode_score
 from tests.rollout.episodes import make_episode, random_groups, said
 
 PAD = 999
@@ -118,7 +118,7 @@ def test_a_truncated_episode_may_get_a_token_behind_its_last_turn() -> None:
     )
     batch = batch_of(ended, cut, bootstrap=True)
     assert batch.batch["bootstrap_mask"].int().tolist() == [[0] * 5, [0, 0, 0, 0, 1]]
-    assert batch.batch["attention_mask"].int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    assert batch.batch["attention_mask"].int().tolist() == [[1, 1, 1, 1, 0]] * 2
     assert batch.batch["truncated"].tolist() == [False, True] and batch.batch["terminated"].tolist() == [True, False]
     assert batch.non_tensor_batch["finish_reason"].tolist() == ["stop", "length"]
     assert batch_of(ended, cut).batch["input_ids"].shape == (2, 4)
@@ -139,8 +139,6 @@ def test_an_episode_that_never_began_is_a_row_without_a_score() -> None:
     )
     assert batch.batch["episode_ids"].tolist() == [0, 1]
     assert np.isnan(episode_score(nothing))
-    scores = group_scores(EpisodeGroup(0, Task("env", 1), [nothing, make_episode(said([1], [2], reward=1.0))]))
-    assert np.isnan(scores[0]) and scores[1] == 1.0
 
 
 def test_a_call_in_flight_is_in_no_row() -> None:

@@ -87,21 +87,15 @@ REFUSALS = (
         "**.model_args.ulysses_size", "context parallelism", 1, above(1), except_under=lambda backend: backend.ulysses
     ),
     Refusal("**.model_args.num_labels", "classification heads", 1, above(1)),
-    Refusal("**.model_args.moe_aux_loss_coef", "mixture-of-experts training"),
     *(
         Refusal(f"{role}.model_args.model_type", f"{CLASSIFIER} but for reward_model", "~", one_of(CLASSIFIER))
         for role in ("*_train", "*_infer", "reference", "critic", "validation")
     ),
     Refusal("**.strategy_config.ep_size", "expert parallelism", applies=above(1)),
-    Refusal("**.strategy_config.expert_model_parallel_size", "expert parallelism", applies=above(1)),
-    Refusal("**.strategy_config.expert_tensor_parallel_size", "expert parallelism", applies=above(1)),
     Refusal("**.strategy_config.mtp_num_layers", "multi-token prediction", "~"),
     Refusal("**.strategy_config.fp8", "fp8 computation", "~"),
     Refusal("**.strategy_config.optimizer_cpu_offload", "optimizer states in host memory under Megatron", False),
     Refusal("**.strategy_config.efsdp_size", "expert parallelism", applies=above(1)),
-    Refusal("**.strategy_config.apply_expert_patch", "mixture-of-experts training"),
-    Refusal("**.strategy_config.moe_use_grouped_mm", "mixture-of-experts training"),
-    Refusal("**.strategy_config.wrap_policy.moe_experts", "mixture-of-experts training"),
     Refusal(
         "**.strategy_config.tp_size",
         "tensor parallelism in training but by megatron_train (tensor_model_parallel_size)",
@@ -110,10 +104,8 @@ REFUSALS = (
         except_under=lambda backend: "tp_size" in backend.size_keys,
     ),
     Refusal("**.generating_args.num_beams", "beam search", 1, above(1)),
-    Refusal("**.data_args.image_folder", "vision-language models"),
     Refusal("**.data_args.video_folder", "vision-language models"),
     Refusal("**.data_args.audio_folder", "audio models"),
-    Refusal("**.data_args.image_m*_pixels", "vision-language models"),
     Refusal("**.data_args.video_*_pixels", "vision-language models"),
     Refusal("**.data_args.custom_data_kwargs_func", "vision-language models"),
 )

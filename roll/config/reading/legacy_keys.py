@@ -19,7 +19,7 @@ EXPERT_FILES = "Accepted for files of mixture-of-experts models."
 TOPR = "pg_variant: topr with topr_positive_weight and topr_negative_weight is the working form"
 DTYPE = "model_args.dtype decides"
 BATCHES = "training_args decides"
-DENSE = "experts are not available yet; dense models have none"
+ONE_BY_ONE = "a rank's experts are computed one after another: grouped products need a package without a CPU build"
 
 
 class Legacy:
@@ -161,12 +161,10 @@ LEGACY_KEYS: dict[str, tuple[Legacy, ...]] = {
     ),
     "MegatronStrategyConfig": (
         Legacy("max_grad_norm", float | None, None, "max_grad_norm of training_args or at the top decides"),
-        Legacy("moe_token_dispatcher_type", str, "alltoall", DENSE, text=EXPERT_FILES),
-        Legacy("moe_grouped_gemm", bool, False, DENSE, text=EXPERT_FILES),
-        Legacy("moe_permute_fusion", bool, False, DENSE, text=EXPERT_FILES),
-        Legacy("moe_layer_recompute", bool, False, DENSE, text=EXPERT_FILES),
-        Legacy("moe_aux_loss_coeff", float | None, None, DENSE, text=EXPERT_FILES),
-        Legacy("moe_shared_expert_overlap", bool, False, DENSE, text=EXPERT_FILES),
+        Legacy("moe_grouped_gemm", bool, False, ONE_BY_ONE, text=EXPERT_FILES),
+        Legacy("moe_permute_fusion", bool, False, "tokens are permuted by PyTorch", text=EXPERT_FILES),
+        Legacy("moe_layer_recompute", bool, False, "recompute_granularity decides", text=EXPERT_FILES),
+        Legacy("moe_shared_expert_overlap", bool, False, "shared experts come before the others", text=EXPERT_FILES),
         Legacy("apply_rope_fusion", bool, False, "rotary embeddings are computed by PyTorch"),
         Legacy("cross_entropy_loss_fusion", bool, False, "log-probs have a head of their own"),
         Legacy("overlap_param_gather", bool, False, "updated parameters are gathered after each optimizer step"),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from roll.config.model_files import layer_classes
+from roll.config.model_files import EXPERTS, layer_classes, needed
 from roll.config.reading.fields import parse_dtype, rules, setting
 from roll.config.strategies.base import Backend, ShapeProblem, StrategyConfig, largest_divisor, model_size
 
@@ -29,7 +29,8 @@ class WrapPolicy:
     wrap_lm_output: bool = False
     """Wrap the output head apart."""
     moe_experts: list[str] | None = None
-    """Class names of expert blocks, wrapped apart so that a layer's experts are never all gathered at once."""
+    """Class names of experts, wrapped apart from the rest of their layer (each by itself where they are modules). A
+    name that no module inside a sparse layer has, such as ``Qwen3MoeMLP``, stands for the fused experts."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,12 @@ class ShardedStrategyConfig(StrategyConfig):
     by layer. Under FSDP1 for forward-only roles."""
     wrap_policy: WrapPolicy = field(default_factory=WrapPolicy)
     """Which modules become FSDP units of their own."""
+    apply_expert_patch: bool = False
+    """Run every expert in every pass, if only on a token that counts nothing: for models whose experts are modules, of
+    which ranks would otherwise gather different ones. Fused experts (the families in transformers) do not need it."""
+    moe_use_grouped_mm: bool | None = None
+    """Compute fused experts by one grouped matrix product (true) or one after the other (false); null: as the model
+    does, which is grouped where it can be."""
     reduce_scatter_during_grad_accumulation: bool = True
     """Sum gradients over ranks at every micro-batch (less memory) instead of at the last one (less traffic)."""
     async_save_ckpt: bool = True
@@ -92,11 +99,19 @@ class ShardedStrategyConfig(StrategyConfig):
         if size > 1 and heads and heads % size:
             rule = f"must divide the model's {heads} attention heads"
             yield f"{name}.model_args.ulysses_size", size, rule, largest_divisor(size, heads)
+        args = role.model_args
+        reentrant = args.gradient_checkpointing_use_reentrant and not args.disable_gradient_checkpointing
+        if args.moe_aux_loss_coef and reentrant:
+            rule = "must be false with moe_aux_loss_coef: the reentrant form gives routers no gradient of that loss"
+            yield f"{name}.model_args.gradient_checkpointing_use_reentrant", True, rule, False
         path = f"{name}.strategy_args.strategy_config"
         classes = frozenset[str]() if model.get("auto_map") else layer_classes(str(model.get("model_type", "")))
-        policy = self.wrap_policy
+        if self.wrap_policy.moe_experts and EXPERTS not in needed(model):
+            rule = f"names the experts of a mixture of experts, which model_type {model.get('model_type', '?')} is not"
+            yield f"{path}.wrap_policy.moe_experts", self.wrap_policy.moe_experts, rule, "~"
+            return
         for key in ("transformer_layer_cls_to_wrap", "moe_experts"):
-            for written in getattr(policy, key) or () if classes else ():
+            for written in getattr(self.wrap_policy, key) or () if classes else ():
                 if written not in classes:
                     layers = sorted(one for one in classes if one.endswith(("Layer", "Block")))
                     rule = f"is no class of model_type {model['model_type']}; its layers are {', '.join(layers)}"
@@ -117,16 +132,12 @@ class Fsdp2StrategyConfig(ShardedStrategyConfig):
     """Tiles with ``apply_tiled_mlp``: so many times less memory for what is as wide as ``intermediate_size``."""
     tp_size: int = setting(1, ge=1)
     """Tensor-parallel ranks."""
-    apply_expert_patch: bool = False
-    """Run every expert on every rank, if only on a dummy token, so that ranks never wait for one another."""
     model_type: str | None = None
     """Model family for the patches above; null: from the model's config."""
     ep_size: int = setting(1, ge=1)
     """Expert-parallel ranks."""
     efsdp_size: int | None = setting(None, ge=1)
     """Ranks over which expert parameters are sharded."""
-    moe_use_grouped_mm: bool = False
-    """Compute experts by one grouped matrix product."""
 
 
 @dataclass(frozen=True)

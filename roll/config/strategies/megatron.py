@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from roll.config.reading.fields import rules, setting
+from roll.config.reading.fields import parse_names, rules, setting
 from roll.config.strategies.base import Backend, Package, ShapeProblem, StrategyConfig, largest_divisor, model_size
 
 if TYPE_CHECKING:
@@ -44,9 +44,10 @@ class MegatronStrategyConfig(StrategyConfig):
     recompute_num_layers: int | None = setting(None, ge=1, read_if={"recompute_granularity": ("full", None)})
     """See ``recompute_method``; null: 1."""
     recompute_modules: list[str] | None = field(
-        default=None, metadata=rules(read_if={"recompute_granularity": ("selective",)})
+        default=None, metadata=rules(parse=parse_names, read_if={"recompute_granularity": ("selective",)})
     )
-    """With ``selective``: Megatron's names (``core_attn``, ``mlp``, ``layernorm``); null: ``core_attn``."""
+    """With ``selective``: Megatron's names (``core_attn``, ``mlp``, ``layernorm``, ``moe``), a list or with commas;
+    null: ``core_attn``."""
     account_for_embedding_in_pipeline_split: bool = False
     """Count the embeddings as a layer when layers are dealt out to stages."""
     account_for_loss_in_pipeline_split: bool = False
@@ -58,9 +59,18 @@ class MegatronStrategyConfig(StrategyConfig):
     additional_configs: dict[str, Any] = field(default_factory=dict)
     """Further fields of Megatron's ``TransformerConfig``, passed through."""
     expert_model_parallel_size: int = setting(1, ge=1)
-    """Expert-parallel ranks."""
+    """Ranks over which the experts of a mixture-of-experts layer are dealt out; they are ranks of other dimensions."""
     expert_tensor_parallel_size: int | None = setting(None, ge=1)
-    """Tensor-parallel ranks of experts."""
+    """Ranks over which every matrix of an expert is sharded; null: ``tensor_model_parallel_size``."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    """How tokens get to the ranks of their experts: each to those ranks only, or all to all ranks."""
+    moe_aux_loss_coeff: float | None = setting(None, ge=0)
+    """Coefficient of Megatron's own load-balancing loss, a sum over layers, averaged over micro-batches and replicas;
+    null: 0."""
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = setting(
+        "aux_loss", read_if={"moe_aux_loss_coeff": ()}
+    )
+    """That loss over all tokens of a micro-batch, or for each sequence."""
     mtp_num_layers: int | None = None
     """Multi-token-prediction layers."""
     fp8: str | None = None
@@ -71,6 +81,23 @@ class MegatronStrategyConfig(StrategyConfig):
     """Keep optimizer states in host memory and update there."""
     optimizer: Literal["adam"] = "adam"
     """AdamW; ``training_args`` has its options."""
+
+    def _expert_problems(self, path: str, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
+        experts = model_size(model, "num_experts") or model_size(model, "num_local_experts") or 0
+        size = self.expert_model_parallel_size
+        if experts <= 1:
+            if size > 1:
+                yield f"{path}.expert_model_parallel_size", size, "is for mixture-of-experts models", 1
+            return
+        if experts % size:
+            rule = f"must divide the model's {experts} experts"
+            yield f"{path}.expert_model_parallel_size", size, rule, largest_divisor(size, experts)
+        if self.tensor_model_parallel_size > 1 and not self.sequence_parallel:
+            rule = "must be true for a mixture-of-experts model with tensor_model_parallel_size above 1"
+            yield f"{path}.sequence_parallel", False, rule, True
+        if self.moe_token_dispatcher_type == "allgather" and self.pipeline_model_parallel_size > 1:
+            rule = "takes micro-batches of one shape only, which pipeline stages do not have; use alltoall"
+            yield f"{path}.moe_token_dispatcher_type", "allgather", rule, "alltoall"
 
     def replica_size(self, role: WorkerConfig) -> int:
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
@@ -85,15 +112,36 @@ class MegatronStrategyConfig(StrategyConfig):
                 f"{self.context_parallel_size} = {self.replica_size(role)} must divide the role's {world_size} ranks"
             )
             problems.add(f"{path}.tensor_model_parallel_size", tensor, rule, 1)
+        elif world_size // self.pipeline_model_parallel_size % self.expert_ranks:
+            rule = (
+                f"x expert_tensor_parallel_size {self.expert_tensor_size} = {self.expert_ranks} must divide the "
+                f"{world_size // self.pipeline_model_parallel_size} ranks of a pipeline stage"
+            )
+            example = largest_divisor(self.expert_model_parallel_size, world_size // self.pipeline_model_parallel_size)
+            problems.add(f"{path}.expert_model_parallel_size", self.expert_model_parallel_size, rule, example)
+        if self.moe_token_dispatcher_type == "flex":
+            problems.add(
+                f"{path}.moe_token_dispatcher_type", "flex", "needs DeepEP, which is not supported", "alltoall"
+            )
         if (self.virtual_pipeline_model_parallel_size or 1) > 1 and self.pipeline_model_parallel_size == 1:
             rule = "needs pipeline_model_parallel_size of at least 2"
             problems.add(
                 f"{path}.virtual_pipeline_model_parallel_size", self.virtual_pipeline_model_parallel_size, rule, "~"
             )
 
+    @property
+    def expert_tensor_size(self) -> int:
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that hold one set of experts."""
+        return self.expert_model_parallel_size * self.expert_tensor_size
+
     def shape_problems(self, name: str, role: WorkerConfig, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
         path = f"{name}.strategy_args.strategy_config"
         tensor, context = self.tensor_model_parallel_size, self.context_parallel_size
+        yield from self._expert_problems(path, model)
         heads, layers = model_size(model, "num_attention_heads"), model_size(model, "num_hidden_layers")
         groups = model_size(model, "num_key_value_heads") or heads
         for count, what in ((groups, "key-value heads"), (model_size(model, "intermediate_size"), "intermediate_size")):

@@ -12,7 +12,7 @@ from roll.config.reading.errors import closest, count
 from roll.config.strategies.registry import backend_of
 from roll.pipelines.agentic.checks_entries import check_entries
 from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
-from roll.pipelines.agentic.planning import entry_plan, managers, training_sampling
+from roll.pipelines.agentic.planning import entry_plan, managers, played_as, training_sampling
 from roll.pipelines.policy import policy_training_plans
 from roll.pipelines.policy_checks import (
     check_algorithm,
@@ -27,8 +27,6 @@ LENGTHS = ("sequence_length", "custom_envs")
 UNANSWERABLE = {
     "remax": "its greedy baseline would be an episode of its own",
     "gdpo": "episodes bring one number, not the numbers of several rewards",
-    "pass@k": "a reward of 1 means that a response is right; returns of episodes have no such scale",
-    "pass_at_k": "a reward of 1 means that a response is right; returns of episodes have no such scale",
 }
 """Estimators that ask for what episodes do not have."""
 
@@ -51,7 +49,7 @@ def check_agentic(config: AgenticConfig, checks: Checks) -> None:
     check_batches(config, checks)
     check_turns(config, checks)
     check_normalization(config, checks)
-    check_algorithm(config, longest_response(config, checks), checks)
+    check_algorithm(config, longest_episode(config, checks), checks)
     check_async(config, checks)
     note_devices(config, checks)
     note_distribution(config, checks)
@@ -145,6 +143,14 @@ def longest_response(config: AgenticConfig, checks: Checks) -> int:
     return max((entry_plan(config, tag, most).new_tokens for tag in tags), default=1)
 
 
+def longest_episode(config: AgenticConfig, checks: Checks) -> int:
+    """Most sampled tokens of an episode of training."""
+    most = training_sampling(config, checks.written).max_new_tokens
+    tags = [tag for tag in config.train_env_manager.tags if tag in config.custom_envs]
+    entries = [entry_plan(config, tag, most) for tag in tags]
+    return max((entry.turns * entry.new_tokens for entry in entries), default=1)
+
+
 def check_lengths(config: AgenticConfig, checks: Checks) -> None:
     """A response leaves room for its prompt."""
     most = training_sampling(config, checks.written).max_new_tokens
@@ -192,16 +198,19 @@ def check_batches(config: AgenticConfig, checks: Checks) -> None:
 
 
 def check_turns(config: AgenticConfig, checks: Checks) -> None:
-    """The estimator gets the rows that it compares."""
-    name, key = config.adv_estimator, "adv_estimator"
+    """The estimator has what it compares, and a batch has rows of one kind."""
+    name = config.adv_estimator
     if name in UNANSWERABLE:
-        checks.add(key, name, f"cannot be used with episodes: {UNANSWERABLE[name]}", "grpo")
-        return
+        checks.add("adv_estimator", name, f"cannot be used with episodes: {UNANSWERABLE[name]}", "grpo")
+    tags = [tag for tag in config.train_env_manager.tags if tag in config.custom_envs]
+    kinds = {tag: played_as(config.custom_envs[tag]).samples for tag in tags}
+    first = next(iter(kinds.values()), None)
+    for tag, kind in kinds.items():
+        if kind != first:
+            rule = f"must be {first}, as with {tags[0]}: the rows of a batch are of one kind"
+            checks.add(f"custom_envs.{tag}.samples", kind, rule, first)
     if name == "gigpo" and config.group_size < 2:
         checks.note(config.group_key, "1 with gigpo: no other episode meets the same states, so steps teach nothing")
-    if config.overlong_buffer_length is not None:
-        rule = "punishes long responses; an episode is as long as its turns, so it has no such limit"
-        checks.add("overlong_buffer_length", config.overlong_buffer_length, rule, "~")
 
 
 def check_normalization(config: AgenticConfig, checks: Checks) -> None:

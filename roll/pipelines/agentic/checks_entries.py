@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import string
 
-from roll.config.checks.base import Checks
+from roll.config.checks.base import Checks, check_data_files
 from roll.config.reading.errors import closest
 from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig
-from roll.pipelines.agentic.planning import MANAGERS, played_as, used_entries
+from roll.pipelines.agentic.planning import MANAGERS, agent_of, played_as, used_entries
 
 FIELDS = {
     "append": ("observation", "turn_idx", "suffix", "actions_left", "max_response_length"),
@@ -29,11 +29,12 @@ ELSEWHERE = {
     "rock_tb_native_env": "it needs the ROCK sandbox service",
     "openreward_env": "it needs the OpenReward service",
     "atropos_env": "it needs an Atropos server",
-    "roll_math": "it reads a data set of ROLL's",
-    "roll_code": "it reads a data set of ROLL's",
-    "roll_qa": "it reads a data set of ROLL's",
 }
 """Environments of ROLL's files that need something that this package does not bring."""
+
+
+PROXIES = ("agent_runner_cls", "http_timeout", "config")
+"""Keys of ROLL's files for agents behind its proxy."""
 
 
 def check_entries(config: AgenticConfig, checks: Checks) -> None:
@@ -45,6 +46,10 @@ def check_entries(config: AgenticConfig, checks: Checks) -> None:
 
 
 def check_entry(key: str, section: CustomEnvConfig, checks: Checks) -> None:
+    for name in PROXIES:
+        if checks.written(f"{key}.{name}") and getattr(section, name) not in (None, {}):
+            rule = "drives an agent behind ROLL's proxy; command (a program) or agent (a coroutine) is the way here"
+            checks.add(f"{key}.{name}", getattr(section, name), rule, "~")
     check_manager(key, section, checks)
     check_door(key, section, checks)
     check_texts(key, section, checks)
@@ -69,20 +74,51 @@ def check_manager(key: str, section: CustomEnvConfig, checks: Checks) -> None:
 
 
 def check_door(key: str, section: CustomEnvConfig, checks: Checks) -> None:
-    """An environment that there is."""
-    if section.env_type is None:
-        checks.missing(f"{key}.env_type", "is needed: which environment is played (roll env list)", "frozen_lake")
+    """Either an environment or one kind of agent, with what it needs."""
+    agent, _ = agent_of(section)
+    if agent is None and section.env_type is None:
+        rule = "is needed: which environment is played (roll env list); or agent, tools or command"
+        checks.missing(f"{key}.env_type", rule, "frozen_lake")
+    elif agent is not None and section.env_type is not None:
+        rule = "goes without agent, tools and command: an agent is given its task by data_args or by its own code"
+        also = "; tool_wrapper puts tools around an environment" if agent == "tools" else ""
+        checks.add(f"{key}.env_type", section.env_type, rule + also, "~")
     elif section.env_type in ELSEWHERE:
         rule = f"is not part of this package: {ELSEWHERE[section.env_type]}"
         remedy = "the dotted path of a class of your own (docs/environments.md), or openenv:URL"
         checks.add(f"{key}.env_type", section.env_type, rule, remedy)
+    if agent is not None:
+        check_agent_keys(key, agent, section, checks)
+    elif section.verifier or section.agent_config:
+        name = "verifier" if section.verifier else "agent_config"
+        checks.note(f"{key}.{name}", "has no effect without agent, tools or command: an environment gives rewards")
+    if section.data_args is not None:
+        check_data_files(f"{key}.data_args", section.data_args, checks)
+
+
+def check_agent_keys(key: str, agent: str, section: CustomEnvConfig, checks: Checks) -> None:
+    """Short keys and the long ones agree, and an agent that needs a question has some."""
+    for name, wanted in (("tools", "tools"), ("command", "black_box")):
+        if getattr(section, name) and agent != wanted:
+            rule = f"is short for agent: {wanted}, and agent is {agent}: keep one of them"
+            checks.add(f"{key}.{name}", getattr(section, name), rule)
+    for name in ("tools", "command", "verifier"):
+        if getattr(section, name) and name in section.agent_config:
+            rule = f"is set by agent_config.{name}, too: keep one of them"
+            checks.add(f"{key}.{name}", getattr(section, name), rule)
+    if agent == "tools" and section.data_args is None and section.env_type is None:
+        rule = "is needed by agent: tools: the questions, in a column messages, prompt or question"
+        checks.missing(f"{key}.data_args.file_name", rule, "[data/train.jsonl]")
+    for name in ("context", "history_length", "env_config", "use_thread_lock", "max_env_step_concurrent"):
+        if checks.written(f"{key}.{name}"):
+            checks.note(f"{key}.{name}", f"has no effect with agent: {agent}, which writes its own prompts")
 
 
 def check_texts(key: str, section: CustomEnvConfig, checks: Checks) -> None:
     """The turn's text names what there is in its context."""
     context = played_as(section).context
     path, text = f"{key}.agent_template", section.agent_template
-    if text is None:
+    if text is None or agent_of(section)[0] is not None:
         return
     if context == "own":
         checks.note(path, "has no effect with context: own, whose messages are the environment's")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from roll.config.algorithm import estimator, estimators
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.fields import parse_dotted_path, rules, setting
@@ -14,6 +15,8 @@ from roll.config.run import OlderRLVRKeys
 
 NORMALIZATIONS = ("identity", "mean", "mean_std", "asym_clip")
 GROUPINGS = ("batch", "tags", "traj_group_id")
+AGENTS = ("tools", "black_box")
+TOOL_CALL_FORMATS = ("hermes", "qwen_xml", "glm", "mistral", "deepseek", "llama3", "gpt_oss")
 TOOL_IDS = ("python_code", "search", "mcp")
 
 
@@ -121,6 +124,22 @@ class CustomEnvConfig:
     ``textarena:ID``, ``skyrl:ID``, ``openenv:URL``; or the dotted path of a class of your own."""
     env_config: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment; checked by the environment itself."""
+    agent: str | None = setting(None, choices=AGENTS, dotted_path=True)
+    """In place of ``env_type``, who works on the task: ``tools`` (the policy with tools, until it answers),
+    ``black_box`` (a program that speaks to the policy over HTTP), or the dotted path of a coroutine
+    ``run(task, model)`` of your own."""
+    agent_config: dict[str, Any] = field(default_factory=dict)
+    """Options of the agent; of a coroutine its keyword arguments. Checked by the agent itself."""
+    tools: list[Any] = field(default_factory=list)
+    """Short for ``agent: tools`` with ``agent_config.tools``: ``python``, ``search`` and ``mcp`` with their options,
+    or dotted paths of functions."""
+    command: str | list[str] | None = None
+    """Short for ``agent: black_box`` with ``agent_config.command``: the program and its arguments."""
+    verifier: dict[str, Any] = field(default_factory=dict)
+    """Short for ``agent_config.verifier``: the reward of an answer, by ``worker_cls`` (a reward's name or dotted path),
+    ``reward_kwargs`` and ``answer_key``, or by a ``command``."""
+    tool_format: str | None = setting(None, choices=TOOL_CALL_FORMATS)
+    """How the model writes tool calls; null: as its chat template does."""
     env_manager_cls: str | None = field(default=None, metadata=rules(parse=parse_dotted_path, example="~"))
     """Of ROLL's files: a class path that says what ``context`` and ``samples`` say here."""
     agent_system_template: str | None = None
@@ -204,6 +223,15 @@ class AgenticConfig(PolicyRunConfig, OlderRLVRKeys):
     """``gigpo``: weight of the advantage of a step among those taken from the same state."""
     step_reward_gamma: float = setting(0.95, ge=0, le=1, read_if={"adv_estimator": ("gigpo", "step_reinforce")})
     """Discount per step in the return from a step on."""
+    train_roles: list[str] = field(default_factory=list)
+    """Roles of agents that speak in several (``model.as_(role)``) whose calls are trained; empty: all. What others say
+    is context."""
+    failed_episodes: Literal["drop", "zero", "keep"] = "drop"
+    """Episodes that a fault of their environment or agent has ended: ``drop`` them from baselines and loss, count them
+    with reward ``zero``, or ``keep`` what they have earned."""
+    bootstrap_truncated: bool = setting(True, read_if=estimators(lambda row: row.needs_values))
+    """Episodes that a limit has ended go on with the critic's value of the state in which they were left; false: as if
+    the task had ended there."""
     ratio_type: Literal["token", "segment"] = "token"
     """Probability ratio of the policy loss: of each ``token``, or of each turn (``segment``: the mean log-ratio of its
     tokens)."""
@@ -224,4 +252,9 @@ class AgenticConfig(PolicyRunConfig, OlderRLVRKeys):
 
     @property
     def longest_sequence(self) -> int:
-        return self.sequence_length
+        return self.sequence_length + self.bootstraps
+
+    @property
+    def bootstraps(self) -> bool:
+        """The critic looks one token further."""
+        return self.bootstrap_truncated and estimator(self.adv_estimator).needs_values

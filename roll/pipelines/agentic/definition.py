@@ -35,7 +35,9 @@ from roll.pipelines.agentic.config import (
 )
 from roll.pipelines.agentic.plan import AgenticPlan, agentic_facts, batch_facts
 from roll.pipelines.agentic.planning import model_roles, plan_agentic
+from roll.pipelines.agentic.preflight import check_chat_template, check_environments, own_functions
 from roll.pipelines.policy import needs_critic, needs_reference, pg_variant
+from roll.pipelines.policy_preflight import check_transport
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
@@ -126,8 +128,15 @@ class Agentic(PipelineDefinition):
     def filtered_sections(self, config: AgenticConfig) -> dict[str, Any]:
         return {}
 
+    def check_parts(self, loaded: LoadedConfig[AgenticConfig]) -> None:
+        check_environments(loaded)
+
+    def check_host(self, loaded: LoadedConfig[AgenticConfig]) -> None:
+        check_transport(loaded)
+        check_chat_template(loaded)
+
     def own_functions(self, loaded: LoadedConfig[AgenticConfig]) -> Iterator[tuple[str, Any, Callable[[], object]]]:
-        yield from ()
+        return own_functions(loaded.config)
 
     def running_requests(self, config: AgenticConfig) -> int:
         return config.router_args.max_running_requests or config.max_running_requests

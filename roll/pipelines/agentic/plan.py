@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal
+from typing import Any, Literal
 
 from roll.config.plan.plan import RunAhead
 from roll.config.reading.errors import count
@@ -32,6 +32,10 @@ class EntryPlan:
     """Most tokens of a response."""
     seconds: float | None
     """Of a whole episode."""
+    agent: str | None
+    """Who works on the task in place of an environment; None: the section's environment is played."""
+    agent_config: dict[str, Any]
+    """What the agent is made with."""
     concurrent: int | None
     """Most calls of ``reset`` and ``step`` at a time; None: no limit."""
 
@@ -106,8 +110,7 @@ def agentic_facts(plan: AgenticPlan) -> list[tuple[str, str]]:
     facts = [("episodes", _played(plan, plan.train, "step"))]
     if plan.validation is not None and plan.eval_steps:
         facts.append(("validation", _played(plan, plan.validation, "validation")))
-    for entry in plan.entries.values():
-        facts.append((entry.tag, _entry(entry, plan.sequence_length)))
+    facts += [("environment", f"{entry.tag}: {_entry(entry, plan.sequence_length)}") for entry in plan.entries.values()]
     reference = "reference log-probs" + ("" if "reference" in plan.roles else " (actor_train without its adapters)")
     passes = {reference: plan.needs_reference, "old log-probs": plan.needs_old_log_probs, "values": plan.needs_critic}
     needed = ", ".join(name for name, needed in passes.items() if needed) or "none"
@@ -136,7 +139,7 @@ def _most_new_tokens(entry: EntryPlan, sequence_length: int) -> int:
 def _entry(entry: EntryPlan, sequence_length: int) -> str:
     seconds = f", {entry.seconds:g} s" if entry.seconds is not None else ""
     rows = "a row a conversation" if entry.samples == "trajectory" else "a row a turn"
-    name = entry.section.env_type or ""
+    name = entry.section.env_type or f"agent {entry.agent}"
     limits = f"at most {count(entry.turns, 'turn')} of {entry.new_tokens} tokens, {sequence_length} tokens of context"
     return f"{name}; {limits}{seconds}; context {entry.context}, {rows}"
 

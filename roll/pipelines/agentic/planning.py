@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 from roll.config.pipelines import PipelineDefinition, Written
 from roll.config.plan.planning import shared_plan, with_cache_length
@@ -42,6 +44,20 @@ def played_as(section: CustomEnvConfig) -> PlayedAs:
     context = section.context or manager.context
     own = manager.samples if section.context is None else "trajectory" if context == "append" else "step"
     return PlayedAs(context, section.samples or own)
+
+
+def agent_of(section: CustomEnvConfig) -> tuple[str | None, dict[str, Any]]:
+    """The agent of an entry, None for an environment, and its options with the short keys put in their place."""
+    options = dict(section.agent_config)
+    command = section.command
+    if section.tools:
+        options["tools"] = section.tools
+    if command is not None:
+        options["command"] = shlex.split(command) if isinstance(command, str) else command
+    if section.verifier:
+        options["verifier"] = section.verifier
+    short = "tools" if section.tools else "black_box" if command is not None else None
+    return section.agent or short, options
 
 
 def partition(section: EnvManagerConfig) -> dict[str, int]:
@@ -84,6 +100,7 @@ def validation_sampling(config: AgenticConfig, written: Written) -> GeneratingAr
 def entry_plan(config: AgenticConfig, tag: str, most_new_tokens: int | None) -> EntryPlan:
     section = config.custom_envs[tag]
     played = played_as(section)
+    agent, agent_config = agent_of(section)
     new_tokens = min(section.max_tokens_per_step, config.sequence_length - 1)
     return EntryPlan(
         tag=tag,
@@ -93,6 +110,8 @@ def entry_plan(config: AgenticConfig, tag: str, most_new_tokens: int | None) -> 
         turns=section.max_steps,
         new_tokens=new_tokens if most_new_tokens is None else min(new_tokens, most_new_tokens),
         seconds=section.time_limit,
+        agent=agent,
+        agent_config=agent_config,
         concurrent=1 if section.use_thread_lock else section.max_env_step_concurrent or None,
     )
 

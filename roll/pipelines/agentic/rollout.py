@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roll.agents.episode import EpisodeGroup
+from roll.agents.built_in_tools import ToolSet
+from roll.agents.episode import Agent, EpisodeGroup
 from roll.config.plan.plan import RunAhead
 from roll.environments.off_loop import EnvironmentProcesses
-from roll.pipelines.agentic.config import AgenticConfig
+from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
 from roll.pipelines.agentic.metrics import episode_metrics, episode_table, token_checks
 from roll.pipelines.agentic.plan import AgenticPlan, ManagerPlan
 from roll.pipelines.agentic.players import TaskSource, build_players, read_data
+from roll.pipelines.agentic.preflight import own_group_filter
 from roll.pipelines.engine_rollout import EngineRollout
 from roll.pipelines.files import pad_token_id
 from roll.pipelines.rlvr.clusters import Clusters
@@ -48,6 +50,8 @@ class EpisodeData:
     validation_tasks: TaskSource | None
     processes: list[EnvironmentProcesses]
     """Of environments that do not live in the driver."""
+    shared: list[Agent | ToolSet]
+    """Agents without an environment, and tools around environments."""
 
 
 def load_episode_data(config: AgenticConfig, plan: AgenticPlan, tokenizer: PreTrainedTokenizerBase) -> EpisodeData:
@@ -60,13 +64,15 @@ def load_episode_data(config: AgenticConfig, plan: AgenticPlan, tokenizer: PreTr
     data = read_data(plan)
     validation = plan.validation
     processes: list[EnvironmentProcesses] = []
+    shared: dict[str, Agent | ToolSet] = {}
     return EpisodeData(
         tokenizer,
-        build_players(config, plan, plan.train, tokenizer, processes),
-        {} if validation is None else build_players(config, plan, validation, tokenizer, processes),
+        build_players(config, plan, plan.train, tokenizer, processes, shared),
+        {} if validation is None else build_players(config, plan, validation, tokenizer, processes, shared),
         TaskSource(plan.train, f"train/{config.seed}", data),
         None if validation is None else TaskSource(validation, "validation", data),
         processes,
+        list(shared.values()),
     )
 
 
@@ -91,17 +97,20 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
 
     def collect(self, step: int) -> tuple[DataProto, Callable[[], SampleTable], Metrics]:
         groups, metrics = self._groups_of(step)
-        batch = build_episode_batch(groups, self._rule, pad_token_id(self._data.tokenizer))
+        batch = build_episode_batch(
+            groups,
+            {tag: entry.samples for tag, entry in self._plan.entries.items()},
+            pad_token_id(self._data.tokenizer),
+            roles=self._config.train_roles or None,
+            on_error=self._config.failed_episodes,
+            bootstrap=self._config.bootstraps,
+        )
         sampled = float(batch.batch["response_mask"].sum())
         given = float(batch.batch["attention_mask"].sum()) - sampled
         metrics |= self._size_metrics(len(batch), sampled, given) | self._loss_metrics()
         metrics |= episode_metrics(groups) | token_checks(batch, groups) | self._what_became()
         templates = {tag: player.template for tag, player in self._data.players.items()}
         return batch, partial(episode_table, groups, templates), metrics
-
-    @property
-    def _rule(self) -> Any:
-        return next(iter(self._plan.entries.values())).samples
 
     def _groups_of(self, step: int) -> tuple[list[EpisodeGroup], Metrics]:
         self._busy_before = self._engines.busy_seconds
@@ -131,9 +140,17 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
         }
 
     def close(self) -> None:
+        self.driver.run(self._close_agents())
         super().close()
         for processes in self._data.processes:
             processes.close()
+
+    async def _close_agents(self) -> None:
+        """End what agents have started: servers of tools, sandboxes, their endpoint."""
+        for one in self._data.shared:
+            close = getattr(one, "close", None)
+            if close is not None:
+                await close()
 
     def validation(self) -> Coroutine[Any, Any, EpisodeValidation]:
         """The same tasks each time, sampled from the same seeds: two validations differ by the policy alone."""
@@ -224,15 +241,23 @@ class AsyncEpisodeRollout(EpisodeRollout):
 
 
 def _settings(manager: ManagerPlan, name: str) -> EpisodeSettings:
-    section = manager.section.group_filter_config
-    keep = build_filter(section.type, section.filter_args)
     return EpisodeSettings(
-        manager.group_size,
-        name,
-        manager.redundancy,
-        manager.num_groups,
-        keeps=lambda group: keep(np.array(group.scores() or [np.nan], dtype=np.float32)),
+        manager.group_size, name, manager.redundancy, manager.num_groups, keeps=group_filter(manager.section)
     )
+
+
+def group_filter(section: EnvManagerConfig) -> Callable[[EpisodeGroup], bool]:
+    """``group_filter_config`` and ``group_filter_cls`` together: true for groups that both keep."""
+    keep = build_filter(section.group_filter_config.type, section.group_filter_config.filter_args)
+    own = None if section.group_filter_cls is None else own_group_filter(section.group_filter_cls)
+
+    def keeps(group: EpisodeGroup) -> bool:
+        if not keep(np.array(group.scores() or [np.nan], dtype=np.float32)):
+            return False
+        identity = f"{group.task.tag}_{group.task.seed}"
+        return own is None or not own.filter(identity, group.order, group.episodes)
+
+    return keeps
 
 
 def staleness_metrics(groups: Sequence[EpisodeGroup], step: int) -> Metrics:

@@ -16,12 +16,15 @@ from roll.config.reading.errors import count
 from roll.config.rewards import RewardConfig
 from roll.config.roles import DataArguments
 from roll.datasets import DataError, DomainSampler, LoadCounts, PromptDataset
+from roll.datasets.images import VisionModel
 from roll.pipelines.files import load_tokenizer
 from roll.pipelines.policy import recorded_rollouts, rollout_file
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.protocol import DataProto
+from roll.protocol.columns import object_array
 from roll.protocol.metrics import Mean, Metrics
+from roll.protocol.vision import IMAGES, VisionInputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,22 +51,27 @@ def load_data(config: RLVRConfig, plan: RLVRPlan) -> RunData:
     """
     model_path = plan.roles["actor_train"].model_path
     tokenizer = load_tokenizer(model_path, config.actor_train.model_args.trust_remote_code)
-    training = read_prompts(config, config.actor_train.data_args, plan.prompt_length, tokenizer)
+    training = read_prompts(config, plan, config.actor_train.data_args, plan.prompt_length, tokenizer)
     sets = plan.validation_sets
-    validation = {one.name: read_prompts(config, one.data_args, one.prompt_length, tokenizer) for one in sets}
+    validation = {one.name: read_prompts(config, plan, one.data_args, one.prompt_length, tokenizer) for one in sets}
     data_args = config.actor_train.data_args
     sampler = DomainSampler(training.by_domain(), data_args.domain_interleave_probs, config.seed, data_args)
     return RunData(tokenizer, sampler, validation)
 
 
 def read_prompts(
-    config: RLVRConfig, data_args: DataArguments, prompt_length: int, tokenizer: PreTrainedTokenizerBase
+    config: RLVRConfig,
+    plan: RLVRPlan,
+    data_args: DataArguments,
+    prompt_length: int,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> PromptDataset:
     """One set, routed to the domains of the run and rendered by its templates; what is odd about its rows is logged.
 
     Raises:
         DataError: as :func:`load_data`, or a domain none of whose rows can be scored.
     """
+    path = plan.roles["actor_train"].model_path
     dataset = PromptDataset.build(
         data_args,
         tokenizer,
@@ -71,6 +79,7 @@ def read_prompts(
         {name: section.tag_included for name, section in config.rewards.items()},
         global_template=config.global_template,
         tag_to_template=config.tag_to_template,
+        vision=VisionModel.load(str(path), tokenizer, config.actor_train.model_args.trust_remote_code),
     )
     for remark in remarks(config, dataset.counts):
         logger.warning("%s: %s", data_args.file_name, remark)
@@ -130,6 +139,13 @@ class RecordedRollouts:
     def write(self, step: int, batch: DataProto) -> None:
         """Keep the batch as the rewards have left it."""
         self._folder.mkdir(parents=True, exist_ok=True)
+        images = batch.non_tensor_batch.get(IMAGES)
+        if images is not None:  # each prompt's once
+            batch = batch.select()
+            distinct = {id(one): one for one in images if one is not None}
+            place = {name: index for index, name in enumerate(distinct)}
+            batch.non_tensor_batch[IMAGES] = object_array(IMAGES, [place.get(id(one)) for one in images])
+            batch.meta_info[IMAGES] = [one.to_plain() for one in distinct.values()]
         batch.save(rollout_file(self._folder, step))
 
     def read(self, step: int) -> tuple[DataProto, Metrics]:
@@ -150,5 +166,9 @@ class RecordedRollouts:
                 f"{file}: {len(batch)} samples, but rollout_batch_size x num_return_sequences_in_group is "
                 f"{self._num_samples}"
             )
+        if IMAGES in batch.meta_info:
+            images = [VisionInputs.from_plain(one) for one in batch.meta_info.pop(IMAGES)]
+            rows = [None if index is None else images[index] for index in batch.non_tensor_batch[IMAGES]]
+            batch.non_tensor_batch[IMAGES] = object_array(IMAGES, rows)
         tokens = float(batch.batch["attention_mask"].sum())
         return batch, {"system/samples": Mean(len(batch)), "system/tokens": Mean(tokens)}

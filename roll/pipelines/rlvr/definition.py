@@ -40,11 +40,12 @@ from roll.config.run import OlderRLVRKeys, RunConfig
 from roll.config.strategies.base import own_weights
 from roll.config.weight_sync import WeightSyncConfig
 from roll.pipelines.policy import needs_critic, needs_reference, pg_variant
+from roll.pipelines.policy_preflight import check_transport
 from roll.pipelines.rlvr.checks import check_rlvr
 from roll.pipelines.rlvr.config import RLVRConfig, ValidationConfig, ValidationSetConfig
 from roll.pipelines.rlvr.plan import RLVRPlan, batch_facts, rlvr_facts
 from roll.pipelines.rlvr.planning import lengths, model_roles, plan_rlvr, reward_name, reward_pretrain, started_roles
-from roll.pipelines.rlvr.preflight import check_rewards, check_transport, own_functions, samples_ahead_problems
+from roll.pipelines.rlvr.preflight import check_rewards, own_functions, samples_ahead_problems
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
@@ -84,7 +85,7 @@ class RLVR(PipelineDefinition):
         ("RLVR and agentic: roles, engines, asynchronous rollout (top level)", PolicyRunConfig, (RunConfig, PPOConfig)),
         ("RLVR and agentic: algorithm (top level)", PPOConfig, (PolicyLossConfig,)),
         ("RLVR and agentic: options of single policy losses (top level)", PolicyLossConfig, ()),
-        ("RLVR: keys of older files (top level)", OlderRLVRKeys, ()),
+        ("RLVR and agentic: keys of older files (top level)", OlderRLVRKeys, ()),
     )
     section_tables = (
         ("`rewards.<name>` (in addition to the keys of a role)", RewardConfig, (WorkerConfig,)),
@@ -182,7 +183,8 @@ class RLVR(PipelineDefinition):
         from roll.pipelines.rlvr.data import read_prompts, remarks
 
         def read(data_args: DataArguments, limit: int, tokenizer: Any) -> PromptDataset:
-            return read_prompts(loaded.config, data_args, limit, tokenizer)
+            assert isinstance(loaded.plan, RLVRPlan)
+            return read_prompts(loaded.config, loaded.plan, data_args, limit, tokenizer)
 
         assert isinstance(loaded.plan, RLVRPlan)
         sets = {"train": (loaded.config.actor_train.data_args, loaded.plan.prompt_length)}

@@ -8,7 +8,7 @@ from functools import partial
 from roll.config.loader import LoadedConfig
 from roll.distributed import ResourceManager
 from roll.pipelines.engine_rollout import EngineRollout
-from roll.pipelines.files import sample_table
+from roll.pipelines.files import dumped_table
 from roll.pipelines.policy_pipeline import PolicyPipeline
 from roll.pipelines.rlvr.clusters import StartingClusters, start_clusters
 from roll.pipelines.rlvr.config import RLVRConfig
@@ -58,4 +58,4 @@ class RLVRPipeline(PolicyPipeline[RLVRConfig, RLVRPlan, Validation]):
         metrics, answered = validation.report()
         self.context.record_validation(metrics, step)
         for name, groups in answered.items():
-            self.context.dump_samples("validation", step, partial(sample_table, groups), name)
+            self.context.dump_samples("validation", step, partial(dumped_table, groups, self.plan.dump_dir), name)

@@ -12,7 +12,7 @@ import numpy as np
 from roll.config.plan.plan import RunAhead
 from roll.config.rewards import model_inputs
 from roll.pipelines.engine_rollout import EngineRollout
-from roll.pipelines.files import pad_token_id, sample_table
+from roll.pipelines.files import dumped_table, pad_token_id
 from roll.pipelines.rlvr.clusters import Clusters
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.data import RunData
@@ -62,7 +62,7 @@ class RolloutPhase(EngineRollout[Validation]):
             batch.batch["reward_components"] = reward_components(groups, list(self._config.reward_weights))
         if self._plan.needs_greedy_baseline:
             metrics |= self._add_greedy_baseline(batch, groups)
-        return batch, partial(sample_table, groups), metrics
+        return batch, partial(dumped_table, groups, self._plan.dump_dir), metrics
 
     def _groups_of(self, step: int) -> tuple[list[SampleGroup], Metrics]:
         self._busy_before = self._engines.busy_seconds

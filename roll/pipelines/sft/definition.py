@@ -52,7 +52,8 @@ class SFT(PipelineDefinition):
         from roll.pipelines.sft.pipeline import read_demonstrations
 
         def read(data_args: DataArguments, tokenizer: Any) -> SftDataset:
-            return read_demonstrations(loaded.config, data_args, tokenizer)
+            assert isinstance(loaded.plan, SFTPlan)
+            return read_demonstrations(loaded.config, loaded.plan, data_args, tokenizer)
 
         assert isinstance(loaded.plan, SFTPlan)
         sets = {"train": loaded.plan.data_args, "validation": loaded.plan.val_data_args}

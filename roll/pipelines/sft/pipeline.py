@@ -13,6 +13,7 @@ import torch
 from roll.config.loader import LoadedConfig
 from roll.config.roles import DataArguments
 from roll.datasets import EpochOrder, SftDataset, SftRow, ShuffledEpochs
+from roll.datasets.images import VisionModel
 from roll.distributed import Cluster, PendingCall, ResourceManager
 from roll.pipelines.files import export_model, load_tokenizer, pad_token_id
 from roll.pipelines.row_order import balanced_order
@@ -20,6 +21,7 @@ from roll.pipelines.run_context import RunContext
 from roll.pipelines.sft.config import SFTConfig, SFTPlan
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, merge_metrics
+from roll.protocol.vision import IMAGES
 from roll.workers import SFT_WORKER
 from roll.workers.model import ModelSettings
 from roll.workers.training import SftWorker
@@ -84,9 +86,9 @@ class SFTPipeline:
         config, model_args = self.config, self.config.sft_train.model_args
         tokenizer = load_tokenizer(self.plan.roles["sft_train"].model_path, model_args.trust_remote_code)
         self.tokenizer, self.pad_token_id = tokenizer, pad_token_id(tokenizer)
-        training = read_demonstrations(config, self.plan.data_args, tokenizer)
+        training = read_demonstrations(config, self.plan, self.plan.data_args, tokenizer)
         if self.plan.val_data_args is not None:
-            self.held_out = read_demonstrations(config, self.plan.val_data_args, tokenizer)
+            self.held_out = read_demonstrations(config, self.plan, self.plan.val_data_args, tokenizer)
         order = EpochOrder.of(self.plan.data_args, len(training), config.seed, "sft", training.difficulties)
         self.demonstrations = ShuffledEpochs(training, config.seed, "sft", order=order)
         epochs = config.sft_train.training_args.num_train_epochs
@@ -142,19 +144,24 @@ class SFTPipeline:
         self.context.finish(self.num_steps)
 
 
-def read_demonstrations(config: SFTConfig, data_args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> SftDataset:
+def read_demonstrations(
+    config: SFTConfig, plan: SFTPlan, data_args: DataArguments, tokenizer: PreTrainedTokenizerBase
+) -> SftDataset:
     """One set, rendered by the run's templates."""
+    path = str(plan.roles["sft_train"].model_path)
     return SftDataset.build(
         data_args,
         tokenizer,
         config.sequence_length,
         global_template=config.global_template,
         query_key=config.query_key,
+        vision=VisionModel.load(path, tokenizer, config.sft_train.model_args.trust_remote_code),
     )
 
 
 def demonstration_batch(rows: Sequence[SftRow], pad: int) -> DataProto:
-    """One row a demonstration, right-padded: ``input_ids`` int64, ``attention_mask``, ``response_mask`` bool (B, L)."""
+    """One row a demonstration, right-padded: ``input_ids`` int64, ``attention_mask``, ``response_mask`` bool (B, L);
+    and ``images`` where a row has some."""
     lengths = np.array([len(row.input_ids) for row in rows])
     prompts = np.array([row.prompt_length for row in rows])
     positions = np.arange(int(lengths.max()))
@@ -166,4 +173,5 @@ def demonstration_batch(rows: Sequence[SftRow], pad: int) -> DataProto:
         "attention_mask": torch.from_numpy(attention_mask),
         "response_mask": torch.from_numpy(attention_mask & (positions >= prompts[:, None])),
     }
-    return DataProto.from_dict(tensors)
+    images = [row.vision for row in rows]
+    return DataProto.from_dict(tensors, {} if all(one is None for one in images) else {IMAGES: images})

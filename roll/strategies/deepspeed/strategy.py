@@ -88,6 +88,7 @@ class DeepSpeedStrategy(DataParallelStrategy):
         )
         if self.compute_dtype is not torch.float32:
             self._restore_master_weights(parameters)
+        self._watch_balance()
         self.model.train()
 
     def _load_for_forward_passes(self) -> None:
@@ -130,6 +131,8 @@ class DeepSpeedStrategy(DataParallelStrategy):
             return
         names = set(getattr(language_model, "_no_split_modules", None) or ())
         layers = {type(module) for module in language_model.modules() if type(module).__name__ in names}
+        # Experts that are modules come and go together, whichever a rank has chosen.
+        layers |= {type(layer.block) for layer in self.sparse_layers if not layer.is_fused}
         if layers:
             deepspeed.utils.set_z3_leaf_modules(language_model, list(layers))
 

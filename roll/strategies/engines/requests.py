@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from roll.config.reading.fields import LOWEST_TEMPERATURE
+from roll.protocol.vision import VisionInputs
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -67,6 +68,8 @@ class GenerationRequest:
     """Samples that are done already."""
     conversation: str | None = None
     """Names the conversation that the prompt is the next turn of, for routers that keep one at its engine."""
+    vision: VisionInputs | None = None
+    """Images of the prompt, whose placeholders ``prompt_token_ids`` has, expanded; None: a prompt of text."""
 
     @property
     def unfinished_samples(self) -> list[int]:

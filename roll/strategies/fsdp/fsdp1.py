@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -25,8 +26,10 @@ from roll.config.roles import ModelArguments
 from roll.config.strategies.fsdp import FSDP1_OFFLOAD
 from roll.config.strategies.registry import Fsdp1StrategyConfig
 from roll.models.build import DTYPES
+from roll.models.experts import SparseLayer
 from roll.models.layouts import TokenLayout
 from roll.models.log_probs import ResponseModel, output_matrices, run_head_when_called
+from roll.models.vision import vision_modules
 from roll.platforms import current_platform
 from roll.strategies.fsdp.sharded import ShardedStrategy, build_mesh, compute_dtype, wrapped_units
 from roll.strategies.training.checkpoint import Checkpointed
@@ -56,7 +59,7 @@ class FsdpStrategy(ShardedStrategy):
         shapes = {name: tensor.shape for name, tensor in self._named_tensors()}
         self._names = list(shapes)
         self.mesh = build_mesh(self.device.type, self.world_size, self.config.fsdp_size)
-        self.root = wrap_model(self.model, self.mesh, self.role.model_args, self.config)
+        self.root = wrap_model(self.model, self.mesh, self.role.model_args, self.config, self.sparse_layers)
         self._pieces: dict[torch.Tensor, Pieces] = {}
         if self.root is not None:
             parameters = {clean_name(name): value for name, value in self.model.language_model.named_parameters()}
@@ -123,7 +126,11 @@ WRAPPER = "_fsdp_wrapped_module."
 
 
 def wrap_model(
-    model: ResponseModel, mesh: DeviceMesh, args: ModelArguments, config: Fsdp1StrategyConfig
+    model: ResponseModel,
+    mesh: DeviceMesh,
+    args: ModelArguments,
+    config: Fsdp1StrategyConfig,
+    sparse_layers: Sequence[SparseLayer] = (),
 ) -> FullyShardedDataParallel | None:
     """Wrap ``model`` and its units over ``mesh``; gradients become means over all ranks.
 
@@ -146,7 +153,21 @@ def wrap_model(
     if mesh.size() == 1 and dtype is torch.float32 and not offload:
         model.to(device)
         return None
-    units = {id(unit) for unit in wrapped_units(model, config.wrap_policy)}
+    units = {id(unit) for unit in wrapped_units(model, config.wrap_policy, sparse_layers)}
+    tower = vision_modules(model.language_model)
+    precision = MixedPrecision(
+        # Token ids and positions are all that goes in, so there is nothing to cast; an image is cast where it is cut.
+        param_dtype=dtype,
+        reduce_dtype=DTYPES[config.reduce_dtype],
+        cast_root_forward_inputs=False,
+    )
+
+    def unit_options(module: nn.Module) -> bool | dict[str, Any]:
+        if id(module) in units and id(module) in tower:
+            # The angles that rotate patches stay in float32.
+            return {"mixed_precision": replace(precision, cast_forward_inputs=False)}
+        return id(module) in units
+
     head = model.language_model.get_output_embeddings()
     if config.wrap_policy.wrap_lm_output:
         if len(output_matrices(model.language_model)) > 1:
@@ -163,12 +184,9 @@ def wrap_model(
             device_mesh=mesh,
             sharding_strategy=_sharding_strategy(mesh, config.reshard_after_forward),
             cpu_offload=CPUOffload(offload_params=True) if offload else None,
-            auto_wrap_policy=CustomPolicy(lambda module: id(module) in units),
+            auto_wrap_policy=CustomPolicy(unit_options),
             backward_prefetch=_backward_prefetch(config.backward_prefetch),
-            # Token ids and positions are all that goes in, so there is nothing to cast.
-            mixed_precision=MixedPrecision(
-                param_dtype=dtype, reduce_dtype=DTYPES[config.reduce_dtype], cast_root_forward_inputs=False
-            ),
+            mixed_precision=precision,
             device_id=device,
             use_orig_params=True,
         )

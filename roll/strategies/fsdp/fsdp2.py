@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +20,11 @@ from torch.distributed.tensor import DTensor
 from roll.config.roles import ModelArguments
 from roll.config.strategies.fsdp import Fsdp2StrategyConfig
 from roll.models.build import DTYPES, tile_mlp_layers
+from roll.models.experts import SparseLayer, sparse_layers
 from roll.models.layouts import TokenLayout
 from roll.models.loading import MetaModel, build_on_meta
 from roll.models.log_probs import ResponseModel, output_matrices
+from roll.models.vision import vision_modules
 from roll.platforms import current_platform
 from roll.strategies.fsdp.sharded import ShardedStrategy, build_mesh, compute_dtype, wrapped_units
 from roll.strategies.training.checkpoint import Checkpointed
@@ -40,7 +43,7 @@ class Fsdp2Strategy(ShardedStrategy):
     def _build(self, storage_dtype: torch.dtype) -> None:
         self._load_model(storage_dtype)
         self.mesh = build_mesh(self.device.type, self.world_size, self.config.fsdp_size)
-        self.root = shard_model(self.model, self.mesh, self.role.model_args, self.config)
+        self.root = shard_model(self.model, self.mesh, self.role.model_args, self.config, self.sparse_layers)
         if self._meta is not None:
             self._meta.read(self.model, torch.device("cpu") if self.config.offload_policy else self.device)
             self._meta = None
@@ -50,7 +53,11 @@ class Fsdp2Strategy(ShardedStrategy):
     def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
         """Without weights where each rank can read its own shard of them later."""
         self._meta = build_on_meta(self.role.model_args, self.head.value, storage_dtype)
-        model = super()._build_language_model(storage_dtype) if self._meta is None else self._meta.language_model
+        if self._meta is None:
+            model = super()._build_language_model(storage_dtype)
+        else:
+            model = self._meta.language_model
+            self.sparse_layers = sparse_layers(model)
         if self.config.apply_tiled_mlp:
             tile_mlp_layers(model, self.config.tiled_num_shards)
         return model
@@ -100,7 +107,11 @@ def row_pieces(tensor: DTensor) -> Pieces:
 
 
 def shard_model(
-    model: ResponseModel, mesh: DeviceMesh, args: ModelArguments, config: Fsdp2StrategyConfig
+    model: ResponseModel,
+    mesh: DeviceMesh,
+    args: ModelArguments,
+    config: Fsdp2StrategyConfig,
+    sparse_layers: Sequence[SparseLayer] = (),
 ) -> FSDPModule | None:
     """Turn ``model`` into an FSDP root over ``mesh``, in place; gradients become plain sums over all ranks.
 
@@ -113,17 +124,19 @@ def shard_model(
     """
     if mesh.size() == 1 and compute_dtype(args, config) is torch.float32 and not config.offload_policy:
         return None
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype(args, config), reduce_dtype=DTYPES[config.reduce_dtype])
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": config.reshard_after_forward,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=compute_dtype(args, config), reduce_dtype=DTYPES[config.reduce_dtype]
-        ),
+        "mp_policy": precision,
     }
     if config.offload_policy:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=current_platform().pin_memory)
-    for unit in wrapped_units(model, config.wrap_policy):
-        fully_shard(unit, **options)
+    tower = vision_modules(model.language_model)
+    for unit in wrapped_units(model, config.wrap_policy, sparse_layers):
+        # The angles that rotate patches stay in float32.
+        casts = {"mp_policy": replace(precision, cast_forward_inputs=False)} if id(unit) in tower else {}
+        fully_shard(unit, **(options | casts))
     if config.wrap_policy.wrap_lm_output:
         for head in output_matrices(model.language_model):
             register_fsdp_forward_method(head, "log_probs")

@@ -8,12 +8,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +26,12 @@ from roll.config.roles import ModelArguments, WorkerConfig
 from roll.config.strategies.fsdp import ShardedStrategyConfig, WrapPolicy
 from roll.config.strategies.registry import typed_strategy_config
 from roll.models.build import DTYPES, enable_gradient_checkpointing, has_tied_embeddings
+from roll.models.experts import SparseLayer, choose_kernel, run_every_expert
 from roll.models.log_probs import ResponseModel, output_matrices
 from roll.strategies.base import ModelHead, StateKind
 from roll.strategies.training.checkpoint import Checkpointed, load_sharded, save_sharded
 from roll.strategies.training.data_parallel import DataParallelStrategy
+from roll.strategies.training.experts import check_choices_may_differ
 from roll.strategies.training.gather import Pieces, gather_to_rank0
 from roll.strategies.training.optimizer import (
     TrainingProgress,
@@ -41,6 +44,11 @@ from roll.strategies.training.optimizer import (
     scale_,
     state_tensors,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 
 def mesh_shape(world_size: int, fsdp_size: int) -> tuple[int, ...]:
@@ -68,7 +76,9 @@ def compute_dtype(args: ModelArguments, config: ShardedStrategyConfig) -> torch.
     return DTYPES[config.param_dtype or args.dtype]
 
 
-def wrapped_units(model: ResponseModel, policy: WrapPolicy) -> list[nn.Module]:
+def wrapped_units(
+    model: ResponseModel, policy: WrapPolicy, sparse_layers: Sequence[SparseLayer] = ()
+) -> list[nn.Module]:
     """The modules to shard as units of their own, innermost first.
 
     Raises:
@@ -78,10 +88,9 @@ def wrapped_units(model: ResponseModel, policy: WrapPolicy) -> list[nn.Module]:
     chosen = policy.transformer_layer_cls_to_wrap
     # An empty list is a choice too: one unit for everything, the cheapest way for a very small model.
     names = set(getattr(language_model, "_no_split_modules", None) or () if chosen is None else chosen)
-    experts = set(policy.moe_experts or ())
-    units = [module for module in model.modules() if type(module).__name__ in experts]
+    units = _expert_units(sparse_layers, set(policy.moe_experts or ()))
     units += [module for module in model.modules() if type(module).__name__ in names]
-    _check_found(names | experts, units, model)
+    _check_found(names, units, model)
     if policy.wrap_embeddings or policy.wrap_lm_output:
         if has_tied_embeddings(language_model):
             raise ValueError(
@@ -92,6 +101,23 @@ def wrapped_units(model: ResponseModel, policy: WrapPolicy) -> list[nn.Module]:
             units.append(language_model.get_input_embeddings())
         if policy.wrap_lm_output:
             units += output_matrices(language_model)
+    return units
+
+
+def _expert_units(layers: Sequence[SparseLayer], names: set[str]) -> list[nn.Module]:
+    """The modules inside sparse layers that ``moe_experts`` names; all fused experts for a name that none has."""
+    inside = [module for layer in layers for module in layer.block.modules()]
+    units = [module for module in inside if type(module).__name__ in names]
+    other = names - {type(unit).__name__ for unit in units}
+    if other and layers:
+        # A layer's experts by any other name: transformers 4 had a module for each, transformers 5 has one for all.
+        experts = [one for layer in layers for one in ([layer.experts] if layer.is_fused else layer.experts.children())]
+        logger.info(
+            "strategy_config.wrap_policy.moe_experts: no module of a sparse layer is a %s; taken for %s",
+            ", ".join(sorted(other)),
+            ", ".join(sorted({type(one).__name__ for one in experts})),
+        )
+        units += [one for one in experts if one not in units]
     return units
 
 
@@ -142,7 +168,49 @@ class ShardedStrategy(DataParallelStrategy):
             self.progress = TrainingProgress(args, num_training_steps, self.compute_dtype)
             self.optimizer = adamw(self._decay_groups(), args)
             self.trainable = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            self._watch_balance()
         self.model.train(num_training_steps > 0)
+        self._check_experts(learns=num_training_steps > 0)
+
+    def _prepare_experts(self, language_model: PreTrainedModel) -> None:
+        """
+        Raises:
+            ValueError: experts that are modules, without ``apply_expert_patch``.
+        """
+        layers, patch = self.sparse_layers, self.config.apply_expert_patch
+        if not layers:
+            return
+        choose_kernel(language_model, self.config.moe_use_grouped_mm)
+        separate = [layer for layer in layers if not layer.is_fused]
+        where = f"{self.role.name}.strategy_args.strategy_config.apply_expert_patch"
+        if not separate:
+            if patch:
+                logger.info("%s: not needed, the experts of %s are fused", where, type(language_model).__name__)
+            return
+        if not patch and self.world_size > 1:
+            raise ValueError(
+                f"{where}: false, but the experts of {type(language_model).__name__} are modules ({separate[0].name}): "
+                "where ranks choose different ones, sharded weights and gradients would be mixed up; set it to true"
+            )
+        if patch:
+            run_every_expert(separate)
+
+    def _check_experts(self, learns: bool) -> None:
+        """Collective. The self-test of sparse layers, on more than one rank; see :func:`check_choices_may_differ`."""
+        if not self.sparse_layers or self.world_size == 1:
+            return
+        policy = f"{self.role.name}.strategy_args.strategy_config"
+
+        def gradients() -> list[torch.Tensor | None]:
+            grads = [parameter.grad for parameter in self.model.parameters()]
+            return [None if grad is None else local_tensor(grad) for grad in grads]
+
+        self._begin_micro_batch(last=True)
+        differentiate = self._differentiate if learns else None
+        advice = f"set {policy}.apply_expert_patch: true, or leave {policy}.wrap_policy to the model"
+        check_choices_may_differ(self.model, self._compute, differentiate, gradients, self.device, advice)
+        self.model.zero_grad(set_to_none=True)
+        self._reshard()
 
     @abstractmethod
     def _build(self, storage_dtype: torch.dtype) -> None:

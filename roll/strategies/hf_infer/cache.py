@@ -72,14 +72,23 @@ class DecodeSlots:
         positions: int64 (size,), on the cache's device: where each row's new token goes.
         lengths: on the host, how many tokens each row that counts has with the new one; rows past its end only fill up
             the batch, and their positions lie past every length.
+        offsets: int64 (size,), on the cache's device: what a row's rotary position is ahead of its cache position;
+            None: nothing, as in prompts of text.
     """
 
-    def __init__(self, cache: SlotCache, positions: torch.Tensor, lengths: np.ndarray) -> None:
+    def __init__(
+        self,
+        cache: SlotCache,
+        positions: torch.Tensor,
+        lengths: np.ndarray,
+        offsets: torch.Tensor | None = None,
+    ) -> None:
         self._data = cache.data
         self.size = len(positions)
         self.end = int(lengths.max())
         self._ragged = bool((lengths != self.end).any())
         self.positions = positions
+        self.rotary_positions = positions if offsets is None else positions + offsets
         num_heads, max_len = cache.shape.num_kv_heads, cache.max_len
         first = torch.arange(0, self.size * num_heads * max_len, max_len, device=positions.device)
         self._flat_index = (first.view(self.size, num_heads) + positions[:, None]).view(-1)

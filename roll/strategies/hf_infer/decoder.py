@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from roll.protocol.vision import VisionInputs
 from roll.strategies.hf_infer.cache import CacheShape, DecodeSlots
 
 if TYPE_CHECKING:
@@ -27,20 +28,32 @@ class PromptStates:
 
     ``keys_values``: (num_layers, 2, num_prompts, num_kv_heads, longest prompt, head_dim), anything past a prompt's end.
     ``logits``: (num_prompts, vocab_size), of the token after each prompt.
+    ``offsets``: by prompt, what the rotary position of a token behind it is ahead of its place in the sequence: the
+    tokens of an image share positions. Empty: nothing.
     """
 
     keys_values: torch.Tensor
     logits: torch.Tensor
+    offsets: Sequence[int] = ()
 
     def only(self, prompt: int) -> PromptStates:
         """A copy of one prompt's states (which does not keep the others in memory)."""
         return PromptStates(
-            self.keys_values[:, :, prompt : prompt + 1].clone(), self.logits[prompt : prompt + 1].clone()
+            self.keys_values[:, :, prompt : prompt + 1].clone(),
+            self.logits[prompt : prompt + 1].clone(),
+            self.offsets[prompt : prompt + 1],
         )
+
+
+Images = Sequence[VisionInputs | None]
+"""Of each prompt; None: a prompt of text."""
 
 
 class Decoder(ABC):
     """A causal language model computed token by token."""
+
+    masked_token_ids: tuple[int, ...] = ()
+    """Tokens that are never sampled."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -54,17 +67,45 @@ class Decoder(ABC):
     @abstractmethod
     def cache_shape(self) -> CacheShape: ...
 
-    @abstractmethod
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> PromptStates:
-        """Compute whole prompts."""
+    def check_images(self, name: str, prompt: Sequence[int], vision: VisionInputs | None) -> None:
+        """
+        Raises:
+            ValueError: images for a model that sees none, or that do not go with the placeholders of ``prompt``.
+        """
+        if vision is not None:
+            raise ValueError(
+                f"{name}: has {len(vision.images)} images, and {type(self.model).__name__} takes text only"
+            )
+
+    def prefix_key(self, token_ids: Sequence[int], vision: VisionInputs | None) -> Sequence[int]:
+        """Numbers by which the prefix cache knows a sequence, equal only where the computation is."""
+        return token_ids
+
+    def forget_weights(self) -> None:
+        """Drop what was computed with the weights as they were."""
 
     @abstractmethod
-    def extend(self, keys_values: torch.Tensor, known: Sequence[int], prompts: Sequence[Sequence[int]]) -> PromptStates:
+    def prefill(self, prompts: Sequence[Sequence[int]], images: Images | None = None) -> PromptStates:
+        """Compute whole prompts.
+
+        Args:
+            images: of each prompt; None: all are text.
+        """
+
+    @abstractmethod
+    def extend(
+        self,
+        keys_values: torch.Tensor,
+        known: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        images: Images | None = None,
+    ) -> PromptStates:
         """Compute the rest of prompts whose first tokens are there, ``known`` of each; at least one is not.
 
         Args:
             keys_values: (num_layers, 2, num_prompts, num_kv_heads, longest prompt, head_dim), finite everywhere; those
                 of the rest are filled in.
+            images: of each prompt; None: all are text.
         """
 
     @abstractmethod
@@ -189,7 +230,7 @@ class FusedDecoder(Decoder):
         sin[:, : self._head_dim // 2].neg_()
         return cos[0][:, None].contiguous(), sin[:, None].contiguous()
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> PromptStates:
+    def prefill(self, prompts: Sequence[Sequence[int]], images: Images | None = None) -> PromptStates:
         grid = _PromptGrid(prompts, self.device)
         x = F.embedding(grid.tokens, self._embedding)
         cos, sin = self._cos[grid.positions], self._sin[grid.positions]
@@ -214,7 +255,13 @@ class FusedDecoder(Decoder):
             x = self._finish_layer(layer, x, mixed)
         return PromptStates(keys_values, self._logits(x)[: grid.num_prompts])
 
-    def extend(self, keys_values: torch.Tensor, known: Sequence[int], prompts: Sequence[Sequence[int]]) -> PromptStates:
+    def extend(
+        self,
+        keys_values: torch.Tensor,
+        known: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        images: Images | None = None,
+    ) -> PromptStates:
         grid = _PromptGrid([prompt[count:] for prompt, count in zip(prompts, known, strict=True)], self.device)
         begins = torch.tensor(known, device=self.device)
         rows, places = grid.rows, grid.positions[: len(grid.rows)] + begins[grid.rows]

@@ -20,7 +20,7 @@ from roll.strategies.engines.requests import (
 )
 from roll.strategies.engines.sampling import stream_key
 from roll.strategies.hf_infer.cache import CachedSequence, DecodeSlots, PrefixCache, SlotCache, gather
-from roll.strategies.hf_infer.decoder import Decoder, PromptStates, round_up
+from roll.strategies.hf_infer.decoder import Decoder, Images, PromptStates, round_up
 from roll.strategies.hf_infer.rows import RunningRows, RunningSample, Sampler
 
 _MAX_PREFILL_TOKENS = 8192  # prompts computed at a time, padding included: bounds memory and the wait of running rows
@@ -120,7 +120,7 @@ class GenerationEngine:
         self._rows = RunningRows(max_num_seqs, max_model_len)
         self._cache = self._new_cache()
         self._prefixes = PrefixCache(prefix_cache_tokens)
-        self._sampler = Sampler(self._rows, decoder.vocab_size, decoder.device)
+        self._sampler = Sampler(self._rows, decoder.vocab_size, decoder.device, decoder.masked_token_ids)
 
     @property
     def num_unfinished(self) -> int:
@@ -135,6 +135,8 @@ class GenerationEngine:
         taken = set(self._unfinished)
         for request in requests:
             check_request(request, taken, self._max_model_len, self._decoder.vocab_size)
+            name = f"request {request.request_id!r}"
+            self._decoder.check_images(name, request.prompt_token_ids, request.vision)
             taken.add(request.request_id)
         for request in requests:
             self._enqueue(request)
@@ -202,7 +204,8 @@ class GenerationEngine:
         self._unfinished.clear()
         self._prefixes.clear()
         self._rows = RunningRows(self._rows.capacity, self._max_model_len)
-        self._sampler = Sampler(self._rows, self._decoder.vocab_size, self._decoder.device)
+        decoder = self._decoder
+        self._sampler = Sampler(self._rows, decoder.vocab_size, decoder.device, decoder.masked_token_ids)
         return outputs
 
     @torch.inference_mode()
@@ -228,6 +231,7 @@ class GenerationEngine:
         """Tokens sampled from now on come from weights ``version``; prompts that wait half admitted are recomputed."""
         self._version = version
         self._prefixes.clear()
+        self._decoder.forget_weights()
         for group in self._queue:
             group.prompt = None
         for row, sample in enumerate(self._rows.samples):
@@ -243,7 +247,8 @@ class GenerationEngine:
             # The last token of a sample is not in the cache yet: the next step puts it there.
             while end < rows.size and rows.lengths[begin : end + 1].max() * (end + 1 - begin) <= _MAX_PREFILL_TOKENS:
                 end += 1
-            states = self._decoder.prefill([rows.token_ids(row)[:-1] for row in range(begin, end)])
+            images = [rows.samples[row].request.vision for row in range(begin, end)]
+            states = self._prefill([rows.token_ids(row)[:-1] for row in range(begin, end)], images)
             self._cache.write_prompts(begin, states.keys_values, [1] * (end - begin))
             begin = end
         for sample in rows.samples:
@@ -278,7 +283,9 @@ class GenerationEngine:
         if behind.groups:
             logits.append(self._start_behind(behind.groups, behind.counts))
         if missing.groups:
-            computed = self._decoder.prefill([group.token_ids for group in missing.groups])
+            computed = self._prefill(
+                [group.token_ids for group in missing.groups], [group.request.vision for group in missing.groups]
+            )
             logits.append(self._start_samples(missing.groups, missing.counts, computed))
         while self._queue and not self._queue[0].waiting:
             self._queue.popleft()
@@ -296,15 +303,25 @@ class GenerationEngine:
             size = (shape.num_layers, 2, len(groups), shape.num_kv_heads, longest, shape.head_dim)
             room = self._cache.data.new_zeros(size)
         gather(room, found)
-        states = self._decoder.extend(room, [known for _, known in found], prompts)
+        images = [group.request.vision for group in groups]
+        more = () if all(vision is None for vision in images) else (images,)
+        states = self._decoder.extend(room, [known for _, known in found], prompts, *more)
         return self._start_samples(groups, counts, states)
+
+    def _prefill(self, prompts: Sequence[Sequence[int]], images: Images) -> PromptStates:
+        if all(vision is None for vision in images):
+            return self._decoder.prefill(prompts)
+        return self._decoder.prefill(prompts, images)
+
+    def _key_of(self, group: _QueuedGroup) -> Sequence[int]:
+        return self._decoder.prefix_key(group.token_ids, group.request.vision)
 
     def _select(self) -> _Admission:
         admission, free = _Admission(), self._rows.capacity - self._rows.size
         for group in self._queue:
             if not free:
                 break
-            group.found = self._prefixes.find(group.token_ids) if group.prompt is None else None
+            group.found = self._prefixes.find(self._key_of(group)) if group.prompt is None else None
             whole = len(group.token_ids)
             rest = whole - (group.found[1] if group.found is not None else 0)
             if admission.groups and not admission.has_room(rest, whole):
@@ -317,9 +334,9 @@ class GenerationEngine:
     def _start_samples(self, groups: list[_QueuedGroup], counts: list[int], prompts: PromptStates) -> torch.Tensor:
         """Give ``counts[i]`` samples of ``groups[i]`` (prompt i of ``prompts``) the next rows; their logits."""
         first_row = self._rows.size
-        for group, count in zip(groups, counts, strict=True):
+        for number, (group, count) in enumerate(zip(groups, counts, strict=True)):
             for _ in range(count):
-                self._start_sample(group)
+                self._start_sample(group, prompts.offsets[number] if prompts.offsets else 0)
         if groups[-1].waiting and groups[-1].prompt is None:
             groups[-1].prompt = prompts.only(len(groups) - 1)
         if prompts.keys_values.untyped_storage().data_ptr() != self._cache.data.untyped_storage().data_ptr():
@@ -327,7 +344,7 @@ class GenerationEngine:
         source = torch.repeat_interleave(torch.tensor(counts)).to(self._decoder.device)
         return prompts.logits.index_select(0, source)
 
-    def _start_sample(self, group: _QueuedGroup) -> None:
+    def _start_sample(self, group: _QueuedGroup, offset: int) -> None:
         request, index = group.request, group.waiting.popleft()
         matcher, carried = None, group.carried
         if request.params.stop_strings:
@@ -335,7 +352,7 @@ class GenerationEngine:
             for token in carried.token_ids if carried is not None else ():
                 matcher.push(token)
         sample = RunningSample(request, index, matcher)
-        self._rows.append(sample, stream_key(group.seed, index), group.stop_ids, carried)
+        self._rows.append(sample, stream_key(group.seed, index), group.stop_ids, carried, offset)
         sample.note_version(self._version, int(self._rows.generated[self._rows.size - 1]))
         self._sampler.admit(self._rows.size - 1, group.token_ids)
 
@@ -349,7 +366,11 @@ class GenerationEngine:
         positions[:size] = self._rows.lengths[:size] - 1
         device = self._decoder.device
         tokens = torch.from_numpy(self._rows.last_tokens[:padded]).to(device)
-        slots = DecodeSlots(self._cache, torch.from_numpy(positions).to(device), self._rows.lengths[:size])
+        offsets = self._rows.offsets[:size]
+        ahead = None
+        if offsets.any():
+            ahead = torch.from_numpy(np.pad(offsets, (0, padded - size))).to(device)
+        slots = DecodeSlots(self._cache, torch.from_numpy(positions).to(device), self._rows.lengths[:size], ahead)
         return self._decoder.decode(tokens, slots)[:size]
 
     def _release(self, rows: np.ndarray, reasons: Sequence[FinishReason]) -> list[GenerationOutput]:
@@ -372,8 +393,10 @@ class GenerationEngine:
         """Put the keys and values of ended samples into the prefix cache; their last token has none."""
         for row in rows:
             length = int(self._rows.lengths[row]) - 1
-            if self._prefixes.accepts(length) and not self._rows.samples[row].stale:
-                self._prefixes.put(self._rows.token_ids(row)[:length], self._cache.read(row, length))
+            sample = self._rows.samples[row]
+            if self._prefixes.accepts(length) and not sample.stale:
+                key = self._decoder.prefix_key(self._rows.token_ids(row)[:length], sample.request.vision)
+                self._prefixes.put(key, self._cache.read(row, length))
 
     def _seed_of(self, params: SamplingParams) -> int:
         if params.seed is not None:

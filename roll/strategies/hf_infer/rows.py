@@ -69,8 +69,8 @@ class RunningRows:
     """Rows [0, size) are running samples; a leaving row's place is taken by the last one.
 
     Arrays of shape (capacity,): ``lengths`` (tokens of prompt and response, the last of which is not in the cache yet),
-    ``generated``, ``last_tokens``, and the sampling settings.  ``tokens`` and ``log_probs`` (capacity, max_model_len)
-    hold the responses; ``stop_ids`` (capacity, any) is padded with -1.
+    ``generated``, ``last_tokens``, ``offsets`` (of rotary positions), and the sampling settings.  ``tokens`` and
+    ``log_probs`` (capacity, max_model_len) hold the responses; ``stop_ids`` (capacity, any) is padded with -1.
     """
 
     capacity: int
@@ -95,6 +95,7 @@ class RunningRows:
         self.min_p = np.zeros(n, np.float32)
         self.repetition_penalty = np.ones(n, np.float32)
         self.num_top = np.zeros(n, np.int64)
+        self.offsets = np.zeros(n, np.int64)
         self.stop_ids = np.full((n, 1), _NO_TOKEN, np.int64)
         self.tokens = np.zeros((n, self.max_model_len), np.int32)
         self.log_probs = np.zeros((n, self.max_model_len), np.float32)
@@ -105,9 +106,10 @@ class RunningRows:
         stream_key: int,
         stop_ids: Sequence[int],
         carried: PartialSample | None = None,
+        offset: int = 0,
     ) -> None:
         """Start a sample in the next row, behind its prompt and the tokens that it has already (``carried``); these
-        are in the cache, its next token is not sampled yet."""
+        are in the cache, its next token is not sampled yet. ``offset``: of its rotary positions."""
         row, params = self.size, sample.request.params
         assert row < self.capacity, "no free row"
         prompt_length = len(sample.request.prompt_token_ids)
@@ -124,6 +126,7 @@ class RunningRows:
         self.min_p[row] = 0 if greedy else params.min_p
         self.repetition_penalty[row] = params.repetition_penalty
         self.num_top[row] = params.top_log_probs
+        self.offsets[row] = offset
         if len(stop_ids) > self.stop_ids.shape[1]:
             wider = np.full((self.capacity, len(stop_ids)), _NO_TOKEN, np.int64)
             wider[:, : self.stop_ids.shape[1]] = self.stop_ids
@@ -213,14 +216,22 @@ class RunningRows:
             self.min_p,
             self.repetition_penalty,
             self.num_top,
+            self.offsets,
             self.stop_ids,
         )
 
 
 class Sampler:
-    """Samples for the active rows of ``rows``; keeps which tokens each row has seen where a repetition penalty asks."""
+    """Samples for the active rows of ``rows``; keeps which tokens each row has seen where a repetition penalty asks.
 
-    def __init__(self, rows: RunningRows, vocab_size: int, device: torch.device) -> None:
+    Args:
+        masked_token_ids: never sampled: their probability is 0.
+    """
+
+    def __init__(
+        self, rows: RunningRows, vocab_size: int, device: torch.device, masked_token_ids: Sequence[int] = ()
+    ) -> None:
+        self._masked = torch.tensor(masked_token_ids, device=device) if masked_token_ids else None
         self._rows = rows
         self._vocab_size = vocab_size
         self._device = device
@@ -256,6 +267,8 @@ class Sampler:
             self._settings = _Settings(rows, self._device)
         settings = self._settings
         logits = logits.float()
+        if self._masked is not None:
+            logits[:, self._masked] = -torch.inf
         if settings.penalty is not None:
             assert self._seen is not None
             logits = penalise_repetition(logits, self._seen[: rows.size], settings.penalty)

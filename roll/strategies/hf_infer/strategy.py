@@ -12,8 +12,9 @@ import torch
 
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import HfInferStrategyConfig, typed_strategy_config
-from roll.models.build import DTYPES, attention_implementation, build_model, load_config
+from roll.models.build import DTYPES, attention_implementation, auto_class, build_model, load_config
 from roll.models.layouts import TokenLayout
+from roll.models.stored import StoredLayout
 from roll.platforms import current_platform
 from roll.protocol.columns import copy_into
 from roll.strategies.base import OffloadedStorages, StateKind
@@ -52,6 +53,7 @@ class HfInferStrategy(GenerationStrategy):
         )
         model = _load_model(self.role, self._config.load_format)
         max_model_len = longest_sequence(self._config.max_model_len, model.config, args.model_name_or_path)
+        self._stored = StoredLayout(model)
         self._decoder = create_decoder(model, max_model_len)
         self._engine = GenerationEngine(
             self._decoder,
@@ -143,7 +145,8 @@ class HfInferStrategy(GenerationStrategy):
             raise RuntimeError(f"hf_infer: sleep with {engine.num_unfinished} unfinished samples; abort them first")
         if self._asleep is None:
             engine.release_cache()
-            self._asleep = OffloadedStorages(self._held_weights().values())
+            assert self._decoder is not None
+            self._asleep = OffloadedStorages(self._decoder.weights.values())
             current_platform().empty_cache()
 
     def wake(self, weights_only: bool = False) -> None:
@@ -161,8 +164,9 @@ class HfInferStrategy(GenerationStrategy):
         return self._engine
 
     def _held_weights(self) -> dict[str, torch.Tensor]:
+        """Under the names by which weights travel; views of what the engine computes with."""
         assert self._decoder is not None, "initialize() comes first"
-        return self._decoder.weights
+        return self._stored.views(self._decoder.weights)
 
 
 def _load_model(role: WorkerConfig, load_format: str) -> Any:
@@ -175,10 +179,9 @@ def _load_model(role: WorkerConfig, load_format: str) -> Any:
     if load_format != "dummy":
         model = build_model(args, "causal_lm", dtype)
         return model.to(device)
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(
-        load_config(args),
+    config = load_config(args)
+    model = auto_class(config, "causal_lm").from_config(
+        config,
         dtype=dtype,
         attn_implementation=args.attn_implementation,
         trust_remote_code=args.trust_remote_code,

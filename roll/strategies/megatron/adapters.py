@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from roll.models.lora import Adapters, adapter_names, add_adapters, is_trained_whole
+from roll.strategies.megatron.parallel import sparse_layers
 from roll.strategies.megatron.weights import LINEARS, FusedHeads, in_layer
 
 if TYPE_CHECKING:
@@ -149,6 +150,15 @@ def adapted_skeleton(model: PreTrainedModel, args: ModelArguments, seed: int, dt
             f"model_args.{where}: {whole[0]} is to be trained in full alongside adapters, which the Megatron backend "
             "does not do; leave it out, or use strategy_name: fsdp2_train"
         )
+    sparse = sparse_layers(model.config)
+    for weight in adapters.scalings:
+        layer, _, inner = weight.removeprefix("model.layers.").partition(".")
+        if layer.isdigit() and sparse[int(layer)] and not inner.startswith("self_attn."):
+            raise ValueError(
+                f"model_args.lora_target: {weight.removesuffix('.weight')} is part of a layer with experts, of which "
+                "the Megatron backend adapts the attention only; use e.g. q_proj,k_proj,v_proj,o_proj, or "
+                "strategy_name: fsdp2_train"
+            )
     return adapters
 
 
@@ -163,7 +173,8 @@ def add_to_chunk(
     """
     tensor_size = chunk.config.tensor_model_parallel_size
     for layer in chunk.decoder.layers:
-        for path in LINEARS:
+        is_sparse = not hasattr(layer.mlp, "linear_fc1")
+        for path in LINEARS[:2] if is_sparse else LINEARS:
             sources, layout = in_layer(f"{path}.weight", hf)
             weights = {_projection(name): f"model.layers.{layer.layer_number - 1}.{name}" for name in sources}
             adapted = {name: weight for name, weight in weights.items() if weight in scalings}

@@ -1,13 +1,15 @@
 """Megatron Core on a host without CUDA devices. With CUDA nothing here does anything.
 
 Megatron Core 0.16 creates tensors on ``"cuda"``, asks ``torch.cuda.current_device()`` and compares tensor types with
-``"torch.cuda.FloatTensor"``.  None of its arithmetic needs that, so three changes make it run on CPU and gloo:
+``"torch.cuda.FloatTensor"``.  None of its arithmetic needs that, so four changes make it run on CPU and gloo:
 
 1. In every loaded ``megatron.core`` module the global name ``torch`` is bound to a stand-in, which is torch itself
    except for tensor factories (a CUDA device becomes the CPU) and a few names of ``torch.cuda``.  torch as all other
    packages see it is untouched.
 2. The random states that activation recomputation saves and restores are those of the CPU.
-3. While a model or an optimizer is built (:func:`construction`), ``Tensor.cuda`` returns the tensor itself and
+3. Streams and events, on which the all-to-all of experts moves sizes to the host, do nothing; those sizes become
+   arrays although they are on the host already, tensors of several shapes are gathered one by one, and without Transformer Engine its matrix product is None.
+4. While a model or an optimizer is built (:func:`construction`), ``Tensor.cuda`` returns the tensor itself and
    ``Tensor.type`` speaks of CUDA types.
 """
 
@@ -16,11 +18,12 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "ones_like", "tensor", "zeros", "zeros_like")
@@ -37,6 +40,11 @@ def install() -> None:
 
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    token_dispatcher.maybe_move_tensor_to_cpu = _on_host
 
 
 @contextmanager
@@ -59,8 +67,33 @@ def construction() -> Iterator[None]:
         torch.Tensor.cuda, torch.Tensor.type = to_cuda, type_of  # type: ignore[method-assign]
 
 
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron's own leaves a CPU tensor as it is, also where an array is asked for."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+class _Stream:
+    """A stream or an event that is always done."""
+
+    def wait_stream(self, stream: _Stream) -> None:
+        """There is nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """There is nothing to wait for."""
+
+    def record_event(self) -> _Stream:
+        return self
+
+
+_THE_STREAM = _Stream()
+
+
 class _Cuda(ModuleType):
     """``torch.cuda`` with the CPU as its current device."""
+
+    Stream = Event = staticmethod(lambda *_, **__: _THE_STREAM)
+    current_stream = staticmethod(lambda *_: _THE_STREAM)
+    stream = staticmethod(lambda _: nullcontext())
 
     current_device = staticmethod(lambda: _CPU)
     synchronize = staticmethod(lambda *_: None)
@@ -72,6 +105,35 @@ class _Cuda(ModuleType):
         return getattr(torch.cuda, name)
 
 
+def _all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None) -> None:
+    """gloo gathers tensors of one shape only; the tokens of an expert's ranks are of any number."""
+    if len({len(output) for output in outputs}) == 1:
+        dist.all_gather(outputs, tensor, group=group)
+        return
+    for rank, output in enumerate(outputs):
+        if rank == dist.get_rank(group):
+            output.copy_(tensor)
+        dist.broadcast(output, dist.get_global_rank(group, rank), group=group)
+
+
+def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Any = None) -> None:
+    for rank, part in enumerate(inputs):
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        if rank == dist.get_rank(group):
+            output.copy_(total)
+
+
+class _Distributed(ModuleType):
+    """``torch.distributed`` on gloo."""
+
+    all_gather = staticmethod(_all_gather)
+    reduce_scatter = staticmethod(_reduce_scatter)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+
 class _Torch(ModuleType):
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -81,6 +143,7 @@ class _Torch(ModuleType):
 def _stand_in() -> ModuleType:
     module = _Torch("torch")
     module.cuda = _Cuda("torch.cuda")  # type: ignore[attr-defined]
+    module.distributed = _Distributed("torch.distributed")  # type: ignore[attr-defined]
     for name in _FACTORIES:
         setattr(module, name, _on_cpu(getattr(torch, name)))
     return module

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
@@ -30,7 +31,7 @@ from roll.strategies.training.micro_batches import (
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Attention pattern and positions of a flat run of tokens.
+    """Attention pattern and positions of a flat run of tokens, and what routers of experts have to know of any tokens.
 
     It travels where Megatron's layers pass on their own description of packed sequences, which they do not interpret:
     of the names that they ask for it has only these, with values that mean rows.
@@ -39,10 +40,14 @@ class Arrangement:
     qkv_format: ClassVar[str] = "sbhd"
     cp_group: ClassVar[None] = None
 
-    position_ids: Tensor
-    """int64 (s / ranks,), of this context-parallel rank's chunk."""
-    pattern: AttentionPattern
-    """Pattern of the whole run."""
+    position_ids: Tensor | None
+    """int64 (s / ranks,), of this context-parallel rank's chunk; None: each of the b sequences counts from 0."""
+    pattern: AttentionPattern | None
+    """Pattern of the whole run; None: each of the b sequences is causal."""
+    is_padding: Tensor | None = None
+    """bool (s / ranks, b), for routers."""
+    share: float = 1.0
+    """Weight of the micro-batch in the balance loss: one of all micro-batches of all replicas."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class MicroBatch:
     input_ids: Tensor
     """int64 (b, s / ranks)."""
     arrangement: Arrangement | None
-    """None: each of the b sequences is causal, at positions from 0."""
+    """None: each of the b sequences is causal, at positions from 0, and there are no routers."""
     predictors: Tensor
     """int64 (N,), indices into the flattened (s / ranks, b) hidden states of this chunk."""
     targets: Tensor
@@ -90,6 +95,14 @@ class Chunking:
     count_divisor: int
     device: torch.device
     shares_prompts: bool = False
+    peers: ProcessGroup | None = None
+    """Ranks that exchange tokens for their experts with this one in every pass: they make as many passes."""
+    peers_share_shapes: bool = False
+    """They can only exchange micro-batches of one shape."""
+    routes: bool = False
+    """There are routers."""
+    balances: bool = False
+    """They have a balance loss."""
 
     def micro_batches(self, batch: TensorBatch, rule: MicroBatching) -> list[MicroBatch]:
         """The rows of ``batch`` as ``rule`` says; at least one micro-batch, if an empty one."""
@@ -99,18 +112,37 @@ class Chunking:
         shapes = [(layout.input_ids.shape[0], self._width(layout)) for layout in layouts]
         if self.same_shape:
             shapes = [(max(rows for rows, _ in shapes), max(width for _, width in shapes))] * len(shapes)
-        return [self._build(*arguments) for arguments in zip(plan, parts, layouts, shapes, strict=True)]
+        if self.peers_share_shapes:
+            shapes = [(rows, width) for rows, width in self._largest(shapes).tolist()]
+        share = self._share(parts) if self.balances else 0.0
+        return [self._build(*arguments, share) for arguments in zip(plan, parts, layouts, shapes, strict=True)]
+
+    def _share(self, parts: list[TensorBatch]) -> float:
+        """Collective over data-parallel ranks. One of all their micro-batches with something in them."""
+        count = torch.tensor(float(sum(not is_empty(part) for part in parts)), device=self.device)
+        dist.all_reduce(count, group=parallel_state.get_data_parallel_group())
+        return 1.0 / max(1.0, float(count))
+
+    def _largest(self, value: Any) -> Tensor:
+        """Collective over peers."""
+        largest = torch.tensor(value, device=self.device)
+        if self.peers is not None:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.peers)
+        return largest
 
     def _count(self, count: int) -> int:
-        """Replicas need not make as many passes as each other: gradients are summed after the last."""
-        count = max(1, count)
+        """Replicas need not make as many passes as each other, unless they exchange tokens: gradients are summed after
+        the last."""
+        count = max(1, count if self.peers is None else int(self._largest(count)))
         return count + -count % self.count_divisor if self.same_shape else count
 
     def _width(self, layout: TokenLayout) -> int:
         width = layout.input_ids.shape[1]
         return width + -width % self.divisor
 
-    def _build(self, rows: Rows, part: TensorBatch, layout: TokenLayout, shape: tuple[int, int]) -> MicroBatch:
+    def _build(
+        self, rows: Rows, part: TensorBatch, layout: TokenLayout, shape: tuple[int, int], share: float
+    ) -> MicroBatch:
         whole = padded(layout, *shape).to(self.device)
         height, width = shape
         chunk = width // self.context_size
@@ -121,6 +153,10 @@ class Chunking:
         if whole.pattern is not None:
             assert whole.position_ids is not None
             arrangement = Arrangement(whole.position_ids[0, start : start + chunk], whole.pattern)
+        if self.routes:
+            positions, pattern = (arrangement.position_ids, arrangement.pattern) if arrangement else (None, None)
+            is_padding = whole.sources[:, start : start + chunk].t() < 0
+            arrangement = Arrangement(positions, pattern, is_padding, 0.0 if is_empty(part) else share)
         return MicroBatch(
             rows=rows,
             columns={name: column.to(self.device, non_blocking=True) for name, column in part.items()},
@@ -131,6 +167,14 @@ class Chunking:
             destinations=whole.destinations[mine],
             layout=layout,
         )
+
+
+class _Computed(dict[str, Tensor]):
+    """Outputs of the last stage: where there are experts, Megatron asks them for their device."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.values())).device
 
 
 Finish = Callable[..., Any]
@@ -192,6 +236,8 @@ def _run(
     def forward_step(iterator: Iterator[MicroBatch], chunk: nn.Module) -> tuple[Any, Finish]:
         part = next(iterator)
         computed = chunk(part, outputs, temperature)
+        if isinstance(computed, dict):
+            computed = _Computed(computed)
         return computed, partial(finish, part)
 
     rows, length = parts[0].input_ids.shape

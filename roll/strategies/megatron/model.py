@@ -1,7 +1,6 @@
 r"""A Megatron ``GPTModel`` that computes log-probs, entropies or values of response tokens, and nothing else.
 
-Its attention takes rows or flat runs of tokens, whole or with the sequence sharded over context-parallel ranks.  Its
-last layer computes log-probs from an output matrix sharded over its rows without gathering logits:
+Its layers are those of :mod:`roll.strategies.megatron.layers`.  Its last layer computes log-probs from an output matrix sharded over its rows without gathering logits:
 
 Each of n tensor-parallel ranks holds V / n rows of the output matrix, so V / n logits z_j of a token.  With
 m = max_j z_j, s = sum_j exp(z_j - m), u = sum_j exp(z_j - m) z_j and q = sum_j exp(z_j - m)^2, all over all ranks,
@@ -17,89 +16,29 @@ logits and these numbers only.  Tokens are taken in chunks, computed again in th
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from roll.models.attention import layout_attention
 from roll.models.log_probs import HeadMemory
 from roll.strategies.base import ModelHead
-from roll.strategies.megatron.adapters import AdaptedColumnLinear, AdaptedRowLinear
-from roll.strategies.megatron.micro_batches import Arrangement, MicroBatch
+from roll.strategies.megatron.layers import RotaryAngles, block
+from roll.strategies.megatron.micro_batches import MicroBatch
 
-
-class RMSNorm(nn.Module):
-    """Root-mean-square normalisation (Zhang & Sennrich, 2019, arXiv:1910.07467), in float32 inside.
-
-    Megatron's own runs with sequence parallelism only where Transformer Engine is installed.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__()
-        device = torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda")
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        # Each rank sees its part of the sequence only: Megatron sums the gradients of parameters with this mark.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.eps = eps
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        wide = hidden.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(hidden.dtype)
-
-
-class RotaryAngles(nn.Module):
-    """Angles of rotary embeddings at this rank's positions: with context parallelism, a contiguous chunk of them."""
-
-    # Megatron asks for a length and calls with it; in a flat run of tokens the positions themselves take that way.
-
-    def __init__(self, inverse_frequencies: Tensor) -> None:
-        super().__init__()
-        # Not a buffer: it stays float32 when the model is cast.
-        self.inverse_frequencies = inverse_frequencies
-
-    def get_rotary_seq_len(
-        self,
-        inference_context: None,
-        decoder: Any,
-        hidden: Tensor | None,
-        config: TransformerConfig,
-        arrangement: Arrangement | None,
-    ) -> int | Tensor:
-        """The whole sequence's length, from this rank's part of the hidden states; or this rank's positions."""
-        assert inference_context is None
-        if arrangement is not None:
-            return arrangement.position_ids
-        first = hidden if decoder.input_tensor is None else decoder.input_tensor
-        assert first is not None
-        ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        return first.shape[0] * ranks * config.context_parallel_size
-
-    def forward(self, length: int | Tensor, **_: Any) -> Tensor:
-        """float32 (length / context ranks, 1, 1, head_dim)."""
-        if isinstance(length, Tensor):
-            positions = length
-        else:
-            chunk = length // parallel_state.get_context_parallel_world_size()
-            start = parallel_state.get_context_parallel_rank() * chunk
-            positions = torch.arange(start, start + chunk, device=self.inverse_frequencies.device)
-        angles = torch.outer(positions.float(), self.inverse_frequencies)
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class ResponseGPT(GPTModel):
@@ -111,20 +50,19 @@ class ResponseGPT(GPTModel):
     def __init__(
         self,
         config: TransformerConfig,
+        hf: PretrainedConfig,
         *,
         head: ModelHead,
-        vocab_size: int,
-        tied: bool,
         inverse_frequencies: Tensor,
         virtual_stage: int | None,
     ) -> None:
-        ranks = config.tensor_model_parallel_size
+        ranks, vocab_size, tied = config.tensor_model_parallel_size, hf.vocab_size, hf.tie_word_embeddings
         padded = -(-vocab_size // ranks) * ranks
         self._head, self._vocab_size, self._padded_vocab_size = head, vocab_size, padded
         stage = {"ignore_virtual": virtual_stage is None, "vp_stage": virtual_stage}
         super().__init__(
             config=config,
-            transformer_layer_spec=_block(config, virtual_stage),
+            transformer_layer_spec=block(config, hf, virtual_stage),
             vocab_size=padded,
             max_sequence_length=0,
             pre_process=parallel_state.is_pipeline_first_stage(**stage),
@@ -167,20 +105,6 @@ def _start_of_gradients(module: nn.Module, inputs: tuple[Any, ...], hidden: Tens
     Megatron gives a recomputed layer no gradient, and a pipeline stage no backward pass, unless its input wants one.
     """
     return hidden.requires_grad_() if torch.is_grad_enabled() and not hidden.requires_grad else hidden
-
-
-def _block(config: TransformerConfig, virtual_stage: int | None) -> TransformerBlockSubmodules:
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    attention = parts.self_attention.submodules
-    attention.core_attention = CausalAttention
-    attention.linear_qkv, attention.linear_proj = AdaptedColumnLinear, AdaptedRowLinear
-    parts.mlp.submodules.linear_fc1, parts.mlp.submodules.linear_fc2 = AdaptedColumnLinear, AdaptedRowLinear
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    count = get_num_layers_to_build(config, vp_stage=virtual_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
 
 
 class LogProbHead(ColumnParallelLinear):
@@ -248,44 +172,6 @@ class ValueHead(nn.Module):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         hidden = hidden.flatten(0, 1).index_select(0, predictors)
         return {"values": nn.functional.linear(hidden, self.weight, self.bias)[:, 0].float()}
-
-
-class CausalAttention(MegatronModule):
-    """The ``core_attention`` of a layer: (s, b, heads, dim) queries, keys and values to (s, b, heads * dim).
-
-    Right padding needs no mask: no real token sees what comes after it.  In a flat run of tokens (b = 1) the
-    arrangement says who sees whom.  With context parallelism s is the length of this rank's chunk.
-    """
-
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
-        super().__init__(config)
-        self.softmax_scale = softmax_scale
-        self.context_group = parallel_state.get_context_parallel_group()
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        packed_seq_params: Arrangement | None = None,
-        **_: Any,
-    ) -> Tensor:
-        assert attention_mask is None, "rows are right-padded and causal; there is no other mask"
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        pattern = None if packed_seq_params is None else packed_seq_params.pattern
-        output, _weights = layout_attention(
-            self,
-            query,
-            key,
-            value,
-            None,
-            scaling=self.softmax_scale,
-            attention_pattern=pattern,
-            context_group=self.context_group if self.context_group.size() > 1 else None,
-        )
-        # Contiguous, or the product that follows is summed in another order where weights need a gradient.
-        return output.transpose(0, 1).flatten(2).contiguous()
 
 
 def vocab_parallel_log_probs(

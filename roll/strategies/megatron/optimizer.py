@@ -6,8 +6,9 @@ out and takes is always a parameter's whole float32 tensor on this tensor- and p
 
 A checkpoint, which other tensor-, pipeline- and data-parallel sizes can read, holds
 ``model_and_optimizer/stage<p>_tensor<t>.safetensors``: the float32 weights and moments of what tensor-parallel rank t
-of pipeline stage p holds, under names that do not depend on how the model is sharded.  A reader takes a parameter's
-parts from the files of all t, joins them and splits them its own way.  Alongside is the trainer's state.  Whoever calls
+of pipeline stage p holds, under names that do not depend on how the model is sharded; experts with ranks of their own
+are in ``stage<p>_experts<e>_tensor<t>.safetensors``.  A reader takes a parameter's parts from the files of all t, joins
+them and splits them its own way.  Alongside is the trainer's state.  Whoever calls
 makes the folder appear at once or not at all.
 """
 
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -41,8 +42,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def build_optimizer(
     chunks: list[nn.Module], args: TrainingArguments, dtype: torch.dtype, distributed: bool
-) -> MegatronOptimizer:
+) -> ChainedOptimizer:
     """Collective. AdamW (Loshchilov & Hutter, 2019) over the trainable parameters; vectors never decay.
+
+    Experts with ranks of their own have an optimizer of their own in the chain.
 
     Raises:
         ValueError: nothing is trainable.
@@ -69,24 +72,26 @@ def build_optimizer(
     )
     with construction():
         chain = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
-    (optimizer,) = chain.chained_optimizers
-    for group in optimizer.optimizer.param_groups:
+    for group in chain.param_groups:
         group["weight_decay"] = args.weight_decay * group["wd_mult"]
-    return optimizer
+    return chain
 
 
 class MasterStates:
     """Float32 weights and moments by parameter."""
 
-    def __init__(self, optimizer: MegatronOptimizer) -> None:
-        self._optimizer = optimizer
-        self._adam: torch.optim.Optimizer = optimizer.optimizer
-        self._group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    def __init__(self, optimizer: ChainedOptimizer, parameters: list[OwnParameter]) -> None:
+        self._optimizers = optimizer.chained_optimizers
+        self._replicas = {own.parameter: own.replicas for own in parameters}
+        self._is_distributed = isinstance(self._optimizers[0], DistributedOptimizer)
+        adams: list[torch.optim.Optimizer] = [one.optimizer for one in self._optimizers]
+        self._adams = {id(main): adam for adam in adams for group in adam.param_groups for main in group["params"]}
 
     @property
     def step(self) -> int:
         """Updates made so far; 0 before the first."""
-        steps = [float(state["step"]) for state in self._adam.state.values() if "step" in state]
+        states = [state for one in self._optimizers for state in one.optimizer.state.values()]
+        steps = [float(state["step"]) for state in states if "step" in state]
         return int(max(steps, default=0.0))
 
     def get(self, parameter: nn.Parameter, key: str) -> Tensor:
@@ -94,13 +99,13 @@ class MasterStates:
         whole = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
         held = self._held(parameter)
         if held is not None:
-            main, interval = held
-            part = main if key == "weight" else self._adam.state.get(main, {}).get(key)
+            main, interval, adam = held
+            part = main if key == "weight" else adam.state.get(main, {}).get(key)
             if part is not None:
                 whole.view(-1)[interval] = part.detach().flatten()
-        if isinstance(self._optimizer, DistributedOptimizer):
+        if self._is_distributed:
             # Intervals of the ranks do not overlap: their sum is exact.
-            dist.all_reduce(whole, group=self._group)
+            dist.all_reduce(whole, group=self._replicas[parameter])
         return whole
 
     @torch.no_grad()
@@ -109,7 +114,7 @@ class MasterStates:
         parameter.copy_(weight)
         held = self._held(parameter)
         if held is not None:
-            main, interval = held
+            main, interval, _ = held
             main.copy_(weight.flatten()[interval].view_as(main))
 
     @torch.no_grad()
@@ -118,31 +123,35 @@ class MasterStates:
         held = self._held(parameter)
         if held is None:
             return
-        main, interval = held
-        state: dict[str, Any] = self._adam.state[main]
+        main, interval, adam = held
+        state: dict[str, Any] = adam.state[main]
         state["step"] = torch.tensor(float(step))
         for key, value in moments.items():
             state[key] = value.flatten()[interval].view_as(main).to(main.device, copy=True)
 
     def tensors(self) -> list[Tensor]:
         """Master weights that are not the model's own parameters, and moments."""
-        groups = self._adam.param_groups
+        adams = [one.optimizer for one in self._optimizers]
+        groups = [group for adam in adams for group in adam.param_groups]
         masters = [main for group in groups for main in group["params"] if main.dtype is torch.float32]
-        moments = [value for state in self._adam.state.values() for key, value in state.items() if key in MOMENTS]
-        return masters + moments
+        states = [state for adam in adams for state in adam.state.values()]
+        return masters + [value for state in states for key, value in state.items() if key in MOMENTS]
 
-    def _held(self, parameter: nn.Parameter) -> tuple[Tensor, slice] | None:
-        """The float32 tensor that the optimizer updates, and its interval in the flattened parameter."""
+    def _held(self, parameter: nn.Parameter) -> tuple[Tensor, slice, torch.optim.Optimizer] | None:
+        """The float32 tensor that an optimizer updates, its interval in the flattened parameter, and that optimizer."""
         if not parameter.requires_grad:
             return None
-        if isinstance(self._optimizer, DistributedOptimizer):
-            place = self._optimizer.model_param_group_index_map.get(parameter)
-            if place is None:
-                return None
-            group, order = place
-            interval = self._optimizer._get_model_param_range_map(parameter)["param"]
-            return self._adam.param_groups[group]["params"][order], slice(interval.start, interval.end)
-        return getattr(parameter, "main_param", parameter), slice(0, parameter.numel())
+        if self._is_distributed:
+            for one in self._optimizers:
+                place = one.model_param_group_index_map.get(parameter)
+                if place is not None:
+                    group, order = place
+                    interval = one._get_model_param_range_map(parameter)["param"]
+                    main = one.optimizer.param_groups[group]["params"][order]
+                    return main, slice(interval.start, interval.end), one.optimizer
+            return None
+        main = getattr(parameter, "main_param", parameter)
+        return main, slice(0, parameter.numel()), self._adams[id(main)]
 
 
 _FOLDER = "model_and_optimizer"
@@ -160,20 +169,29 @@ def save_states(
     """Collective. Write weights, moments, ``state`` (JSON values) and RNG states."""
     folder = path / _FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, Tensor] = {}
-    writes = info.dp_rank == 0 and info.cp_rank == 0
+    files: dict[str, dict[str, Tensor]] = {}
+    if info.dp_rank == 0 and info.cp_rank == 0:
+        files[f"stage{info.pp_rank:03d}_tensor{info.tp_rank:03d}"] = {}
     for own in parameters:
         for kind in _KINDS if own.parameter.requires_grad else ():
             whole = masters.get(own.parameter, kind)
-            if writes and not own.correspondence.is_copy:
-                tensors[f"{kind}/{own.correspondence.name}"] = whole.cpu()
-    if writes:
-        save_file(tensors, folder / f"stage{info.pp_rank:03d}_tensor{info.tp_rank:03d}.safetensors")
-    save_trainer_state(path, contents, {**state, "updates": masters.step, "tensor_parallel_size": info.tp_size})
+            if not own.replicas.rank() and not own.correspondence.is_copy:
+                files.setdefault(_file_of(own, info), {})[f"{kind}/{own.correspondence.name}"] = whole.cpu()
+    for name, tensors in files.items():
+        save_file(tensors, folder / f"{name}.safetensors")
+    save_trainer_state(path, contents, {**state, "updates": masters.step})
+
+
+def _file_of(own: OwnParameter, info: RankInfo) -> str:
+    """Name of the file for this rank's part of a parameter."""
+    if not own.correspondence.of_expert or getattr(own.parameter, "allreduce", True):
+        return f"stage{info.pp_rank:03d}_tensor{info.tp_rank:03d}"
+    expert = parallel_state.get_expert_model_parallel_rank()
+    return f"stage{info.pp_rank:03d}_experts{expert:03d}_tensor{own.shards.rank():03d}"
 
 
 def load_states(
-    path: Path, parameters: list[OwnParameter], masters: MasterStates, info: RankInfo, contents: ModelContents
+    path: Path, parameters: list[OwnParameter], masters: MasterStates, contents: ModelContents
 ) -> dict[str, Any]:
     """Collective. Put back what :func:`save_states` wrote, under any parallel sizes; returns its ``state``.
 
@@ -188,24 +206,25 @@ def load_states(
     with _open(path / _FOLDER) as files:
         for own in parameters:
             if own.parameter.requires_grad:
-                _load_parameter(own, masters, files, state, info)
+                _load_parameter(own, masters, files, state)
     restore_rng_states(path, state)
     return state
 
 
 def _load_parameter(
-    own: OwnParameter, masters: MasterStates, files: dict[str, list[Any]], state: dict[str, Any], info: RankInfo
+    own: OwnParameter, masters: MasterStates, files: dict[str, list[Any]], state: dict[str, Any]
 ) -> None:
     values = {}
     for kind in _KINDS:
         key = f"{kind}/{_ORIGINALS[own.correspondence.name] if own.correspondence.is_copy else own.correspondence.name}"
         if key not in files:
             raise CheckpointDamagedError(f"the checkpoint's files have no {key}")
-        if state["tensor_parallel_size"] == info.tp_size:
-            values[kind] = files[key][info.tp_rank].get_tensor(key)
+        rank, size = own.shards.rank(), own.shards.size()
+        if len(files[key]) == size:
+            values[kind] = files[key][rank].get_tensor(key)
         else:
             whole = own.correspondence.layout.join([file.get_tensor(key) for file in files[key]])
-            values[kind] = own.correspondence.layout.split(whole, info.tp_rank, info.tp_size)
+            values[kind] = own.correspondence.layout.split(whole, rank, size)
     masters.set_weight(own.parameter, values.pop("weight").to(own.parameter.device))
     if state["updates"]:
         moments = {kind: value.to(own.parameter.device) for kind, value in values.items()}

@@ -7,7 +7,8 @@
 | data      | the rows of the batch                        | 3rd                      |
 | pipeline  | the layers, in stages                        | last                     |
 
-The world is their product.
+The world is their product. Experts are dealt out otherwise: within a pipeline stage, a matrix of an expert is sharded over
+``expert_tensor`` ranks next to each other, the experts over ``expert`` such groups, and what is left repeats them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from megatron.core.transformer import TransformerConfig
 from roll.config.roles import ModelArguments
 from roll.config.strategies.registry import MegatronStrategyConfig
 from roll.models.build import has_tied_embeddings, load_config
+from roll.models.stored import StoredLayout
 from roll.platforms import current_platform
 from roll.protocol.metrics import RankInfo
 from roll.strategies.base import ModelHead
@@ -41,6 +43,8 @@ class ParallelSizes:
     context: int
     virtual: int
     sequence_parallel: bool
+    expert: int = 1
+    expert_tensor: int = 1
 
     @classmethod
     def from_config(cls, config: MegatronStrategyConfig) -> ParallelSizes:
@@ -51,7 +55,14 @@ class ParallelSizes:
             virtual=config.virtual_pipeline_model_parallel_size or 1,
             # With one tensor-parallel rank there is nothing to spread the sequence over.
             sequence_parallel=config.sequence_parallel and config.tensor_model_parallel_size > 1,
+            expert=config.expert_model_parallel_size,
+            expert_tensor=config.expert_tensor_size,
         )
+
+    @property
+    def deals_out_experts(self) -> bool:
+        """Experts have ranks of their own: they are not sharded and repeated as everything else is."""
+        return self.expert > 1 or self.expert_tensor != self.tensor
 
     @property
     def model(self) -> int:
@@ -88,6 +99,8 @@ def create_groups(sizes: ParallelSizes, seed: int) -> None:
         pipeline_model_parallel_size=sizes.pipeline,
         virtual_pipeline_model_parallel_size=sizes.virtual if sizes.virtual > 1 else None,
         context_parallel_size=sizes.context,
+        expert_model_parallel_size=sizes.expert,
+        expert_tensor_parallel_size=sizes.expert_tensor,
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(seed)
@@ -133,6 +146,8 @@ def build_transformer_config(
             f"strategy_config.additional_configs: Megatron's TransformerConfig has no {', '.join(sorted(unknown))}; "
             "see megatron.core.transformer.TransformerConfig for its fields"
         )
+    if settings["num_moe_experts"] is None:
+        settings |= {"expert_model_parallel_size": 1, "moe_token_dispatcher_type": "alltoall"}
     return TransformerConfig(**(settings | options.additional_configs))
 
 
@@ -150,13 +165,47 @@ def _architecture(hf: PretrainedConfig) -> dict[str, Any]:
         "kv_channels": head_dim(hf),
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf.rms_norm_eps,
-        "qk_layernorm": hf.model_type == "qwen3",
+        # Megatron would sum gradients of OLMoE's norms over tensor-parallel ranks, which hold parts of them.
+        "qk_layernorm": hf.model_type in ("qwen3", "qwen3_moe"),
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": hf.model_type == "qwen2",
+        "add_qkv_bias": has_qkv_bias(hf),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+        **_experts(hf),
+    }
+
+
+def has_qkv_bias(hf: PretrainedConfig) -> bool:
+    return hf.model_type == "qwen2" or (hf.model_type == "qwen2_moe" and getattr(hf, "qkv_bias", True))
+
+
+def num_experts(hf: PretrainedConfig) -> int:
+    """0 for a dense model."""
+    return int(getattr(hf, "num_experts", None) or getattr(hf, "num_local_experts", None) or 0)
+
+
+def sparse_layers(hf: PretrainedConfig) -> list[bool]:
+    """For each layer, whether it has experts: Qwen's may be dense here and there."""
+    step, dense = getattr(hf, "decoder_sparse_step", 1), getattr(hf, "mlp_only_layers", None) or ()
+    return [bool(num_experts(hf)) and i not in dense and (i + 1) % step == 0 for i in range(hf.num_hidden_layers)]
+
+
+def _experts(hf: PretrainedConfig) -> dict[str, Any]:
+    if not num_experts(hf):
+        return {"num_moe_experts": None}
+    # Weights over the chosen experts sum to 1 where the softmax is over them, or is normalised, which is the same.
+    sums_to_one = hf.model_type == "mixtral" or hf.norm_topk_prob
+    shared = hf.model_type == "qwen2_moe"
+    return {
+        "num_moe_experts": num_experts(hf),
+        "moe_router_topk": hf.num_experts_per_tok,
+        "moe_router_pre_softmax": not sums_to_one,
+        "moe_ffn_hidden_size": getattr(hf, "moe_intermediate_size", None) or hf.intermediate_size,
+        "moe_layer_freq": [int(sparse) for sparse in sparse_layers(hf)],
+        "moe_shared_expert_intermediate_size": hf.shared_expert_intermediate_size if shared else None,
+        "moe_shared_expert_gate": shared,
     }
 
 
@@ -183,7 +232,11 @@ def _parallelism(options: MegatronStrategyConfig, sizes: ParallelSizes, dtype: t
         # Stages exchange the shapes of micro-batches, except in the interleaved schedule, whose ranks exchange
         # in both directions at once: there all micro-batches are padded to one shape.
         "variable_seq_lengths": sizes.pipeline > 1 and not interleaved,
-        "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths asks for it, also without experts
+        "moe_token_dispatcher_type": options.moe_token_dispatcher_type,
+        "expert_model_parallel_size": sizes.expert,
+        "expert_tensor_parallel_size": sizes.expert_tensor,
+        "moe_aux_loss_coeff": options.moe_aux_loss_coeff or 0.0,
+        "moe_router_load_balancing_type": options.moe_router_load_balancing_type,
         "batch_p2p_comm": not interleaved,
         "overlap_p2p_comm": interleaved,
         # The interleaved schedule frees outputs that are still being sent: right with CUDA streams, wrong with gloo.
@@ -228,7 +281,7 @@ def _check_heads(hf: PretrainedConfig, sizes: ParallelSizes) -> None:
         )
 
 
-FAMILIES = ("qwen2", "qwen3", "llama")
+FAMILIES = ("qwen2", "qwen3", "llama", "qwen2_moe", "qwen3_moe", "mixtral", "olmoe")
 """Values of ``model_type`` whose layers are translated (Qwen2.5 is ``qwen2``)."""
 
 
@@ -257,6 +310,9 @@ def _check_family(config: PretrainedConfig, path: str) -> None:
         f"model_type {config.model_type}": config.model_type not in FAMILIES,
         "sliding-window layers": set(getattr(config, "layer_types", None) or ()) - {"full_attention"},
         "biases in all linear layers": config.model_type != "qwen2" and getattr(config, "attention_bias", False),
+        "a sliding window": config.model_type == "mixtral" and getattr(config, "sliding_window", None) is not None,
+        "clipped queries": getattr(config, "clip_qkv", None) is not None,
+        "jitter in its routers": bool(getattr(config, "router_jitter_noise", 0.0)),
         "biases in MLP layers": getattr(config, "mlp_bias", False),
         f"the activation {getattr(config, 'hidden_act', '')}": getattr(config, "hidden_act", "silu") != "silu",
     }
@@ -264,7 +320,7 @@ def _check_family(config: PretrainedConfig, path: str) -> None:
     if found:
         raise ValueError(
             f"model_args.model_name_or_path: {path} has {' and '.join(found)}, which the Megatron backend does not "
-            "compute; use a Qwen2, Qwen2.5, Qwen3 or Llama model, or strategy_name: fsdp2_train"
+            "compute; use a Qwen2, Qwen2.5, Qwen3, Llama, Mixtral or OLMoE model, or strategy_name: fsdp2_train"
         )
 
 
@@ -285,9 +341,11 @@ def rotary_frequencies(model: PreTrainedModel) -> torch.Tensor:
     return frequencies
 
 
-def write_export(model: PreTrainedModel, weights: dict[str, torch.Tensor], source: str, path: Path) -> None:
-    """Write ``weights`` (tied ones once) with ``model``'s configuration and the source's generation configuration."""
+def write_export(model: PreTrainedModel, stored: dict[str, torch.Tensor], source: str, path: Path) -> None:
+    """Write ``stored`` (tied ones once) with ``model``'s configuration and the source's generation configuration."""
     from transformers import GenerationConfig
+
+    weights = StoredLayout(model).joined(stored)
 
     names = dict(model.named_parameters())
     assert weights.keys() == names.keys(), names.keys() ^ weights.keys()

@@ -26,6 +26,7 @@ from roll.config.strategies.registry import MegatronStrategyConfig, typed_strate
 from roll.models.build import DTYPES
 from roll.models.loading import TensorFiles
 from roll.models.lora import Adapters, base_name
+from roll.models.stored import StoredLayout
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import (
     ALL_WEIGHTS,
@@ -47,6 +48,7 @@ from roll.strategies.megatron.parallel import (
     ParallelSizes,
     build_transformer_config,
     create_groups,
+    num_experts,
     rank_info,
     rotary_frequencies,
     skeleton,
@@ -114,8 +116,10 @@ class MegatronStrategy(ModelStrategy):
         self._info = rank_info(rank, world_size, self.sizes)
         args = self.role.model_args
         self._skeleton = skeleton(args, self.head)
-        self._shapes = {name: parameter.shape for name, parameter in self._skeleton.named_parameters()}
-        names = list(self._shapes)
+        live = {name: parameter.shape for name, parameter in self._skeleton.named_parameters()}
+        names = list(live)
+        self._stored = StoredLayout(self._skeleton, live)
+        self._shapes = self._stored.stored_shapes()
         self._adapter_tensors: dict[str, torch.Tensor] = {}
         if uses_lora(args):
             self._adapt_skeleton()
@@ -127,15 +131,19 @@ class MegatronStrategy(ModelStrategy):
         with cpu_compat.construction():
             self.gpt_chunks = [self._build_chunk(index) for index in range(self.sizes.virtual)]
         self.chunks: list[nn.Module] = list(self.gpt_chunks)
+        self._experts = num_experts(self._skeleton.config)
         self.parameters = [
             OwnParameter(correspondence, parameter)
             for chunk in self.gpt_chunks
-            for correspondence, parameter in parameters_of(chunk, self._skeleton.config, self.head)
+            for correspondence, parameter in parameters_of(chunk, self._skeleton.config, self.head, self._stored)
         ]
         for own in self.parameters:
             # Megatron marks what its own initialisation shards; the gradient norm counts all else on one rank only.
             own.parameter.tensor_model_parallel = not isinstance(own.correspondence.layout, Replicated)  # type: ignore[attr-defined]
-        freeze(self.parameters, names, args.freeze_module_prefix)
+            if own.correspondence.of_expert:
+                # Megatron asks for ranks of their own with several expert-parallel ranks only.
+                own.parameter.allreduce = not self.sizes.deals_out_experts  # type: ignore[attr-defined]
+        freeze(self.parameters, names, args.freeze_module_prefix, self._stored)
         if self.adapters is not None:
             trained = {base_name(name) for name, p in self._skeleton.named_parameters() if p.requires_grad}
             for own in self.parameters:
@@ -161,9 +169,8 @@ class MegatronStrategy(ModelStrategy):
         hf = self._skeleton.config
         chunk = ResponseGPT(
             self.transformer_config,
+            hf,
             head=self.head,
-            vocab_size=hf.vocab_size,
-            tied=hf.tie_word_embeddings,
             inverse_frequencies=rotary_frequencies(self._skeleton).to(self.device),
             virtual_stage=index if self.sizes.virtual > 1 else None,
         )
@@ -175,8 +182,7 @@ class MegatronStrategy(ModelStrategy):
     def _read_weights(self) -> None:
         files = TensorFiles(str(self.role.model_args.model_name_or_path))
         for own in self.parameters:
-            weight = read_parameter(own, files, self._adapter_tensors, self._info.tp_rank, self._info.tp_size)
-            self._set_weight(own, weight)
+            self._set_weight(own, read_parameter(own, files, self._adapter_tensors, self._stored))
 
     def _set_weight(self, own: OwnParameter, weight: torch.Tensor) -> None:
         if self.masters is None:
@@ -203,6 +209,10 @@ class MegatronStrategy(ModelStrategy):
             count_divisor=self.sizes.pipeline,
             device=self.device,
             shares_prompts=self.role.use_prefix_sharing,
+            peers=parallel_state.get_data_parallel_group() if self._experts and self.sizes.expert > 1 else None,
+            peers_share_shapes=self.config.moe_token_dispatcher_type == "allgather",
+            routes=self._experts > 0,
+            balances=bool(self.transformer_config.moe_aux_loss_coeff),
         )
 
     def forward(self, batch: TensorBatch, outputs: Collection[Output], temperature: float = 1.0) -> TensorBatch:
@@ -271,7 +281,7 @@ class MegatronStrategy(ModelStrategy):
         self.optimizer = build_optimizer(
             self.chunks, args, self.compute_dtype, distributed=self.config.use_distributed_optimizer
         )
-        self.masters = MasterStates(self.optimizer)
+        self.masters = MasterStates(self.optimizer, self.parameters)
         if self.compute_dtype is not torch.float32:
             self._read_weights()  # master weights as the files have them, not rounded
 
@@ -318,9 +328,10 @@ class MegatronStrategy(ModelStrategy):
         scale = self.progress.scale
         norm = float(self.optimizer.get_grad_norm()) / scale
         if math.isfinite(norm):
-            gradients = [main.grad for main in self.optimizer.get_parameters() if main.grad is not None]
+            mains = [main for one in self.optimizer.chained_optimizers for main in one.get_parameters()]
+            gradients = [main.grad for main in mains if main.grad is not None]
             scale_(gradients, clip_factor(norm, self.max_grad_norm) / scale)
-            for group in self.optimizer.optimizer.param_groups:
+            for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step_with_ready_grads()
         return norm
@@ -337,7 +348,7 @@ class MegatronStrategy(ModelStrategy):
 
     def load(self, path: Path) -> None:
         assert self.masters is not None
-        self.progress.restore(load_states(path, self.parameters, self.masters, self._info, self.contents))
+        self.progress.restore(load_states(path, self.parameters, self.masters, self.contents))
 
     @cached_property
     def contents(self) -> ModelContents:

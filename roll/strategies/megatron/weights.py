@@ -17,13 +17,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from roll.config.lora import names_of
 from roll.models.loading import TensorFiles
 from roll.models.lora import DOWN_PART, UP_PART, adapter_names, merged_weight
+from roll.models.stored import StoredLayout
 from roll.platforms import current_platform
 from roll.protocol.metrics import RankInfo
 from roll.strategies.base import ALL_WEIGHTS, ModelHead, WeightSelection
-from roll.strategies.megatron.parallel import head_dim
+from roll.strategies.megatron.parallel import head_dim, num_experts
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -129,38 +132,68 @@ class Correspondence:
     layout: Layout
     is_copy: bool = False
     """The output matrix of a last stage that copies the embeddings of the first one."""
+    of_expert: bool = False
+    """On the ranks of one expert only."""
 
 
 def parameters_of(
-    chunk: GPTModel, hf: PretrainedConfig, head: ModelHead
+    chunk: GPTModel, hf: PretrainedConfig, head: ModelHead, stored: StoredLayout
 ) -> Iterator[tuple[Correspondence, nn.Parameter]]:
-    """Every parameter of a model chunk with its correspondence."""
+    """Every parameter of a model chunk with its correspondence; sources are stored tensors."""
     for name, parameter in chunk.named_parameters():
         if name.startswith("decoder.layers."):
             index, _, inner = name.removeprefix("decoder.layers.").partition(".")
             layer = chunk.decoder.layers[int(index)].layer_number - 1
+            prefix, path = f"model.layers.{layer}.", f"decoder.layers.{layer}"
+            if inner.startswith(_EXPERTS):
+                number, _, part = inner.removeprefix(_EXPERTS).partition(".")
+                expert = chunk.decoder.layers[int(index)].mlp.local_expert_indices[int(number)]
+                own, layout = _of_expert(part, prefix, expert, num_experts(hf), stored)
+                yield Correspondence(f"{path}.mlp.experts.{expert}.{part}", own, layout, of_expert=True), parameter
+                continue
             sources, layout = in_layer(inner, hf)
-            own = tuple(f"model.layers.{layer}.{source}" for source in sources)
-            yield Correspondence(f"decoder.layers.{layer}.{inner}", own, layout), parameter
+            own = tuple(stored.parts(f"{prefix}{source}")[0].name for source in sources)
+            yield Correspondence(f"{path}.{inner}", own, layout), parameter
         else:
             yield _outside_layers(name, hf, head, bool(getattr(parameter, "shared", False))), parameter
+
+
+_EXPERTS = "mlp.experts.local_experts."
+
+
+def _of_expert(
+    part: str, prefix: str, expert: int, num_experts: int, stored: StoredLayout
+) -> tuple[tuple[str, ...], Layout]:
+    """The sources and the layout of one of an expert's two matrices."""
+    is_first = part == "linear_fc1.weight"
+    parts = stored.parts(f"{prefix}mlp.experts.{'gate_up_proj' if is_first else 'down_proj'}")
+    count = len(parts) // num_experts
+    own = tuple(one.name for one in parts[expert * count : (expert + 1) * count])
+    return own, FusedRows(count) if is_first else Sharded(1)
 
 
 def in_layer(name: str, hf: PretrainedConfig) -> tuple[tuple[str, ...], Layout]:
     """The sources and the layout of a parameter of a transformer layer, by its name there."""
     if _ADAPTERS in name:
         return _of_adapter(name, hf)
+    if name == "mlp.shared_experts.gate_weight":
+        return ("mlp.shared_expert_gate.weight",), Replicated()
     kind = name.rpartition(".")[2]
+    # OLMoE normalises the queries of all heads together, others those of each head alone.
+    of_heads: Layout = Sharded(0) if hf.model_type == "olmoe" else Replicated()
     table: dict[str, tuple[tuple[str, ...], Layout]] = {
         "input_layernorm": (("input_layernorm",), Replicated()),
         "self_attention.linear_qkv": (
             ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             FusedHeads(hf.num_key_value_heads, head_dim(hf)),
         ),
-        "self_attention.q_layernorm": (("self_attn.q_norm",), Replicated()),
-        "self_attention.k_layernorm": (("self_attn.k_norm",), Replicated()),
+        "self_attention.q_layernorm": (("self_attn.q_norm",), of_heads),
+        "self_attention.k_layernorm": (("self_attn.k_norm",), of_heads),
         "self_attention.linear_proj": (("self_attn.o_proj",), Sharded(1)),
         "pre_mlp_layernorm": (("post_attention_layernorm",), Replicated()),
+        "mlp.router": (("mlp.gate",), Replicated()),
+        "mlp.shared_experts.linear_fc1": (("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), FusedRows(2)),
+        "mlp.shared_experts.linear_fc2": (("mlp.shared_expert.down_proj",), Sharded(1)),
         "mlp.linear_fc1": (("mlp.gate_proj", "mlp.up_proj"), FusedRows(2)),
         "mlp.linear_fc2": (("mlp.down_proj",), Sharded(1)),
     }
@@ -201,10 +234,22 @@ class OwnParameter:
     correspondence: Correspondence
     parameter: nn.Parameter
 
+    @property
+    def shards(self) -> ProcessGroup:
+        """The ranks over which it is sharded, or which hold it in common."""
+        if self.correspondence.of_expert:
+            return parallel_state.get_expert_tensor_parallel_group()
+        return parallel_state.get_tensor_model_parallel_group()
 
-def read_parameter(
-    own: OwnParameter, files: TensorFiles, given: Mapping[str, Tensor], tensor_rank: int, tensor_size: int
-) -> Tensor:
+    @property
+    def replicas(self) -> ProcessGroup:
+        """The ranks that hold the same, and sum its gradients."""
+        if self.correspondence.of_expert and not getattr(self.parameter, "allreduce", True):
+            return parallel_state.get_expert_data_parallel_group()
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def read_parameter(own: OwnParameter, files: TensorFiles, given: Mapping[str, Tensor], stored: StoredLayout) -> Tensor:
     """This rank's part of a parameter, float32. A value head that the folder lacks is zero.
 
     Args:
@@ -213,16 +258,19 @@ def read_parameter(
     Raises:
         ValueError: the folder lacks a tensor.
     """
-    sources = own.correspondence.sources
+    sources, group = own.correspondence.sources, own.shards
     if sources[0] in given:
-        return own.correspondence.layout.split([given[name] for name in sources], tensor_rank, tensor_size)
+        return own.correspondence.layout.split([given[name] for name in sources], group.rank(), group.size())
     if sources[0].startswith("score.") and sources[0] not in files:
         return torch.zeros(own.parameter.shape)
-    return own.correspondence.layout.split([files.read(name) for name in sources], tensor_rank, tensor_size)
+    whole = [stored.read(files, name).float() for name in sources]
+    return own.correspondence.layout.split(whole, group.rank(), group.size())
 
 
-def freeze(parameters: list[OwnParameter], names: list[str], prefixes: str | None) -> None:
-    """Freeze parameters whose Hugging Face name starts with one of the comma-separated prefixes.
+def freeze(
+    parameters: list[OwnParameter], names: list[str], prefixes: str | Sequence[str] | None, stored: StoredLayout
+) -> None:
+    """Freeze parameters whose Hugging Face name starts with one of the prefixes (a list, or with commas).
 
     Args:
         names: those of the whole model.
@@ -230,18 +278,19 @@ def freeze(parameters: list[OwnParameter], names: list[str], prefixes: str | Non
     Raises:
         ValueError: a prefix that matches nothing, or only a part of what Megatron keeps as one parameter.
     """
-    for prefix in (part.strip() for part in (prefixes or "").split(",") if part.strip()):
+    for prefix in names_of(prefixes):
         if not any(name.startswith(prefix) for name in names):
             known = ", ".join(sorted({name.split(".")[0] for name in names}))
             raise ValueError(
                 f"model_args.freeze_module_prefix: no parameter starts with {prefix!r}; the top modules are {known}"
             )
         for own in parameters:
-            matching = [name for name in own.correspondence.sources if name.startswith(prefix)]
-            if matching and len(matching) < len(own.correspondence.sources):
+            sources = own.correspondence.sources
+            matching = [name for name in sources if stored.live_name(name).startswith(prefix)]
+            if matching and len(matching) < len(sources):
                 raise ValueError(
                     f"model_args.freeze_module_prefix: {prefix!r} freezes {', '.join(matching)} but not all of "
-                    f"{', '.join(own.correspondence.sources)}, which Megatron keeps as one; name the module above"
+                    f"{', '.join(sources)}, which Megatron keeps as one; name the module above"
                 )
             if matching:
                 own.parameter.requires_grad_(False)
@@ -265,7 +314,7 @@ class FullWeights:
             scalings: of the adapters that are merged, by the name of the weight; without them A and B are tensors like
                 any other.
         """
-        self._own = {own.correspondence.name: own.parameter for own in parameters}
+        self._own = {own.correspondence.name: own for own in parameters}
         self._info = info
         self._shapes = shapes
         self._dtype = dtype
@@ -278,10 +327,37 @@ class FullWeights:
         dist.all_gather_object(self._frozen, frozen, group=parallel_state.get_pipeline_model_parallel_group())
         stages: list[list[Correspondence]] = [[] for _ in range(info.pp_size)]
         dist.all_gather_object(stages, mine, group=parallel_state.get_pipeline_model_parallel_group())
-        self._all = [(stage, entry) for stage, entries in enumerate(stages) for entry in entries]
+        self._owners: dict[str, int] = {}
+        """The rank that joins an expert's parameter, by name."""
+        experts = self._experts_of_stages(parameters)
+        self._all = [
+            (stage, entry)
+            for stage, entries in enumerate(stages)
+            for entry in [*(one for one in entries if not one.of_expert), *experts[stage]]
+        ]
         places = {entry.sources[0]: (stage, entry) for stage, entry in self._all}
         self._of_adapters = {name: places[name] for weight in self._scalings for name in adapter_names(weight)}
         """Stage and parameter of every A and B that is merged."""
+
+    def _experts_of_stages(self, parameters: list[OwnParameter]) -> list[list[Correspondence]]:
+        """Collective over all ranks where there are experts: those of each stage, by expert, on whichever rank."""
+        own = [one for one in parameters if one.correspondence.of_expert]
+        stages: list[list[Correspondence]] = [[] for _ in range(self._info.pp_size)]
+        if not _any_rank(bool(own), self._device):
+            return stages
+        joins = [one for one in own if not one.replicas.rank() and not one.shards.rank()]
+        frozen = {one.correspondence.name for one in joins if not one.parameter.requires_grad}
+        mine = (self._info.rank, self._info.pp_rank, [one.correspondence for one in joins], frozen)
+        of_ranks: list[tuple[int, int, list[Correspondence], set[str]]] = [mine] * self._info.world_size
+        dist.all_gather_object(of_ranks, mine)
+        for rank, stage, entries, names in of_ranks:
+            for entry in entries:
+                if self._owners.setdefault(entry.name, rank) == rank:
+                    stages[stage].append(entry)
+            self._frozen[stage] |= names
+        for entries in stages:
+            entries.sort(key=lambda entry: [int(part) if part.isdigit() else part for part in entry.name.split(".")])
+        return stages
 
     def buckets(
         self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
@@ -326,6 +402,8 @@ class FullWeights:
 
     def _collect(self, stage: int, entry: Correspondence) -> list[Tensor]:
         """The tensors of one parameter on rank 0; nothing elsewhere. One replica does the work."""
+        if entry.of_expert:
+            return self._collect_expert(entry)
         info = self._info
         if info.dp_rank or info.cp_rank:
             return []
@@ -348,15 +426,39 @@ class FullWeights:
             return tensors
         return []
 
+    def _collect_expert(self, entry: Correspondence) -> list[Tensor]:
+        """:meth:`_collect` of an expert, which is on the ranks of no pipeline of rank 0, maybe."""
+        own, owner, rank = self._own.get(entry.name), self._owners[entry.name], self._info.rank
+        tensors = self._joined(entry) if own is not None and not own.replicas.rank() else []
+        if owner == 0:
+            return tensors if rank == 0 else []
+        if rank == owner:
+            for tensor in tensors:
+                dist.send(tensor.contiguous(), dst=0)
+        elif rank == 0:
+            tensors = [
+                torch.empty(self._shapes[name], dtype=self._dtype, device=self._device) for name in entry.sources
+            ]
+            for tensor in tensors:
+                dist.recv(tensor, src=owner)
+            return tensors
+        return []
+
     def _joined(self, entry: Correspondence) -> list[Tensor]:
-        shard = self._own[entry.name].detach()
-        if self._info.tp_size == 1:
+        own = self._own[entry.name]
+        shard, group = own.parameter.detach(), own.shards
+        if group.size() == 1:
             return [tensor.clone() for tensor in entry.layout.join([shard])]
-        group = parallel_state.get_tensor_model_parallel_group()
-        joins = not self._info.tp_rank
-        shards = [torch.empty_like(shard) for _ in range(self._info.tp_size)] if joins else None
+        shards = [torch.empty_like(shard) for _ in range(group.size())] if not group.rank() else None
         dist.gather(shard.contiguous(), shards, dst=dist.get_global_rank(group, 0), group=group)
         return [] if shards is None else entry.layout.join(shards)
+
+
+def _any_rank(holds: bool, device: torch.device) -> bool:
+    """Collective over all ranks."""
+    found = torch.tensor(int(holds), device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found)
 
 
 @dataclass(frozen=True)

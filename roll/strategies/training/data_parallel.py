@@ -6,9 +6,11 @@ that they give the same numbers.
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,10 +24,14 @@ from roll.config.lora import uses_lora
 from roll.config.plan.micro_batching import MicroBatching, micro_batching
 from roll.models.attention import check_context_size, sum_of_parts, use_layout_attention
 from roll.models.build import build_model, has_tied_embeddings
-from roll.models.layouts import TokenLayout, padded
+from roll.models.experts import RoutingRecorder, SparseLayer, run_every_expert, sparse_layers
+from roll.models.layouts import TokenLayout, padded, with_token_rows
 from roll.models.log_probs import ResponseModel
-from roll.models.lora import Adapters, MergedWeight, add_adapters
-from roll.protocol.metrics import Metrics
+from roll.models.lora import Adapters, MergedWeight, add_adapters, base_name
+from roll.models.routes import encoded, missing_mark, route_dtype, routes_of, with_prompts_of_leaders
+from roll.models.stored import StoredLayout
+from roll.models.vision import FEATURES, ImagePool, with_images
+from roll.protocol.metrics import Mean, Metrics
 from roll.strategies.base import (
     ALL_WEIGHTS,
     LossFunction,
@@ -36,6 +42,7 @@ from roll.strategies.base import (
     WeightSelection,
 )
 from roll.strategies.training.checkpoint import describe_model
+from roll.strategies.training.experts import ExpertBalance, balance_coefficient
 from roll.strategies.training.gather import ADAPTER_FOLDER, EXPORT_BUCKET_BYTES, in_buckets
 from roll.strategies.training.micro_batches import (
     Rows,
@@ -53,14 +60,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+logger = logging.getLogger(__name__)
+
+
 class DataParallelStrategy(ModelStrategy):
     """Every rank computes its own rows with the whole model, of which it may hold a shard only."""
 
     model: ResponseModel
     adapters: Adapters | None = None
     progress: TrainingProgress
+    sparse_layers: list[SparseLayer]
+    """Layers with experts; none of a dense model."""
+    balance: ExpertBalance | None = None
     mixes_types = True
     """A layer may hold parameters of two types: a frozen base and what is trained."""
+    _said_missing = False
     context_size = 1
     """Consecutive ranks that share each sequence, and so are given the same rows."""
 
@@ -102,9 +116,28 @@ class DataParallelStrategy(ModelStrategy):
             use_layout_attention(language_model, "model_args.ulysses_size", neutral="1")
         elif needed_by:
             use_layout_attention(language_model, needed_by[0])
+        self._prepare_experts(language_model)
         self._shapes = {name: list(parameter.shape) for name, parameter in language_model.named_parameters()}
+        live = {base_name(name): tensor.shape for name, tensor in language_model.state_dict().items()}
+        self._stored = StoredLayout(language_model, live)
         self._trained_names = {name for name, parameter in language_model.named_parameters() if parameter.requires_grad}
         self.model = ResponseModel(language_model, self._context_group())
+        if self.sparse_layers:
+            self.model.routing = RoutingRecorder(self.sparse_layers)
+
+    def _prepare_experts(self, language_model: PreTrainedModel) -> None:
+        """Refuse, or change in place, sparse layers that this backend would compute wrong (or slowly)."""
+        if any(not layer.is_fused for layer in self.sparse_layers):
+            run_every_expert(self.sparse_layers)
+
+    def _watch_balance(self) -> None:
+        """Of a role that trains: add the balance loss and the gauges of the experts' load."""
+        if self.sparse_layers:
+            args = self.role.model_args
+            coefficient = balance_coefficient(args, self.model.language_model.config)
+            self.balance = ExpertBalance(
+                self.model, self.sparse_layers, coefficient, args.moe_aux_loss_scope, self.device
+            )
 
     def _context_group(self) -> ProcessGroup | None:
         """Collective. The ranks that share this rank's rows; None where it has its own."""
@@ -123,9 +156,12 @@ class DataParallelStrategy(ModelStrategy):
         would only be rounded to the compute dtype in every pass, so it is held in that."""
         args = self.role.model_args
         if not uses_lora(args):
-            return build_model(args, self.head.value, storage_dtype)
+            language_model = build_model(args, self.head.value, storage_dtype)
+            self.sparse_layers = sparse_layers(language_model)
+            return language_model
         base_dtype = self.compute_dtype if self.mixes_types else storage_dtype
         language_model = build_model(args, self.head.value, base_dtype)
+        self.sparse_layers = sparse_layers(language_model)  # before adapters wrap some of it
         self.adapters = add_adapters(language_model, args, self.seed, storage_dtype)
         return language_model
 
@@ -149,27 +185,66 @@ class DataParallelStrategy(ModelStrategy):
     @torch.no_grad()
     def forward(self, batch: TensorBatch, outputs: Collection[Output], temperature: float = 1.0) -> TensorBatch:
         self._check_outputs(outputs)
+        batch, images = with_images(batch, self.model.language_model.config)
         was_training = self.model.training
         self.model.eval()
         shape = batch["input_ids"].shape
         device = batch["input_ids"].device
-        results = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name in map(str, outputs)}
+        names = [str(name) for name in outputs if name is not Output.ROUTES]
+        results = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name in names}
+        self.model.records_routes = Output.ROUTES in outputs
+        if self.model.records_routes:
+            results[Output.ROUTES] = self._no_routes(shape, device)
         rule = micro_batching(self.role, trains=False)
         for rows in self._rows_of_passes(batch, rule):
             part = micro_batch(batch, rows)
             shape_of_part = part["input_ids"].shape
-            computed = self._outputs(self._layout(part, rule), results.keys(), temperature, shape_of_part)
+            layout = self._layout(part, rule, images)
+            computed = self._outputs(layout, names, temperature, shape_of_part)
+            if self.model.records_routes:
+                computed[Output.ROUTES] = self._chosen(layout, part)
             if rows:
                 for name, values in computed.items():
                     results[name][row_index(rows), : shape_of_part[1]] = values.to(device)
+        self.model.records_routes = False
         self._reshard()
         self.model.train(was_training)
         return results
+
+    def _no_routes(self, shape: torch.Size, device: torch.device) -> torch.Tensor:
+        layer = self.sparse_layers[0]
+        dtype = route_dtype(layer.num_experts)
+        size = (*shape, len(self.sparse_layers), layer.top_k)
+        return torch.full(size, missing_mark(dtype), dtype=dtype, device=device)
+
+    def _chosen(self, layout: TokenLayout, part: TensorBatch) -> torch.Tensor:
+        """Collective over ranks that share sequences. The choices of the last pass by the tokens of ``part``."""
+        group, chosen = self.model.context_group, self.model.chosen_experts
+        assert chosen is not None
+        sources = (layout if group is None else layout.chunk(group.rank(), group.size())).sources.flatten()
+        sources, shape = sources.to(chosen.device), part["input_ids"].shape
+        # Counted from 1, so that ranks' parts can be summed.
+        flat = chosen.new_zeros(shape.numel(), *chosen.shape[1:])
+        flat[sources[sources >= 0]] = chosen[sources >= 0] + 1
+        if group is not None:
+            dist.all_reduce(flat, group=group)
+        column = encoded(flat - 1, self.sparse_layers[0].num_experts).view(*shape, *chosen.shape[1:])
+        if self.role.use_prefix_sharing:
+            column = with_prompts_of_leaders(column.cpu(), part["input_ids"].cpu(), part["response_mask"].cpu())
+        return column
 
     def named_full_weights(
         self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Collective. Full tensors in the compute dtype (float32 master weights stay here); tied weights come once."""
+        for bucket in self._live_weights(bucket_bytes, selection):
+            parts = [stored for name, tensor in bucket for stored in self._stored.split(name, tensor)]
+            yield [(name, part.contiguous()) for name, part in parts]
+
+    def _live_weights(
+        self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
+    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """:meth:`named_full_weights` as the model computes with them."""
         for bucket in in_buckets(self._selected_weights(selection), bucket_bytes, self._num_bytes):
             whole = iter(self._gather([part for weight in bucket for part in weight.parts]))
             parts = [[next(whole) for _ in weight.parts] for weight in bucket]
@@ -196,7 +271,7 @@ class DataParallelStrategy(ModelStrategy):
     def save_hf(self, path: Path) -> None:
         """Collective. Weights are written in the compute dtype; adapters merged, and by themselves in ``adapter/``."""
         weights: dict[str, torch.Tensor] = {}
-        for bucket in self.named_full_weights(EXPORT_BUCKET_BYTES):
+        for bucket in self._live_weights(EXPORT_BUCKET_BYTES):
             weights |= {name: tensor.cpu() for name, tensor in bucket}
         if self.rank == 0:
             path.mkdir(parents=True, exist_ok=True)
@@ -217,6 +292,11 @@ class DataParallelStrategy(ModelStrategy):
             for name, parameter in language_model.named_parameters(remove_duplicate=False):
                 if names[id(parameter)] == embeddings:
                     weights[name] = weights[embeddings]
+        if self._stored.transposes:
+            # transformers would look at the shapes of what this rank holds, and those may be shards.
+            split = (part for name, tensor in weights.items() for part in self._stored.split(name, tensor))
+            weights = {name: tensor.contiguous() for name, tensor in split}
+            language_model._weight_conversions = []
         language_model.save_pretrained(path, state_dict=weights)
         # The model wrote the type of the weights it holds (float32 master weights), not of those it was given.
         language_model.config.dtype = self.compute_dtype
@@ -252,11 +332,16 @@ class DataParallelStrategy(ModelStrategy):
         summed = sum_of_parts(torch.stack(list(aligned.values())), group)
         return dict(zip(aligned, summed.unbind(), strict=True))
 
-    def _layout(self, part: TensorBatch, rule: MicroBatching) -> TokenLayout:
+    def _layout(self, part: TensorBatch, rule: MicroBatching, images: ImagePool | None) -> TokenLayout:
         """With as many columns for each of the ranks that share them."""
         layout = lay_out(part, rule, self.role.use_prefix_sharing)
+        if images is not None and FEATURES in part:
+            layout = images.attach(layout, part)
         sequences, length = layout.input_ids.shape
-        return padded(layout, sequences, length + -length % self.context_size)
+        layout = padded(layout, sequences, length + -length % self.context_size)
+        if Output.ROUTES not in part:
+            return layout
+        return replace(layout, routes=routes_of(layout, part[Output.ROUTES]))
 
     def _max_over_ranks(self, count: int) -> int:
         """The number of passes that every rank must make, so that none waits for another's collective."""
@@ -279,34 +364,88 @@ class DataParallelStrategy(ModelStrategy):
         temperature: float = 1.0,
     ) -> Metrics:
         self._check_outputs(outputs)
+        batch, images = with_images(batch, self.model.language_model.config)
         rule = micro_batching(self.role, trains=True)
         plan = self._rows_of_passes(batch, rule)
         metrics: list[Metrics] = []
+        if self.balance is not None:
+            self._begin_balance(self.balance, batch, plan, rule, images)
         for index, rows in enumerate(plan):
             self._begin_micro_batch(last=index == len(plan) - 1)
-            metrics += self._backward(micro_batch(batch, rows), rule, loss_fn, outputs, temperature)
+            metrics += self._backward(micro_batch(batch, rows), rule, images, loss_fn, outputs, temperature)
+        if self.balance is not None:
+            metrics.append(self.balance.metrics())
         norm = self._clip_and_step(self.progress.learning_rate)
         metrics.append(self.progress.finish_step(norm, self.rank_info.dp_size))
         return merged_floats(metrics)
+
+    def _begin_balance(
+        self,
+        balance: ExpertBalance,
+        batch: TensorBatch,
+        plan: list[Rows],
+        rule: MicroBatching,
+        images: ImagePool | None,
+    ) -> None:
+        """Collective. Before a step's first micro-batch; where the balance loss needs the choices of all of them, a
+        forward pass counts those."""
+        balance.begin(sum(not is_empty(micro_batch(batch, rows)) for rows in plan))
+        if not balance.looks_ahead(len(plan)):
+            return
+        self.model.eval()
+        with torch.no_grad():
+            for index, rows in enumerate(plan):
+                part = micro_batch(batch, rows)
+                layout = with_token_rows(self._layout(part, rule, images))
+                self._outputs(layout, (), 1.0, part["input_ids"].shape)
+                balance.count(last=index == len(plan) - 1)
+        self._reshard()
+        self.model.train()
 
     def _backward(
         self,
         part: TensorBatch,
         rule: MicroBatching,
+        images: ImagePool | None,
         loss_fn: LossFunction,
         outputs: Collection[Output],
         temperature: float,
     ) -> list[Metrics]:
         """Forward and backward of one micro-batch. One with nothing to predict still takes part in all collectives."""
-        layout = self._layout(part, rule)
+        layout = self._layout(part, rule, images)
+        if self.model.routing is not None:
+            self.model.routing.replay_counts = None
+        if self.balance is not None:
+            layout = with_token_rows(layout)
         aligned = self._outputs(layout, [str(name) for name in outputs], temperature, part["input_ids"].shape)
+        balance_loss = None if self.balance is None else self.balance.share()
         if is_empty(part):
             self._differentiate(_zero_loss(aligned))
             return []
         columns = {name: column.to(self.device, non_blocking=True) for name, column in part.items()}
         loss, metrics = loss_fn(aligned, columns)
-        self._differentiate(loss if loss.requires_grad else _zero_loss(aligned))
-        return [metrics, layout_metrics(layout)]
+        loss = loss if loss.requires_grad else _zero_loss(aligned)
+        self._differentiate(loss if balance_loss is None else loss + balance_loss)
+        return [metrics, layout_metrics(layout), self._replay_metrics()]
+
+    def _replay_metrics(self) -> Metrics:
+        """How many tokens of the last micro-batch took recorded routes; nothing without any."""
+        routing = self.model.routing
+        if routing is None or routing.replay_counts is None:
+            return {}
+        replayed, missing, changed = (float(count) for count in routing.replay_counts)
+        routing.replay_counts = None
+        if missing and not self._said_missing:
+            self._said_missing = True
+            share = missing / (missing + replayed)
+            logger.warning(
+                "router_replay: %.2f%% of the tokens have no recorded route: they are routed anew", 100 * share
+            )
+        total = max(1.0, replayed + missing)
+        return {
+            "router_replay/missing_share": Mean(missing, total),
+            "router_replay/changed_share": Mean(changed, replayed),
+        }
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         total = value.to(self.device, copy=True)

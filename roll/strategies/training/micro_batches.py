@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ import torch
 from roll.config.plan.micro_batching import MicroBatching
 from roll.models.layouts import TokenLayout, leads_a_group, packed_layout, row_layout, shared_prompt_layout
 from roll.models.partitions import balance_packs, pack_sequences
+from roll.models.vision import PROMPT_KEYS
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
 from roll.strategies.base import TensorBatch
 
@@ -34,6 +36,9 @@ def plan_micro_batches(
 ) -> list[Rows]:
     """Divide a rank's rows into micro-batches.
 
+    Rows that a loss compares (adjacent rows of one ``unit_ids``) are never divided, and count as one wherever ``rule``
+    counts rows.
+
     Args:
         largest_count: collective; the largest of the ranks' numbers of micro-batches.
         shares_prompts: adjacent rows with one prompt stay together as far as the budget allows, and cost it once.
@@ -45,18 +50,23 @@ def plan_micro_batches(
         ValueError: a row of more tokens than a micro-batch may compute.
     """
     total = len(batch["input_ids"])
+    units = _units(batch)
     if rule.max_tokens is None and not rule.balances:
-        plan = fixed_rows(total, rule.rows)
+        plan = fixed_rows(total, rule.rows) if units is None else _fixed_units(units, rule.rows)
         return _filled(plan, largest_count(len(plan)))
     lengths = row_lengths(batch)
     if not rule.balances and not rule.removes_padding and not shares_prompts:
         assert rule.max_tokens is not None
-        plan = rows_of_like_lengths(lengths, rule.max_tokens, rule.width_multiple)
+        plan = rows_of_like_lengths(lengths, rule.max_tokens, rule.width_multiple, units)
         return _filled(plan, largest_count(len(plan)))
     capacity = rule.max_tokens or max(1, int(lengths.max(initial=0)))
-    groups = (
-        _prompt_groups(batch, lengths, capacity) if shares_prompts else [([row], n) for row, n in enumerate(lengths)]
-    )
+    if units is not None:
+        groups = _unit_groups(batch, lengths, units, shares_prompts)
+        capacity = rule.max_tokens or max(1, *(cost for _, cost in groups))
+    elif shares_prompts:
+        groups = _prompt_groups(batch, lengths, capacity)
+    else:
+        groups = [([row], n) for row, n in enumerate(lengths)]
     costs = np.array([cost for _, cost in groups], dtype=np.int64)
     packs = pack_sequences(costs, capacity)
     wanted = largest_count(max(len(packs), min(rule.min_count, len(groups))) if groups else 0)
@@ -74,34 +84,64 @@ def row_lengths(batch: TensorBatch) -> np.ndarray:
     return lengths
 
 
-def rows_of_like_lengths(lengths: np.ndarray, max_tokens: int, width_multiple: int) -> list[Rows]:
+def rows_of_like_lengths(
+    lengths: np.ndarray, max_tokens: int, width_multiple: int, units: list[list[int]] | None = None
+) -> list[Rows]:
     """Rows from long to short, as many at a time as make at most ``max_tokens`` when all are as wide as the longest.
 
+    Args:
+        units: rows that stay together, as long as the longest of them; None: each by itself.
+
     Raises:
-        ValueError: a row that is wider alone.
+        ValueError: a row (a unit) that is wider alone.
     """
-    plan: list[Rows] = []
-    open_rows: list[int] = []
-    most = 0
-    for row in np.argsort(-lengths, kind="stable").tolist():
-        if len(open_rows) == most:
-            width = max(1, -(-int(lengths[row]) // width_multiple) * width_multiple)
-            most = max_tokens // width
-            if not most:
+    units = units or [[row] for row in range(len(lengths))]
+    longest = np.array([lengths[unit].max() for unit in units], dtype=np.int64)
+    plan: list[list[int]] = []
+    room = width = 0
+    for index in np.argsort(-longest, kind="stable").tolist():
+        size = len(units[index])
+        if size > room:
+            width = max(1, -(-int(longest[index]) // width_multiple) * width_multiple)
+            room = max_tokens // width
+            if size > room:
+                what = "a row" if size == 1 else f"{size} rows that are compared, the longest"
                 raise ValueError(
-                    f"a row of {lengths[row]} tokens is {width} wide in steps of {width_multiple}, more than the "
-                    f"{max_tokens} tokens of a micro-batch; max_tokens_per_microbatch_* of {width} would do"
+                    f"{what} of {longest[index]} tokens, {width} wide in steps of {width_multiple}, needs more than "
+                    f"the {max_tokens} tokens of a micro-batch; max_tokens_per_microbatch_* of {size * width} would do"
                 )
-            open_rows = []
-            plan.append(open_rows)
-        open_rows.append(row)
+            plan.append([])
+        plan[-1] += units[index]
+        room -= size
     return [sorted(rows) for rows in plan]
+
+
+def _units(batch: TensorBatch) -> list[list[int]] | None:
+    """Rows that stay together: adjacent ones of one id in the column ``unit_ids``. None without that column."""
+    ids = batch.get("unit_ids")
+    if ids is None:
+        return None
+    starts = [0, *((ids[1:] != ids[:-1]).nonzero().flatten() + 1).tolist(), len(ids)]
+    return [list(range(begin, end)) for begin, end in pairwise(starts) if end > begin]
+
+
+def _fixed_units(units: list[list[int]], count: int) -> list[Rows]:
+    return [[row for unit in some for row in units[unit]] for some in fixed_rows(len(units), count)]
+
+
+def _unit_groups(
+    batch: TensorBatch, lengths: np.ndarray, units: list[list[int]], shares_prompts: bool
+) -> list[tuple[list[int], int]]:
+    """Units with their tokens, a prompt that all of a unit share counted once."""
+    prompts = batch["response_mask"].int().argmax(1).tolist()
+    costs = [int(lengths[unit].sum()) - shares_prompts * (len(unit) - 1) * prompts[unit[0]] for unit in units]
+    return list(zip(units, costs, strict=True))
 
 
 def _prompt_groups(batch: TensorBatch, lengths: np.ndarray, capacity: int) -> list[tuple[list[int], int]]:
     """Adjacent rows behind one prompt with their tokens (the prompt once), split where they exceed ``capacity``."""
     mask = batch["response_mask"]
-    leads = leads_a_group(batch["input_ids"], mask).tolist()
+    leads = leads_a_group(batch.get(PROMPT_KEYS, batch["input_ids"]), mask).tolist()
     answers = mask.any(1).tolist()
     prompts = torch.where(mask.any(1), mask.int().argmax(1), 0).tolist()
     groups: list[tuple[list[int], int]] = []
@@ -148,7 +188,7 @@ def lay_out(part: TensorBatch, rule: MicroBatching, shares_prompts: bool) -> Tok
     if shares_prompts:
         # A token budget counts what rows without a common prompt have in common with it: no padding either.
         no_padding = rule.removes_padding or rule.max_tokens is not None
-        return shared_prompt_layout(ids, mask, packed_layout if no_padding else row_layout)
+        return shared_prompt_layout(ids, mask, packed_layout if no_padding else row_layout, part.get(PROMPT_KEYS))
     return packed_layout(ids, mask) if rule.removes_padding else row_layout(ids, mask, rule.width_multiple)
 
 

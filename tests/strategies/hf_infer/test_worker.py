@@ -77,8 +77,8 @@ def poison(worker: GenerationWorker, monkeypatch: pytest.MonkeyPatch, place: str
     def bad_rows(rows: RunningRows) -> list[int]:
         return [i for i, s in enumerate(rows.samples) if s.request.request_id.startswith("bad")]
 
-    def failing_start(group: Any) -> None:
-        start_sample(group)
+    def failing_start(group: Any, offset: int) -> None:
+        start_sample(group, offset)
         if group.request.request_id.startswith("bad"):
             raise Poison("at admission")
 

@@ -44,7 +44,7 @@ class RecordingStrategy(MegatronStrategy):
 
     def whole(self, value: Any, keep: Any = lambda own: True) -> dict[str, torch.Tensor]:
         """``value(own)`` of each parameter, as whole float32 tensors under Hugging Face names, on rank 0."""
-        tensors = [OwnParameter(own.correspondence, value(own)) for own in self.parameters if keep(own)]
+        tensors = [OwnParameter(own.correspondence, _like(own, value(own))) for own in self.parameters if keep(own)]
         buckets = FullWeights(tensors, self._info, self._shapes, torch.float32).buckets(2**30)
         return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
 
@@ -52,10 +52,10 @@ class RecordingStrategy(MegatronStrategy):
         whole = torch.zeros(own.parameter.shape)
         held = self.masters._held(own.parameter)
         if held is not None:
-            main, interval = held
+            main, interval, _ = held
             whole.view(-1)[interval] = main.grad.flatten()
         if self.config.use_distributed_optimizer:
-            dist.all_reduce(whole, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+            dist.all_reduce(whole, group=own.replicas)
         return whole
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -66,6 +66,11 @@ class RecordingStrategy(MegatronStrategy):
             for kind in kinds
             for name, tensor in self.whole(lambda own, kind=kind: self.masters.get(own.parameter, kind)).items()
         }
+
+
+def _like(own: OwnParameter, value: Any) -> Any:
+    value.allreduce = getattr(own.parameter, "allreduce", True)
+    return value
 
 
 def weights_of(strategy: Any, bucket_bytes: int = 2**30) -> dict[str, torch.Tensor]:

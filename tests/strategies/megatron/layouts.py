@@ -12,6 +12,9 @@ SHORT = {
     "pp": "pipeline_model_parallel_size",
     "vpp": "virtual_pipeline_model_parallel_size",
     "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "dispatcher": "moe_token_dispatcher_type",
     "sp": "sequence_parallel",
     "dist_opt": "use_distributed_optimizer",
 }

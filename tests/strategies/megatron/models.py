@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from roll.models.stored import StoredLayout
+from tests.strategies import moe_models
 from tests.strategies.samples import TensorBatch, plain_model, plain_outputs, policy_loss, value_loss
 
 VOCABULARY = 97
@@ -17,6 +19,8 @@ def write_family(folder: Path, family: str, value: bool = False) -> Path:
     """Four layers, so that there can be two chunks on each of two stages. ``value``: with a random scalar head."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
+    if family in moe_models.FAMILIES:
+        return moe_models.write_moe(folder, family, vocab_size=VOCABULARY, num_hidden_layers=4)
     options: dict[str, Any] = {
         "qwen2": {"tie_word_embeddings": True},
         "qwen3": {"tie_word_embeddings": False, "head_dim": 16},
@@ -66,6 +70,7 @@ def plain_results(folder: Path, batch: TensorBatch) -> dict[str, Any]:
     return {
         "outputs": {name: values.detach() for name, values in outputs.items()},
         "gradients": gradients,
+        "stored_gradients": StoredLayout(model).views(gradients),
         "norm": float(torch.nn.utils.get_total_norm(list(gradients.values()))),
     }
 

@@ -48,4 +48,4 @@ def test_other_families_are_named(run_case: Callable[..., list[Any]], tmp_path: 
 
     GPT2Config(n_layer=1, n_head=2, n_embd=8).save_pretrained(tmp_path)
     answer = run_case(cases.refused, 1, {}, tmp_path, strategy="megatron_infer")[0]
-    assert "has model_type gpt2" in answer and "use a Qwen2, Qwen2.5, Qwen3 or Llama model" in answer
+    assert "has model_type gpt2" in answer and "use a Qwen2, Qwen2.5, Qwen3, Llama, Mixtral or OLMoE model" in answer

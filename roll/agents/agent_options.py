@@ -1,0 +1,133 @@
+"""Options of agents, as ``agent_config`` of a configuration gives them: checked without starting anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from roll.config.reading.errors import closest
+from roll.config.reading.schema import Mismatch, convert
+
+T = TypeVar("T")
+Sampling = Literal["run", "refuse"]
+"""Where a client sets a temperature or its like: the run's hold all the same, or the request is refused."""
+
+
+class AgentOptionError(ValueError):
+    """An agent that does not exist, or an option that it does not have or cannot use."""
+
+
+@dataclass(frozen=True)
+class VerifierOptions:
+    """``agent_config.verifier``: the reward of an episode, by a reward of roll's or of one's own, or by a command."""
+
+    worker_cls: str | None = None
+    """A reward's short name, or the dotted path of a function ``(prompt, response, ground_truth, **row)``."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of the reward."""
+    answer_key: str = "ground_truth"
+    """Column of the row with the right answer."""
+    command: list[str] = field(default_factory=list)
+    """In place of a reward: a program that prints the reward as its last line, or leaves with status 0 or 1."""
+    timeout: float = 60.0
+    """Seconds of one verdict."""
+
+
+@dataclass(frozen=True)
+class ToolAgentOptions:
+    """``agent_config`` of ``agent: tools``."""
+
+    tools: list[Any] = field(default_factory=list)
+    """Each ``python``, ``search``, ``mcp`` with its options, or the dotted path of a function."""
+    verifier: dict[str, Any] = field(default_factory=dict)
+    """The reward of the last answer."""
+    timeout: float = 30.0
+    """Seconds of a tool call."""
+    max_result: int = 20_000
+    """Characters of a tool's result."""
+    tool_reward: float = 0.0
+    """Added for every response that calls a tool."""
+    tool_success_reward: float = 0.0
+    """Added once to an episode that succeeds and has used a tool."""
+    max_tool_uses: int | None = None
+    """Tool calls of an episode; null: no limit."""
+
+
+@dataclass(frozen=True)
+class BlackBoxOptions:
+    """``agent_config`` of ``agent: black_box``."""
+
+    command: list[str] = field(default_factory=list)
+    """Program and arguments, ``{name}`` a field of the task; empty: agents from elsewhere take the episodes."""
+    processes: int = 0
+    """How often ``command`` is started for the whole run: programs that take one episode after another by
+    ``POST /episodes``. 0: a program of its own for every episode."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Further environment variables of the program."""
+    inherit_env: list[str] = field(default_factory=list)
+    """Variables that it gets of this process, besides ``PATH`` and its like."""
+    folder: str | None = None
+    """Its working folder; null: the run's."""
+    reward: Literal["post", "exit", "verifier"] = "post"
+    """Where the reward comes from."""
+    verifier: dict[str, Any] = field(default_factory=dict)
+    """For ``reward: verifier``."""
+    sampling: Literal["run", "refuse"] = "run"
+    """What becomes of a request that sets a temperature or its like."""
+    host: str = "127.0.0.1"
+    """Address of the endpoint."""
+    port: int = 0
+    """Its port; 0: a free one."""
+    public_url: str = ""
+    """Its address as agents from elsewhere reach it; empty: host and port."""
+    api_key_env: str = ""
+    """Environment variable with the key that agents from elsewhere send for ``POST /episodes``."""
+
+    @property
+    def worker_key(self) -> str:
+        """What ``api_key_env`` holds; empty: agents from elsewhere are not served."""
+        return os.environ.get(self.api_key_env, "") if self.api_key_env else ""
+
+    def check(self) -> None:
+        """
+        Raises:
+            AgentOptionError: options that contradict each other, or a variable that is not there.
+        """
+        if self.api_key_env and not self.worker_key:
+            raise AgentOptionError(f"agent_config.api_key_env: there is no variable {self.api_key_env} here")
+        if not self.command and not self.worker_key:
+            raise AgentOptionError(
+                "agent_config.command: is needed, a program and its arguments; or api_key_env, the variable with the "
+                "key that agents from elsewhere send"
+            )
+        if self.processes < 0 or (self.processes and not self.command):
+            raise AgentOptionError(f"agent_config.processes: {self.processes}: must be at least 0, and needs command")
+        if self.reward == "exit" and (self.processes or not self.command):
+            raise AgentOptionError("agent_config.reward: exit needs a program of its own for every episode")
+        if (self.reward == "verifier") != bool(self.verifier):
+            raise AgentOptionError("agent_config.verifier: goes with reward: verifier, and only with it")
+
+
+def read_options(kind: type[T], given: Mapping[str, Any], key: str = "agent_config") -> T:
+    """An instance of a dataclass of options.
+
+    Raises:
+        AgentOptionError: an unknown name or a wrong type.
+    """
+    hints = typing.get_type_hints(kind)
+    names = [one.name for one in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    checked = {}
+    for name, value in given.items():
+        if name not in hints:
+            near = closest(name, names)
+            hint = f"did you mean {near!r}? " if near else ""
+            raise AgentOptionError(f"{key}.{name}: there is no such option; {hint}there are {', '.join(names)}")
+        try:
+            checked[name] = convert(value, hints[name])
+        except Mismatch as error:
+            raise AgentOptionError(f"{key}.{name}: {value!r}: {error.rule}") from None
+    return kind(**checked)

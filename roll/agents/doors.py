@@ -1,0 +1,107 @@
+"""Agents by name: ``agent`` and ``agent_config`` of a configuration to the agent that they ask for."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+from roll.agents.agent_options import (
+    AgentOptionError,
+    BlackBoxOptions,
+    ToolAgentOptions,
+    VerifierOptions,
+    read_options,
+)
+from roll.agents.built_in_tools import ToolSet
+from roll.agents.episode import Agent
+from roll.agents.tool_agent import FunctionAgent, ToolAgent
+from roll.agents.tools import ToolError
+from roll.agents.verifiers import CommandVerifier, RewardVerifier, Verifier
+from roll.config.reading.errors import closest
+from roll.rewards.base import RewardOptionError
+
+BUILT_IN = ("tools", "black_box")
+
+
+def uses_tools(agent: str | None) -> bool:
+    """Conversations of the agent may have tool messages: the chat template must have a place for them."""
+    return agent == "tools"
+
+
+def check_agent(agent: str, config: Mapping[str, Any] | None = None) -> None:
+    """Say what is wrong with an agent before a run starts; imports neither torch nor Ray.
+
+    Raises:
+        AgentOptionError: the message begins with the key.
+    """
+    if agent != "black_box":
+        make_agent(agent, config)
+        return
+    options = read_options(BlackBoxOptions, dict(config or {}))
+    options.check()
+    if options.verifier:
+        _verifier(options.verifier)
+    if options.command and shutil.which(options.command[0], path=options.env.get("PATH")) is None:
+        raise AgentOptionError(f"agent_config.command: there is no program {options.command[0]!r} here")
+
+
+def make_agent(
+    agent: str, config: Mapping[str, Any] | None = None, system: str | None = None, template: str | None = None
+) -> Agent:
+    """Build an agent; nothing is started yet.
+
+    Args:
+        agent: ``tools``, ``black_box``, or the dotted path of a coroutine ``run(task, model)``.
+        config: options of the agent; of a coroutine its keyword arguments.
+        system: system message, for ``tools``.
+        template: text of the question, for ``tools``.
+
+    Raises:
+        AgentOptionError: see there; the message begins with the key.
+    """
+    given = dict(config or {})
+    try:
+        if agent == "tools":
+            return _tool_agent(read_options(ToolAgentOptions, given), system, template)
+        if agent == "black_box":
+            return _black_box(read_options(BlackBoxOptions, given))
+        if "." not in agent:
+            near = closest(agent, BUILT_IN)
+            hint = f"did you mean {near!r}? " if near else ""
+            there = f"there are {', '.join(BUILT_IN)}, or the dotted path of a coroutine"
+            raise AgentOptionError(f"agent: {agent!r} is not known; {hint}{there}")
+        return FunctionAgent(agent, given)
+    except ToolError as error:
+        key = "" if str(error).startswith("agent: ") else "agent_config.tools: "
+        raise AgentOptionError(f"{key}{error}") from error
+
+
+def _tool_agent(options: ToolAgentOptions, system: str | None, template: str | None) -> ToolAgent:
+    if not options.verifier:
+        example = "{worker_cls: math_rule}"
+        raise AgentOptionError(f"agent_config.verifier: is needed: the reward of the last answer, as in {example}")
+    tools = ToolSet(options.tools, options.timeout, options.max_result)
+    tools.check_host()
+    return ToolAgent(tools, _verifier(options.verifier), options, system, template)
+
+
+def _black_box(options: BlackBoxOptions) -> Agent:
+    from roll.agents.black_box import BlackBoxAgent
+
+    options.check()
+    return BlackBoxAgent(options, _verifier(options.verifier) if options.verifier else None)
+
+
+def _verifier(given: Mapping[str, Any]) -> Verifier:
+    options = read_options(VerifierOptions, given, "agent_config.verifier")
+    if bool(options.worker_cls) == bool(options.command):
+        raise AgentOptionError("agent_config.verifier: has either worker_cls (a reward) or command (a program)")
+    if options.worker_cls is None:
+        return CommandVerifier(options.command, options.timeout)
+    try:
+        verifier = RewardVerifier(options.worker_cls, options.reward_kwargs, options.answer_key, options.timeout)
+        verifier.check_host()
+    except RewardOptionError as error:
+        raise AgentOptionError(f"agent_config.verifier: {error}") from error
+    return verifier

@@ -1,0 +1,142 @@
+"""Programs of an episode: agents and verifiers as child processes with a deadline, ended with all that they started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_KEPT_OUTPUT = 64 * 1024
+"""Bytes of each of a program's streams that are kept: the last ones."""
+_TERM_SECONDS = 2.0
+"""Between the request to end and the end."""
+_INHERITED = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR", "USER", "VIRTUAL_ENV")
+"""All that a program gets of this process's environment unless asked otherwise: keys of other services stand there."""
+_SHOWN = 2000
+"""Characters of output in an error."""
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a program ended."""
+
+    status: int
+    """Exit status, or minus the signal that ended it."""
+    output: str
+    """The end of its standard output."""
+    errors: str
+    """The end of its standard error."""
+
+    def __str__(self) -> str:
+        text = (self.errors.strip() or self.output.strip())[-_SHOWN:]
+        how = f"exit status {self.status}" if self.status >= 0 else f"signal {-self.status}"
+        return f"{how}: {text}" if text else how
+
+
+class ProgramError(RuntimeError):
+    """A program that does not start."""
+
+
+def program_environment(own: Mapping[str, str], inherit: Sequence[str] = ()) -> dict[str, str]:
+    """The environment of a program: a few variables of this process, those named in ``inherit``, and ``own``."""
+    kept = {name: os.environ[name] for name in (*_INHERITED, *inherit) if name in os.environ}
+    return kept | dict(own)
+
+
+def filled_command(command: Sequence[str], fields: Mapping[str, Any]) -> list[str]:
+    """``command`` with every ``{name}`` of a field replaced by its value; other braces stay."""
+
+    def value(match: re.Match[str]) -> str:
+        found = fields.get(match[1], match[0])
+        return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+
+    return [re.sub(r"\{(\w+)\}", value, word) for word in command]
+
+
+class Program:
+    """A program that runs; :func:`running` starts and ends it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, given: bytes) -> None:
+        self._process = process
+        streams = (process.stdout, process.stderr)
+        self._readers = [asyncio.create_task(_tail(stream)) for stream in streams if stream is not None]
+        self._writer = asyncio.create_task(self._write(given))
+
+    async def wait(self) -> Exit:
+        """Wait for its end; what it has started ends with it."""
+        status = await self._process.wait()
+        self._signal(signal.SIGKILL)
+        await asyncio.wait(self._readers, timeout=_TERM_SECONDS)
+        output, errors = (task.result() if task.done() else b"" for task in self._readers)
+        return Exit(status, output.decode("utf-8", "replace"), errors.decode("utf-8", "replace"))
+
+    async def end(self) -> None:
+        """End it and all that it has started."""
+        try:
+            if self._process.returncode is None:
+                self._signal(signal.SIGTERM)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._process.wait(), _TERM_SECONDS)
+        finally:
+            self._signal(signal.SIGKILL)
+            for task in (*self._readers, self._writer):
+                task.cancel()
+        await self._process.wait()
+
+    def _signal(self, number: int) -> None:
+        # The group is there as long as one of its processes is.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+
+    async def _write(self, given: bytes) -> None:
+        stdin = self._process.stdin
+        assert stdin is not None
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it does not read
+            stdin.write(given)
+            await stdin.drain()
+        stdin.close()
+
+
+@contextlib.asynccontextmanager
+async def running(
+    command: Sequence[str], environment: Mapping[str, str], given: Any = None, folder: str | None = None
+) -> AsyncIterator[Program]:
+    """A program in a process group of its own, which ends with the block.
+
+    Args:
+        given: written to its standard input as JSON; None: nothing is.
+
+    Raises:
+        ProgramError: it does not start.
+    """
+    pipe = asyncio.subprocess.PIPE
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            env=dict(environment),
+            cwd=folder,
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        raise ProgramError(f"{command[0]} does not start: {error}") from error
+    program = Program(process, b"" if given is None else json.dumps(given, ensure_ascii=False, default=str).encode())
+    try:
+        yield program
+    finally:
+        await program.end()
+
+
+async def _tail(stream: asyncio.StreamReader) -> bytes:
+    kept = b""
+    while piece := await stream.read(_KEPT_OUTPUT):
+        kept = (kept + piece)[-_KEPT_OUTPUT:]
+    return kept

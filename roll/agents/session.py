@@ -1,0 +1,132 @@
+"""An episode as its agent's program sees it from outside: model calls, limits as refusals, the reward that it posts."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from roll.agents.agent_options import Sampling
+from roll.agents.chat_ids import Message, TemplateError
+from roll.agents.episode import EngineFault, EpisodeOver, Model, Task
+from roll.agents.wire_chat import ChatRequest, Reply, reply_of
+
+
+@dataclass(frozen=True)
+class Refusal(Exception):
+    """An answer of the endpoint other than 200."""
+
+    status: int
+    message: str
+    kind: str = "invalid_request_error"
+    code: str | None = None
+
+
+@dataclass(eq=False)
+class Session:
+    """An episode, as the endpoint knows it.  Created and used on the episode's event loop."""
+
+    task: Task
+    model: Model
+    sampling: Sampling = "run"
+    key: str = ""
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    reward: float | None = None
+    """As posted."""
+    success: bool | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    """The agent has posted that it is done, has no turn left, or an engine has failed."""
+    limit: EpisodeOver | None = None
+    """The limit that the newest call has met."""
+    fault: EngineFault | None = None
+    overridden: int = 0
+    """Calls whose sampling parameters the run's have replaced."""
+    in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
+    closed: bool = False
+    taker: str = ""
+    """Public part of the key of the program that has taken it, of those that serve the whole run."""
+    lost: str = ""
+    """How that program ended before its time."""
+    responses: dict[str, list[Message]] = field(default_factory=dict)
+    """Response id to its conversation, for ``previous_response_id``."""
+
+    async def answer(self, request: ChatRequest) -> Reply:
+        """Make one model call.
+
+        Raises:
+            Refusal: the episode is over, a limit of it, messages that the chat template does not take, or sampling
+                parameters that may not be set.
+        """
+        if self.closed:
+            raise episode_over()
+        if request.sampling and self.sampling == "refuse":
+            raise Refusal(400, f"{request.sampling[0]}: the run's sampling parameters hold here; leave it out")
+        self.overridden += bool(request.sampling)
+        task = asyncio.current_task()
+        assert task is not None
+        self.in_flight.add(task)
+        try:
+            return await self._answered(request)
+        finally:
+            self.in_flight.discard(task)
+
+    async def _answered(self, request: ChatRequest) -> Reply:
+        options: dict[str, Any] = {"stop": request.stops} if request.stops else {}
+        if request.max_tokens is not None:
+            options["max_new_tokens"] = request.max_tokens
+        try:
+            response = await self.model.chat(request.messages, tools=request.tools, **options)
+        except EpisodeOver as over:
+            self.limit = over
+            if over.outcome != "context_limit":  # an agent may answer that one with a shorter conversation
+                self.done.set()
+            raise _limit_reached(over) from None
+        except TemplateError as error:
+            raise Refusal(400, f"messages: {error}") from error
+        except EngineFault as fault:
+            self.fault = fault
+            self.done.set()
+            raise Refusal(503, "the engines have failed", "server_error") from fault
+        self.limit = None
+        prompt_tokens = len(self.model.conversations.prompt_ids(response.call))
+        reply = reply_of(request, response, prompt_tokens)
+        self.model.conversations.known_as(response.call, reply.message)
+        return reply
+
+    def close(self) -> None:
+        """Drop the calls in flight; further ones are refused."""
+        self.closed = True
+        for task in self.in_flight:
+            task.cancel()
+
+    async def post(self, body: Mapping[str, Any]) -> None:
+        """Take the body of ``POST /reward``."""
+        self.reward, self.success = _number(body, "reward"), body.get("success")
+        self.metrics = {str(name): float(value) for name, value in body.get("metrics", {}).items()}
+        if body.get("done", True):
+            self.done.set()
+
+
+def episode_over() -> Refusal:
+    return Refusal(410, "the episode of this key has ended", "permission_error", "episode_over")
+
+
+def _limit_reached(over: EpisodeOver) -> Refusal:
+    if over.outcome == "context_limit":
+        return Refusal(400, "prompt is too long: it leaves no room for a response", code="context_length_exceeded")
+    return Refusal(403, f"the episode is over: {over.outcome}", "permission_error", str(over.outcome))
+
+
+def _number(body: Mapping[str, Any], name: str) -> float:
+    value = body.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise Refusal(400, f"{name}: is needed, a finite number")
+    return float(value)
+
+
+def task_body(task: Task) -> dict[str, Any]:
+    """A task as an agent's program gets it."""
+    return {"tag": task.tag, "seed": task.seed, **task.row}

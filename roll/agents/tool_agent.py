@@ -1,0 +1,183 @@
+"""Agents that answer questions: with tools, until there is an answer; or by a coroutine of one's own."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from roll.agents.agent_options import ToolAgentOptions
+from roll.agents.built_in_tools import ToolSet, load_function
+from roll.agents.chat_ids import Message
+from roll.agents.episode import Episode, EpisodeOver, Model, Response, Task
+from roll.agents.tools import ToolBox, ToolError, ToolResult, tool_messages
+from roll.agents.verifiers import Verifier
+
+
+class ToolAgent:
+    """Asks the policy, makes the calls that it writes, and asks again with their results, until a response has none.
+
+    A call that cannot be read is answered too: with what is wrong with it.
+
+    Args:
+        system: system message; None: none.
+        template: text of the question, a format string of the row's columns; None: the column ``messages`` (a
+            conversation), ``prompt`` or ``question``.
+    """
+
+    def __init__(
+        self,
+        tools: ToolSet,
+        verifier: Verifier,
+        options: ToolAgentOptions,
+        system: str | None = None,
+        template: str | None = None,
+    ) -> None:
+        self._tools, self._verifier, self._options = tools, verifier, options
+        self._system, self._template = system, template
+
+    async def run(self, task: Task, model: Model, episode: Episode) -> float:
+        """Work until there is an answer; returns what the verifier says of it.
+
+        Raises:
+            EpisodeOver: a limit, or a tool's server that is lost.
+        """
+        try:
+            box = await self._tools.box()
+            used = await self._answered(task, model, episode, box)
+        except ToolError as error:
+            episode.error = str(error)
+            raise EpisodeOver("environment_error") from error
+        score = await self._verifier(task, model, episode)
+        episode.success = score > 0 if episode.success is None else episode.success
+        return score + self._options.tool_success_reward * (episode.success and used > 0)
+
+    async def _answered(self, task: Task, model: Model, episode: Episode, box: ToolBox) -> int:
+        """Work until a response calls nothing; the number of calls."""
+        messages = first_messages(task, self._system, self._template)
+        used = 0
+        while True:
+            response = await model.chat(messages, tools=box.schemas)
+            messages.append(response.message)
+            if not response.parsed.calls and not response.parsed.errors:
+                return used
+            begin = time.perf_counter()
+            messages += await self._results(response, box, used, episode)
+            episode.seconds.environment += time.perf_counter() - begin
+            used += len(response.parsed.calls)
+            if response.parsed.calls:
+                model.reward(self._options.tool_reward, response.call)
+
+    async def _results(self, response: Response, box: ToolBox, used: int, episode: Episode) -> list[Message]:
+        calls, most = response.parsed.calls, self._options.max_tool_uses
+        for error in response.parsed.errors:
+            _count(episode, "unreadable_calls")
+            if not calls:
+                # A template has no tool message behind a response without a call.
+                return [{"role": "user", "content": f"Error: the tool call cannot be read: {error}"}]
+        allowed = calls if most is None else calls[: max(0, most - used)]
+        results = await box.call_all(allowed)
+        _count(episode, "tool_calls", len(calls))
+        _count(episode, "failed_tool_calls", sum(result.failed for result in results) + len(calls) - len(allowed))
+        identities = [call["id"] for call in response.message["tool_calls"]]
+        refused = ToolResult(f"Error: no more than {most} tool calls; give the answer.", True)
+        return tool_messages(calls, identities, [*results, *[refused] * (len(calls) - len(allowed))])
+
+    async def close(self) -> None:
+        """End the tools' servers and sandboxes."""
+        await self._tools.close()
+
+
+def first_messages(task: Task, system: str | None, template: str | None) -> list[Message]:
+    """The conversation that a task begins with.
+
+    Raises:
+        ValueError: the row lacks a column of the template, or has no question at all.
+    """
+    row = task.row
+    start: list[Message] = [{"role": "system", "content": system}] if system else []
+    if template is not None:
+        try:
+            return [*start, {"role": "user", "content": template.format_map({key: str(row[key]) for key in row})}]
+        except KeyError as error:
+            raise ValueError(f"the template names {error}, which is no column of the row: {', '.join(row)}") from error
+    if row.get("messages"):
+        return [*start, *(dict(message) for message in row["messages"])]
+    for key in ("prompt", "question"):
+        if isinstance(row.get(key), str):
+            return [*start, {"role": "user", "content": row[key]}]
+    raise ValueError(f"the row has no column messages, prompt or question, and no template names one: {', '.join(row)}")
+
+
+def _count(episode: Episode, name: str, number: int = 1) -> None:
+    episode.metrics[name] = episode.metrics.get(name, 0.0) + number
+
+
+class FunctionAgent:
+    """A coroutine of one's own: ``async def run(task, model) -> float``, or ``run(task, model, episode)``.
+
+    It returns a reward, None (it has given rewards by ``model.reward``), or a mapping with ``reward``, ``success`` and
+    further numbers, which become metrics.
+
+    Args:
+        path: dotted path of the function, or of a class with such a method ``run``.
+        arguments: keyword arguments of the function, or of the class.
+
+    Raises:
+        ToolError: there is no such function, it is no coroutine, or takes other arguments.
+    """
+
+    def __init__(self, path: str, arguments: Mapping[str, Any] | None = None) -> None:
+        self._path = path
+        self._arguments = dict(arguments or {})
+        target = load_function(path, "agent")
+        function = target
+        if inspect.isclass(target):
+            try:
+                made: Any = target(**self._arguments)
+                function = made.run
+            except (TypeError, ValueError, AttributeError) as error:
+                raise ToolError(f"agent: {path} cannot be made: {error}") from error
+            self._arguments = {}
+        self._function = function
+        self._takes_episode = _check_signature(path, function, self._arguments)
+
+    async def run(self, task: Task, model: Model, episode: Episode) -> float:
+        """Run it.
+
+        Raises:
+            TypeError: it returned no reward.
+        """
+        given = (task, model, episode) if self._takes_episode else (task, model)
+        result = await self._function(*given, **self._arguments)
+        if isinstance(result, Mapping):
+            numbers = dict(result)
+            if numbers.get("success") is not None:
+                episode.success = bool(numbers.pop("success"))
+            result = numbers.pop("reward", None)
+            episode.metrics |= {str(name): float(value) for name, value in numbers.items() if value is not None}
+        if result is None:
+            return 0.0
+        if not isinstance(result, int | float) or not math.isfinite(result):
+            raise TypeError(f"{self._path} returned {result!r}; a reward is a finite number")
+        return float(result)
+
+
+def _check_signature(path: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
+    """Whether the function takes the episode too.
+
+    Raises:
+        ToolError: it is no coroutine function, or cannot be called with a task, a model and ``arguments``.
+    """
+    if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(type(function).__call__):
+        raise ToolError(f"agent: {path} must be a coroutine function: async def run(task, model)")
+    signature = inspect.signature(function)
+    free = [name for name in signature.parameters if name not in arguments]
+    takes_episode = free[2:3] == ["episode"]
+    try:
+        signature.bind(*(None,) * (3 if takes_episode else 2), **arguments)
+    except TypeError as error:
+        raise ToolError(f"agent: {path}{signature} must be callable as run(task, model): {error}") from None
+    return takes_episode

@@ -1,0 +1,135 @@
+"""Verifiers: the reward of an episode from its last answer, by a reward of roll's or by a command."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from roll.agents.conversation import Call
+from roll.agents.episode import Episode, EpisodeOver, Model, Task
+from roll.agents.programs import ProgramError, program_environment, running
+from roll.rewards.base import GuardedReward, RewardSample
+from roll.rewards.custom import Limits
+from roll.rewards.registry import build_reward
+
+
+class Verifier(Protocol):
+    """Judges an episode."""
+
+    async def __call__(self, task: Task, model: Model, episode: Episode, folder: str | None = None) -> float:
+        """The reward.
+
+        Args:
+            folder: where the agent has worked, if it has one of its own.
+
+        Raises:
+            EpisodeOver: ``environment_error``, with the reason in ``episode.error``: the verifier itself has failed.
+        """
+        ...
+
+
+class RewardVerifier:
+    """A reward of ``roll.rewards``, or a function of one's own, on the last answer.
+
+    Args:
+        worker_cls: as in a section ``rewards.<name>``: a short name, or the dotted path of a function
+            ``(prompt, response, ground_truth, **row) -> float | dict``.
+        answer_key: column of the row with the ground truth.
+
+    Raises:
+        RewardOptionError: a reward that does not exist, or an option that it does not have or cannot use.
+    """
+
+    def __init__(
+        self,
+        worker_cls: str,
+        options: Mapping[str, Any] | None = None,
+        answer_key: str = "ground_truth",
+        timeout: float | None = None,
+    ) -> None:
+        reward = build_reward(worker_cls, options, Limits(timeout))
+        self._reward = GuardedReward(worker_cls, reward)
+        self._answer_key = answer_key
+        # Rewards are called from one thread at a time, unless they say otherwise.
+        self._threads = ThreadPoolExecutor(int(getattr(reward, "concurrent_calls", 1)), thread_name_prefix="verifier")
+
+    def check_host(self) -> None:
+        """
+        Raises:
+            RewardOptionError: this host does not give what the reward needs.
+        """
+        self._reward.check_host()
+
+    async def __call__(self, task: Task, model: Model, episode: Episode, folder: str | None = None) -> float:
+        call = _last_call(episode)
+        if call is None:
+            return 0.0
+        sample = RewardSample(
+            prompt=model.text_of(model.conversations.prompt_ids(call)),
+            response=model.text_of(call.response_ids, ended=True),
+            ground_truth=task.row.get(self._answer_key),
+            finish_reason=call.finish_reason,
+            row=dict(task.row),
+            num_tokens=len(call.response_ids),
+        )
+        loop = asyncio.get_running_loop()
+        (result,) = await loop.run_in_executor(self._threads, self._reward, [sample])
+        episode.metrics |= result.metrics
+        if result.error is not None or result.score is None:
+            episode.error = f"reward: {result.error}"
+            raise EpisodeOver("environment_error")
+        return result.score
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._reward.close()
+
+
+class CommandVerifier:
+    """A command whose last line of output is the reward; without output, exit status 0 is 1 and status 1 is 0.
+
+    It gets ``{"task": ..., "answer": ..., "messages": [...]}`` on standard input, and runs in the agent's folder.
+    """
+
+    def __init__(self, command: Sequence[str], timeout: float = 60.0, inherit: Sequence[str] = ()) -> None:
+        self._command, self._timeout, self._inherit = list(command), timeout, list(inherit)
+
+    async def __call__(self, task: Task, model: Model, episode: Episode, folder: str | None = None) -> float:
+        call = _last_call(episode)
+        given = {
+            "task": {"tag": task.tag, "seed": task.seed, **task.row},
+            "answer": "" if call is None else str(call.message.get("content") or ""),
+            "messages": [] if call is None else [*call.messages, call.message],
+        }
+        environment = program_environment({"ROLL_SEED": str(task.seed), "ROLL_SCRATCH": folder or ""}, self._inherit)
+        try:
+            async with running(self._command, environment, given, os.getcwd()) as program:
+                ended = await asyncio.wait_for(program.wait(), self._timeout)
+        except TimeoutError:
+            raise _failed(episode, f"verifier {self._command[0]} took more than {self._timeout:g} s") from None
+        except ProgramError as error:
+            raise _failed(episode, f"verifier {error}") from error
+        lines = ended.output.strip().splitlines()
+        if not lines and ended.status in (0, 1):
+            return float(ended.status == 0)
+        try:
+            if ended.status != 0:
+                raise ValueError
+            return float(lines[-1])
+        except (ValueError, IndexError):
+            raise _failed(episode, f"verifier {self._command[0]} gives no reward: {ended}") from None
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def _last_call(episode: Episode) -> Call | None:
+    return episode.calls[-1] if episode.calls else None
+
+
+def _failed(episode: Episode, error: str) -> EpisodeOver:
+    episode.error = error
+    return EpisodeOver("environment_error")

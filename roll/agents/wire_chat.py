@@ -1,0 +1,282 @@
+"""OpenAI's chat completions as an agent's program speaks them: requests in, bodies and events out.
+
+The common form of a request and a response, which the other interfaces translate to and from, is here too.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from roll.agents.chat_ids import Message
+from roll.agents.episode import Response
+from roll.serving.requests import CHAT, NO_LIMIT, BadRequest, Fields, read_message
+from roll.strategies.engines.requests import SamplingParams, visible_text
+
+LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+STOPS = ("stop", "stop_sequences")
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+"""Change the distribution that tokens are drawn from, which is the run's: it is what the policy is trained under."""
+HINTS = frozenset({"prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "verbosity"})
+"""Fields that closed agents send, which ask for nothing that a response could lack."""
+_UNAVAILABLE = {
+    "add_generation_prompt": (None, True),
+    "chat_template_kwargs": (None, {}),
+    "include_stop_str_in_output": (None, False),
+    "logprobs": (None, False),
+    "min_tokens": (None, 0),
+    "n": (None, 1),
+    "return_token_ids": (None, False),
+    "stop_token_ids": (None, []),
+    "top_logprobs": (None, 0),
+}
+"""Fields of the served interface that an episode has no use for, and the values that ask for nothing."""
+_CHAT = {*CHAT, *HINTS, "tools", "tool_choice"} - _UNAVAILABLE.keys()
+_TOOL_CHOICES = ("auto", "none", "required")
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A model call of an agent's program."""
+
+    messages: list[Message]
+    tools: list[Message] = field(default_factory=list)
+    """Schemas in the form of chat completions."""
+    max_tokens: int | None = None
+    """None: as many as the run allows."""
+    stops: tuple[str, ...] = ()
+    sampling: tuple[str, ...] = ()
+    """Which of :data:`SAMPLING` the request sets."""
+    model: str = ""
+    """As the client names it; any name is the policy."""
+    stream: bool = False
+    include_usage: bool = False
+    own_messages: int = 0
+    """Messages at the beginning that belong to this request alone, not to the conversation: instructions."""
+    parse_calls: bool = True
+    """False: the client wants a text whatever the policy writes."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A response as an agent's program gets it."""
+
+    content: str
+    reasoning: str
+    calls: list[dict[str, Any]]
+    """With ``id``, and ``function`` of ``name`` and ``arguments`` (a mapping)."""
+    finish_reason: str
+    """``stop``, ``length`` or ``tool_calls``."""
+    stop_string: bool
+    """One of the request's stop strings ended it."""
+    prompt_tokens: int
+    completion_tokens: int
+    model: str
+
+    @property
+    def message(self) -> Message:
+        """The message that a client puts into its conversation."""
+        message: Message = {"role": "assistant", "content": self.content}
+        return message | {"tool_calls": self.calls} if self.calls else message
+
+
+def reply_of(request: ChatRequest, response: Response, prompt_tokens: int) -> Reply:
+    """What of ``response`` is for the client: thinking apart, stop strings cut off."""
+    parsed = response.parsed
+    calls = list(response.message.get("tool_calls", ())) if request.parse_calls else []
+    content = parsed.content if request.parse_calls or not parsed.calls else response.text
+    shown = visible_text(content, SamplingParams(1, stop_strings=request.stops))
+    return Reply(
+        content=shown,
+        reasoning=parsed.reasoning,
+        calls=calls,
+        finish_reason="tool_calls" if calls else response.finish_reason,
+        stop_string=shown != content,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=len(response.call.response_ids),
+        model=request.model,
+    )
+
+
+def read_chat_request(body: Any) -> ChatRequest:
+    """The body of ``POST /v1/chat/completions``.
+
+    Raises:
+        BadRequest: a field that is missing, unknown, not available, of a wrong type or out of range.
+    """
+    refuse_unavailable(body, _UNAVAILABLE)
+    fields = Fields(body, {*_CHAT, *_UNAVAILABLE}, None)
+    messages = fields.get("messages", list, [])
+    if not messages:
+        raise BadRequest("messages: is needed, a list of messages", "messages")
+    shared = fields.shared(NO_LIMIT, 0, "top_logprobs")
+    return ChatRequest(
+        messages=named_tools([_plain(read_message(message, tools=True)) for message in messages]),
+        tools=[_tool(tool) for tool in fields.get("tools", list, [])],
+        **asked_options(fields, shared["params"]),
+        model=fields.model,
+        stream=shared["stream"],
+        include_usage=shared["include_usage"],
+        parse_calls=read_tool_choice(fields.get("tool_choice", (str, dict), "auto")),
+    )
+
+
+def refuse_unavailable(body: Any, neutral: Mapping[str, Collection[Any]]) -> None:
+    """
+    Raises:
+        BadRequest: a field of ``neutral`` has a value that asks for something.
+    """
+    for name in neutral.keys() & (body.keys() if isinstance(body, Mapping) else set()):
+        if body[name] not in neutral[name]:
+            raise BadRequest(f"{name}: is not available in an episode", name)
+
+
+def asked_options(fields: Fields, params: SamplingParams) -> dict[str, Any]:
+    """Those arguments of :class:`ChatRequest` that say how a response is sampled."""
+    limited = any(fields.given(name) for name in LIMITS)
+    return {
+        "max_tokens": params.max_new_tokens if limited else None,
+        "stops": params.stop_strings,
+        "sampling": tuple(name for name in SAMPLING if fields.given(name)),
+    }
+
+
+def read_tool_choice(choice: Any) -> bool:
+    """Whether calls are read.  A choice that demands one is taken as leave to call: nothing here constrains sampling.
+
+    Raises:
+        BadRequest: no such choice.
+    """
+    if isinstance(choice, str) and choice not in _TOOL_CHOICES:
+        raise BadRequest(f"tool_choice: must be one of {', '.join(_TOOL_CHOICES)} or name a tool", "tool_choice")
+    return choice != "none"
+
+
+def named_tools(messages: list[Message]) -> list[Message]:
+    """Tool messages with the name of the tool that they answer for, which some templates write."""
+    names: dict[str, str] = {}
+    for message in messages:
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
+        if message["role"] == "tool" and message.get("tool_call_id") in names:
+            message.setdefault("name", names[message["tool_call_id"]])
+    return messages
+
+
+def _plain(message: Message) -> Message:
+    """Only what templates know: libraries add absent fields of theirs."""
+    role = {"developer": "system"}.get(message["role"], message["role"])
+    kept = {key: message[key] for key in ("content", "tool_calls", "tool_call_id", "name") if message.get(key)}
+    return {"role": role, "content": ""} | kept
+
+
+def _tool(tool: Any) -> Message:
+    function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+    if not isinstance(function, Mapping):
+        raise BadRequest("tools: each must be an object of type function", "tools")
+    return tool_schema(function, function.get("parameters"))
+
+
+def tool_schema(tool: Mapping[str, Any], parameters: Any) -> Message:
+    """The schema of a function, without the fields that only its interface knows.
+
+    Raises:
+        BadRequest: it has no name.
+    """
+    name = tool.get("name")
+    if not isinstance(name, str) or not name:
+        raise BadRequest("tools: each must have a name", "tools")
+    schema = parameters or {"type": "object", "properties": {}}
+    function = {"name": name, "description": tool.get("description") or "", "parameters": schema}
+    return {"type": "function", "function": function}
+
+
+def chat_body(reply: Reply) -> dict[str, Any]:
+    """A chat completion."""
+    message: Message = {"role": "assistant", "content": reply.content or (None if reply.calls else "")}
+    if reply.calls:
+        message["tool_calls"] = [_call(call) for call in reply.calls]
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reply.finish_reason}
+    return _head(reply, "chat.completion") | {"choices": [choice], "usage": _usage(reply)}
+
+
+def chat_events(reply: Reply, include_usage: bool) -> Iterator[bytes]:
+    """The same as a stream."""
+    head = _head(reply, "chat.completion.chunk")
+
+    def chunk(delta: Mapping[str, Any], finish_reason: str | None = None) -> bytes:
+        return event(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]})
+
+    yield chunk({"role": "assistant", "content": ""})
+    if reply.reasoning:
+        yield chunk({"reasoning_content": reply.reasoning})
+    for piece in pieces(reply.content):
+        yield chunk({"content": piece})
+    for index, call in enumerate(reply.calls):
+        yield chunk({"tool_calls": [{"index": index} | _call(call)]})
+    yield chunk({}, reply.finish_reason)
+    if include_usage:
+        yield event(head | {"choices": [], "usage": _usage(reply)})
+    yield b"data: [DONE]\n\n"
+
+
+def pieces(text: str, size: int = 64) -> Iterator[str]:
+    """A text in the pieces of a stream, which begins when the whole response is there."""
+    for begin in range(0, len(text), size):
+        yield text[begin : begin + size]
+
+
+def event(body: Mapping[str, Any], name: str = "") -> bytes:
+    """A server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(body, ensure_ascii=False)}\n\n".encode()
+
+
+def arguments_text(call: Mapping[str, Any]) -> str:
+    """The arguments of a call as JSON."""
+    return json.dumps(call["function"]["arguments"], ensure_ascii=False)
+
+
+def identifier(prefix: str) -> str:
+    return f"{prefix}{uuid.uuid4().hex}"
+
+
+def _head(reply: Reply, kind: str) -> dict[str, Any]:
+    return {"id": identifier("chatcmpl-"), "object": kind, "created": int(time.time()), "model": reply.model}
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": call["function"]["name"], "arguments": arguments_text(call)}
+    return {"id": call["id"], "type": "function", "function": function}
+
+
+def _usage(reply: Reply) -> dict[str, int]:
+    total = reply.prompt_tokens + reply.completion_tokens
+    return {
+        "prompt_tokens": reply.prompt_tokens,
+        "completion_tokens": reply.completion_tokens,
+        "total_tokens": total,
+    }
+
+
+def joined_texts(parts: Any, kinds: Sequence[str], field_name: str) -> str:
+    """A content that is a text, or a list of parts of the given types with a text each.
+
+    Raises:
+        BadRequest: other parts, such as images.
+    """
+    if isinstance(parts, str):
+        return parts
+    if parts is None:
+        return ""
+    texts = []
+    for part in parts if isinstance(parts, list) else [None]:
+        if not isinstance(part, Mapping) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
+            raise BadRequest(f"{field_name}: only content of type {' or '.join(kinds)} is understood", field_name)
+        texts.append(part["text"])
+    return "".join(texts)

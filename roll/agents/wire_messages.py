@@ -1,0 +1,175 @@
+"""Anthropic's Messages as an agent's program speaks them: content blocks in and out, whole and as events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from roll.agents.chat_ids import Message
+from roll.agents.wire_chat import (
+    ChatRequest,
+    Reply,
+    arguments_text,
+    asked_options,
+    event,
+    identifier,
+    joined_texts,
+    named_tools,
+    pieces,
+    refuse_unavailable,
+    tool_schema,
+)
+from roll.serving.requests import MAX_STOP_LENGTH, MAX_STOPS, BadRequest, Fields
+from roll.strategies.engines.requests import SamplingParams, check_sampling_params
+
+_KNOWN = (
+    *("max_tokens", "messages", "model", "stop_sequences", "stream", "system", "temperature", "tool_choice", "tools"),
+    *("top_k", "top_p"),
+)
+_HINTS = frozenset({"cache_control", "context_management", "diagnostics", "inference_geo", "speed", "thinking"})
+"""Ask for nothing that a response could lack; how much a policy thinks is its own."""
+_UNAVAILABLE: dict[str, tuple[Any, ...]] = {
+    "container": (None,),
+    "mcp_servers": (None, []),
+    "output_config": (None, {}),
+    "output_format": (None,),
+}
+_CHOICES = ("auto", "any", "tool", "none")
+
+
+def read_messages_request(body: Any, counting: bool = False) -> ChatRequest:
+    """The body of ``POST /v1/messages``.
+
+    Args:
+        counting: of ``/v1/messages/count_tokens``, which needs no ``max_tokens``.
+
+    Raises:
+        BadRequest: a field that is missing, unknown, not available, of a wrong type or out of range.
+    """
+    refuse_unavailable(body, _UNAVAILABLE)
+    fields = Fields(body, {*_KNOWN, *_HINTS, *_UNAVAILABLE}, None)
+    given = fields.get("messages", list, [])
+    if not given:
+        raise BadRequest("messages: is needed, a list of messages", "messages")
+    if not counting and not fields.given("max_tokens"):
+        raise BadRequest("max_tokens: is needed, an integer", "max_tokens")
+    system = joined_texts(fields.get("system", (str, list), None), ("text",), "system")
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    for message in given:
+        messages += _read_message(message)
+    return ChatRequest(
+        messages=named_tools(messages),
+        tools=[_tool(tool) for tool in fields.get("tools", list, [])],
+        **asked_options(fields, _params(fields)),
+        model=fields.model,
+        stream=fields.get("stream", bool, False),
+        parse_calls=_read_choice(fields.get("tool_choice", dict, {"type": "auto"})),
+    )
+
+
+def _params(fields: Fields) -> SamplingParams:
+    stops = fields.get("stop_sequences", list, [])
+    if len(stops) > MAX_STOPS or not all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH for text in stops):
+        rule = f"at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters"
+        raise BadRequest(f"stop_sequences: must be {rule}", "stop_sequences")
+    params = SamplingParams(
+        max_new_tokens=fields.get("max_tokens", int, 1),
+        temperature=float(fields.get("temperature", (int, float), 1.0)),
+        top_p=float(fields.get("top_p", (int, float), 1.0)),
+        top_k=fields.get("top_k", int, -1),
+        stop_strings=tuple(stops),
+    )
+    try:
+        check_sampling_params(params, "request")
+    except ValueError as error:
+        raise BadRequest(str(error)) from error
+    return params
+
+
+def _read_choice(choice: Mapping[str, Any]) -> bool:
+    if choice.get("type") not in _CHOICES:
+        raise BadRequest(f"tool_choice: type must be one of {', '.join(_CHOICES)}", "tool_choice")
+    return choice["type"] != "none"
+
+
+def _tool(tool: Any) -> Message:
+    if not isinstance(tool, Mapping) or tool.get("type", "custom") != "custom":
+        kind = tool.get("type") if isinstance(tool, Mapping) else tool
+        raise BadRequest(f"tools: only tools of the client's own are available, not {kind!r}", "tools")
+    return tool_schema(tool, tool.get("input_schema"))
+
+
+def _read_message(message: Any) -> list[Message]:
+    """A message with its blocks: tool results each, then the text; or the text of a response with its calls."""
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if role not in ("user", "assistant", "system"):
+        raise BadRequest("messages: each must have the role user or assistant", "messages")
+    content = message.get("content")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
+        raise BadRequest("messages: content must be a text or a list of blocks", "messages")
+    texts: list[Any] = []
+    calls: list[dict[str, Any]] = []
+    results: list[Message] = []
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "tool_use" and role == "assistant":
+            function = {"name": str(block.get("name")), "arguments": block.get("input") or {}}
+            calls.append({"id": str(block.get("id")), "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            text = joined_texts(block.get("content"), ("text",), "messages")
+            results.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": text})
+        elif kind not in ("thinking", "redacted_thinking"):
+            texts.append(block)
+    text = joined_texts(texts, ("text",), "messages")
+    if role == "assistant":
+        response: Message = {"role": role, "content": text}
+        return [response | {"tool_calls": calls} if calls else response]
+    return [*results, {"role": role, "content": text}] if texts or not results else results
+
+
+def messages_body(reply: Reply, stop_sequence: str | None = None) -> dict[str, Any]:
+    """A message."""
+    reasons = {"tool_calls": "tool_use", "length": "max_tokens"}
+    reason = "stop_sequence" if reply.stop_string else reasons.get(reply.finish_reason, "end_turn")
+    blocks: list[dict[str, Any]] = []
+    if reply.content or not reply.calls:
+        blocks.append({"type": "text", "text": reply.content})
+    for call in reply.calls:
+        function = call["function"]
+        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": function["arguments"]})
+    return {
+        "id": identifier("msg_"),
+        "type": "message",
+        "role": "assistant",
+        "model": reply.model,
+        "content": blocks,
+        "stop_reason": reason,
+        "stop_sequence": stop_sequence if reason == "stop_sequence" else None,
+        "usage": {"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens},
+    }
+
+
+def messages_events(reply: Reply, body: Mapping[str, Any]) -> Iterator[bytes]:
+    """The same as a stream of events."""
+
+    def typed(kind: str, **fields: Any) -> bytes:
+        return event({"type": kind, **fields}, kind)
+
+    usage = body["usage"] | {"output_tokens": 0}
+    begun = {**body, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+    yield typed("message_start", message=begun)
+    calls = iter(reply.calls)
+    for index, block in enumerate(body["content"]):
+        if block["type"] == "text":
+            yield typed("content_block_start", index=index, content_block={"type": "text", "text": ""})
+            deltas = [{"type": "text_delta", "text": piece} for piece in pieces(block["text"])]
+        else:
+            yield typed("content_block_start", index=index, content_block=block | {"input": {}})
+            deltas = [{"type": "input_json_delta", "partial_json": arguments_text(next(calls))}]
+        for delta in deltas:
+            yield typed("content_block_delta", index=index, delta=delta)
+        yield typed("content_block_stop", index=index)
+    ended = {"stop_reason": body["stop_reason"], "stop_sequence": body["stop_sequence"]}
+    yield typed("message_delta", delta=ended, usage={"output_tokens": body["usage"]["output_tokens"]})
+    yield typed("message_stop")

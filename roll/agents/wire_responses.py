@@ -1,0 +1,217 @@
+"""OpenAI's Responses as an agent's program speaks them: items in and out, whole and as events."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from roll.agents.chat_ids import Message
+from roll.agents.wire_chat import (
+    HINTS,
+    ChatRequest,
+    Reply,
+    arguments_text,
+    asked_options,
+    event,
+    identifier,
+    joined_texts,
+    named_tools,
+    pieces,
+    read_tool_choice,
+    refuse_unavailable,
+    tool_schema,
+)
+from roll.serving.requests import BadRequest, Fields, read_arguments
+from roll.strategies.engines.requests import SamplingParams, check_sampling_params
+
+_KNOWN = (
+    *("input", "instructions", "max_output_tokens", "model", "previous_response_id", "stream", "stream_options"),
+    *("temperature", "tool_choice", "tools", "top_p"),
+)
+_HINTS = frozenset({*HINTS, "context_management", "include", "reasoning", "text", "truncation"})
+"""Asked for by agents as a matter of course; ``text`` may only ask for plain text."""
+_UNAVAILABLE: dict[str, tuple[Any, ...]] = {
+    "background": (None, False),
+    "conversation": (None,),
+    "max_tool_calls": (None,),
+    "prompt": (None,),
+    "top_logprobs": (None, 0),
+}
+_TEXTS = ("input_text", "output_text", "text")
+
+
+def read_responses_request(body: Any, earlier: Mapping[str, list[Message]]) -> ChatRequest:
+    """The body of ``POST /v1/responses``.
+
+    Args:
+        earlier: response id to the conversation up to it, for ``previous_response_id``.
+
+    Raises:
+        BadRequest: a field that is missing, unknown, not available, of a wrong type or out of range.
+    """
+    refuse_unavailable(body, _UNAVAILABLE)
+    fields = Fields(body, {*_KNOWN, *_HINTS, *_UNAVAILABLE}, None)
+    _check_text(fields.get("text", dict, {}))
+    messages: list[Message] = []
+    previous = fields.get("previous_response_id", str, None)
+    if previous is not None:
+        if previous not in earlier:
+            raise BadRequest(f"previous_response_id: no response {previous!r} in this episode", "previous_response_id")
+        messages = copy.deepcopy(earlier[previous])
+    messages += _read_items(fields.get("input", (str, list), []))
+    if not messages:
+        raise BadRequest("input: is needed, a text or a list of items", "input")
+    # Instructions are not part of what a later request goes on from.
+    instructions = fields.get("instructions", str, "")
+    if instructions:
+        messages.insert(0, {"role": "system", "content": instructions})
+    params = SamplingParams(
+        max_new_tokens=fields.get("max_output_tokens", int, 1),
+        temperature=float(fields.get("temperature", (int, float), 1.0)),
+        top_p=float(fields.get("top_p", (int, float), 1.0)),
+    )
+    try:
+        check_sampling_params(params, "request")
+    except ValueError as error:
+        raise BadRequest(str(error)) from error
+    return ChatRequest(
+        messages=named_tools(messages),
+        tools=[_tool(tool) for tool in fields.get("tools", list, [])],
+        **asked_options(fields, params),
+        model=fields.model,
+        stream=fields.get("stream", bool, False),
+        own_messages=int(bool(instructions)),
+        parse_calls=read_tool_choice(fields.get("tool_choice", (str, dict), "auto")),
+    )
+
+
+def _check_text(text: Mapping[str, Any]) -> None:
+    kind = (text.get("format") or {"type": "text"}).get("type")
+    if kind != "text":
+        raise BadRequest(f"text.format: {kind!r} is not available in an episode", "text")
+
+
+def _tool(tool: Any) -> Message:
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        kind = tool.get("type") if isinstance(tool, Mapping) else tool
+        raise BadRequest(f"tools: only functions are available, not {kind!r}", "tools")
+    return tool_schema(tool, tool.get("parameters"))
+
+
+def _read_items(items: str | list[Any]) -> list[Message]:
+    """Messages of input items; the text and the calls of one response become one message."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages: list[Message] = []
+    for item in items:
+        kind = item.get("type", "message") if isinstance(item, Mapping) else None
+        if kind == "message":
+            role = {"developer": "system"}.get(item.get("role"), item.get("role"))
+            if role not in ("user", "assistant", "system"):
+                raise BadRequest(f"input: a message of role {role!r} is not understood", "input")
+            messages.append({"role": role, "content": joined_texts(item.get("content"), _TEXTS, "input")})
+        elif kind == "function_call":
+            _open_response(messages).setdefault("tool_calls", []).append(_read_call(item))
+        elif kind == "function_call_output":
+            output = joined_texts(item.get("output"), _TEXTS, "input")
+            messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": output})
+        elif kind != "reasoning":
+            raise BadRequest(f"input: an item of type {kind!r} is not understood", "input")
+    return messages
+
+
+def _open_response(messages: list[Message]) -> Message:
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _read_call(item: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(item.get("name"), str):
+        raise BadRequest("input: a function_call needs a name", "input")
+    function = {"name": item["name"], "arguments": read_arguments(item.get("arguments"))}
+    return {"id": str(item.get("call_id")), "type": "function", "function": function}
+
+
+def responses_body(reply: Reply, request: ChatRequest) -> dict[str, Any]:
+    """A response."""
+    cut = reply.finish_reason == "length"
+    return _head(reply, request) | {
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "output": _output(reply),
+        "usage": {
+            "input_tokens": reply.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": reply.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": reply.prompt_tokens + reply.completion_tokens,
+        },
+    }
+
+
+def responses_events(body: Mapping[str, Any]) -> Iterator[bytes]:
+    """The same as a stream of events."""
+    number = 0
+
+    def numbered(kind: str, **fields: Any) -> bytes:
+        nonlocal number
+        number += 1
+        return event({"type": kind, "sequence_number": number - 1, **fields}, kind)
+
+    begun = {**body, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+    yield numbered("response.created", response=begun)
+    yield numbered("response.in_progress", response=begun)
+    for index, item in enumerate(body["output"]):
+        place = {"output_index": index, "item_id": item["id"]}
+        if item["type"] == "message":
+            part = item["content"][0]
+            empty = part | {"text": ""}
+            opened = item | {"status": "in_progress", "content": []}
+            inside = place | {"content_index": 0}
+            yield numbered("response.output_item.added", output_index=index, item=opened)
+            yield numbered("response.content_part.added", **inside, part=empty)
+            for piece in pieces(part["text"]):
+                yield numbered("response.output_text.delta", **inside, delta=piece, logprobs=[])
+            yield numbered("response.output_text.done", **inside, text=part["text"], logprobs=[])
+            yield numbered("response.content_part.done", **inside, part=part)
+        else:
+            opened = item | {"status": "in_progress", "arguments": ""}
+            yield numbered("response.output_item.added", output_index=index, item=opened)
+            yield numbered("response.function_call_arguments.delta", **place, delta=item["arguments"])
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            yield numbered("response.function_call_arguments.done", **place, **done)
+        yield numbered("response.output_item.done", output_index=index, item=item)
+    yield numbered(f"response.{body['status']}", response=dict(body))
+
+
+def _head(reply: Reply, request: ChatRequest) -> dict[str, Any]:
+    tools = [{"type": "function", "strict": False, **tool["function"]} for tool in request.tools]
+    return {
+        "id": identifier("resp_"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": reply.model,
+        "error": None,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto" if request.parse_calls else "none",
+        "tools": tools,
+        "metadata": {},
+    }
+
+
+def _output(reply: Reply) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    status = "incomplete" if reply.finish_reason == "length" else "completed"
+    if reply.content or not reply.calls:
+        part = {"type": "output_text", "text": reply.content, "annotations": [], "logprobs": []}
+        message = {"type": "message", "id": identifier("msg_"), "role": "assistant"}
+        items.append(message | {"status": status, "content": [part]})
+    for call in reply.calls:
+        function = {"name": call["function"]["name"], "arguments": arguments_text(call)}
+        items.append(
+            {"type": "function_call", "id": identifier("fc_"), "call_id": call["id"], "status": status} | function
+        )
+    return items

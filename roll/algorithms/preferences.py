@@ -1,0 +1,307 @@
+"""Losses on pairs of responses, of which one is preferred.
+
+All are functions of the same few numbers of a pair: the summed log-probs of both responses under the policy and the
+reference, and their lengths.  y_w is the chosen, y_l the rejected response, r(y) = log pi(y) - log ref(y).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from roll.algorithms.registry import Registry
+from roll.config.preferences import PREFERENCE_LOSSES, PreferenceLossConfig, weighted_losses
+from roll.protocol.metrics import Mean, Metrics
+
+
+@dataclass(frozen=True)
+class PairSums:
+    """P pairs as numbers; every tensor is (P, 2), the chosen response first."""
+
+    policy: Tensor
+    """Summed log-probs under the policy, with gradient."""
+    reference: Tensor | None
+    """The same under the reference; None: no loss asks for it."""
+    lengths: Tensor
+    """Tokens of the responses, as floats."""
+    weights: Tensor | None = None
+    """Of the pairs, (P,); None: 1 each."""
+
+
+def pair_sums(
+    log_probs: Tensor,
+    mask: Tensor,
+    reference: Tensor | None,
+    options: PreferenceLossConfig,
+    sum_of_squares: Tensor | None = None,
+) -> PairSums:
+    """Add up the tokens of adjacent rows, chosen and rejected in turn.
+
+    Args:
+        log_probs: (2P, L), with gradient; 0 outside ``mask``.
+        mask: bool (2P, L), tokens of the responses.
+        reference: (2P, L), likewise.
+        sum_of_squares: (2P, L), squared probabilities summed over the vocabulary; for ``use_weighting``.
+    """
+    lengths = mask.sum(1).view(-1, 2)
+    weights = token_weights(mask, options.ld_alpha) if options.ld_alpha is not None else mask
+    return PairSums(
+        policy=(log_probs * weights).sum(1).view(-1, 2),
+        reference=None if reference is None else (reference * weights).sum(1).view(-1, 2),
+        lengths=lengths.to(log_probs.dtype),
+        weights=None if sum_of_squares is None else policy_weights(log_probs, sum_of_squares, mask),
+    )
+
+
+def token_weights(mask: Tensor, ld_alpha: float) -> Tensor:
+    """1 for the tokens up to the length of the pair's shorter response, ``ld_alpha`` beyond (LD-DPO, arXiv 2409.06411).
+
+    Returns:
+        float32 (2P, L), 0 outside ``mask``.
+    """
+    shorter = mask.sum(1).view(-1, 2).amin(1).repeat_interleave(2)
+    is_beyond = mask.cumsum(1) > shorter[:, None]
+    return torch.where(is_beyond, ld_alpha, 1.0) * mask
+
+
+def policy_weights(log_probs: Tensor, sum_of_squares: Tensor, mask: Tensor) -> Tensor:
+    """(P,), without gradient: WPO's weight of a pair, min(1, w(y_w) w(y_l)), where log w(y) is the mean over its tokens
+    of log p(token) - log sum_v p(v)^2, the log-prob relative to that of a token sampled from the same distribution
+    (arXiv 2406.11827, eq. 6)."""
+    relative = (log_probs.detach() - sum_of_squares.clamp(min=torch.finfo(torch.float32).tiny).log()) * mask
+    means = relative.sum(1) / mask.sum(1).clamp(min=1)
+    return means.view(-1, 2).sum(1).exp().clamp(max=1.0)
+
+
+class PairTerms:
+    """The quantities that losses are written in; each (P,), or (P, 2) with the chosen response first."""
+
+    def __init__(self, sums: PairSums, options: PreferenceLossConfig) -> None:
+        self.sums = sums
+        self.options = options
+
+    @cached_property
+    def ratios(self) -> Tensor:
+        """(P, 2): log-ratios r(y)."""
+        assert self.sums.reference is not None, "the plan computes a reference for the losses that need one"
+        return self.sums.policy - self.sums.reference
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """(P, 2): f'(pi / ref) of the configured divergence (f-DPO, arXiv 2309.16240); r(y) for the reverse KL."""
+        match self.options.f_divergence_type:
+            case "forward_kl":
+                return 1 - torch.exp(-self.ratios)
+            case "js_divergence":
+                return math.log(2) + F.logsigmoid(self.ratios)
+            case "alpha_divergence" if abs(power := self.options.f_alpha - 1) > 1e-6:
+                return (torch.exp(self.ratios * power) - 1) / power
+        return self.ratios
+
+    @cached_property
+    def lead(self) -> Tensor:
+        """(P,): score of the chosen response minus that of the rejected one."""
+        return self.scores[:, 0] - self.scores[:, 1]
+
+    @cached_property
+    def mean_lead(self) -> Tensor:
+        """(P,): the same, each score divided by the length of its response."""
+        means = self.scores / self.sums.lengths.clamp(min=1)
+        return means[:, 0] - means[:, 1]
+
+    @cached_property
+    def means(self) -> Tensor:
+        """(P, 2): mean log-prob of a token under the policy."""
+        return self.sums.policy / self.sums.lengths.clamp(min=1)
+
+    @property
+    def rewards(self) -> Tensor:
+        """(P, 2): the implicit rewards, for metrics; without a reference mean log-probs replace the log-ratios."""
+        ratios = self.means if self.sums.reference is None else self.ratios
+        return self.options.beta * ratios.detach()
+
+
+PairLoss = Callable[[PairTerms, PreferenceLossConfig], Tensor]
+pair_losses: Registry[PairLoss] = Registry("loss_type", PREFERENCE_LOSSES)
+register = pair_losses.decorator
+
+
+@register("sigmoid")
+def sigmoid(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+    """DPO (arXiv 2305.18290, eq. 7); smoothed: cDPO (E. Mitchell, "A note on DPO with noisy preferences", eq. 3)."""
+    return _smoothed(options.beta * terms.lead, options.label_smoothing)
+
+
+@register("robust")
+def robust(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+    """Robust DPO (arXiv 2403.00409, eq. 12): unbiased for the loss without swapped labels."""
+    lead, share = options.beta * terms.lead, options.label_smoothing
+    return ((share - 1) * F.logsigmoid(lead) + share * F.logsigmoid(-lead)) / (1 - 2 * share)
+
+
+@register("hinge")
+def hinge(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+    """SLiC-HF's ranking loss on log-ratios (arXiv 2305.10425; RSO, arXiv 2309.06657, eq. 11)."""
+    return torch.relu(1 - options.beta * terms.lead)
+
+
+@register("ipo")
+def ipo(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+    """IPO (arXiv 2310.12036, eq. 17)."""
+    lead = terms.mean_lead if options.ipo_length_normalised else terms.lead
+    return (lead - 1 / (2 * options.beta)) ** 2
+
+
+@register("exo_pair")
+def exo_pair(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+    """EXO on preferences (arXiv 2402.00856, eq. 16): the reverse KL of two distributions over the responses."""
+    lead, share = options.beta * terms.lead, options.label_smoothing
+    chosen, rejected = F.logsigmoid(lead), F.logsigmoid(-lead)
+    return chosen.exp() * (chosen - math.log1p(-share)) + rejected.exp() * (rejected - math.log(share))
+
+
+@register("discopop")
+def discopop(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+    """DiscoPOP's log-ratio modulated loss (arXiv 2406.08414, eq. 5)."""
+    lead = options.beta * terms.lead
+    share = torch.sigmoid(lead / options.discopop_tau)
+    return -F.logsigmoid(lead) * (1 - share) + torch.exp(-lead) * share
+
+
+@register("sigmoid_norm")
+def sigmoid_norm(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+    """DPO on log-ratios per token (Tulu 3, arXiv 2411.15124, eq. 6)."""
+    return -F.logsigmoid(options.beta * terms.mean_lead)
+
+
+@register("nca_pair")
+def nca_pair(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+    """NCA on pairs (arXiv 2402.05369, eq. 12)."""
+    chosen, rejected = (options.beta * terms.ratios).unbind(1)
+    return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
+
+
+@register("bco_pair")
+def bco_pair(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+    """Binary classifier optimisation on pairs (arXiv 2404.04656, eq. 8), with no shift of the rewards."""
+    chosen, rejected = (options.beta * terms.ratios).unbind(1)
+    return -F.logsigmoid(chosen) - F.logsigmoid(-rejected)
+
+
+@register("sppo_hard")
+def sppo_hard(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+    """SPPO with probabilities 1 and 0 (arXiv 2405.00675, eq. 4.7)."""
+    chosen, rejected = terms.ratios.unbind(1)
+    return (chosen - 0.5 / options.beta) ** 2 + (rejected + 0.5 / options.beta) ** 2
+
+
+@register("apo_zero")
+def apo_zero(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+    """APO-zero (arXiv 2408.06266, eq. 7): chosen responses become more probable, rejected ones less."""
+    chosen, rejected = (options.beta * terms.ratios).unbind(1)
+    return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
+
+
+@register("apo_down")
+def apo_down(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+    """APO-down (arXiv 2408.06266, eq. 8): both become less probable, rejected ones more so."""
+    chosen, rejected = (options.beta * terms.ratios).unbind(1)
+    return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
+
+
+@register("aot")
+def aot(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+    """AOT on pairs (arXiv 2406.05882, alg. 1): the sorted leads of the policy against the sorted leads of the
+    reference, over all pairs of the optimizer step."""
+    policy, reference = terms.sums.policy, terms.sums.reference
+    assert reference is not None
+    leads, bounds = (torch.sort(sums[:, 0] - sums[:, 1]).values for sums in (policy, reference))
+    return _smoothed(options.beta * (leads - bounds), options.label_smoothing)
+
+
+@register("aot_unpaired")
+def aot_unpaired(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+    """AOT on unpaired responses (arXiv 2406.05882, alg. 1): the sorted log-ratios of the chosen against those of the
+    rejected responses."""
+    chosen, rejected = torch.sort(terms.ratios, dim=0).values.unbind(1)
+    return _smoothed(options.beta * (chosen - rejected), options.label_smoothing)
+
+
+@register("simpo")
+def simpo(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+    """SimPO (arXiv 2405.14734, eq. 6)."""
+    lead = terms.means[:, 0] - terms.means[:, 1]
+    return _smoothed(options.beta * lead - options.simpo_gamma, options.label_smoothing)
+
+
+@register("orpo")
+def orpo(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+    """ORPO (arXiv 2403.07691, eq. 6), weight ``beta``: likelihood of the chosen response, and the log odds ratio."""
+    odds = terms.means - torch.log(-torch.expm1(terms.means.clamp(max=-1e-7)))
+    return -terms.means[:, 0] - options.beta * F.logsigmoid(odds[:, 0] - odds[:, 1])
+
+
+@register("sft")
+def sft(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+    """Mean negative log-likelihood of the chosen response's tokens (the NLL term of RPO, arXiv 2404.19733, eq. 1)."""
+    return -terms.means[:, 0]
+
+
+def _smoothed(lead: Tensor, share: float) -> Tensor:
+    return (share - 1) * F.logsigmoid(lead) - share * F.logsigmoid(-lead)
+
+
+def preference_loss(sums: PairSums, options: PreferenceLossConfig) -> Tensor:
+    """The loss of each pair, (P,)."""
+    terms = PairTerms(sums, options)
+    parts = [weight * pair_losses.resolve(name)(terms, options) for name, weight in weighted_losses(options)]
+    total = torch.stack(parts).sum(0)
+    return total if sums.weights is None else total * sums.weights
+
+
+def slopes(sums: PairSums, options: PreferenceLossConfig) -> tuple[Tensor, Tensor]:
+    """The mean loss and its derivative by each policy sum, (P, 2): a loss that couples pairs becomes a weighted sum of
+    log-probs, which any split into micro-batches adds up to the same gradient."""
+    policy = sums.policy.detach().requires_grad_()
+    loss = preference_loss(PairSums(policy, sums.reference, sums.lengths, sums.weights), options).mean()
+    (slope,) = torch.autograd.grad(loss, policy)
+    return loss.detach(), slope
+
+
+def preference_metrics(sums: PairSums, options: PreferenceLossConfig, losses: Tensor | None, prefix: str) -> Metrics:
+    """Numbers about P pairs, to be merged over micro-batches and ranks.
+
+    Args:
+        losses: (P,); None: known elsewhere.
+    """
+    rewards = PairTerms(sums, options).rewards
+    margin = rewards[:, 0] - rewards[:, 1]
+    chosen, rejected = sums.policy.detach().unbind(1)
+    count = len(margin)
+
+    def mean(values: Tensor) -> Mean:
+        return Mean(values.double().sum().item(), count)
+
+    metrics: Metrics = {
+        "acc": mean(margin > 0),
+        "chosen_reward": mean(rewards[:, 0]),
+        "reject_reward": mean(rewards[:, 1]),
+        "margin": mean(margin),
+        "chosen_log_prob": mean(chosen),
+        "reject_log_prob": mean(rejected),
+        "chosen_length": mean(sums.lengths[:, 0]),
+        "reject_length": mean(sums.lengths[:, 1]),
+    }
+    if sums.reference is not None:
+        metrics["chosen_log_ratio"] = mean(chosen - sums.reference[:, 0])
+    if sums.weights is not None:
+        metrics["pair_weight"] = mean(sums.weights)
+    if losses is not None:
+        metrics["loss"] = mean(losses.detach())
+    return {prefix + name: metric for name, metric in metrics.items()}

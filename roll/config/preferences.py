@@ -1,0 +1,133 @@
+"""Keys of the preference losses, and the table of their names.
+
+A new loss is a row of :data:`PREFERENCE_LOSSES`, its options as keys of :class:`PreferenceLossConfig`, and a function
+in :mod:`roll.algorithms.preferences`, which is given that dataclass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from roll.config.reading.fields import rules, setting
+from roll.config.reading.names import Named, Table
+
+
+@dataclass(frozen=True)
+class PreferenceLoss(Named):
+    """A preference loss, ``loss_type``."""
+
+    needs_reference: bool = True
+    """It compares the policy with a reference model."""
+    smooths: bool = False
+    """It reads ``label_smoothing``."""
+    generalises: bool = False
+    """It is a function of the difference of the scores alone, so that ``f_divergence_type`` applies."""
+    couples_pairs: bool = False
+    """The loss of a pair depends on the other pairs of the optimizer step."""
+
+
+PREFERENCE_LOSSES = Table(
+    "loss_type",
+    PreferenceLoss("sigmoid", ("dpo",), smooths=True, generalises=True),
+    PreferenceLoss("robust", smooths=True, generalises=True),
+    PreferenceLoss("hinge", generalises=True),
+    PreferenceLoss("ipo", generalises=True),
+    PreferenceLoss("exo_pair", ("exo",), smooths=True, generalises=True),
+    PreferenceLoss("discopop", generalises=True),
+    PreferenceLoss("sigmoid_norm", generalises=True),
+    PreferenceLoss("nca_pair", ("nca",)),
+    PreferenceLoss("bco_pair", ("bco",)),
+    PreferenceLoss("sppo_hard", ("sppo",)),
+    PreferenceLoss("apo_zero"),
+    PreferenceLoss("apo_down"),
+    PreferenceLoss("aot", smooths=True, couples_pairs=True),
+    PreferenceLoss("aot_unpaired", ("aot_pair",), smooths=True, couples_pairs=True),
+    PreferenceLoss("simpo", needs_reference=False, smooths=True),
+    PreferenceLoss("orpo", needs_reference=False),
+    PreferenceLoss("sft", needs_reference=False),
+)
+F_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+
+
+def losses_with(attribute: str) -> dict[str, tuple[str, ...]]:
+    """``read_if`` of a key that the losses with this property read."""
+    return {"loss_type": PREFERENCE_LOSSES.where(lambda row: getattr(row, attribute))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceLossConfig:
+    """Keys at the top of a DPO configuration that say what is minimised."""
+
+    loss_type: str | list[str] = field(default="sigmoid", metadata=rules(choices=PREFERENCE_LOSSES, example="sigmoid"))
+    """Preference loss, or a list of losses to add: ``sigmoid`` (DPO), ``ipo``, ``hinge``, ``simpo``, ``orpo`` ..."""
+    loss_weights: list[float] | None = None
+    """Weight of each loss of a list, such as [0.8, 0.2, 1.0] for MPO's [sigmoid, bco_pair, sft]; null: 1 each."""
+    beta: float = setting(0.1, gt=0)
+    """Strength of the tie to the reference: a log-ratio counts this much."""
+    label_smoothing: float = setting(0.0, ge=0, lt=0.5)
+    """Assumed share of pairs with the labels swapped: cDPO under ``sigmoid``, an unbiased loss under ``robust``."""
+    ipo: bool = False
+    """ROLL's spelling of ``loss_type: ipo``."""
+    ipo_length_normalised: bool = True
+    """``ipo``: log-ratios are means over the tokens of a response, as its authors have it; false: sums, as in ROLL."""
+    simpo_gamma: float = setting(0.5, ge=0)
+    """``simpo``: the margin by which the chosen response must lead, in units of the reward (``beta`` included)."""
+    discopop_tau: float = setting(0.05, gt=0)
+    """``discopop``: temperature of the mixture."""
+    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
+    """Divergence from the reference that the reward is derived from."""
+    f_alpha: float = setting(0.5, read_if={"f_divergence_type": ("alpha_divergence",)})
+    """``alpha_divergence``: its alpha; 1 is the reverse KL."""
+    use_weighting: bool = False
+    """Weigh every pair by how probable both responses are under the policy (WPO)."""
+    ld_alpha: float | None = setting(None, ge=0, le=1)
+    """Weight of the tokens of the longer response beyond the length of the shorter one (LD-DPO); null: 1."""
+    rpo_alpha: float = setting(0.0, ge=0)
+    """Weight of the negative log-likelihood of the chosen responses, added to the loss (RPO); 0: none."""
+
+
+def loss_names(config: PreferenceLossConfig) -> tuple[str, ...]:
+    """The losses that are added, under their own names."""
+    written = config.loss_type if isinstance(config.loss_type, list) else [config.loss_type]
+    names = ["ipo" if config.ipo and name == "sigmoid" else name for name in written]
+    return tuple(PREFERENCE_LOSSES[name].name if name in PREFERENCE_LOSSES else name for name in names)
+
+
+def loss_rows(config: PreferenceLossConfig) -> tuple[PreferenceLoss, ...]:
+    return tuple(PREFERENCE_LOSSES[name] for name in loss_names(config))
+
+
+def weighted_losses(config: PreferenceLossConfig) -> tuple[tuple[str, float], ...]:
+    """Name and weight of every term, that of ``rpo_alpha`` included."""
+    names = loss_names(config)
+    terms = tuple(zip(names, config.loss_weights or [1.0] * len(names), strict=True))
+    return (*terms, ("sft", config.rpo_alpha)) if config.rpo_alpha else terms
+
+
+def needs_reference(config: PreferenceLossConfig) -> bool:
+    return any(row.needs_reference for row in loss_rows(config))
+
+
+def couples_pairs(config: PreferenceLossConfig) -> bool:
+    return any(row.couples_pairs for row in loss_rows(config))
+
+
+def preference_problems(config: PreferenceLossConfig) -> list[tuple[str, Any, str]]:
+    """Key, value and rule of every combination that cannot be."""
+    rows, found = loss_rows(config), list[tuple[str, Any, str]]()
+    weights = config.loss_weights
+    if weights is not None and len(weights) != len(rows):
+        found.append(("loss_weights", weights, f"has {len(weights)} entries for {len(rows)} losses of loss_type"))
+    if config.f_divergence_type != "reverse_kl":
+        other = [row.name for row in rows if not row.generalises and row.needs_reference]
+        if other:
+            rule = f"{other[0]} is defined by the reverse KL: use a loss of score differences such as sigmoid"
+            found.append(("f_divergence_type", config.f_divergence_type, rule))
+    if config.use_weighting and couples_pairs(config):
+        rule = "weighs pairs one by one, and aot compares sorted ones: leave it out, or use sigmoid"
+        found.append(("use_weighting", True, rule))
+    if "exo_pair" in loss_names(config) and not config.label_smoothing:
+        rule = "exo_pair takes the logarithm of it: give it a small value such as 0.001"
+        found.append(("label_smoothing", config.label_smoothing, rule))
+    return found

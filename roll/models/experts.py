@@ -1,0 +1,274 @@
+"""Sparse layers of mixture-of-experts models: where they are, what their routers chose, and experts that are modules.
+
+transformers 5 holds a layer's experts as two fused tensors (experts, rows, columns), which every pass uses.  Remote
+code and models of your own may hold them as modules in a ``ModuleList`` of which a forward pass calls the chosen ones
+only.  Sharded, such a module waits for ranks that have chosen others: with as many experts on each rank it is even
+given another expert's weights.  :func:`run_every_expert` makes each pass call all of them, in their order, on a token
+that counts nothing where they were not chosen.
+
+A router is the child of a sparse layer with a weight of (experts, hidden).  It returns its logits, or (transformers 5)
+logits, weights and indices of the chosen experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from roll.models.routes import replayed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+EXPERTS = "experts"
+"""The attribute of a sparse layer that holds its experts, in every family."""
+SELECTION_BIAS = "e_score_correction_bias"
+"""The buffer of routers that score by a sigmoid and balance by a bias (DeepSeek-V3, arXiv:2412.19437, sec. 2.1.2)."""
+
+
+@dataclass(frozen=True)
+class SparseLayer:
+    """One layer's router and experts. Found before the model is sharded, when shapes are those of the whole."""
+
+    name: str
+    block: nn.Module
+    router: nn.Module
+    experts: nn.Module
+    num_experts: int
+    top_k: int
+
+    @property
+    def is_fused(self) -> bool:
+        """The experts are tensors of one module; else modules of their own."""
+        return not isinstance(self.experts, nn.ModuleList)
+
+    @property
+    def scores_by_sigmoid(self) -> bool:
+        return hasattr(self.router, SELECTION_BIAS)
+
+
+def sparse_layers(model: PreTrainedModel) -> list[SparseLayer]:
+    """The sparse layers in the order of the model; none of a dense model.
+
+    Raises:
+        ValueError: experts without a router that can be recognised.
+    """
+    found = []
+    for name, block in model.named_modules():
+        experts = getattr(block, EXPERTS, None)
+        number = _num_experts(experts) if isinstance(experts, nn.Module) else 0
+        if number < 2:
+            continue
+        assert isinstance(experts, nn.Module)
+        routers = [child for child in block.children() if child is not experts and _is_router(child, number)]
+        if len(routers) != 1:
+            raise ValueError(
+                f"model_args.model_name_or_path: {name} of this {model.config.model_type} model holds {number} experts "
+                f"and {len(routers)} modules with a weight of ({number}, hidden): its router cannot be recognised"
+            )
+        found.append(SparseLayer(name, block, routers[0], experts, number, _top_k(model, routers[0])))
+    return found
+
+
+def _num_experts(experts: nn.Module) -> int:
+    if isinstance(experts, nn.ModuleList):
+        return len(experts)
+    sizes = {parameter.shape[0] for parameter in experts.parameters(recurse=False) if parameter.ndim == 3}
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+def _is_router(module: nn.Module, num_experts: int) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.ndim == 2 and weight.shape[0] == num_experts
+
+
+def _top_k(model: PreTrainedModel, router: nn.Module) -> int:
+    config: Any = model.config
+    return int(getattr(router, "top_k", None) or getattr(config, "num_experts_per_tok", None) or 1)
+
+
+def choose_kernel(model: PreTrainedModel, grouped: bool | None) -> None:
+    """Compute fused experts by one grouped matrix product or by a loop over them; None: as the model does itself."""
+    if grouped is not None:
+        model.set_experts_implementation("grouped_mm" if grouped else "eager")
+
+
+def chosen_experts(output: Any, top_k: int) -> tuple[Tensor, Tensor]:
+    """Logits (T, E) and chosen experts, int64 (T, k), from what a router returned."""
+    if isinstance(output, Tensor):
+        logits = output.flatten(0, -2)
+        return logits, logits.detach().topk(top_k, -1).indices
+    indices = next(part for part in output if not part.is_floating_point())
+    return output[0].flatten(0, -2), indices.flatten(0, -2)
+
+
+class RoutingRecorder:
+    """What the routers of a model do in a forward pass, by hooks that cost nothing unless somebody asks."""
+
+    def __init__(self, layers: Sequence[SparseLayer]) -> None:
+        self.layers = layers
+        self._recorded: dict[int, tuple[Tensor, Tensor]] | None = None
+        self._forced: Tensor | None = None
+        self.routes: Tensor | None = None
+        """int64 (T, layers, k): choices for the next pass, and for the recomputation of its layers; see
+        :mod:`roll.models.routes`."""
+        self.replay_counts: Tensor | None = None
+        """int64 (3,) of the passes since it was None: tokens (of each layer) replayed, missing and changed."""
+        for index, layer in enumerate(layers):
+            layer.router.register_forward_hook(partial(self._on_router, index))
+
+    def _on_router(self, index: int, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._forced is not None:
+            output = _redirected(output, self._forced)
+        elif self.routes is not None:
+            layer = self.layers[index]
+            output, counts = replayed(output, self.routes[:, index], module, layer.scores_by_sigmoid)
+            self.replay_counts = counts if self.replay_counts is None else self.replay_counts + counts
+        if self._recorded is not None:
+            self._recorded[index] = chosen_experts(output, self.layers[index].top_k)
+        return output
+
+    @contextmanager
+    def recording(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Logits with gradient and choices of each layer, in the list after the block.
+
+        The recomputation of a checkpointed layer comes later, and is not recorded.
+        """
+        recorded: list[tuple[Tensor, Tensor]] = []
+        self._recorded = {}
+        try:
+            yield recorded
+            recorded += [self._recorded[index] for index in range(len(self.layers))]
+        finally:
+            self._recorded = None
+
+    @contextmanager
+    def forcing(self, experts: Sequence[int], device: torch.device) -> Iterator[None]:
+        """Every token goes to these experts, k of them, in forward and backward passes inside the block."""
+        self._forced = torch.tensor(experts, device=device)
+        try:
+            yield
+        finally:
+            self._forced = None
+
+
+def _redirected(output: Any, experts: Tensor) -> Any:
+    """A router's output with other choices; weights keep their gradients."""
+    if isinstance(output, Tensor):
+        # The layer chooses by itself: far above what a router computes.
+        return output + 100.0 * torch.zeros_like(output).index_fill(-1, experts, 1.0)
+    return tuple(
+        part if part.is_floating_point() else experts.to(part.dtype).expand_as(part).contiguous() for part in output
+    )
+
+
+class _AllExperts(nn.ModuleList):
+    """Experts of which a pass calls each at least once, in ascending order, whatever the layer's code asks for."""
+
+    _token: Tensor | None
+    _called: set[int]
+    _next: int
+    _idle: list[Tensor]
+
+    def begin(self, hidden: Tensor) -> None:
+        self._token, self._zero = hidden.flatten(0, -2)[:1], hidden.new_zeros(())
+        self._called, self._next, self._idle = set(), 0, []
+
+    def finish(self) -> Tensor:
+        """0, to which each expert that was not chosen has contributed."""
+        self._run_idle(len(self))
+        assert self._token is not None
+        # A product, as above: it keeps a tensor for the backward pass, so the recomputation of a checkpointed layer
+        # goes on to here on every rank. Where the last expert is an idle one it would otherwise stop inside that.
+        parts = [*self._idle, (self._token * self._zero).sum()]
+        self._token, self._idle = None, []
+        return torch.stack(parts).sum()
+
+    def _run_idle(self, end: int) -> None:
+        """Call the experts before ``end`` that have not been called, on one token, times zero."""
+        for index in range(self._next, end):
+            if index not in self._called:
+                self._idle.append((super().__getitem__(index)(self._token) * self._zero).sum())
+        self._next = max(self._next, end)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice) or getattr(self, "_token", None) is None:
+            return super().__getitem__(index)
+        self._run_idle(int(index))
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        for index, expert in enumerate(super().__iter__()):
+            if getattr(self, "_token", None) is not None:
+                self._run_idle(index)
+            yield expert
+
+
+def run_every_expert(layers: Sequence[SparseLayer]) -> None:
+    """Make the layers whose experts are modules call all of them in every pass, in place."""
+    for layer in layers:
+        if isinstance(layer.experts, nn.ModuleList):
+            layer.experts.__class__ = _AllExperts
+            for index, expert in enumerate(layer.experts):
+                expert.register_forward_pre_hook(partial(_note_call, layer.experts, index))
+            layer.block.forward = partial(_with_all_experts, layer.block.forward, layer.experts)
+
+
+def _note_call(experts: Any, index: int, module: nn.Module, args: Any) -> None:
+    if getattr(experts, "_token", None) is not None:
+        experts._called.add(index)
+
+
+def _with_all_experts(forward: Any, experts: Any, hidden: Tensor, *args: Any, **keywords: Any) -> Any:
+    experts.begin(hidden)
+    output = forward(hidden, *args, **keywords)
+    idle = experts.finish()
+    return (output[0] + idle, *output[1:]) if isinstance(output, tuple) else output + idle
+
+
+@dataclass(frozen=True)
+class RoutingSums:
+    """Sums over the tokens of a pass, of which each counts as often as rows have it (0: padding). L sparse layers."""
+
+    counts: Tensor
+    """float64 (L, E): choices of each expert; a token makes k of them."""
+    probs: Tensor
+    """float32 (L, E): the router's probabilities, with gradient."""
+    entropy: Tensor
+    """float64 (L,): entropies of those, in nats."""
+    tokens: Tensor
+    """float64 scalar."""
+
+
+def routing_sums(
+    recorded: Sequence[tuple[Tensor, Tensor]], layers: Sequence[SparseLayer], token_rows: Tensor
+) -> RoutingSums:
+    """
+    Args:
+        recorded: of :meth:`RoutingRecorder.recording`.
+        token_rows: float32 (T,), how many rows each token of the pass stands for.
+    """
+    counts, probs, entropies = [], [], []
+    token_rows = token_rows.float()  # FSDP2 casts what a pass is given; such small numbers are exact in any type
+    for (logits, indices), layer in zip(recorded, layers, strict=True):
+        scores = logits.float()
+        # DeepSeek-V3 (arXiv:2412.19437, equation 19): affinities are normalised over the experts.
+        table = (
+            torch.nn.functional.normalize(scores.sigmoid(), p=1.0, dim=-1)
+            if layer.scores_by_sigmoid
+            else scores.softmax(-1)
+        )
+        probs.append(token_rows @ table)
+        known = table.detach()
+        entropies.append((token_rows @ torch.special.entr(known)).sum())
+        weights = token_rows.double().repeat_interleave(indices.shape[-1])
+        counts.append(weights.new_zeros(layer.num_experts).index_add_(0, indices.flatten().long(), weights))
+    return RoutingSums(
+        torch.stack(counts), torch.stack(probs), torch.stack(entropies).double(), token_rows.double().sum()
+    )

@@ -1,0 +1,185 @@
+"""Tensors of a model as it computes with them, and as a model folder and inference engines name them.
+
+transformers keeps the experts of a layer as two tensors (E, 2I, H) and (E, H, I); a folder, vLLM and SGLang have three
+matrices for each expert, under names that depend on the family:
+
+| live                                    | stored (Qwen, OLMoE, DeepSeek ...)        | stored (Mixtral)            |
+|-----------------------------------------|-------------------------------------------|-----------------------------|
+| ``mlp.experts.gate_up_proj[e]``, upper  | ``mlp.experts.e.gate_proj.weight``        | ``...experts.e.w1.weight``  |
+| ``mlp.experts.gate_up_proj[e]``, lower  | ``mlp.experts.e.up_proj.weight``          | ``...experts.e.w3.weight``  |
+| ``mlp.experts.down_proj[e]``            | ``mlp.experts.e.down_proj.weight``        | ``...experts.e.w2.weight``  |
+
+Qwen3-VL-MoE is stored as it computes but for the order of the last two dimensions: (E, H, 2I) and (E, I, H).
+
+The mapping is read off transformers' own table: its conversion runs on tensors of row numbers, and what comes out says
+which rows of which live tensor each stored one is.  So a stored tensor is a view of a live one, in both directions, and
+weights travel and are compared under stored names: the same for every trainer and every engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from roll.models.loading import TensorFiles
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stored tensor: some rows of a live one, of which all but the last dimension are counted as rows."""
+
+    name: str
+    begin: int
+    end: int
+    shape: tuple[int, ...]
+    is_transposed: bool = False
+    """The whole of a live tensor (E, rows, columns), as (E, columns, rows)."""
+
+    def of(self, live: Tensor) -> Tensor:
+        """A view."""
+        if self.is_transposed:
+            return live.transpose(1, 2)
+        if tuple(live.shape) == self.shape:
+            return live
+        return live.view(-1, live.shape[-1])[self.begin : self.end].view(self.shape)
+
+
+class StoredLayout:
+    """The stored tensors of one model."""
+
+    def __init__(self, model: PreTrainedModel, shapes: Mapping[str, Sequence[int]] | None = None) -> None:
+        """
+        Args:
+            model: on any device; a model of remote code is stored as it computes.
+            shapes: of its live tensors; by default of all parameters and persistent buffers.
+
+        Raises:
+            ValueError: a tensor is stored in another form than rows of the live one.
+        """
+        if shapes is None:
+            shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        convert = _conversion(model)
+        self._parts: dict[str, tuple[Part, ...]] = {}
+        for name, shape in self._shapes.items():
+            self._parts[name] = (Part(name, 0, 0, shape),) if convert is None else _parts(name, shape, convert)
+        self._live = {part.name: (name, part) for name, parts in self._parts.items() for part in parts}
+
+    @property
+    def is_live(self) -> bool:
+        """Every tensor is stored under its own name as it is."""
+        return not self.transposes and all(
+            len(parts) == 1 and parts[0].name == name for name, parts in self._parts.items()
+        )
+
+    @property
+    def transposes(self) -> bool:
+        """Some tensors are stored with the last two dimensions in another order."""
+        return any(parts[0].is_transposed for parts in self._parts.values())
+
+    def parts(self, name: str) -> tuple[Part, ...]:
+        """The stored tensors of a live one, in the order of its rows; one that the model does not have is its own."""
+        return self._parts.get(name) or (Part(name, 0, 0, ()),)
+
+    def split(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The stored tensors of a live one, as views."""
+        parts = self._parts.get(name)
+        if parts is None or (len(parts) == 1 and parts[0].shape == tuple(tensor.shape)):
+            yield (name if parts is None else parts[0].name), tensor
+            return
+        yield from ((part.name, part.of(tensor)) for part in parts)
+
+    def views(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All stored tensors of ``live``, as views of it: what is written into them is computed with."""
+        return {name: view for key, tensor in live.items() for name, view in self.split(key, tensor)}
+
+    def live_name(self, stored: str) -> str:
+        """The live tensor that a stored one is of."""
+        return self._live[stored][0] if stored in self._live else stored
+
+    def joined(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The live tensors of ``stored``, which holds all parts of each."""
+        live: dict[str, Tensor] = {}
+        for name in dict.fromkeys(map(self.live_name, stored)):
+            parts = self.parts(name)
+            if len(parts) == 1:
+                whole = stored[parts[0].name]
+                live[name] = whole.transpose(1, 2).contiguous() if parts[0].is_transposed else whole
+                continue
+            rows = torch.cat([stored[part.name].reshape(part.end - part.begin, -1) for part in parts])
+            live[name] = rows.view(self._shapes[name])
+        return live
+
+    def read(self, files: TensorFiles, stored: str) -> Tensor:
+        """A stored tensor from a folder, also from one that holds live tensors.
+
+        Raises:
+            ValueError: the folder lacks it.
+        """
+        live, part = self._live.get(stored, (stored, None))
+        if part is None or stored in files or live not in files or live == stored:
+            return files.read_rows(stored, slice(None))
+        if len(self._parts[live]) == 1:
+            return files.read_rows(live, slice(None))
+        rows = self._shapes[live][1] if len(self._shapes[live]) == 3 else 1
+        expert, offset = divmod(part.begin, rows)
+        own = files.read_rows(live, slice(expert, expert + 1)).flatten(0, -2)
+        return own[offset : offset + part.end - part.begin].reshape(part.shape)
+
+    def stored_shapes(self) -> dict[str, torch.Size]:
+        """By stored name."""
+        return {part.name: torch.Size(part.shape) for parts in self._parts.values() for part in parts}
+
+
+_Conversion = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+def _conversion(model: PreTrainedModel) -> _Conversion | None:
+    """From live tensors to stored ones; None where they are the same."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+
+    table = [one for one in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(one, PrefixChange)]
+    if not table:
+        return None
+    # All that the conversion asks of a model. Without a shape, what is transposed where shapes differ is transposed.
+    stand_in: Any = SimpleNamespace(
+        _weight_conversions=table, config=model.config, get_parameter=lambda name: SimpleNamespace(shape=None)
+    )
+    return lambda tensors: revert_weight_conversion(stand_in, tensors)
+
+
+_COLUMNS = 2  # of the tensors of row numbers: one column would be squeezed away
+
+
+def _parts(name: str, shape: tuple[int, ...], convert: _Conversion) -> tuple[Part, ...]:
+    if len(shape) < 3:
+        # Vectors and matrices are renamed, if anything.
+        (stored,) = convert({name: torch.empty(shape, device="meta")})
+        return (Part(stored, 0, 0, shape),)
+    rows = torch.Size(shape[:-1]).numel()
+    numbers = torch.arange(rows, dtype=torch.int32)[:, None].expand(rows, _COLUMNS)
+    live = numbers.reshape(*shape[:-1], _COLUMNS)
+    found = convert({name: live})
+    if len(found) == 1 and len(shape) == 3:
+        ((stored, tensor),) = found.items()
+        if torch.equal(tensor, live.transpose(1, 2)):
+            return (Part(stored, 0, rows, (shape[0], shape[2], shape[1]), is_transposed=True),)
+    parts = []
+    for stored, tensor in found.items():
+        taken = tensor.reshape(-1, tensor.shape[-1])[:, 0]
+        begin, end = int(taken[0]), int(taken[0]) + len(taken)
+        if tensor.shape[-1] != _COLUMNS or not torch.equal(taken, torch.arange(begin, end, dtype=taken.dtype)):
+            raise ValueError(f"{name} is stored as {stored}, which is not some rows of it: such a model is not known")
+        parts.append(Part(stored, begin, end, (*tensor.shape[:-1], shape[-1])))
+    parts.sort(key=lambda part: part.begin)
+    assert [part.begin for part in parts] == [0, *(part.end for part in parts[:-1])] and parts[-1].end == rows, parts
+    return tuple(parts)

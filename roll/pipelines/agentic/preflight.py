@@ -1,0 +1,160 @@
+"""What only the parts of an agentic run can check, before anything starts: environments, filters, the chat template."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from roll.config.loader import LoadedConfig
+from roll.config.model_files import model_folder
+from roll.config.pipelines import find_own_modules
+from roll.config.reading.errors import ConfigError, Problem
+from roll.config.reading.fields import DOTTED_PATH
+from roll.config.reading.masking import masked
+from roll.config.reading.yaml_files import shown
+from roll.environments.registry import EnvironmentOptionError, check_environment_options
+from roll.pipelines.agentic.config import AgenticConfig, ToolWrapperConfig
+from roll.pipelines.agentic.planning import agent_of, used_entries
+from roll.pipelines.policy_preflight import build_own_filter, policy_functions
+
+TOKENIZER = "tokenizer_config.json"
+
+
+class OwnGroupFilter(Protocol):
+    """``group_filter_cls``: an object of a class of the user's own, built without arguments."""
+
+    def filter(self, group_id: str, episode_id: int, group: Sequence[Any]) -> bool:
+        """Drop the group; ``group`` holds its :class:`~roll.agents.episode.Episode` objects."""
+        ...
+
+
+def check_environments(loaded: LoadedConfig[AgenticConfig]) -> None:
+    """Each environment that is played exists and has the options that its section gives.
+
+    Raises:
+        ConfigError: every one that does not.
+    """
+    find_own_modules()
+    problems = []
+    for tag, section in used_entries(loaded.config).items():
+        agent, options = agent_of(section)
+        if agent is not None:
+            problems += agent_problems(f"custom_envs.{tag}", agent, options, loaded)
+        if section.tool_wrapper is not None:
+            problems += tool_problems(f"custom_envs.{tag}.tool_wrapper.tool_configs", section.tool_wrapper, loaded)
+        if section.env_type is None:
+            continue
+        try:
+            check_environment_options(section.env_type, section.env_config)
+        except EnvironmentOptionError as error:
+            problems.append(_problem(f"custom_envs.{tag}", section.env_type, section.env_config, error, loaded))
+    if problems:
+        raise ConfigError(problems)
+
+
+def agent_problems(
+    key: str, agent: str, options: dict[str, Any], loaded: LoadedConfig[AgenticConfig]
+) -> Iterator[Problem]:
+    """What is wrong with an agent, and with its options."""
+    from roll.agents.agent_options import AgentOptionError
+    from roll.agents.doors import check_agent
+
+    try:
+        check_agent(agent, options)
+    except AgentOptionError as error:
+        name, colon, rule = str(error).partition(": ")
+        if not colon or " " in name:
+            name, rule = "agent", str(error)
+        yield Problem(f"{key}.{name}", None, rule, source=shown(loaded.source), has_value=False)
+
+
+def tool_problems(key: str, wrapper: ToolWrapperConfig, loaded: LoadedConfig[AgenticConfig]) -> Iterator[Problem]:
+    """What is wrong with the tools around an environment."""
+    from roll.agents.tools import ToolError
+    from roll.pipelines.agentic.players import wrapping_tools
+
+    try:
+        wrapping_tools(wrapper)
+    except ToolError as error:
+        yield Problem(key, None, str(error), source=shown(loaded.source), has_value=False)
+
+
+def _problem(
+    key: str, env_type: str, env_config: dict[str, Any], error: EnvironmentOptionError, loaded: LoadedConfig[Any]
+) -> Problem:
+    """At the option where it is known, else at the whole of ``env_config`` where the environment exists."""
+    source, text = shown(loaded.source), str(error)
+    if error.option is not None:
+        rule = text.removeprefix(f"env_config.{error.option}: ")
+        return Problem(f"{key}.env_config.{error.option}", masked(env_config[error.option]), rule, source=source)
+    begun = f"env_type {env_type!r}"
+    if text.startswith(f"{begun}: "):
+        return Problem(f"{key}.env_config", None, text.removeprefix(f"{begun}: "), source=source, has_value=False)
+    return Problem(f"{key}.env_type", env_type, text.removeprefix(begun).strip(), source=source)
+
+
+def check_chat_template(loaded: LoadedConfig[AgenticConfig]) -> None:
+    """Conversations can grow with the chat template, wherever they have more than one turn. The tokenizer of a model
+    that is not on this machine yet is looked at when the run starts.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    from roll.agents.chat_ids import TemplateError, check_template
+    from roll.agents.doors import uses_tools
+    from roll.pipelines.agentic.players import chat_template
+    from roll.pipelines.files import load_tokenizer
+
+    role = loaded.plan.roles["actor_train"]
+    folder = model_folder(role.model_path) if role.model_path is not None else None
+    if folder is None or not (folder / TOKENIZER).is_file():
+        return
+    tokenizer = load_tokenizer(role.model_path, role.section.model_args.trust_remote_code)
+    for entry in loaded.plan.entries.values():
+        if entry.turns == 1 or entry.context not in ("append", "last"):
+            continue
+        try:
+            template = chat_template(loaded.config, tokenizer)
+            check_template(template, entry.section.thinking, uses_tools(entry.agent))
+        except TemplateError as error:
+            key = f"custom_envs.{entry.tag}.thinking"
+            raise ConfigError(
+                [Problem(key, entry.section.thinking, str(error), source=shown(loaded.source))]
+            ) from error
+
+
+def own_functions(config: AgenticConfig) -> Iterator[tuple[str, Any, Callable[[], object]]]:
+    """As :func:`~roll.pipelines.policy_preflight.policy_functions`, and the filters of groups."""
+    yield from policy_functions(config)
+    managers = {"train_env_manager": config.train_env_manager, "val_env_manager": config.val_env_manager}
+    for name, section in managers.items():
+        if section is None:
+            continue
+        own = section.group_filter_config
+        if DOTTED_PATH.fullmatch(own.type):
+            yield f"{name}.group_filter_config", own.type, partial(build_own_filter, own.type, own.filter_args)
+        if section.group_filter_cls is not None:
+            yield (
+                f"{name}.group_filter_cls",
+                section.group_filter_cls,
+                partial(own_group_filter, section.group_filter_cls),
+            )
+
+
+def own_group_filter(path: str) -> OwnGroupFilter:
+    """An object of the class at a dotted path.
+
+    Raises:
+        ValueError: there is no such class, or it has no method ``filter``.
+    """
+    module, _, name = path.replace(":", ".").rpartition(".")
+    try:
+        built = getattr(importlib.import_module(module), name)()
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path!r} cannot be built: {error}") from error
+    if not callable(getattr(built, "filter", None)):
+        raise ValueError(f"{path!r} has no method filter(group_id, episode_id, group) -> bool")
+    own: OwnGroupFilter = built
+    return own

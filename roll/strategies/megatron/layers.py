@@ -1,0 +1,198 @@
+"""Layers of a Megatron model: norms, rotary angles, attention, and which of them a model's family is made of.
+
+Attention takes rows or flat runs of tokens, whole or with the sequence sharded over context-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from roll.models.attention import layout_attention
+from roll.strategies.megatron.adapters import AdaptedColumnLinear, AdaptedRowLinear
+from roll.strategies.megatron.experts import RoutedLayer, Router
+from roll.strategies.megatron.micro_batches import Arrangement
+from roll.strategies.megatron.parallel import sparse_layers
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation (Zhang & Sennrich, 2019, arXiv:1910.07467), in float32 inside.
+
+    Megatron's own runs with sequence parallelism only where Transformer Engine is installed.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        device = torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda")
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        # Each rank sees its part of the sequence only: Megatron sums the gradients of parameters with this mark.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = hidden.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(hidden.dtype)
+
+
+class AllHeadsRMSNorm(nn.Module):
+    """:class:`RMSNorm` of the queries (or keys) of all heads together, as OLMoE has it, over tensor-parallel ranks."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, heads: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        device = torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda")
+        own = heads * hidden_size // config.tensor_model_parallel_size
+        self.weight = nn.Parameter(torch.ones(own, dtype=config.params_dtype, device=device))
+        self.eps, self.width = eps, heads * hidden_size
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(s, b, heads, dim), this rank's heads."""
+        wide = hidden.float().flatten(-2)
+        squares = _SumOverRanks.apply(
+            wide.square().sum(-1, keepdim=True), parallel_state.get_tensor_model_parallel_group()
+        )
+        wide = wide * torch.rsqrt(squares / self.width + self.eps)
+        return (self.weight * wide.to(hidden.dtype)).view(hidden.shape)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """A sum that each rank goes on to use in another way: its gradient is summed as well."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _summed(value, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _summed(gradient, ctx.group), None
+
+
+def _summed(value: Tensor, group: ProcessGroup) -> Tensor:
+    if group.size() == 1:
+        return value
+    total = value.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class RotaryAngles(nn.Module):
+    """Angles of rotary embeddings at this rank's positions: with context parallelism, a contiguous chunk of them."""
+
+    # Megatron asks for a length and calls with it; in a flat run of tokens the positions themselves take that way.
+
+    def __init__(self, inverse_frequencies: Tensor) -> None:
+        super().__init__()
+        # Not a buffer: it stays float32 when the model is cast.
+        self.inverse_frequencies = inverse_frequencies
+
+    def get_rotary_seq_len(
+        self,
+        inference_context: None,
+        decoder: Any,
+        hidden: Tensor | None,
+        config: TransformerConfig,
+        arrangement: Arrangement | None,
+    ) -> int | Tensor:
+        """The whole sequence's length, from this rank's part of the hidden states; or this rank's positions."""
+        assert inference_context is None
+        if arrangement is not None and arrangement.position_ids is not None:
+            return arrangement.position_ids
+        first = hidden if decoder.input_tensor is None else decoder.input_tensor
+        assert first is not None
+        ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        return first.shape[0] * ranks * config.context_parallel_size
+
+    def forward(self, length: int | Tensor, **_: Any) -> Tensor:
+        """float32 (length / context ranks, 1, 1, head_dim)."""
+        if isinstance(length, Tensor):
+            positions = length
+        else:
+            chunk = length // parallel_state.get_context_parallel_world_size()
+            start = parallel_state.get_context_parallel_rank() * chunk
+            positions = torch.arange(start, start + chunk, device=self.inverse_frequencies.device)
+        angles = torch.outer(positions.float(), self.inverse_frequencies)
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+
+def block(config: TransformerConfig, hf: PretrainedConfig, virtual_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of one model chunk."""
+    first = get_transformer_layer_offset(config, vp_stage=virtual_stage)
+    count = get_num_layers_to_build(config, vp_stage=virtual_stage)
+    layers = [_layer(config, hf, is_sparse) for is_sparse in sparse_layers(hf)[first : first + count]]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _layer(config: TransformerConfig, hf: PretrainedConfig, is_sparse: bool) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if is_sparse else None,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = CausalAttention
+    attention.linear_qkv, attention.linear_proj = AdaptedColumnLinear, AdaptedRowLinear
+    if is_sparse:
+        layer.module = RoutedLayer
+        parts.mlp.submodules.router = Router
+    else:
+        parts.mlp.submodules.linear_fc1, parts.mlp.submodules.linear_fc2 = AdaptedColumnLinear, AdaptedRowLinear
+    if hf.model_type == "olmoe":
+        attention.q_layernorm = ModuleSpec(AllHeadsRMSNorm, {"heads": hf.num_attention_heads})
+        attention.k_layernorm = ModuleSpec(AllHeadsRMSNorm, {"heads": hf.num_key_value_heads})
+    elif config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return layer
+
+
+class CausalAttention(MegatronModule):
+    """The ``core_attention`` of a layer: (s, b, heads, dim) queries, keys and values to (s, b, heads * dim).
+
+    Right padding needs no mask: no real token sees what comes after it.  In a flat run of tokens (b = 1) the
+    arrangement says who sees whom.  With context parallelism s is the length of this rank's chunk.
+    """
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__(config)
+        self.softmax_scale = softmax_scale
+        self.context_group = parallel_state.get_context_parallel_group()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: Arrangement | None = None,
+        **_: Any,
+    ) -> Tensor:
+        assert attention_mask is None, "rows are right-padded and causal; there is no other mask"
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        pattern = None if packed_seq_params is None else packed_seq_params.pattern
+        output, _weights = layout_attention(
+            self,
+            query,
+            key,
+            value,
+            None,
+            scaling=self.softmax_scale,
+            attention_pattern=pattern,
+            context_group=self.context_group if self.context_group.size() > 1 else None,
+        )
+        # Contiguous, or the product that follows is summed in another order where weights need a gradient.
+        return output.transpose(0, 1).flatten(2).contiguous()

@@ -1,0 +1,249 @@
+"""The endpoint with the clients that agents are written with, each as its users call it: OpenAI's and Anthropic's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from roll.agents.episode import Limits
+from tests.agents.playing import Recorded, assert_trained_as_sampled, byte_soup, opened
+from tests.agents.templates import WRITTEN_HERE, Family, published
+
+pytestmark = pytest.mark.long
+anthropic = pytest.importorskip("anthropic")
+openai = pytest.importorskip("openai")
+
+
+@contextlib.asynccontextmanager
+async def clients(url: str, key: str) -> AsyncIterator[tuple[Any, Any]]:
+    """OpenAI's client and Anthropic's."""
+    async with (
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as one,
+        anthropic.AsyncAnthropic(base_url=url, api_key=key) as other,
+    ):
+        yield one, other
+
+
+CALC: dict[str, Any] = {
+    "name": "calc",
+    "description": "Calculate.",
+    "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
+}
+CHAT_TOOLS = [{"type": "function", "function": CALC}]
+RESPONSES_TOOLS = [{"type": "function", **CALC}]
+MESSAGES_TOOLS = [{"name": "calc", "description": "Calculate.", "input_schema": CALC["parameters"]}]
+CALL = '<tool_call>\n{"name": "calc", "arguments": {"x": "1+1"}}\n</tool_call>'
+CHATML = WRITTEN_HERE[0]
+FAMILIES = [*WRITTEN_HERE, *published()]
+
+
+def calls_then_answers(prompt: str) -> str:
+    return "It is 2" if "result 2" in prompt else "<think>a tool</think>I calculate. " + CALL
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.asyncio
+async def test_chat_completions(stream: bool) -> None:
+    engine = Recorded(CHATML.chat_template(), calls_then_answers)
+    async with opened(engine) as (endpoint, session), clients(endpoint.url, session.key) as (client, _):
+        messages: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1"}]
+        while True:
+            message, reason = await _chat(client, messages, stream)
+            if reason != "tool_calls":
+                break
+            assert message["content"] == "I calculate."
+            messages.append(message)
+            for call in message["tool_calls"]:
+                assert json.loads(call["function"]["arguments"]) == {"x": "1+1"}
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": "result 2"})
+        assert message["content"] == "It is 2"
+        conversations = session.model.conversations
+        assert [call.parent for call in conversations.calls] == [None, 0]
+        assert conversations.counts.foreign_responses == conversations.counts.breaks == 0
+        assert engine.options[0]["stop"] == ("never",) and session.overridden == 2
+    assert_trained_as_sampled(engine, conversations)
+
+
+async def _chat(client: Any, messages: list[Any], stream: bool) -> tuple[dict[str, Any], str]:
+    options = {"model": "gpt-4o", "messages": messages, "tools": CHAT_TOOLS, "temperature": 0.2, "stop": ["never"]}
+    if not stream:
+        answer = await client.chat.completions.create(**options, max_tokens=100)
+        assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+        choice = answer.choices[0]
+        return choice.message.model_dump(), choice.finish_reason
+    async with client.chat.completions.stream(**options, stream_options={"include_usage": True}) as events:
+        async for _ in events:
+            pass
+        final = await events.get_final_completion()
+    assert final.usage is not None
+    message = {"role": "assistant", "content": final.choices[0].message.content}
+    calls = [
+        {"id": one.id, "type": "function", "function": {"name": one.function.name, "arguments": one.function.arguments}}
+        for one in final.choices[0].message.tool_calls or []
+    ]
+    return message | ({"tool_calls": calls} if calls else {}), final.choices[0].finish_reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.asyncio
+async def test_responses(stream: bool, stateful: bool) -> None:
+    engine = Recorded(CHATML.chat_template(), calls_then_answers)
+    async with opened(engine) as (endpoint, session), clients(endpoint.url, session.key) as (client, _):
+        items: list[Any] = [{"role": "user", "content": "1+1"}]
+        previous: dict[str, str] = {}
+        while True:
+            options = {"model": "x", "input": items, "tools": RESPONSES_TOOLS, "instructions": "Be brief.", **previous}
+            if stream:
+                async with client.responses.stream(**options) as events:
+                    kinds = [event.type async for event in events]
+                    answer = await events.get_final_response()
+                assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+            else:
+                answer = await client.responses.create(**options)
+            calls = [item for item in answer.output if item.type == "function_call"]
+            if not calls:
+                break
+            results = [
+                {"type": "function_call_output", "call_id": call.call_id, "output": "result 2"} for call in calls
+            ]
+            if stateful:
+                items, previous = results, {"previous_response_id": answer.id}
+            else:
+                items += [*(item.model_dump(exclude_none=True) for item in answer.output), *results]
+        assert answer.output_text == "It is 2" and answer.status == "completed"
+        conversations = session.model.conversations
+        assert [call.parent for call in conversations.calls] == [None, 0]
+        assert conversations.counts.foreign_responses == conversations.counts.breaks == 0
+    assert_trained_as_sampled(engine, conversations)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.asyncio
+async def test_messages(stream: bool) -> None:
+    engine = Recorded(CHATML.chat_template(), calls_then_answers)
+    async with opened(engine) as (endpoint, session), clients(endpoint.url, session.key) as (_, client):
+        messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "1+1"}]}]
+        options: dict[str, Any] = {"model": "claude", "max_tokens": 100, "system": "Be brief.", "tools": MESSAGES_TOOLS}
+        counted = await client.messages.count_tokens(
+            model="claude", messages=messages, system="Be brief.", tools=MESSAGES_TOOLS
+        )
+        while True:
+            if stream:
+                async with client.messages.stream(messages=messages, **options) as events:
+                    answer = await events.get_final_message()
+            else:
+                answer = await client.messages.create(messages=messages, **options)
+            if len(messages) == 1:
+                assert answer.usage.input_tokens == counted.input_tokens
+            if answer.stop_reason != "tool_use":
+                break
+            results = [
+                {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "result 2"}]}
+                for block in answer.content
+                if block.type == "tool_use" and block.input == {"x": "1+1"}
+            ]
+            messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": results}]
+        assert answer.content[0].text == "It is 2" and answer.stop_reason == "end_turn"
+        conversations = session.model.conversations
+        assert [call.parent for call in conversations.calls] == [None, 0]
+        assert conversations.counts.foreign_responses == conversations.counts.breaks == 0
+    assert_trained_as_sampled(engine, conversations)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.asyncio
+async def test_byte_soup_through_every_interface(family: Family) -> None:
+    """Whatever a library makes of byte soup, nothing sampled is tokenised again, and each id is trained once."""
+    with_tools = family.tools and family.name not in ("mistral", "drops thoughts", "chatml")
+    template = family.chat_template()
+    for number, talk in enumerate((_talk_chat, _talk_responses, _talk_messages)):
+        engine = Recorded(template, byte_soup(template, number, [CALL] if with_tools else None))
+        async with opened(engine) as (endpoint, session):
+            async with clients(endpoint.url, session.key) as (one, other):
+                for _ in range(4):
+                    await talk(other if talk is _talk_messages else one, with_tools)
+            conversations = session.model.conversations
+        assert_trained_as_sampled(engine, conversations)
+        assert conversations.counts.foreign_responses == 0, talk.__name__
+        assert len(conversations.calls) == 16
+        assert conversations.counts.breaks == 0 and len(conversations.branches()) == 4
+
+
+async def _talk_chat(client: Any, with_tools: bool) -> None:
+    messages: list[Any] = [{"role": "user", "content": "hello"}]
+    tools = {"tools": CHAT_TOOLS} if with_tools else {}
+    for turn in range(4):
+        answer = await client.chat.completions.create(model="x", messages=messages, **tools)
+        message = answer.choices[0].message
+        messages.append(message)
+        for call in message.tool_calls or []:
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": f"result {turn}"})
+        if not message.tool_calls:
+            messages.append({"role": "user", "content": f"go on {turn}"})
+
+
+async def _talk_responses(client: Any, with_tools: bool) -> None:
+    items: list[Any] = [{"role": "user", "content": "hello"}]
+    tools = {"tools": RESPONSES_TOOLS} if with_tools else {}
+    for turn in range(4):
+        answer = await client.responses.create(model="x", input=items, **tools)
+        items += answer.output
+        calls = [item for item in answer.output if item.type == "function_call"]
+        items += [{"type": "function_call_output", "call_id": one.call_id, "output": f"result {turn}"} for one in calls]
+        if not calls:
+            items.append({"role": "user", "content": f"go on {turn}"})
+
+
+async def _talk_messages(client: Any, with_tools: bool) -> None:
+    messages: list[Any] = [{"role": "user", "content": "hello"}]
+    tools = {"tools": MESSAGES_TOOLS} if with_tools else {}
+    for turn in range(4):
+        answer = await client.messages.create(model="x", max_tokens=50, messages=messages, **tools)
+        calls = [block for block in answer.content if block.type == "tool_use"]
+        results: Any = [{"type": "tool_result", "tool_use_id": one.id, "content": f"result {turn}"} for one in calls]
+        messages += [
+            {"role": "assistant", "content": answer.content},
+            {"role": "user", "content": results or f"go on {turn}"},
+        ]
+
+
+@pytest.mark.asyncio
+async def test_errors_are_those_of_the_interfaces() -> None:
+    engine = Recorded(CHATML.chat_template(), lambda _: "hello")
+    async with (
+        opened(engine, Limits(turns=3, context=120), sampling="refuse") as (endpoint, session),
+        clients(endpoint.url, session.key) as (client, claude),
+    ):
+        messages = [{"role": "user", "content": "hello"}]
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            await client.chat.completions.create(model="x", messages=messages, temperature=0.1)
+        with pytest.raises(openai.BadRequestError, match="n: is not available"):
+            await client.chat.completions.create(model="x", messages=messages, n=2)
+        long = [{"role": "user", "content": "hello " * 200}]
+        with pytest.raises(openai.BadRequestError) as too_long:
+            await client.chat.completions.create(model="x", messages=long)
+        assert too_long.value.code == "context_length_exceeded"
+        with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+            await claude.messages.create(model="x", max_tokens=10, messages=long)
+        assert not session.done.is_set()
+        await claude.messages.create(model="x", max_tokens=10, messages=messages)
+        with pytest.raises(openai.PermissionDeniedError, match="turn_limit"):
+            await client.chat.completions.create(model="x", messages=messages)
+        with pytest.raises(anthropic.PermissionDeniedError, match="turn_limit"):
+            await claude.messages.create(model="x", max_tokens=10, messages=messages)
+        assert session.done.is_set()
+        with pytest.raises(openai.AuthenticationError):
+            wrong = client.with_options(api_key=session.key[:-1] + "~")
+            await wrong.chat.completions.create(model="x", messages=messages)
+        endpoint.retire(session)
+        with pytest.raises(openai.APIStatusError) as gone:
+            await client.chat.completions.create(model="x", messages=messages)
+        assert gone.value.status_code == 410
+        with pytest.raises(anthropic.APIStatusError) as gone_too:
+            await claude.messages.create(model="x", max_tokens=10, messages=messages)
+        assert gone_too.value.status_code == 410

@@ -1,0 +1,270 @@
+"""Rows with images: what is read, where it stands in the prompt, what is refused, and what is counted."""
+
+from __future__ import annotations
+
+import base64
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from PIL import Image
+
+from roll.config.roles import DataArguments
+from roll.datasets import DataError, PromptDataset, SftDataset
+from roll.datasets.images import ImageReader, VisionModel, load_processing
+from roll.datasets.reading import SourceRow
+from roll.protocol.vision import EncodedImage, ImageError, ImageProcessing, VisionInputs, num_processed, vision_inputs
+from tests import vision_models
+
+Write = Callable[..., str]
+QUESTION = "How many shapes are there?"
+START, END, PAD = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return vision_models.save(tmp_path_factory.mktemp("vl") / "model", "qwen3_vl")
+
+
+@pytest.fixture(scope="module")
+def words() -> Any:
+    return vision_models.tokenizer()
+
+
+@pytest.fixture(scope="module")
+def vision(folder: Path, words: Any) -> VisionModel:
+    found = VisionModel.load(str(folder), words, trust_remote_code=False)
+    assert found is not None
+    return found
+
+
+def png(seed: int = 0, size: tuple[int, int] = (48, 48)) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def build(words: Any, files: str, vision: VisionModel | None, prompt_length: int = 200, **options: Any) -> Any:
+    data_args = DataArguments(file_name=files, **options)
+    return PromptDataset.build(data_args, words, prompt_length, {"shapes": None}, vision=vision)
+
+
+def parquet(path: Path, rows: list[dict[str, Any]]) -> str:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def test_the_settings_are_those_of_the_model(vision: VisionModel, folder: Path, words: Any) -> None:
+    assert vision.processing == vision_models.PROCESSING
+    assert vision.placeholder == f"{START}{PAD}{END}"
+    (folder.parent / "text").mkdir()
+    (folder.parent / "text" / "config.json").write_text('{"model_type": "qwen2"}')
+    assert VisionModel.load(str(folder.parent / "text"), words, trust_remote_code=False) is None
+    limited = ImageReader.of(DataArguments(file_name="x", image_max_pixels=1024), vision)
+    assert limited.model is not None
+    assert limited.model.processing == replace(vision.processing, max_pixels=1024)
+
+
+def test_patches_are_those_of_transformers(vision: VisionModel) -> None:
+    """Bit for bit, from any file: resized up, resized down, untouched; grey and transparent images."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    ours = vision.processing
+    theirs = Qwen2VLImageProcessorPil(
+        patch_size=8,
+        merge_size=2,
+        size={"shortest_edge": ours.min_pixels, "longest_edge": ours.max_pixels},
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    )
+    for seed, size in enumerate([(48, 48), (200, 31), (7, 9), (150, 120)]):
+        image = EncodedImage.of(png(seed, size))
+        expected = theirs(images=[image.decode()], return_tensors="pt")
+        found = vision_inputs([image], ours)
+        assert torch.equal(found.pixel_values(), expected["pixel_values"])
+        assert found.grids().tolist() == expected["image_grid_thw"].tolist()
+        assert found.pixel_values().shape == (found.num_patches, ours.patch_dim)
+        (resized,) = found.resized_images()
+        again = theirs(images=[resized], return_tensors="pt")["pixel_values"]
+        assert torch.equal(again, expected["pixel_values"])  # an engine's own processor has nothing left to resize
+
+
+@pytest.mark.parametrize("size", [(48, 48), (333, 97), (5, 5), (1000, 10), (64, 4000)])
+@pytest.mark.parametrize("processing", [ImageProcessing(), vision_models.PROCESSING])
+def test_sizes_are_those_of_transformers(size: tuple[int, int], processing: ImageProcessing) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    factor = processing.patch_size * processing.merge_size
+    expected = smart_resize(*size, factor, processing.min_pixels, processing.max_pixels)
+    assert processing.resized(*size) == expected
+
+
+def test_every_form_of_an_image(words: Any, write_jsonl: Write, tmp_path: Path, vision: VisionModel) -> None:
+    """Bytes, what `datasets` writes, paths, data URIs; one or a list; marked or not; inside messages or not."""
+    data = png()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.png").write_bytes(data)
+    (tmp_path / "b.png").write_bytes(data)
+    uri = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    part = {"type": "image"}
+    content: list[dict[str, Any]] = [part, {"type": "text", "text": QUESTION}]
+    own: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": uri}}, content[1]]
+    marked = f"<image>{QUESTION}"
+    rows: list[dict[str, Any]] = [
+        {"prompt": marked, "images": ["a.png"]},
+        {"prompt": marked, "images": "b.png"},
+        {"prompt": marked, "images": [str(tmp_path / "b.png")]},
+        {"prompt": QUESTION, "image": uri},
+        {"prompt": [{"role": "user", "content": content}], "images": [uri]},
+        {"prompt": [{"role": "user", "content": own}]},
+    ]
+    prompts = []
+    for number, row in enumerate(rows):
+        files = write_jsonl([row], f"{number}.jsonl")
+        prompts += build(words, files, vision, image_folder=str(tmp_path / "folder"))
+    prompts += build(words, parquet(tmp_path / "bytes.parquet", [{"prompt": marked, "images": [data]}]), vision)
+    as_struct = {"prompt": marked, "images": [{"bytes": data, "path": None}]}
+    prompts += build(words, parquet(tmp_path / "struct.parquet", [as_struct]), vision)
+    expected = words(f"<|im_start|>user\n{START}{PAD * 9}{END}{QUESTION}<|im_end|>\n<|im_start|>assistant\n")[
+        "input_ids"
+    ]
+    for prompt in prompts:
+        assert prompt.token_ids == expected
+        assert prompt.vision.num_tokens == [9]
+        assert prompt.vision.images[0].data.tobytes() == data
+    reader = ImageReader(vision)
+    image = Image.open(io.BytesIO(data))
+    assert reader.encoded(SourceRow(Path("x"), 1, {}), image, 0).decode().tobytes() == image.tobytes()
+
+
+def test_where_images_stand(words: Any, write_jsonl: Write, tmp_path: Path, vision: VisionModel) -> None:
+    for number, size in enumerate([(48, 48), (32, 64)]):
+        (tmp_path / f"{number}.png").write_bytes(png(number, size))
+    rows = [
+        {"prompt": "first <image> then <image> which?", "images": ["0.png", "1.png"]},
+        {"prompt": "text only"},
+        {"prompt": "also", "images": ["0.png"], "image_flag": False},
+    ]
+    two, text, flagged = build(words, write_jsonl(rows), vision)
+    assert two.prompt_text.split("user\n")[1].startswith(f"first {START}{PAD}{END} then {START}{PAD}{END} which?")
+    image = words.convert_tokens_to_ids(PAD)
+    runs = words.decode(two.token_ids).split(START)
+    assert [one.count(PAD) for one in runs[1:]] == [9, 8] == two.vision.num_tokens
+    assert text.vision is flagged.vision is None
+    assert image not in [*text.token_ids, *flagged.token_ids]
+    assert two.vision.image_grid_thw.tolist() == [[1, 6, 6], [1, 8, 4]]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "<image>x", "images": ["gone.png"]}, "'gone.png' does not exist"),
+        ({"prompt": "<image>x", "images": ["broken.png"]}, "not a readable image"),
+        ({"prompt": "<image>x", "images": ["cut.png"]}, "not a readable image"),
+        ({"prompt": "<image><image>x", "images": ["ok.png"]}, "2 times <image> in the conversation, and 1 images"),
+        ({"prompt": "<image>x"}, "1 times <image> in the conversation, and 0 images"),
+        ({"prompt": f"{PAD} x"}, "the text spells a placeholder itself"),
+        ({"prompt": "<image>x", "images": ["http://127.0.0.1:9/a.png"]}, "data_args.image_urls: true"),
+        ({"prompt": "x", "videos": ["a.mp4"]}, "videos are not read"),
+        ({"prompt": "<image>x", "images": [3]}, "expected bytes or a path, found int"),
+        ({"prompt": "<image>x", "images": ["strip.png"]}, "more than 200 times"),
+    ],
+)
+def test_an_unreadable_image_is_a_counted_bad_row(
+    row: dict[str, Any], message: str, words: Any, write_jsonl: Write, tmp_path: Path, vision: VisionModel
+) -> None:
+    (tmp_path / "ok.png").write_bytes(png())
+    (tmp_path / "cut.png").write_bytes(png(size=(90, 90))[:-3000])
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    (tmp_path / "strip.png").write_bytes(png(size=(402, 2)))
+    files = write_jsonl([row, {"prompt": "<image>y", "images": ["ok.png"]}])
+    with pytest.raises(DataError, match=message):
+        build(words, files, vision)
+    kept = build(words, files, vision, on_bad_row="skip")
+    assert len(kept) == 1
+    assert kept.counts.bad == 1
+
+
+def test_a_model_of_text_refuses_images(words: Any, write_jsonl: Write, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="the model sees none"):
+        build(words, write_jsonl([{"prompt": "<image>x", "images": ["a.png"]}]), None)
+
+
+def test_too_long_prompts_are_counted_and_never_cut_inside_an_image(
+    words: Any, write_jsonl: Write, tmp_path: Path, vision: VisionModel
+) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    (tmp_path / "large.png").write_bytes(png(size=(400, 400)))
+    rows = [{"prompt": "<image>x", "images": [name]} for name in ("a.png", "large.png")]
+    for options in ({}, {"filter_overlong_prompts": False, "truncation": "left"}):
+        kept = build(words, write_jsonl(rows), vision, prompt_length=30, **options)
+        assert (len(kept), kept.counts.too_long) == (1, {"shapes": 1})
+    shrunk = build(words, write_jsonl(rows), vision, prompt_length=30, image_max_pixels=48 * 48)
+    assert [prompt.vision.num_tokens for prompt in shrunk] == [[9], [9]]
+
+
+def test_rows_from_the_cache_have_their_images(
+    words: Any, write_jsonl: Write, tmp_path: Path, vision: VisionModel
+) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    files = write_jsonl([{"prompt": "<image>x", "images": ["a.png"]}])
+    options = {"use_cache": True, "cache_dir": str(tmp_path / "cache")}
+    first, again = (build(words, files, vision, **options)[0] for _ in range(2))
+    assert first.token_ids == again.token_ids
+    assert torch.equal(first.vision.pixel_values(), again.vision.pixel_values())
+    (tmp_path / "a.png").write_bytes(png(size=(90, 90)))
+    with pytest.raises(DataError, match="have changed since it was prepared"):
+        build(words, files, vision, **options)[0]
+    limited = build(words, files, vision, **options, image_max_pixels=48 * 48)[0]  # another entry
+    assert limited.vision.num_tokens == [9]
+
+
+def test_demonstrations_with_images(words: Any, write_jsonl: Write, tmp_path: Path, vision: VisionModel) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    rows = [{"prompt": "<image>x", "images": ["a.png"], "solution": "b #### 1"}, {"prompt": "x", "solution": "y"}]
+    seen, text = SftDataset.build(DataArguments(file_name=write_jsonl(rows)), words, 100, vision=vision)
+    assert seen.vision is not None
+    assert seen.vision.num_tokens == [9]
+    assert seen.input_ids[: seen.prompt_length].count(words.convert_tokens_to_ids(PAD)) == 9
+    assert words.decode(seen.input_ids[seen.prompt_length :]) == "b #### 1<|im_end|>"
+    assert text.vision is None
+
+
+def test_a_group_of_rows_carries_its_images_once_and_each_is_processed_once() -> None:
+    vision = vision_inputs([EncodedImage.of(png(77, (200, 200)))], vision_models.PROCESSING)
+    buffers: list[pickle.PickleBuffer] = []
+    frame = pickle.dumps([vision] * 8, protocol=5, buffer_callback=buffers.append)
+    assert sum(len(one.raw()) for one in buffers) < 1.1 * len(vision.images[0].data)
+    rows = pickle.loads(frame, buffers=buffers)
+    assert all(row is rows[0] for row in rows)
+    before = num_processed()
+    for one in (vision, *rows, VisionInputs.from_plain(vision.to_plain())):
+        assert torch.equal(one.pixel_values(), vision.pixel_values())
+    assert num_processed() == before + 1
+
+
+def test_what_no_decoder_should_accept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(ImageError, match="DecompressionBomb"):
+        EncodedImage.of(png(size=(40, 40))).decode()
+
+
+def test_what_is_transparent_lies_on_white() -> None:
+    file = io.BytesIO()
+    Image.new("RGBA", (4, 4), (255, 0, 0, 0)).save(file, "PNG")
+    assert EncodedImage.of(file.getvalue()).decode().getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_processors_of_other_kinds_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "CLIPImageProcessor"}')
+    with pytest.raises(DataError, match="CLIPImageProcessor"):
+        load_processing(str(tmp_path))

@@ -1,0 +1,112 @@
+"""Images of a batch: positions, features shared by rows, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from roll.models.layouts import padded, row_layout, shared_prompt_layout
+from roll.models.log_probs import ResponseModel
+from roll.models.vision import FEATURES, POSITIONS, PROMPT_KEYS, rope_positions, with_images
+from roll.protocol.vision import IMAGES, token_types, vision_token_ids
+from tests import vision_models
+from tests.strategies import vision_cases
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return vision_models.model(vision_models.tokenizer(), "qwen3_vl")
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_positions_are_the_models_own(kind: Any) -> None:
+    own = vision_models.model(vision_models.tokenizer(), kind)
+    batch = vision_cases.make_batch()
+    grids = torch.cat([row.grids() for row in batch[IMAGES] if row is not None])
+    wanted, _ = own.model.get_rope_index(
+        batch["input_ids"],
+        mm_token_type_ids=token_types(batch["input_ids"], own.config),
+        image_grid_thw=grids,
+        attention_mask=batch["attention_mask"].long(),
+    )
+    columns, pool = with_images(batch, own.config)
+    assert torch.equal(columns[POSITIONS].movedim(-1, 0), wanted)
+    assert pool is not None and len(pool.images) == 5, "one each, two, and one; rows of a group share theirs"
+    assert IMAGES not in columns
+
+
+def test_positions_of_several_frames_by_hand() -> None:
+    """Two tokens of text, an image of 2 frames of 1 x 2 features, a token of text, padding."""
+    features = torch.tensor([[-1, -1, 0, 1, 2, 3, -1, -1]])
+    mask = torch.tensor([[True] * 7 + [False]])
+    positions = rope_positions(features, mask, torch.tensor([[2, 2, 4]]), merge_size=2)
+    assert positions[0].tolist() == [
+        [0, 0, 0], [1, 1, 1], [2, 2, 2], [2, 2, 3], [3, 2, 2], [3, 2, 3], [4, 4, 4], [0, 0, 0],
+    ]  # fmt: skip
+
+
+def test_the_tower_sees_an_image_once(model: Any) -> None:
+    """Eight answers about one image, then in the chunks of two ranks."""
+    batch = vision_cases.make_batch(which=(0,), group_size=8)
+    columns, pool = with_images(batch, model.config)
+    assert pool is not None
+    ids, mask = columns["input_ids"], columns["response_mask"]
+    seen: list[int] = []
+    hook = model.model.visual.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    layouts = [row_layout(ids, mask), shared_prompt_layout(ids, mask, prompt_keys=columns[PROMPT_KEYS])]
+    for layout in (pool.attach(layout, columns) for layout in layouts):
+        seen.clear()
+        if layout.pattern is None:
+            ResponseModel(model)(layout, ("log_probs",))
+            assert seen == [36], "the patches of one image of 48 x 48"
+        images = layout.images
+        assert images is not None and len(images.pixel_values) == 36
+        width = layout.input_ids.shape[1] + layout.input_ids.shape[1] % 2
+        chunks = [padded(layout, len(layout.input_ids), width).chunk(rank, 2) for rank in range(2)]
+        found = [0 if chunk.images is None else len(chunk.images.tokens) for chunk in chunks]
+        assert sum(found) == len(images.tokens)
+        assert found[1] == 0, "the second half of the tokens has no image, so its rank needs no pixels"
+    hook.remove()
+
+
+def test_images_tell_prompts_apart(model: Any) -> None:
+    """Two prompts of the same ids with different images are two, and a row without a response needs no image."""
+    batch = vision_cases.make_batch(which=(0, 1), group_size=2)
+    columns, _ = with_images(batch, model.config)
+    assert torch.equal(columns["input_ids"][0, :20], columns["input_ids"][2, :20])
+    assert not torch.equal(columns[PROMPT_KEYS][0], columns[PROMPT_KEYS][2])
+    assert (columns[FEATURES].amax(1) >= 0).tolist() == [True, False, True, True]
+
+
+def test_the_tower_gets_zeros_from_text_alone(model: Any) -> None:
+    batch = vision_cases.make_batch(which=(4,), group_size=2)
+    columns, pool = with_images(batch, model.config)
+    assert pool is None
+    response_model = ResponseModel(model.requires_grad_(True))
+    outputs = response_model(row_layout(columns["input_ids"], columns["response_mask"]), ("log_probs",))
+    outputs["log_probs"].sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    tower = [gradient for name, gradient in gradients.items() if name.startswith("model.visual.")]
+    assert len(tower) == 39 and all(gradient is not None and not gradient.any() for gradient in tower)
+    model.zero_grad()
+
+
+def test_what_does_not_fit_is_refused_by_row(model: Any) -> None:
+    batch = vision_cases.make_batch(which=(0, 4), group_size=2)
+    image, other = int(model.config.image_token_id), vision_token_ids(model.config)[-1]
+    cut = {**batch, "input_ids": batch["input_ids"].clone()}
+    cut["input_ids"][1][cut["input_ids"][1] == image] = 20
+    with pytest.raises(ValueError, match="row 1 of the batch has 0 image placeholders, but its images have 9 features"):
+        with_images(cut, model.config)
+    sampled = {**batch, "input_ids": torch.where(batch["response_mask"], other, batch["input_ids"])}
+    with pytest.raises(ValueError, match=f"row 0 of the batch has token {other}, which stands for an image"):
+        with_images(sampled, model.config)
+    text_model: Any = model.config.text_config
+    with pytest.raises(ValueError, match="the batch has images, but the qwen3_vl_text model reads none"):
+        with_images(batch, text_model)
+    nobody = {**batch, IMAGES: np.array([None] * 4, dtype=object)}
+    nobody["input_ids"] = torch.where(batch["input_ids"] == image, 20, batch["input_ids"])
+    assert with_images(nobody, text_model)[1] is None

@@ -1,0 +1,170 @@
+"""Prompts with images: the same tokens and log-probs as transformers, for every family."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from roll.protocol.vision import vision_token_ids
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams, interrupted
+from roll.strategies.hf_infer.engine import GenerationEngine
+from roll.strategies.hf_infer.generic import VisionDecoder, create_decoder
+from tests import vision_models
+from tests.strategies.hf_infer.helpers import greedy, run
+from tests.vision_models import VisionPrompt
+
+MAX_MODEL_LEN = 160
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return vision_models.tokenizer()
+
+
+@pytest.fixture(scope="module", params=vision_models.KINDS)
+def model(request: pytest.FixtureRequest, tokenizer: Any) -> Any:
+    made = vision_models.model(tokenizer, request.param)
+    # The head prefers the placeholders: whatever samples without masking them samples one soon.
+    with torch.no_grad():
+        made.lm_head.weight[list(vision_token_ids(made.config))] *= 3
+    return made.requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Any) -> list[VisionPrompt]:
+    """One image, two, none, and one of another size with more tokens."""
+    return [
+        vision_models.prompt(tokenizer, 1),
+        vision_models.prompt(tokenizer, 2, num_images=2),
+        vision_models.prompt(tokenizer, 3, num_images=0),
+        vision_models.prompt(tokenizer, 4, size=(90, 50)),
+    ]
+
+
+def build_engine(model: Any, prefix_cache_tokens: int = 0, max_num_seqs: int = 8) -> GenerationEngine:
+    decoder = create_decoder(model, MAX_MODEL_LEN)
+    assert isinstance(decoder, VisionDecoder)
+    return GenerationEngine(decoder, str, (), max_num_seqs, MAX_MODEL_LEN, prefix_cache_tokens=prefix_cache_tokens)
+
+
+def request(name: str, prompt: VisionPrompt, params: SamplingParams, num_samples: int = 1) -> GenerationRequest:
+    return GenerationRequest(name, prompt.token_ids, params, num_samples, vision=prompt.vision)
+
+
+def forward(model: Any, prompt: VisionPrompt, response: list[int]) -> torch.Tensor:
+    """Log-probs of every response token under transformers' own positions, placeholders masked."""
+    ids = torch.tensor([[*prompt.token_ids, *response]])
+    images: dict[str, Any] = {}
+    if prompt.vision is not None:
+        types = (ids == model.config.image_token_id).long()
+        images = {"pixel_values": prompt.vision.pixel_values(), "image_grid_thw": prompt.vision.grids()}
+        images["mm_token_type_ids"] = types
+    model.model.rope_deltas = None
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **images).logits[0, len(prompt.token_ids) - 1 :]
+    logits[:, list(vision_token_ids(model.config))] = -torch.inf
+    return logits[:-1].log_softmax(-1)
+
+
+def check(model: Any, prompt: VisionPrompt, output: GenerationOutput) -> None:
+    reference = forward(model, prompt, output.token_ids)
+    expected = reference.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(output.log_probs), expected, atol=2e-5, rtol=1e-5)
+
+
+def test_greedy_equals_generate(model: Any, prompts: list[VisionPrompt]) -> None:
+    engine = build_engine(model)
+    outputs = run(engine, [request(str(i), one, greedy(14), 2) for i, one in enumerate(prompts)])
+    for i, one in enumerate(prompts):
+        ids = torch.tensor([one.token_ids])
+        images: dict[str, Any] = {}
+        if one.vision is not None:
+            images = {"pixel_values": one.vision.pixel_values(), "image_grid_thw": one.vision.grids()}
+            images["mm_token_type_ids"] = (ids == model.config.image_token_id).long()
+        model.model.rope_deltas = None
+        expected = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            **images,
+            do_sample=False,
+            max_new_tokens=14,
+            eos_token_id=None,
+            suppress_tokens=list(vision_token_ids(model.config)),
+        )[0, ids.shape[1] :].tolist()
+        assert outputs[str(i), 0].token_ids == outputs[str(i), 1].token_ids == expected
+        check(model, one, outputs[str(i), 0])
+
+
+def test_sampled_tokens_have_their_log_probs_and_no_placeholder_is_among_them(
+    model: Any, prompts: list[VisionPrompt]
+) -> None:
+    engine = build_engine(model, max_num_seqs=5)
+    params = SamplingParams(20, temperature=1.0, seed=3)
+    outputs = run(engine, [request(str(i), one, params, 3) for i, one in enumerate(prompts)])
+    for (name, _), output in outputs.items():
+        assert not set(output.token_ids) & set(vision_token_ids(model.config))
+        check(model, prompts[int(name)], output)
+    # Two prompts of one image, one of two, however many samples: four images, each seen once.
+    decoder = engine._decoder
+    assert isinstance(decoder, VisionDecoder)
+    assert decoder.num_towers == 4
+
+
+def test_interrupted_samples_and_other_weights(model: Any, prompts: list[VisionPrompt]) -> None:
+    """A sample continues elsewhere with its images, and after an update the tower sees them anew."""
+    params = SamplingParams(16, temperature=1.0, seed=5)
+    engine, given = build_engine(model), request("r", prompts[1], params, 2)
+    whole = run(engine, [given])
+    other = build_engine(model)
+    other.add_requests([given])
+    for _ in range(6):
+        other.step()
+    rest = interrupted(given, other.abort(), ())
+    assert rest.vision is prompts[1].vision
+    engine.set_version(1)
+    again = run(engine, [rest])
+    for index in range(2):
+        assert again["r", index].token_ids == whole["r", index].token_ids
+        np.testing.assert_allclose(again["r", index].log_probs, whole["r", index].log_probs, atol=2e-5)
+    decoder = engine._decoder
+    assert isinstance(decoder, VisionDecoder)
+    assert decoder.num_towers == 4
+
+    engine.add_requests([replace(given, request_id="running")])
+    engine.step()
+    engine.set_version(2)
+    engine.recompute_running()
+    while engine.num_unfinished:
+        finished = engine.step()
+    for output in finished:
+        check(model, prompts[1], output)
+
+
+def test_prefix_cache_knows_images(model: Any, prompts: list[VisionPrompt], tokenizer: Any) -> None:
+    """Equal tokens with another image are another prompt; a longer conversation about the same one continues it."""
+    engine, first = build_engine(model, prefix_cache_tokens=1000), prompts[0]
+    answer = run(engine, [request("1", first, greedy(6))])["1", 0].token_ids
+    other = vision_models.prompt(tokenizer, 40)
+    swapped = VisionPrompt(first.token_ids, other.vision)
+    longer = VisionPrompt([*first.token_ids, *answer, 9, 10, 11], first.vision)
+    outputs = run(engine, [request("swapped", swapped, greedy(8)), request("longer", longer, greedy(8))])
+    check(model, swapped, outputs["swapped", 0])
+    check(model, longer, outputs["longer", 0])
+    assert engine._prefixes.num_reused >= len(first.token_ids) + len(answer) - 1
+
+
+def test_prompts_that_do_not_go_with_their_images(model: Any, prompts: list[VisionPrompt]) -> None:
+    engine, image = build_engine(model), model.config.image_token_id
+    cut = prompts[0].token_ids[:]
+    cut.remove(image)
+    for token_ids, vision in ((cut, prompts[0].vision), (prompts[0].token_ids, None)):
+        with pytest.raises(ValueError, match=r"placeholders of images, and its \d images have"):
+            engine.add_requests([GenerationRequest("r", token_ids, greedy(4), vision=vision)])
+    vision = prompts[0].vision
+    assert vision is not None
+    coarse = replace(vision, processing=replace(vision.processing, patch_size=16))
+    with pytest.raises(ValueError, match="patches of 1536 numbers"):
+        engine.add_requests([GenerationRequest("r", prompts[0].token_ids, greedy(4), vision=coarse)])
