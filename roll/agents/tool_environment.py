@@ -13,18 +13,31 @@ from roll.environments.base import Environment, read_reset, read_step, takes_tas
 from roll.environments.off_loop import call_off_loop
 
 _WRITTEN = {
-    "python": (re.compile(r"<python>(.*?)</python>|```\s?python\n(.*?)```", re.DOTALL), "code"),
-    "search": (re.compile(r"<search>(.*?)</search>", re.DOTALL), "query"),
+    "python": (
+        re.compile(r"<code>(.*?)(?:</code>|$)|<python>(.*?)(?:</python>|$)|```\s?python\n(.*?)(?:```|$)", re.DOTALL),
+        "code",
+    ),
+    "search": (re.compile(r"<search>(.*?)(?:</search>|$)", re.DOTALL), "query"),
 }
-"""Tool to the text of its calls and the argument that they give; all others are called as Hermes models do."""
+"""Tool to the text of its calls and the argument that they give; all others are called as Hermes models do. A response
+may end before the closing mark, which is a stop string of ROLL's files."""
 _OPTIONS = {
     "python_code": {"timeout": "timeout", "memory_mb": "memory_mb"},
-    "search": {"path": "path", "topk": "top_k", "title_key": "title_key", "text_key": "text_key"},
+    "search": {
+        "path": "path",
+        "topk": "top_k",
+        "title_key": "title_key",
+        "text_key": "text_key",
+        "search_url": "url",
+        "timeout": "timeout",
+    },
     "mcp": {"server_url": "url", "tool_names_subset": "names", "command": "command", "env": "env"},
 }
 """Option of ROLL's ``tool_args`` to that of the tool here."""
-_INERT = {"python_code": {"sandbox_type": ("none",)}}
-"""Options of ROLL's that hold anyway: programs run in the sandbox, whatever a file says."""
+_INERT: dict[str, dict[str, tuple[Any, ...]]] = {
+    "python_code": {"sandbox_type": ("none",), "keep_error_last_line": (False,)},
+}
+"""Options of ROLL's that hold anyway: programs run in the sandbox, whatever a file says, and errors come whole."""
 _KINDS = {"python_code": "python", "search": "search", "mcp": "mcp"}
 
 
