@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from roll.config.algorithm import ADV_ESTIMATORS
 from roll.config.loader import LoadedConfig
 from roll.config.reading.errors import ConfigError
+from roll.config.reading.legacy_keys import legacy_of
 from roll.config.reading.schema import rules_of
 from roll.config.reading.schema import section_fields as fields_of
+from roll.config.run import OlderRLVRKeys, RunConfig
+from roll.pipelines.agentic.checks_entries import ELSEWHERE, FIELDS
 from roll.pipelines.agentic.config import TOOL_CALL_FORMATS, AgenticConfig, CustomEnvConfig
 from roll.pipelines.agentic.plan import AgenticPlan, agentic_facts, batch_facts
+from roll.pipelines.agentic.planning import MANAGERS
 from roll.pipelines.agentic.preflight import check_environments, own_group_filter
 from tests.config.good import GONE, changed, load, mistakes
 
-MANAGERS = "roll.pipeline.agentic.env_manager"
+PUBLISHED = "roll.pipeline.agentic.env_manager"
 LAKE: dict[str, Any] = {
     "exp_name": "lake",
     "pretrain": "owner/model",
@@ -66,18 +73,18 @@ def test_what_a_plan_says(tmp_path: Path) -> None:
     ("written", "context", "samples"),
     [
         ({}, "append", "trajectory"),
-        ({"env_manager_cls": f"{MANAGERS}.traj_env_manager.TrajEnvManager"}, "append", "trajectory"),
-        ({"env_manager_cls": f"{MANAGERS}.step_env_manager.StepEnvManager"}, "observation", "step"),
-        ({"env_manager_cls": f"{MANAGERS}.step_concat_env_manager.StepConcatEnvManager"}, "last", "step"),
+        ({"env_manager_cls": f"{PUBLISHED}.traj_env_manager.TrajEnvManager"}, "append", "trajectory"),
+        ({"env_manager_cls": f"{PUBLISHED}.step_env_manager.StepEnvManager"}, "observation", "step"),
+        ({"env_manager_cls": f"{PUBLISHED}.step_concat_env_manager.StepConcatEnvManager"}, "last", "step"),
         (
             {
-                "env_manager_cls": f"{MANAGERS}.x.StepConcatEnvManager",
+                "env_manager_cls": f"{PUBLISHED}.x.StepConcatEnvManager",
                 "agent_template": "{history}{current_observation}",
             },
             "observation",
             "step",
         ),
-        ({"env_manager_cls": f"{MANAGERS}.x.AgentNativeStepEnvManager"}, "own", "step"),
+        ({"env_manager_cls": f"{PUBLISHED}.x.AgentNativeStepEnvManager"}, "own", "step"),
         ({"context": "last"}, "last", "step"),
         ({"samples": "step"}, "append", "step"),
         ({"context": "own", "samples": "trajectory"}, "own", "trajectory"),
@@ -290,3 +297,30 @@ def test_every_key_says_what_it_does() -> None:
         texts = field_texts(cls)
         assert [item.name for item in fields_of(cls) if not texts.get(item.name)] == []
         assert all(rules_of(item) is not None for item in fields_of(cls))
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "agentic.md").read_text(encoding="utf-8")
+
+
+def test_the_configurations_of_the_page_load(tmp_path: Path) -> None:
+    first, second = (yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
+    entries = {**first["custom_envs"], **second["custom_envs"]}
+    more = {"custom_envs": entries, "train_env_manager": first["train_env_manager"] | {"tags": list(entries)}}
+    assert mistakes(tmp_path, first) == () == mistakes(tmp_path, first | more)
+    plan = load(tmp_path, first | more).plan
+    assert isinstance(plan, AgenticPlan)
+    assert [entry.agent for entry in plan.entries.values()] == [None, "tools", "black_box"]
+
+
+def test_the_tables_of_the_page(tmp_path: Path) -> None:
+    for name, played in MANAGERS.items():
+        assert f"| `{name}` | `context: {played.context}`, `samples: {played.samples}`" in PAGE
+    for name in legacy_of(AgenticConfig):
+        assert f"`{name}`" in PAGE or name == "model_name" or name in legacy_of(OlderRLVRKeys) | legacy_of(RunConfig)
+    for name in ELSEWHERE:
+        assert f"`{name}`" in PAGE
+    for name in {field for fields in FIELDS.values() for field in fields}:
+        assert f"`{{{name}}}`" in PAGE
+    for row in ADV_ESTIMATORS.rows:
+        if row.works_in_turns:
+            assert f"| `{row.name}` |" in PAGE

@@ -29,9 +29,6 @@ ELSEWHERE = {
     "rock_tb_native_env": "it needs the ROCK sandbox service",
     "openreward_env": "it needs the OpenReward service",
     "atropos_env": "it needs an Atropos server",
-    "roll_math": "it reads a data set of ROLL's",
-    "roll_code": "it reads a data set of ROLL's",
-    "roll_qa": "it reads a data set of ROLL's",
 }
 """Environments of ROLL's files that need something that this package does not bring."""
 
