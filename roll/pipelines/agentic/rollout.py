@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from roll.agents.built_in_tools import ToolSet
 from roll.agents.episode import Agent, EpisodeGroup
 from roll.config.plan.plan import RunAhead
 from roll.environments.off_loop import EnvironmentProcesses
@@ -49,8 +50,8 @@ class EpisodeData:
     validation_tasks: TaskSource | None
     processes: list[EnvironmentProcesses]
     """Of environments that do not live in the driver."""
-    agents: list[Agent]
-    """Those without an environment."""
+    shared: list[Agent | ToolSet]
+    """Agents without an environment, and tools around environments."""
 
 
 def load_episode_data(config: AgenticConfig, plan: AgenticPlan, tokenizer: PreTrainedTokenizerBase) -> EpisodeData:
@@ -63,15 +64,15 @@ def load_episode_data(config: AgenticConfig, plan: AgenticPlan, tokenizer: PreTr
     data = read_data(plan)
     validation = plan.validation
     processes: list[EnvironmentProcesses] = []
-    agents: dict[str, Agent] = {}
+    shared: dict[str, Agent | ToolSet] = {}
     return EpisodeData(
         tokenizer,
-        build_players(config, plan, plan.train, tokenizer, processes, agents),
-        {} if validation is None else build_players(config, plan, validation, tokenizer, processes, agents),
+        build_players(config, plan, plan.train, tokenizer, processes, shared),
+        {} if validation is None else build_players(config, plan, validation, tokenizer, processes, shared),
         TaskSource(plan.train, f"train/{config.seed}", data),
         None if validation is None else TaskSource(validation, "validation", data),
         processes,
-        list(agents.values()),
+        list(shared.values()),
     )
 
 
@@ -146,8 +147,8 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
 
     async def _close_agents(self) -> None:
         """End what agents have started: servers of tools, sandboxes, their endpoint."""
-        for agent in self._data.agents:
-            close = getattr(agent, "close", None)
+        for one in self._data.shared:
+            close = getattr(one, "close", None)
             if close is not None:
                 await close()
 
