@@ -12,9 +12,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from roll.agents.built_in_tools import PythonTool, ToolSet
-from roll.agents.tool_environment import ToolEnvironment, _calls, tool_specs
-from roll.agents.tools import ToolBox, ToolError
+from roll.agents.text_tools import SearchText, TextTools, WrapperOptions, text_tool
+from roll.agents.tools import ToolError
 from roll.environments.base import Environment
 from roll.environments.checking import check_environment
 from roll.environments.registry import EnvironmentOptionError, make_environment
@@ -58,25 +57,43 @@ def test_a_column_that_is_not_there(questions: str) -> None:
         make_environment("roll_math", {"dataset_name": questions, "answer_kye": "x"})
 
 
+def reverse(text: str) -> str:
+    """Turn a text round.
+
+    Args:
+        text: What is turned round.
+    """
+    return text[::-1]
+
+
+def test_a_wrapped_environment(questions: str) -> None:
+    tools = TextTools([text_tool(f"{__name__}.reverse", {})], WrapperOptions(0.1, 0.5, 2))
+    wrapped = tools.around(lambda: make_environment("roll_math", {"dataset_name": questions}))
+    call = '<tool_call>{"name": "reverse", "arguments": {"text": "abc"}}</tool_call>'
+    begin, _ = played(wrapped)[0]
+    assert begin.startswith("What is") and "<tool_call>" in begin
+    answer = f"\\boxed{{{2 * int(begin.split()[2])}}}"
+    _, first, broken, last = played(wrapped, call, "<tool_call>{</tool_call>", answer)
+    assert "cba" in first[0] and first[1:4] == (0.1, False, False)
+    assert "cannot be read" in broken[0] and "last use of a tool" in broken[0]
+    assert broken[4]["metrics"] == {"tool_calls": 1.0, "failed_tool_calls": 1.0}
+    assert last[1:4] == (1.5, True, False), "the environment's 1, and 0.5 for a success with a tool"
+    assert played(wrapped, answer)[1][1] == 1.0, "without a tool there is nothing more"
+    assert played(wrapped, call, call, call)[3][2], "a third call is the answer"
+
+
 @pytest.mark.parametrize(
     ("text", "program"),
     [
         ("So <code>print(1)</code>", "print(1)"),
         ("<code>print(1)", "print(1)"),
-        ("<python>\nx = 2\n</python> then", "x = 2"),
-        ("```python\nprint(3)\n```", "print(3)"),
+        ("<python>\nx = 2\n</python> then", "\nx = 2\n"),
+        ("```python\nprint(3)\n```", "print(3)\n"),
         ("print(1)", None),
     ],
 )
 def test_programs_in_a_text(text: str, program: str | None) -> None:
-    box = ToolBox([PythonTool().tool()])
-    assert [call.arguments["code"] for call in _calls(text, box)] == ([] if program is None else [program])
-
-
-def test_the_options_of_rolls_files() -> None:
-    given = {"timeout": 5, "sandbox_type": "none", "keep_error_last_line": False}
-    found = tool_specs([("python_code", given), ("search", {"search_url": "http://x", "topk": 2})])
-    assert found == [{"python": {"timeout": 5}}, {"search": {"url": "http://x", "top_k": 2}}]
+    assert text_tool("python_code", {"timeout": 5, "sandbox_type": "none"}).find(text) == program
 
 
 class _Search(BaseHTTPRequestHandler):
@@ -101,17 +118,18 @@ def search_url() -> Iterator[str]:
     server.shutdown()
 
 
-def test_a_search_service(questions: str, search_url: str) -> None:
-    tools = ToolSet(tool_specs([("search", {"search_url": search_url, "topk": 2})]))
-    inner = make_environment("roll_qa", {"dataset_name": questions})
-    _, searched, answered = played(
-        ToolEnvironment(inner, tools, 0.1, 0.5, 3), "Let me see. <search> who was first ", "nobody"
-    )
+def test_searches_in_a_text(search_url: str) -> None:
+    tool = text_tool("search", {"search_url": search_url, "topk": 2})
+    query = tool.find("Let me see. <search> who was first </search>")
+    result = asyncio.run(tool.call(query))
     assert _Search.asked[-1] == {"queries": ["who was first"], "topk": 2, "return_scores": True}
-    assert searched[0] == "[1] text 0\n\n[2] text 1" and searched[1:4] == (0.1, False, False)
-    assert answered[1:4] == (0.0, True, False)
-    nowhere = ToolSet([{"search": {"url": "http://127.0.0.1:9/x", "timeout": 1}}])
-    _, failed = played(ToolEnvironment(inner, nowhere, 0.0, 0.0, 3), "<search>x</search>")
-    assert "Error" in failed[0] and failed[4]["metrics"]["failed_tool_calls"] == 1.0
-    with pytest.raises(ToolError, match="either `path`"):
-        ToolSet(["search"])
+    assert result.text == "<information>[1] text 0\n\n[2] text 1</information>" and not result.failed
+    nowhere = asyncio.run(SearchText("http://127.0.0.1:9/x", timeout=1).call("x"))
+    assert nowhere.failed and "the search failed" in nowhere.text
+
+
+def test_tools_that_do_not_exist() -> None:
+    with pytest.raises(ToolError, match="tool_args of search"):
+        text_tool("search", {"url": "x"})
+    with pytest.raises(ToolError, match="no_such_module"):
+        text_tool("no_such_module.tool", {})

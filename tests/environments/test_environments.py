@@ -18,7 +18,6 @@ from roll.environments.games import Calculator, GuessNumber, HiddenWord, calcula
 from roll.environments.registry import EnvironmentOptionError, environment_names, make_environment, register_environment
 from roll.environments.sokoban import Sokoban
 
-
 WITH_DATA = {"questions", "roll_math", "roll_qa"}
 """Tested in ``tests/agents/test_text_tools.py``."""
 
