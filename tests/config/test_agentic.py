@@ -21,6 +21,7 @@ from roll.pipelines.agentic.config import TOOL_CALL_FORMATS, AgenticConfig, Cust
 from roll.pipelines.agentic.plan import AgenticPlan, agentic_facts, batch_facts
 from roll.pipelines.agentic.planning import MANAGERS
 from roll.pipelines.agentic.preflight import check_environments, own_group_filter
+from roll.preflight import check_parts
 from tests.config.good import GONE, changed, load, mistakes
 
 PUBLISHED = "roll.pipeline.agentic.env_manager"
@@ -207,6 +208,22 @@ def test_environments_are_checked(tmp_path: Path, changes: dict[str, Any], key: 
         check_environments(loaded)
     (problem,) = caught.value.problems
     assert problem.key == f"custom_envs.lake.{key}" and words in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("adv_estimator", "no_such_module.estimate"),
+        ("train_env_manager.group_filter_cls", "no_such_module.Filter"),
+        ("train_env_manager.group_filter_config", {"type": "no_such_module.make"}),
+        ("router_args.router_name", "no_such_module.Router"),
+    ],
+)
+def test_functions_of_ones_own_are_looked_up(tmp_path: Path, key: str, value: Any) -> None:
+    check_parts(load(tmp_path, LAKE))
+    with pytest.raises(ConfigError, match="no_such_module") as caught:
+        check_parts(load(tmp_path, changed({key: value}, LAKE)))
+    assert [problem.key for problem in caught.value.problems] == [key]
 
 
 def test_environments_of_other_libraries_are_not_built(tmp_path: Path) -> None:
