@@ -53,7 +53,10 @@ class _QueuedGroup:
             return [GenerationOutput(name, index, [], [], "abort") for index in self.waiting]
         token_ids, log_probs, spans = list(carried.token_ids), list(carried.log_probs), list(carried.weight_versions)
         top = list(carried.top_log_probs)
-        return [GenerationOutput(name, index, token_ids, log_probs, "abort", spans, top) for index in self.waiting]
+        routes = carried.routes
+        return [
+            GenerationOutput(name, index, token_ids, log_probs, "abort", spans, top, routes) for index in self.waiting
+        ]
 
 
 @dataclass(slots=True)
@@ -311,6 +314,8 @@ class GenerationEngine:
         for number, (group, count) in enumerate(zip(groups, counts, strict=True)):
             for _ in range(count):
                 self._start_sample(group, prompts.offsets[number] if prompts.offsets else 0)
+                if prompts.routes is not None:
+                    self._rows.put_routes(self._rows.size - 1, prompts.routes[number], group.carried)
         self._cache.write_prompts(first_row, prompts.keys_values, counts)
         source = torch.repeat_interleave(torch.tensor(counts)).to(self._decoder.device)
         return prompts.logits.index_select(0, source)
@@ -342,7 +347,10 @@ class GenerationEngine:
         if offsets.any():
             ahead = torch.from_numpy(np.pad(offsets, (0, padded - size))).to(device)
         slots = DecodeSlots(self._cache, torch.from_numpy(positions).to(device), self._rows.lengths[:size], ahead)
-        return self._decoder.decode(tokens, slots)[:size]
+        logits = self._decoder.decode(tokens, slots)[:size]
+        if self._decoder.chosen is not None:
+            self._rows.add_routes(self._decoder.chosen[:size])
+        return logits
 
     def _release(self, rows: np.ndarray, reasons: Sequence[FinishReason]) -> list[GenerationOutput]:
         """Return the samples of ``rows`` (sorted) and close the gaps they leave."""
