@@ -1,4 +1,4 @@
-"""What ranks are asked to do with mixture-of-experts models; importing it makes the model with separate experts known."""
+"""What ranks are asked to do with mixture-of-experts models; importing it registers the one with separate experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from roll.models.layouts import row_layout, with_token_rows
 from roll.protocol.metrics import to_floats
 from roll.strategies.base import Output
 from roll.strategies.factory import create_strategy
-from tests.strategies import sharded_cases
+from tests.strategies import lora_cases, sharded_cases
 from tests.strategies.moe_models import register_separate
 from tests.strategies.samples import TensorBatch, policy_loss
 
@@ -69,3 +69,11 @@ def self_test_alone(role: WorkerConfig) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def train_adapters(role: WorkerConfig, batch: TensorBatch, steps: int) -> dict[str, Any]:
+    if role.strategy_args.strategy_name.startswith("deepspeed"):
+        from tests.strategies.deepspeed.cases import trainer
+
+        return lora_cases.train(trainer, role, batch, steps)
+    return lora_cases.train(sharded_cases.trainer, role, batch, steps)

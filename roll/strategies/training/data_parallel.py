@@ -238,7 +238,8 @@ class DataParallelStrategy(ModelStrategy):
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Collective. Full tensors in the compute dtype (float32 master weights stay here); tied weights come once."""
         for bucket in self._live_weights(bucket_bytes, selection):
-            yield [stored for name, tensor in bucket for stored in self._stored.split(name, tensor)]
+            parts = [stored for name, tensor in bucket for stored in self._stored.split(name, tensor)]
+            yield [(name, part.contiguous()) for name, part in parts]
 
     def _live_weights(
         self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
@@ -291,6 +292,11 @@ class DataParallelStrategy(ModelStrategy):
             for name, parameter in language_model.named_parameters(remove_duplicate=False):
                 if names[id(parameter)] == embeddings:
                     weights[name] = weights[embeddings]
+        if self._stored.transposes:
+            # transformers would look at the shapes of what this rank holds, and those may be shards.
+            split = (part for name, tensor in weights.items() for part in self._stored.split(name, tensor))
+            weights = {name: tensor.contiguous() for name, tensor in split}
+            language_model._weight_conversions = []
         language_model.save_pretrained(path, state_dict=weights)
         # The model wrote the type of the weights it holds (float32 master weights), not of those it was given.
         language_model.config.dtype = self.compute_dtype
