@@ -279,6 +279,7 @@ class VllmStrategy(GenerationStrategy):
             self._checksums |= joined_checksums(self._ask_ranks("roll_finish_reload"))
             self._is_reloading = False
         self._shared.close()
+        engine.reset_encoder_cache()  # of the vision tower as it was
         if self._config.in_flight_update == "recompute":
             engine.reset_prefix_cache(reset_running_requests=True)
         self._version = self._new_version

@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 from vllm import TokensPrompt
 
 from roll.protocol.vision import VisionInputs, vision_token_ids
 
-_OPERATORS = "torchvision._meta_registrations"
-
 
 def prepare_vision(on_cpu: bool) -> None:
-    """Let vLLM import its vision-language models.
-
-    Their processors need torchvision, whose wheels on the package index are built for CUDA: next to a CPU build of
-    torch it fails at import over the shapes of operators that are not there, and that no image processor calls. vLLM
-    looks at a model's class in another process, to keep this one free of CUDA: on a CPU that is not needed.
+    """Let vLLM import its vision-language models. It looks at a model's class in another process, to keep this one free
+    of CUDA: on a CPU that is not needed, and that process would not find torchvision.
 
     Raises:
-        ValueError: torchvision is not installed.
+        ValueError: torchvision is not installed, or came too late.
     """
-    if find_spec("torchvision") is None:
+    from transformers.utils import is_torchvision_available
+
+    if not is_torchvision_available():
         raise ValueError(
-            "strategy_args.strategy_name: vllm: its vision-language models need torchvision; on a CPU make install-vllm "
-            "installs it, else pip install --no-deps the torchvision of your torch. hf_infer does without"
+            "strategy_args.strategy_name: vllm: its vision-language models need torchvision; on a CPU make "
+            "install-vllm-vision installs it for vLLM alone, on a GPU it comes with vLLM. hf_infer does without"
         )
     if on_cpu:
-        import torch
         from vllm.model_executor.models import registry
 
-        if not hasattr(torch.ops.torchvision, "nms"):
-            sys.modules.setdefault(_OPERATORS, ModuleType(_OPERATORS))
         registry._run_in_subprocess = lambda function: function()
 
 
