@@ -29,9 +29,6 @@ ELSEWHERE = {
     "rock_tb_native_env": "it needs the ROCK sandbox service",
     "openreward_env": "it needs the OpenReward service",
     "atropos_env": "it needs an Atropos server",
-    "roll_math": "it reads a data set of ROLL's",
-    "roll_code": "it reads a data set of ROLL's",
-    "roll_qa": "it reads a data set of ROLL's",
 }
 """Environments of ROLL's files that need something that this package does not bring."""
 
@@ -109,7 +106,7 @@ def check_agent_keys(key: str, agent: str, section: CustomEnvConfig, checks: Che
         if getattr(section, name) and name in section.agent_config:
             rule = f"is set by agent_config.{name}, too: keep one of them"
             checks.add(f"{key}.{name}", getattr(section, name), rule)
-    if agent == "tools" and section.data_args is None:
+    if agent == "tools" and section.data_args is None and section.env_type is None:
         rule = "is needed by agent: tools: the questions, in a column messages, prompt or question"
         checks.missing(f"{key}.data_args.file_name", rule, "[data/train.jsonl]")
     for name in ("context", "history_length", "env_config", "use_thread_lock", "max_env_step_concurrent"):

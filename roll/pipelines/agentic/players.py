@@ -8,9 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from roll.agents.built_in_tools import ToolSet
 from roll.agents.chat_ids import ChatTemplate, check_template
+from roll.agents.doors import make_agent, uses_tools
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
 from roll.agents.episode import Agent, Limits, Task
+from roll.agents.tool_calls import detect_format
+from roll.agents.tool_environment import ToolEnvironment, tool_specs
 from roll.config.names import TEMPLATE_ENDINGS
 from roll.config.roles import DataArguments
 from roll.datasets.reading import read_rows
@@ -18,7 +22,7 @@ from roll.datasets.templates import template_text
 from roll.environments.base import Environment
 from roll.environments.off_loop import EnvironmentProcesses
 from roll.environments.registry import is_instant, make_environment
-from roll.pipelines.agentic.config import AgenticConfig
+from roll.pipelines.agentic.config import AgenticConfig, ToolWrapperConfig
 from roll.pipelines.agentic.plan import AgenticPlan, EntryPlan, ManagerPlan
 from roll.rollout.episodes import Player
 from roll.rollout.flow import sampling_params
@@ -39,8 +43,14 @@ def build_players(
     manager: ManagerPlan,
     tokenizer: PreTrainedTokenizerBase,
     processes: list[EnvironmentProcesses],
+    shared: dict[str, Agent | ToolSet],
 ) -> dict[str, Player]:
-    """One for every tag of ``manager``; ``processes`` takes those that environments live in.
+    """One for every tag of ``manager``.
+
+    Args:
+        processes: takes those that environments live in.
+        shared: agents of tags without an environment, and tools around environments, by tag: used again where they are
+            there; takes the others.
 
     Raises:
         TemplateError: the chat template is none that conversations can grow with.
@@ -50,22 +60,59 @@ def build_players(
     for tag in manager.groups_by_tag:
         entry = plan.entries[tag]
         template = chat_template(config, tokenizer)
-        check_template(template, entry.section.thinking, tools=False)
-        agent = environment_agent(entry, manager.section.max_env_num_per_worker, processes)
+        section = entry.section
+        check_template(template, section.thinking, uses_tools(entry.agent))
+        if entry.agent is None:
+            tools = shared.get(tag) or wrapping_tools(section.tool_wrapper)
+            assert tools is None or isinstance(tools, ToolSet)
+            agent = environment_agent(entry, manager.section.max_env_num_per_worker, processes, tools)
+            if tools is not None:
+                shared[tag] = tools
+        else:
+            known = shared.get(tag) or own_agent(entry.agent, entry)
+            assert not isinstance(known, ToolSet)
+            agent = shared[tag] = known
         most = manager.generating_args.max_new_tokens or entry.new_tokens
         limits = Limits(entry.turns, min(entry.new_tokens, most), plan.sequence_length, entry.seconds)
         least = min(params.min_new_tokens, limits.new_tokens)
         own = replace(params, max_new_tokens=limits.new_tokens, min_new_tokens=least)
-        players[tag] = Player(agent, template, limits, own, thinking=entry.section.thinking)
+        tool_format = section.tool_format or detect_format(template.source)
+        players[tag] = Player(agent, template, limits, own, tool_format, section.thinking)
     return players
 
 
-def environment_agent(entry: EntryPlan, per_process: int, processes: list[EnvironmentProcesses]) -> Agent:
+def own_agent(name: str, entry: EntryPlan) -> Agent:
+    """The agent of an entry without an environment.
+
+    Raises:
+        AgentOptionError: there is none, or an option is wrong.
+    """
+    section = entry.section
+    return make_agent(name, entry.agent_config, section.agent_system_template or None, section.agent_template)
+
+
+def wrapping_tools(wrapper: ToolWrapperConfig | None) -> ToolSet | None:
+    """The tools of ``tool_wrapper``.
+
+    Raises:
+        ToolError: one that does not exist, or an option that it does not have.
+    """
+    if wrapper is None or not wrapper.tool_configs:
+        return None
+    tools = ToolSet(tool_specs([(one.tool_id, one.tool_args) for one in wrapper.tool_configs]))
+    tools.check_host()
+    return tools
+
+
+def environment_agent(
+    entry: EntryPlan, per_process: int, processes: list[EnvironmentProcesses], tools: ToolSet | None
+) -> Agent:
     """The agent that plays the environment of an entry.
 
     Args:
         per_process: most environments of one process; 0: they live in this one.
         processes: takes what has been made, to be closed at the end.
+        tools: around the environment.
     """
     section = entry.section
     options = EnvironmentOptions(
@@ -85,6 +132,14 @@ def environment_agent(entry: EntryPlan, per_process: int, processes: list[Enviro
     if per_process and not is_instant(section.env_type):
         processes.append(EnvironmentProcesses(make, per_process))
         make = processes[-1].make
+    wrapper, bare = section.tool_wrapper, make
+    if tools is not None and wrapper is not None:
+        own = wrapper.wrapper_args
+        rewards = (own.tool_reward, own.tool_success_reward, own.max_tool_uses)
+
+        def make() -> Environment:
+            return ToolEnvironment(bare(), tools, *rewards)
+
     return EnvironmentAgent(entry.tag, make, options)
 
 

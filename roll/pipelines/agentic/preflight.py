@@ -15,7 +15,7 @@ from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.masking import masked
 from roll.config.reading.yaml_files import shown
 from roll.environments.registry import EnvironmentOptionError, check_environment_options
-from roll.pipelines.agentic.config import AgenticConfig
+from roll.pipelines.agentic.config import AgenticConfig, ToolWrapperConfig
 from roll.pipelines.agentic.planning import agent_of, used_entries
 from roll.pipelines.policy_preflight import build_own_filter, policy_functions
 
@@ -42,6 +42,8 @@ def check_environments(loaded: LoadedConfig[AgenticConfig]) -> None:
         agent, options = agent_of(section)
         if agent is not None:
             problems += agent_problems(f"custom_envs.{tag}", agent, options, loaded)
+        if section.tool_wrapper is not None:
+            problems += tool_problems(f"custom_envs.{tag}.tool_wrapper.tool_configs", section.tool_wrapper, loaded)
         if section.env_type is None:
             continue
         try:
@@ -56,7 +58,8 @@ def agent_problems(
     key: str, agent: str, options: dict[str, Any], loaded: LoadedConfig[AgenticConfig]
 ) -> Iterator[Problem]:
     """What is wrong with an agent, and with its options."""
-    from roll.agents.doors import AgentOptionError, check_agent
+    from roll.agents.agent_options import AgentOptionError
+    from roll.agents.doors import check_agent
 
     try:
         check_agent(agent, options)
@@ -65,6 +68,17 @@ def agent_problems(
         if not colon or " " in name:
             name, rule = "agent", str(error)
         yield Problem(f"{key}.{name}", None, rule, source=shown(loaded.source), has_value=False)
+
+
+def tool_problems(key: str, wrapper: ToolWrapperConfig, loaded: LoadedConfig[AgenticConfig]) -> Iterator[Problem]:
+    """What is wrong with the tools around an environment."""
+    from roll.agents.tools import ToolError
+    from roll.pipelines.agentic.players import wrapping_tools
+
+    try:
+        wrapping_tools(wrapper)
+    except ToolError as error:
+        yield Problem(key, None, str(error), source=shown(loaded.source), has_value=False)
 
 
 def _problem(
@@ -89,6 +103,7 @@ def check_chat_template(loaded: LoadedConfig[AgenticConfig]) -> None:
         ConfigError: they cannot.
     """
     from roll.agents.chat_ids import TemplateError, check_template
+    from roll.agents.doors import uses_tools
     from roll.pipelines.agentic.players import chat_template
     from roll.pipelines.files import load_tokenizer
 
@@ -101,7 +116,8 @@ def check_chat_template(loaded: LoadedConfig[AgenticConfig]) -> None:
         if entry.turns == 1 or entry.context not in ("append", "last"):
             continue
         try:
-            check_template(chat_template(loaded.config, tokenizer), entry.section.thinking, tools=False)
+            template = chat_template(loaded.config, tokenizer)
+            check_template(template, entry.section.thinking, uses_tools(entry.agent))
         except TemplateError as error:
             key = f"custom_envs.{entry.tag}.thinking"
             raise ConfigError(
