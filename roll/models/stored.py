@@ -127,6 +127,8 @@ class StoredLayout:
         live, part = self._live.get(stored, (stored, None))
         if part is None or stored in files or live not in files or live == stored:
             return files.read_rows(stored, slice(None))
+        if len(self._parts[live]) == 1:
+            return files.read_rows(live, slice(None))
         rows = self._shapes[live][1] if len(self._shapes[live]) == 3 else 1
         expert, offset = divmod(part.begin, rows)
         own = files.read_rows(live, slice(expert, expert + 1)).flatten(0, -2)
