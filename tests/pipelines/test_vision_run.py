@@ -10,7 +10,16 @@ import pytest
 
 from tests import vision_models
 from tests.pipelines.conftest import Run
-from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, load_changed, role, sft_settings, training_args, untimed
+from tests.pipelines.tiny_runs import (
+    GENERATING,
+    FinishedRun,
+    TinyWorld,
+    load_changed,
+    role,
+    sft_settings,
+    training_args,
+    untimed,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -52,6 +61,7 @@ def changes(world: TinyWorld, dump: Path) -> dict[str, Any]:
         "actor_train.use_sequence_packing": True,
         "actor_train.sequence_packing_args": packed,
         "actor_infer.device_mapping": [0, 1],
+        "actor_infer.generating_args": GENERATING | {"stop_token_ids": list(range(8, 384, 8))},
         "reference": role("fsdp2_infer", [0, 1], infer_batch_size=4),
         "validation": {"data_args": data | {"file_name": [str(world.validation)]}},
     }
@@ -91,7 +101,7 @@ def test_resumed_equals_uninterrupted(run: Run, finished: FinishedRun, pictures:
     checkpoint = str(finished.output / "checkpoint-000002")
     again = run(changes(pictures, tmp_path / "rollouts") | {"resume_from_checkpoint": checkpoint}, output=tmp_path)
     (last,) = [untimed(row) for row in again.steps if row["step"] == 2]
-    assert last == [untimed(row) for row in finished.steps if row["step"] == 2][0]
+    assert last == next(untimed(row) for row in finished.steps if row["step"] == 2)
 
 
 def test_training_on_recorded_rollouts(run: Run, finished: FinishedRun, pictures: TinyWorld, tmp_path: Path) -> None:
