@@ -72,7 +72,7 @@ EXTRAS = {
     "deepspeed": ["deepspeed==0.19.8"],
     "megatron": ["megatron-core==0.16.1"],
     "peft": ["peft==0.21.2"],
-    # Tools of agents: MCP servers, and checks of arguments.
+    # Tools of agents: MCP servers, and checks of arguments. The clients of black boxes are their programs' own.
     "agents": ["jsonschema>=4.20", "mcp>=2.0"],
     # Languages of responses, for the reward `ifeval`.
     "ifeval": ["langdetect>=1.0.9"],
@@ -82,6 +82,7 @@ EXTRAS = {
     "trackers": ["wandb>=0.20", "swanlab>=0.10"],
     "gpu": ["deepspeed==0.19.8", "megatron-core==0.16.1", "peft==0.21.2", "vllm==0.32.0"],
     "test": [
+        "anthropic==2.12.0",
         "deepspeed==0.19.8",
         "hypothesis>=6.100",
         "jsonschema>=4.20",
@@ -89,12 +90,15 @@ EXTRAS = {
         "mcp>=2.0",
         "megatron-core==0.16.1",
         "mypy>=2.0",
+        "openai==3.54.0",
+        "openai-agents==0.24.0",
         "peft==0.21.2",
         "pytest>=9.0",
         "pytest-asyncio>=1.0",
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.8",
         "ruff==0.17.5",
+        "smolagents==1.26.0",
         # Its copies of published chat templates; nothing of it is imported.
         "trl==1.16.0",
     ],

@@ -114,7 +114,7 @@ class Costs:
 
 def recipes() -> list[Path]:
     """Configurations for real models."""
-    return [ROOT / "examples/gsm8k/rlvr_config.yaml", *sorted((ROOT / "examples").glob("qwen*/*.yaml"))]
+    return [ROOT / "examples/gsm8k/rlvr_config.yaml", *sorted((ROOT / "examples").glob("qwen*-rlvr_*/*.yaml"))]
 
 
 def trainer_bytes(role: WorkerConfig, shape: Shape, ranks: int) -> tuple[float, float]:

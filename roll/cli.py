@@ -1,5 +1,5 @@
-"""The command line: ``roll run | check | plan | serve | prepare-data | inspect-data | translate | env | explain |
-schema | init | completion``.
+"""The command line: ``roll run | check | plan | serve | prepare-data | inspect-data | translate | env | play |
+explain | schema | init | completion``.
 
 Heavy packages are imported by the command that needs them, so that ``roll check`` answers at once.
 """
@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return translate(words[1:])
     if words[:1] == ["env"]:
         return play_environments(words[1:])
+    if words[:1] == ["play"]:
+        return play_environments(words)
     parser = build_parser()
     arguments, rest = parser.parse_known_args(words)
     unknown = [word for word in rest if word.startswith("-")]
@@ -313,6 +315,7 @@ def build_parser() -> argparse.ArgumentParser:
     prepare = f"turn published files into this project's columns: {', '.join(DATA_SETS)}"
     commands.add_parser("prepare-data", help=prepare, add_help=False)
     commands.add_parser("env", help="list, check and play environments", add_help=False)
+    commands.add_parser("play", help="play an environment by hand, or watch a random player", add_help=False)
     commands.add_parser(
         "translate", help="turn a launch of verl, SkyRL, TRL or OpenRLHF into this project's keys", add_help=False
     )

@@ -7,6 +7,7 @@ response.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -69,10 +70,40 @@ def calculator_seldom(number: int) -> Iterator[Row]:
     return calculator(10_000_000 + number, calling=0.15)
 
 
+def tools(number: int, calling: float = 1.0) -> Iterator[Row]:
+    """The same with a tool call as models are trained to write them, and its result as a message of the tool."""
+    rng = random.Random(f"{SEED}/tools/{number}")
+    task = Calculator()
+    text, _ = task.reset(rng.getrandbits(31))
+    messages = [user(text)]
+    if rng.random() < calling:
+        call = json.dumps({"name": "calculate", "arguments": {"expression": task.expression}})
+        response = f"<tool_call>\n{call}\n</tool_call>"
+        yield {"messages": list(messages), "response": response}
+        result = {"role": "tool", "content": str(task.answer)}
+        messages += [{"role": "assistant", "content": response}, result]
+        yield {"messages": messages, "response": f"#### {task.answer}"}
+    else:
+        yield {"messages": messages, "response": f"#### {task.answer + rng.choice(GUESSES)}"}
+
+
+def tools_seldom(number: int) -> Iterator[Row]:
+    """The habit that reinforcement has to change."""
+    return tools(10_000_000 + number, calling=0.15)
+
+
+def questions(number: int) -> Iterator[Row]:
+    """A question with its answer, to train on."""
+    task = Calculator()
+    text, _ = task.reset(random.Random(f"{SEED}/questions/{number}").getrandbits(31))
+    yield {"messages": [user(text)], "response": f"#### {task.answer}", "ground_truth": f"#### {task.answer}"}
+
+
 PLAYERS: dict[str, dict[str, tuple[Callable[[int], Iterator[Row]], int]]] = {
     "lake": {"sft": (lake, 48_000)},
     "guess": {"sft": (guess, 24_000)},
     "calculator": {"sft": (calculator, 28_000), "sft2": (calculator_seldom, 1_600)},
+    "tools": {"sft": (tools, 28_000), "sft2": (tools_seldom, 1_600), "questions": (questions, 20_000)},
 }
 """By task and file: the player, and the number of rows."""
 

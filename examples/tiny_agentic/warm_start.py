@@ -26,7 +26,7 @@ from roll.config.loader import load_config  # noqa: E402
 ARTIFACTS = FOLDER / "artifacts"
 FINGERPRINT = "fingerprint.json"
 TEXTS_OF_TOKENIZER = 3000
-PHASES = {"lake": ["sft"], "guess": ["sft"], "calculator": ["sft", "sft2"]}
+PHASES = {"lake": ["sft"], "guess": ["sft"], "calculator": ["sft", "sft2"], "tools": ["sft", "sft2"]}
 """By task, the SFT configurations in their order: ``<task>_<phase>_config.yaml``."""
 
 

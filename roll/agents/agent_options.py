@@ -63,6 +63,9 @@ class BlackBoxOptions:
 
     command: list[str] = field(default_factory=list)
     """Program and arguments, ``{name}`` a field of the task; empty: agents from elsewhere take the episodes."""
+    processes: int = 0
+    """How often ``command`` is started for the whole run: programs that take one episode after another by
+    ``POST /episodes``. 0: a program of its own for every episode."""
     env: dict[str, str] = field(default_factory=dict)
     """Further environment variables of the program."""
     inherit_env: list[str] = field(default_factory=list)
@@ -101,8 +104,10 @@ class BlackBoxOptions:
                 "agent_config.command: is needed, a program and its arguments; or api_key_env, the variable with the "
                 "key that agents from elsewhere send"
             )
-        if not self.command and self.reward == "exit":
-            raise AgentOptionError("agent_config.reward: exit needs command: other programs' exits are not seen")
+        if self.processes < 0 or (self.processes and not self.command):
+            raise AgentOptionError(f"agent_config.processes: {self.processes}: must be at least 0, and needs command")
+        if self.reward == "exit" and (self.processes or not self.command):
+            raise AgentOptionError("agent_config.reward: exit needs a program of its own for every episode")
         if (self.reward == "verifier") != bool(self.verifier):
             raise AgentOptionError("agent_config.verifier: goes with reward: verifier, and only with it")
 

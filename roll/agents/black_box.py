@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import tempfile
 from pathlib import Path
 
 from roll.agents.agent_options import BlackBoxOptions
 from roll.agents.endpoint import AgentEndpoint
-from roll.agents.episode import Episode, EpisodeOver, Model, Task
-from roll.agents.programs import Exit, filled_command, program_environment, running
+from roll.agents.episode import EngineFault, Episode, EpisodeOver, Model, Task
+from roll.agents.programs import Exit, ProgramError, filled_command, program_environment, running
 from roll.agents.session import Session, task_body
 from roll.agents.verifiers import Verifier
 
+logger = logging.getLogger(__name__)
+
 _FAREWELL_SECONDS = 10.0
 """For a program whose episode is over: it has posted its reward, or no turn is left."""
+
+
+_COMMON = {
+    # It would send every conversation to OpenAI, with the episode's key.
+    "OPENAI_AGENTS_DISABLE_TRACING": "1",
+}
+_MOST_FAILURES = 5
+"""Ends of a program that serves the whole run, one after another without an episode in between."""
 
 
 class BlackBoxAgent:
@@ -30,6 +41,7 @@ class BlackBoxAgent:
     def __init__(self, options: BlackBoxOptions, verifier: Verifier | None = None) -> None:
         self._options, self._verifier = options, verifier
         self._endpoint = AgentEndpoint(options.host, options.port, options.worker_key, options.public_url)
+        self._workers = _Workers(self._endpoint, options) if options.processes else None
 
     @property
     def url(self) -> str:
@@ -48,7 +60,8 @@ class BlackBoxAgent:
         self._endpoint.open(session)
         with tempfile.TemporaryDirectory(prefix="roll-episode-", ignore_cleanup_errors=True) as scratch:
             try:
-                ended = await (self._program(session, scratch) if self._options.command else self._elsewhere(session))
+                alone = self._options.command and self._workers is None
+                ended = await (self._program(session, scratch) if alone else self._taken(session))
             finally:
                 self._endpoint.retire(session)
             if session.fault is not None:
@@ -56,11 +69,16 @@ class BlackBoxAgent:
             return await self._reward(session, ended, episode, scratch)
 
     async def close(self) -> None:
-        """Stop serving."""
+        """End the programs and stop serving."""
+        if self._workers is not None:
+            await self._workers.close()
         self._endpoint.close()
 
-    async def _elsewhere(self, session: Session) -> None:
+    async def _taken(self, session: Session) -> None:
+        """Wait until whoever takes the episode is done with it."""
         self._endpoint.offer(session)
+        if self._workers is not None:
+            self._workers.start()
         await session.done.wait()
 
     async def _program(self, session: Session, scratch: str) -> Exit | None:
@@ -74,16 +92,13 @@ class BlackBoxAgent:
             "OPENAI_API_KEY": session.key,
             "ANTHROPIC_BASE_URL": url,
             "ANTHROPIC_API_KEY": session.key,
-            # It would send every run to OpenAI, with this key.
-            "OPENAI_AGENTS_DISABLE_TRACING": "1",
             "ROLL_REWARD_URL": f"{url}/reward",
             "ROLL_SCRATCH": scratch,
             "ROLL_SEED": str(session.task.seed),
             "ROLL_TASK_FILE": str(task_file),
-            **options.env,
         }
         command = filled_command(options.command, fields)
-        environment = program_environment(own, options.inherit_env)
+        environment = program_environment(_COMMON | own | options.env, options.inherit_env)
         async with running(command, environment, fields, options.folder or os.getcwd()) as program:
             ending = asyncio.create_task(program.wait())
             over = asyncio.create_task(session.done.wait())
@@ -122,5 +137,59 @@ class BlackBoxAgent:
         if session.limit is not None:
             return session.limit
         name = self._options.command[0] if self._options.command else "the agent"
-        episode.error = f"{name} {what}" + (f" ({ended})" if ended is not None else "")
+        how = session.lost or (str(ended) if ended is not None else "")
+        episode.error = f"{name} {what}" + (f" ({how})" if how else "")
         return EpisodeOver("agent_error")
+
+
+class _Workers:
+    """Programs that serve the whole run; one that ends is started again."""
+
+    def __init__(self, endpoint: AgentEndpoint, options: BlackBoxOptions) -> None:
+        self._endpoint, self._options = endpoint, options
+        self._tasks: list[asyncio.Task[None]] = []
+        self._fault: EngineFault | None = None
+
+    def start(self) -> None:
+        """Start the programs; a second call does nothing.
+
+        Raises:
+            EngineFault: they have ended again and again.
+        """
+        if self._fault is not None:
+            raise self._fault
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(self._keep()) for _ in range(self._options.processes)]
+
+    async def close(self) -> None:
+        """End the programs."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _keep(self) -> None:
+        failures = 0
+        while failures < _MOST_FAILURES:
+            key = self._endpoint.admit_worker()
+            try:
+                ended = str(await self._run(key))
+            except ProgramError as error:
+                ended = str(error)
+            lost = self._endpoint.dismiss_worker(key)
+            for session in lost:
+                session.lost = ended
+                session.done.set()
+            failures = 0 if lost else failures + 1
+            logger.warning("an agent's program has ended and is started again: %s", ended)
+        self._fault = EngineFault()
+        self._fault.__cause__ = ProgramError(f"{self._options.command[0]} ends again and again: {ended}")
+        for session in self._endpoint.waiting():
+            session.fault = self._fault
+            session.done.set()
+
+    async def _run(self, key: str) -> Exit:
+        url, options = self._endpoint.url, self._options
+        own = {"ROLL_URL": url, "ROLL_EPISODES_URL": f"{url}/episodes", "ROLL_WORKER_KEY": key}
+        environment = program_environment(_COMMON | own | options.env, options.inherit_env)
+        async with running(options.command, environment, None, options.folder or os.getcwd()) as program:
+            return await program.wait()

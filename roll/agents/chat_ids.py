@@ -83,6 +83,11 @@ class ChatTemplate:
         return other
 
     @property
+    def source(self) -> str:
+        """The template's text."""
+        return str(self._arguments.get("chat_template") or self._tokenizer.get_chat_template(tools=self._tools))
+
+    @property
     def end_tokens(self) -> frozenset[int]:
         return frozenset(self._ends.values())
 

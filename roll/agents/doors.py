@@ -24,7 +24,7 @@ from roll.rewards.base import RewardOptionError
 BUILT_IN = ("tools", "black_box")
 
 
-def uses_tools(agent: str) -> bool:
+def uses_tools(agent: str | None) -> bool:
     """Conversations of the agent may have tool messages: the chat template must have a place for them."""
     return agent == "tools"
 

@@ -64,6 +64,8 @@ class AgentEndpoint:
         """Public part of a key of an ended episode to the digest of the key."""
         self._waiting: list[tuple[Session, asyncio.Event]] = []
         """Episodes that wait for an agent from elsewhere, first come first served."""
+        self._workers: dict[str, bytes] = {}
+        """Public part of a worker's key to the digest of the key, for programs that we have started."""
         self._lock = threading.Lock()
         self._began = int(time.time())
 
@@ -92,8 +94,7 @@ class AgentEndpoint:
 
     def open(self, session: Session) -> None:
         """Give ``session`` a key and answer to it."""
-        name = secrets.token_hex(8)
-        session.key = f"sk-{name}-{secrets.token_urlsafe(32)}"
+        name, session.key = _new_key()
         self._sessions[name] = session
 
     def retire(self, session: Session) -> None:
@@ -107,12 +108,29 @@ class AgentEndpoint:
         with self._lock:
             self._waiting = [one for one in self._waiting if one[0] is not session]
 
+    def admit_worker(self) -> str:
+        """A key for a program that may take episodes."""
+        name, key = _new_key()
+        self._workers[name] = _digest(key)
+        return key
+
+    def dismiss_worker(self, key: str) -> list[Session]:
+        """Let it take no more; the episodes that it has taken and not finished."""
+        name = _public_part(key)
+        self._workers.pop(name, None)
+        return [one for one in list(self._sessions.values()) if one.taker == name and not one.done.is_set()]
+
     def offer(self, session: Session) -> asyncio.Event:
         """Let an agent from elsewhere have ``session``; the event tells when one has taken it."""
         taken = asyncio.Event()
         with self._lock:
             self._waiting.append((session, taken))
         return taken
+
+    def waiting(self) -> list[Session]:
+        """The episodes that nobody has taken yet."""
+        with self._lock:
+            return [session for session, _ in self._waiting]
 
     def _next_waiting(self) -> tuple[Session, asyncio.Event] | None:
         with self._lock:
@@ -229,7 +247,11 @@ class AgentEndpoint:
     async def _episodes(self, request: Request) -> Response:
         """Give an agent from elsewhere the episode that waits longest: its key, address and task; 204 without one."""
         given = _given_key(request)
-        if not self._worker_key or not hmac.compare_digest(given.encode(), self._worker_key.encode()):
+        name = _public_part(given)
+        if not hmac.compare_digest(self._workers.get(name, b""), _digest(given)):
+            name = ""
+        known = self._worker_key and hmac.compare_digest(given.encode(), self._worker_key.encode())
+        if not name and not known:
             return _error(request, Refusal(401, "the worker's key is missing or wrong", "authentication_error"))
         until = time.monotonic() + min(_MAX_WAIT, _seconds(request.query_params.get("wait", "0")))
         while (found := self._next_waiting()) is None:
@@ -237,8 +259,15 @@ class AgentEndpoint:
                 return Response(status_code=204)
             await asyncio.sleep(DISCONNECT_POLL_SECONDS)
         session, taken = found
+        session.taker = name
         session.loop.call_soon_threadsafe(taken.set)
         return JSONResponse({"key": session.key, "base_url": self.url, "task": task_body(session.task)})
+
+
+def _new_key() -> tuple[str, str]:
+    """The public part of a key, and the key."""
+    name = secrets.token_hex(8)
+    return name, f"sk-{name}-{secrets.token_urlsafe(32)}"
 
 
 def _public_part(key: str) -> str:

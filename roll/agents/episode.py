@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -159,8 +160,20 @@ class Model:
     ) -> None:
         self._sample, self._template, self._tool_format, self._limits = sample, template, tool_format, limits
         self.conversations = Conversations(template, thinking)
-        self.seconds = 0.0
+        self.role = ""
+        self._seconds = Seconds()
+
+    @property
+    def seconds(self) -> float:
         """Spent waiting for responses."""
+        return self._seconds.model
+
+    def as_(self, role: str) -> Model:
+        """The same policy in a part of its own: its calls have rewards and a baseline of their own, and are trained
+        where ``train_roles`` names the role."""
+        part = copy.copy(self)
+        part.role = role
+        return part
 
     @property
     def turns_left(self) -> int:
@@ -183,6 +196,7 @@ class Model:
         if self.turns_left <= 0:
             raise EpisodeOver("turn_limit")
         call = self.conversations.ask(messages, tools)
+        call.role = self.role
         prompt_ids = self.conversations.prompt_ids(call)
         wanted = int(options.pop("max_new_tokens", self._limits.new_tokens))
         room = min(wanted, self._limits.new_tokens, self._limits.context - len(prompt_ids))
@@ -194,7 +208,7 @@ class Model:
         except Exception as error:
             raise EngineFault(str(error)) from error
         finally:
-            self.seconds += time.perf_counter() - begin
+            self._seconds.model += time.perf_counter() - begin
         return self._answered(call, sampled)
 
     def count_tokens(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> int:
@@ -216,8 +230,9 @@ class Model:
         return self._template.decode(ids[:-1] if ended and ids and ids[-1] in self._template.end_tokens else ids)
 
     def reward(self, value: float, call: Call | None = None) -> None:
-        """Add to the reward of ``call`` (None: the newest that was answered)."""
-        target = call or next((one for one in reversed(self.conversations.calls) if one.finished), None)
+        """Add to the reward of ``call`` (None: the newest that was answered, in a role the newest of that role)."""
+        answered = (one for one in reversed(self.conversations.calls) if one.finished)
+        target = call or next((one for one in answered if self.role in ("", one.role)), None)
         if target is not None:
             target.reward += value
 

@@ -46,6 +46,10 @@ class Session:
     """Calls whose sampling parameters the run's have replaced."""
     in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
     closed: bool = False
+    taker: str = ""
+    """Public part of the key of the program that has taken it, of those that serve the whole run."""
+    lost: str = ""
+    """How that program ended before its time."""
     responses: dict[str, list[Message]] = field(default_factory=dict)
     """Response id to its conversation, for ``previous_response_id``."""
 

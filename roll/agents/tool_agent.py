@@ -136,7 +136,8 @@ class FunctionAgent:
         function = target
         if inspect.isclass(target):
             try:
-                function = target(**self._arguments).run
+                made: Any = target(**self._arguments)
+                function = made.run
             except (TypeError, ValueError, AttributeError) as error:
                 raise ToolError(f"agent: {path} cannot be made: {error}") from error
             self._arguments = {}

@@ -88,6 +88,10 @@ class ToolBox:
         self._timeout, self._max_result = timeout, max_result
 
     @property
+    def names(self) -> list[str]:
+        return list(self._tools)
+
+    @property
     def schemas(self) -> list[Message]:
         return [tool.schema for tool in self._tools.values()]
 
@@ -209,6 +213,7 @@ class HeldMcpServer:
         self._make = make
         self._lock = asyncio.Lock()
         self._session: _McpSession | None = None
+        self._closed = False
         self.starts = 0
 
     async def tools(self) -> list[Tool]:
@@ -238,14 +243,17 @@ class HeldMcpServer:
         return await (await self._open()).call(name, arguments)
 
     async def close(self) -> None:
-        """End the server; a later call would start another."""
+        """End the server, for good."""
         async with self._lock:
+            self._closed = True
             if self._session is not None:
                 await self._session.close()
                 self._session = None
 
     async def _open(self) -> _McpSession:
         async with self._lock:
+            if self._closed:
+                raise ToolError("the MCP server has been closed")
             if self._session is None:
                 session = _McpSession(self._make())
                 await session.start()

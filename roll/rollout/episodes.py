@@ -349,6 +349,7 @@ def episode_state(episode: Episode) -> State:
                 "finish_reason": call.finish_reason,
                 "reward": float(call.reward),
                 "state": call.state,
+                "role": call.role,
             }
             for call in conversations.calls
         ],
@@ -361,7 +362,7 @@ def episode_from(state: Mapping[str, Any], task: Task, player: Player) -> Episod
     conversations.counts = ConversationCounts(**state["counts"])
     for entry, (messages, message) in zip(state["calls"], json.loads(state["messages"]), strict=True):
         arrays = {name: entry[name].tolist() for name in ("new_ids", "response_ids", "log_probs", "versions")}
-        plain = {name: entry[name] for name in ("parent", "finish_reason", "reward", "state")}
+        plain = {name: entry[name] for name in ("parent", "finish_reason", "reward", "state", "role")}
         call = Call(index=len(conversations.calls), messages=messages, message=message, **arrays, **plain)
         conversations.calls.append(call)
     plain = {name: state[name] for name in ("outcome", "reward", "success", "metrics", "error")}

@@ -278,3 +278,22 @@ def test_members_of_a_group_meet_the_same_task_and_many_run_at_once(template: Ch
     assert all(episode.success for episode in episodes)
     for first in range(0, 200, 4):
         assert len({tuple(len(call.response_ids) for call in one.calls) for one in episodes[first : first + 4]}) == 1
+
+
+class SelfPlay:
+    """As in docs/algorithms.md: one asks, the other answers."""
+
+    async def run(self, task: Task, model: Model, episode: Episode) -> None:
+        proposer, solver = model.as_("proposer"), model.as_("solver")
+        question = await proposer.chat([{"role": "user", "content": "Ask something."}])
+        answer = await solver.chat([{"role": "user", "content": question.text}])
+        solver.reward(1.0 if answer.text == "42" else 0.0)
+        proposer.reward(-1.0 if answer.text == "42" else 1.0)
+
+
+def test_a_policy_in_several_parts(template: ChatTemplate) -> None:
+    engine = Scripted(template, lambda prompt: "42" if "6 x 7" in prompt else "6 x 7")
+    model = Model(engine, template, "hermes", Limits(turns=2))
+    episode = asyncio.run(run_episode(Task("play", 1), SelfPlay(), model, Limits()))
+    assert [(call.role, call.reward) for call in episode.calls] == [("proposer", -1.0), ("solver", 1.0)]
+    assert model.turns_left == 0 and episode.seconds.model > 0

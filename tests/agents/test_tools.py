@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from roll.agents.tool_calls import ToolCall
-from roll.agents.tools import McpServer, ToolBox, ToolError, ToolResult, tool_messages, tool_of
+from roll.agents.tools import HeldMcpServer, McpServer, ToolBox, ToolError, ToolResult, tool_messages, tool_of
 
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
 
@@ -142,3 +144,35 @@ async def test_mcp_servers_that_cannot_be_used() -> None:
     with pytest.raises(ToolError, match="has no tools subtract; it has add"):
         async with McpServer(SERVER, names=["subtract"]):
             pass
+
+
+@pytest.mark.long
+@pytest.mark.asyncio
+async def test_a_lost_server_is_started_again(tmp_path: Path) -> None:
+    """And the calls are made again; one that cannot be started again is no result of a call."""
+    held = HeldMcpServer(lambda: McpServer([sys.executable, str(tmp_path / "server.py")]))
+    (tmp_path / "server.py").write_text(Path(SERVER[1]).read_text())
+    box = ToolBox(await held.tools())
+    assert (await box.call(ToolCall("add", {"a": 1, "b": 2}))).text == "3"
+    for child in _children():
+        os.kill(child, signal.SIGKILL)
+    results = await box.call_all([ToolCall("add", {"a": i, "b": 1}) for i in range(5)])
+    assert [result.text for result in results] == ["1", "2", "3", "4", "5"] and held.starts == 2
+    (tmp_path / "server.py").write_text("raise SystemExit(1)")
+    for child in _children():
+        os.kill(child, signal.SIGKILL)
+    with pytest.raises(ToolError, match="cannot be used"):
+        await box.call(ToolCall("add", {"a": 1, "b": 2}))
+    await held.close()
+    with pytest.raises(ToolError, match="has been closed"):
+        await box.call(ToolCall("add", {"a": 1, "b": 2}))
+
+
+def _children() -> list[int]:
+    """Child processes of this one that run an MCP server of a test."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        for child in (task / "children").read_text().split():
+            if b"server.py" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(int(child))
+    return found

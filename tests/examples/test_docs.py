@@ -135,6 +135,10 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 SHOWN_MISTAKE = ["max_step=40", "rollout_batch_size=20"]
 
 
+DEFAULTS = {"sft": ("tiny", "sft_config"), "agentic": ("tiny_agentic", "lake_config")}
+"""Folder and name that launchers take without flags."""
+
+
 def recipe_and_overrides(words: list[str]) -> tuple[list[str], list[str]] | None:
     """The recipe as ``load_config`` wants it, and the overrides; None for a file that the page only imagines."""
     if words[0] == "roll":
@@ -144,7 +148,8 @@ def recipe_and_overrides(words: list[str]) -> tuple[list[str], list[str]] | None
     if words[0] == "python":
         if not all(re.fullmatch(r"[-\w./=+\[\]:~]+", word) for word in words) or "DIR" in words:
             return None
-        arguments = parse_launcher_args(words[2:], "tiny", "sft_config" if "sft" in words[1] else "rlvr_config")
+        name = next((name for part, name in DEFAULTS.items() if part in words[1]), ("tiny", "rlvr_config"))
+        arguments = parse_launcher_args(words[2:], *name)
         return [arguments.config_path, arguments.config_name], list(arguments.overrides)
     return (["gsm8k", "rlvr_config"], words[1:]) if words[0].endswith("run_gsm8k.sh") else None
 

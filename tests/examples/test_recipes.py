@@ -44,7 +44,7 @@ def test_recipe_loads_and_plans(recipe: Path, capsys: pytest.CaptureFixture[str]
     assert str(recipe) in plan
 
 
-@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.parent.name in ("tiny", "gsm8k")], ids=str)
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.parent.name in ("tiny", "tiny_agentic", "gsm8k")], ids=str)
 def test_recipe_sets_nothing_that_has_no_effect(recipe: Path) -> None:
     """These are the ones that are copied: what stands in them should do something."""
     loaded = load_config(None, recipe, check_files=False)

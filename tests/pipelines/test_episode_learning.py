@@ -277,6 +277,7 @@ def test_roles_are_compared_with_their_own() -> None:
     running, _ = learn(groups, "trajectory", norm=("running", None), adv_estimator="reinforce", gamma=1.0)
     assert running.batch["response_level_rewards"].tolist() == [0.5, -0.5, -0.5, 0.5]
     assert metrics["trajectory/rows/mean"] == 1.0
+    assert (metrics["role/first/score/mean"], metrics["role/second/score/min"]) == (0.5, -1.0)
 
 
 def test_tags_may_be_normalised_apart() -> None:

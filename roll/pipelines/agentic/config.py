@@ -136,8 +136,8 @@ class CustomEnvConfig:
     command: str | list[str] | None = None
     """Short for ``agent: black_box`` with ``agent_config.command``: the program and its arguments."""
     verifier: dict[str, Any] = field(default_factory=dict)
-    """Short for ``agent_config.verifier``: the reward of an answer, ``worker_cls`` (a reward's name or dotted path) with
-    ``reward_kwargs`` and ``answer_key``, or a ``command``."""
+    """Short for ``agent_config.verifier``: the reward of an answer, by ``worker_cls`` (a reward's name or dotted path),
+    ``reward_kwargs`` and ``answer_key``, or by a ``command``."""
     tool_format: str | None = setting(None, choices=TOOL_CALL_FORMATS)
     """How the model writes tool calls; null: as its chat template does."""
     env_manager_cls: str | None = field(default=None, metadata=rules(parse=parse_dotted_path, example="~"))

@@ -74,7 +74,7 @@ class EpisodeAdvantageComputer(AdvantageComputer):
                 tensors[name] = made[name][layout.trajectories.index]
         tensors["sequence_tokens"] = made["loss_mask"].sum(-1)[layout.trajectories.index]
         of_trajectories = {name: metric for name, metric in metrics.items() if not name.startswith(LENGTHS_OF_ROWS)}
-        return of_trajectories | row_metrics(batch, layout)
+        return of_trajectories | row_metrics(batch, layout) | role_metrics(trajectories)
 
     def normalised(self, batch: DataProto, shaped: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
         """Rewards (T,), those of each role (and tag) by moments of their own; ``reward_divisors`` is added."""
@@ -178,4 +178,13 @@ def row_metrics(batch: DataProto, layout: TrajectoryLayout) -> Metrics:
     turns = Turns.of(layout.mask, layout.pack(tensors["turn_ids"], -1)).exists.sum(-1)
     metrics.summary("trajectory/rows", layout.trajectories.counts)
     metrics.summary("trajectory/turns", turns)
+    return metrics.build()
+
+
+def role_metrics(trajectories: DataProto) -> Metrics:
+    """Raw rewards by role, where there are several."""
+    roles, scores = trajectories.non_tensor_batch["role"], trajectories.batch["scores"]
+    metrics, scored = MetricBuilder(), ~scores.isnan()
+    for role in sorted({role for role in roles if role}):
+        metrics.summary(f"role/{role}/score", scores.nan_to_num(), torch.from_numpy(roles == role) & scored)
     return metrics.build()

@@ -110,8 +110,7 @@ def agentic_facts(plan: AgenticPlan) -> list[tuple[str, str]]:
     facts = [("episodes", _played(plan, plan.train, "step"))]
     if plan.validation is not None and plan.eval_steps:
         facts.append(("validation", _played(plan, plan.validation, "validation")))
-    for entry in plan.entries.values():
-        facts.append((entry.tag, _entry(entry, plan.sequence_length)))
+    facts += [("environment", f"{entry.tag}: {_entry(entry, plan.sequence_length)}") for entry in plan.entries.values()]
     reference = "reference log-probs" + ("" if "reference" in plan.roles else " (actor_train without its adapters)")
     passes = {reference: plan.needs_reference, "old log-probs": plan.needs_old_log_probs, "values": plan.needs_critic}
     needed = ", ".join(name for name, needed in passes.items() if needed) or "none"

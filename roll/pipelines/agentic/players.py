@@ -9,8 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from roll.agents.chat_ids import ChatTemplate, check_template
+from roll.agents.doors import make_agent, uses_tools
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
 from roll.agents.episode import Agent, Limits, Task
+from roll.agents.text_tools import TextTools, WrapperOptions, text_tool
+from roll.agents.tool_calls import detect_format
 from roll.config.names import TEMPLATE_ENDINGS
 from roll.config.roles import DataArguments
 from roll.datasets.reading import read_rows
@@ -18,7 +21,7 @@ from roll.datasets.templates import template_text
 from roll.environments.base import Environment
 from roll.environments.off_loop import EnvironmentProcesses
 from roll.environments.registry import is_instant, make_environment
-from roll.pipelines.agentic.config import AgenticConfig
+from roll.pipelines.agentic.config import AgenticConfig, ToolWrapperConfig
 from roll.pipelines.agentic.plan import AgenticPlan, EntryPlan, ManagerPlan
 from roll.rollout.episodes import Player
 from roll.rollout.flow import sampling_params
@@ -39,8 +42,14 @@ def build_players(
     manager: ManagerPlan,
     tokenizer: PreTrainedTokenizerBase,
     processes: list[EnvironmentProcesses],
+    agents: dict[str, Any],
 ) -> dict[str, Player]:
-    """One for every tag of ``manager``; ``processes`` takes those that environments live in.
+    """One for every tag of ``manager``.
+
+    Args:
+        processes: takes those that environments live in.
+        agents: of tags without an environment, and tools around environments, used again where they are there; takes
+            the others.
 
     Raises:
         TemplateError: the chat template is none that conversations can grow with.
@@ -50,22 +59,51 @@ def build_players(
     for tag in manager.groups_by_tag:
         entry = plan.entries[tag]
         template = chat_template(config, tokenizer)
-        check_template(template, entry.section.thinking, tools=False)
-        agent = environment_agent(entry, manager.section.max_env_num_per_worker, processes)
+        section = entry.section
+        check_template(template, section.thinking, uses_tools(entry.agent))
+        if entry.agent is None:
+            name = f"tools around {tag}"
+            if section.tool_wrapper is not None and name not in agents:
+                agents[name] = text_tools(section.tool_wrapper)
+            agent = environment_agent(entry, manager.section.max_env_num_per_worker, processes, agents.get(name))
+        else:
+            agent = agents[tag] if tag in agents else own_agent(entry.agent, entry)
+            agents[tag] = agent
         most = manager.generating_args.max_new_tokens or entry.new_tokens
         limits = Limits(entry.turns, min(entry.new_tokens, most), plan.sequence_length, entry.seconds)
         least = min(params.min_new_tokens, limits.new_tokens)
         own = replace(params, max_new_tokens=limits.new_tokens, min_new_tokens=least)
-        players[tag] = Player(agent, template, limits, own, thinking=entry.section.thinking)
+        tool_format = section.tool_format or detect_format(template.source)
+        players[tag] = Player(agent, template, limits, own, tool_format, section.thinking)
     return players
 
 
-def environment_agent(entry: EntryPlan, per_process: int, processes: list[EnvironmentProcesses]) -> Agent:
+def own_agent(name: str, entry: EntryPlan) -> Agent:
+    """The agent of an entry without an environment.
+
+    Raises:
+        AgentOptionError: there is none, or an option is wrong.
+    """
+    section = entry.section
+    return make_agent(name, entry.agent_config, section.agent_system_template or None, section.agent_template)
+
+
+def text_tools(wrapper: ToolWrapperConfig) -> TextTools:
+    """The tools of a section ``tool_wrapper``."""
+    given = wrapper.wrapper_args
+    tools = [text_tool(one.tool_id, one.tool_args) for one in wrapper.tool_configs]
+    return TextTools(tools, WrapperOptions(given.tool_reward, given.tool_success_reward, given.max_tool_uses))
+
+
+def environment_agent(
+    entry: EntryPlan, per_process: int, processes: list[EnvironmentProcesses], tools: TextTools | None = None
+) -> Agent:
     """The agent that plays the environment of an entry.
 
     Args:
         per_process: most environments of one process; 0: they live in this one.
         processes: takes what has been made, to be closed at the end.
+        tools: around the environment.
     """
     section = entry.section
     options = EnvironmentOptions(
@@ -85,7 +123,7 @@ def environment_agent(entry: EntryPlan, per_process: int, processes: list[Enviro
     if per_process and not is_instant(section.env_type):
         processes.append(EnvironmentProcesses(make, per_process))
         make = processes[-1].make
-    return EnvironmentAgent(entry.tag, make, options)
+    return EnvironmentAgent(entry.tag, make if tools is None else tools.maker(make), options)
 
 
 def chat_template(config: AgenticConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:

@@ -15,7 +15,7 @@ from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.masking import masked
 from roll.config.reading.yaml_files import shown
 from roll.environments.registry import EnvironmentOptionError, check_environment_options
-from roll.pipelines.agentic.config import AgenticConfig
+from roll.pipelines.agentic.config import AgenticConfig, ToolWrapperConfig
 from roll.pipelines.agentic.planning import agent_of, used_entries
 from roll.pipelines.policy_preflight import build_own_filter, policy_functions
 
@@ -44,6 +44,7 @@ def check_environments(loaded: LoadedConfig[AgenticConfig]) -> None:
             problems += agent_problems(f"custom_envs.{tag}", agent, options, loaded)
         if section.env_type is None:
             continue
+        problems += wrapper_problems(f"custom_envs.{tag}.tool_wrapper", section.tool_wrapper, loaded)
         try:
             check_environment_options(section.env_type, section.env_config)
         except EnvironmentOptionError as error:
@@ -56,7 +57,8 @@ def agent_problems(
     key: str, agent: str, options: dict[str, Any], loaded: LoadedConfig[AgenticConfig]
 ) -> Iterator[Problem]:
     """What is wrong with an agent, and with its options."""
-    from roll.agents.doors import AgentOptionError, check_agent
+    from roll.agents.agent_options import AgentOptionError
+    from roll.agents.doors import check_agent
 
     try:
         check_agent(agent, options)
@@ -65,6 +67,21 @@ def agent_problems(
         if not colon or " " in name:
             name, rule = "agent", str(error)
         yield Problem(f"{key}.{name}", None, rule, source=shown(loaded.source), has_value=False)
+
+
+def wrapper_problems(
+    key: str, wrapper: ToolWrapperConfig | None, loaded: LoadedConfig[AgenticConfig]
+) -> Iterator[Problem]:
+    """Tools that do not exist, or lack an option."""
+    from roll.agents.text_tools import text_tool
+    from roll.agents.tools import ToolError
+
+    for index, tool in enumerate(wrapper.tool_configs if wrapper is not None else ()):
+        try:
+            text_tool(tool.tool_id, tool.tool_args)
+        except ToolError as error:
+            path = f"{key}.tool_configs[{index}]"
+            yield Problem(path, None, str(error), source=shown(loaded.source), has_value=False)
 
 
 def _problem(
@@ -89,6 +106,7 @@ def check_chat_template(loaded: LoadedConfig[AgenticConfig]) -> None:
         ConfigError: they cannot.
     """
     from roll.agents.chat_ids import TemplateError, check_template
+    from roll.agents.doors import uses_tools
     from roll.pipelines.agentic.players import chat_template
     from roll.pipelines.files import load_tokenizer
 
@@ -101,7 +119,8 @@ def check_chat_template(loaded: LoadedConfig[AgenticConfig]) -> None:
         if entry.turns == 1 or entry.context not in ("append", "last"):
             continue
         try:
-            check_template(chat_template(loaded.config, tokenizer), entry.section.thinking, tools=False)
+            template = chat_template(loaded.config, tokenizer)
+            check_template(template, entry.section.thinking, uses_tools(entry.agent))
         except TemplateError as error:
             key = f"custom_envs.{entry.tag}.thinking"
             raise ConfigError(

@@ -49,6 +49,8 @@ class EpisodeData:
     validation_tasks: TaskSource | None
     processes: list[EnvironmentProcesses]
     """Of environments that do not live in the driver."""
+    shared: list[Any]
+    """Agents without an environment, and tools around environments."""
 
 
 def load_episode_data(config: AgenticConfig, plan: AgenticPlan, tokenizer: PreTrainedTokenizerBase) -> EpisodeData:
@@ -61,13 +63,15 @@ def load_episode_data(config: AgenticConfig, plan: AgenticPlan, tokenizer: PreTr
     data = read_data(plan)
     validation = plan.validation
     processes: list[EnvironmentProcesses] = []
+    shared: dict[str, Any] = {}
     return EpisodeData(
         tokenizer,
-        build_players(config, plan, plan.train, tokenizer, processes),
-        {} if validation is None else build_players(config, plan, validation, tokenizer, processes),
+        build_players(config, plan, plan.train, tokenizer, processes, shared),
+        {} if validation is None else build_players(config, plan, validation, tokenizer, processes, shared),
         TaskSource(plan.train, f"train/{config.seed}", data),
         None if validation is None else TaskSource(validation, "validation", data),
         processes,
+        list(shared.values()),
     )
 
 
@@ -135,9 +139,17 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
         }
 
     def close(self) -> None:
+        self.driver.run(self._close_agents())
         super().close()
         for processes in self._data.processes:
             processes.close()
+
+    async def _close_agents(self) -> None:
+        """End what agents have started: servers of tools, sandboxes, their endpoint."""
+        for one in self._data.shared:
+            close = getattr(one, "close", None)
+            if close is not None:
+                await close()
 
     def validation(self) -> Coroutine[Any, Any, EpisodeValidation]:
         """The same tasks each time, sampled from the same seeds: two validations differ by the policy alone."""

@@ -85,7 +85,7 @@ class RLVR(PipelineDefinition):
         ("RLVR and agentic: roles, engines, asynchronous rollout (top level)", PolicyRunConfig, (RunConfig, PPOConfig)),
         ("RLVR and agentic: algorithm (top level)", PPOConfig, (PolicyLossConfig,)),
         ("RLVR and agentic: options of single policy losses (top level)", PolicyLossConfig, ()),
-        ("RLVR: keys of older files (top level)", OlderRLVRKeys, ()),
+        ("RLVR and agentic: keys of older files (top level)", OlderRLVRKeys, ()),
     )
     section_tables = (
         ("`rewards.<name>` (in addition to the keys of a role)", RewardConfig, (WorkerConfig,)),

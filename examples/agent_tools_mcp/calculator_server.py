@@ -1,0 +1,25 @@
+"""An MCP server with a calculator: over standard input and output, or over HTTP with ``--port N``."""
+
+import argparse
+
+from mcp.server.mcpserver import MCPServer
+
+from roll.environments.games import calculate as value_of
+
+server = MCPServer("calculator")
+
+
+@server.tool()
+def calculate(expression: str) -> str:
+    """Calculate an expression of whole numbers with + - * and brackets."""
+    return str(value_of(expression))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, default=0)
+    port = parser.parse_args().port
+    if port:
+        server.run(transport="streamable-http", host="127.0.0.1", port=port)
+    else:
+        server.run(transport="stdio")

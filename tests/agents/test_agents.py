@@ -1,0 +1,331 @@
+"""Agents without an environment, with a scripted policy: tools, coroutines, programs; and what is refused of each."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.agents.agent_options import AgentOptionError
+from roll.agents.built_in_tools import SearchIndex, ToolSet
+from roll.agents.chat_ids import ChatTemplate
+from roll.agents.doors import check_agent, make_agent
+from roll.agents.episode import Episode, Limits, Model, Task
+from roll.agents.tool_calls import ToolCall
+from roll.agents.tools import ToolError
+from tests.agents.playing import Recorded, assert_trained_as_sampled, played
+from tests.agents.templates import WRITTEN_HERE
+
+
+@pytest.fixture(scope="module")
+def template() -> ChatTemplate:
+    return WRITTEN_HERE[0].chat_template()
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+def is_right(prompt: str, response: str, ground_truth: Any, **_: Any) -> dict[str, float]:
+    """A reward of one's own."""
+    return {"score": float(response.strip() == str(ground_truth)), "seen": 1.0}
+
+
+def called(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+ADDING = {"tools": ["tests.agents.test_agents.add"], "verifier": {"worker_cls": "tests.agents.test_agents.is_right"}}
+ROW = {"question": "2+3", "ground_truth": 5}
+
+
+def adds_then_answers(prompt: str) -> str:
+    results = prompt.split("<|im_start|>tool\n")[1:]
+    return results[-1].split("<|im_end|>")[0] if results else called("add", a=2, b=3)
+
+
+def test_tools_until_there_is_an_answer(template: ChatTemplate) -> None:
+    options = ADDING | {"tool_reward": 0.25, "tool_success_reward": 0.5}
+    engine = Recorded(template, adds_then_answers)
+    (episode,) = played(make_agent("tools", options, system="Use tools."), engine, Task("t", 0, ROW))
+    assert (episode.outcome, episode.success, episode.reward) == ("terminated", True, 1.75)
+    assert [call.reward for call in episode.calls] == [0.25, 1.5]
+    assert episode.metrics == {"seen": 1.0, "tool_calls": 1.0, "failed_tool_calls": 0.0}
+    assert len(episode.conversations.branches()) == 1
+    first = template.decode(engine.turns[0][0])
+    assert first.startswith("<|im_start|>system\nUse tools.") and "2+3" in first
+    assert_trained_as_sampled(engine, episode.conversations)
+
+
+def test_what_a_policy_does_wrong_with_tools_is_told_to_it(template: ChatTemplate) -> None:
+    said = iter(["<tool_call>\n{broken\n</tool_call>", called("add", a=2), called("sub"), called("add", a=1, b=1), "5"])
+    engine = Recorded(template, lambda _: next(said))
+    agent = make_agent("tools", ADDING | {"max_tool_uses": 2})
+    (episode,) = played(agent, engine, Task("t", 0, ROW))
+    last = template.decode(engine.turns[-1][0])
+    for text in ("the tool call cannot be read", "'b' is a required property", "no tool 'sub'", "no more than 2 tool"):
+        assert text in last
+    assert episode.reward == 1.0 and episode.metrics["failed_tool_calls"] == 3.0
+
+
+def test_questions_come_from_the_row(template: ChatTemplate) -> None:
+    engine = Recorded(template, lambda _: "5")
+    agent = make_agent("tools", ADDING, template="What is {question}?")
+    (asked,) = played(agent, engine, Task("t", 0, ROW))
+    assert asked.calls[0].messages == [{"role": "user", "content": "What is 2+3?"}]
+    (bare,) = played(make_agent("tools", ADDING), engine, Task("t", 0, {"ground_truth": 5}))
+    assert bare.outcome == "agent_error" and "no column messages, prompt or question" in str(bare.error)
+
+
+def test_a_verifier_that_fails_is_no_verdict(template: ChatTemplate) -> None:
+    engine = Recorded(template, lambda _: "5")
+    for verifier, text in (
+        ({"worker_cls": "tests.agents.test_agents.called"}, "reward: tests.agents.test_agents.called"),
+        ({"command": [sys.executable, "-c", "print('?')"]}, "gives no reward"),
+        ({"command": [sys.executable, "-c", "raise SystemExit(3)"]}, "exit status 3"),
+        ({"command": [sys.executable, "-c", "import time; time.sleep(9)"], "timeout": 0.1}, "more than 0.1 s"),
+    ):
+        (episode,) = played(make_agent("tools", {"tools": [], "verifier": verifier}), engine, Task("t", 0, ROW))
+        assert episode.outcome == "environment_error" and text in str(episode.error), verifier
+    program = (
+        "import json, sys; given = json.load(sys.stdin); print(float(given['answer']) / given['task']['ground_truth'])"
+    )
+    (episode,) = played(
+        make_agent("tools", {"verifier": {"command": [sys.executable, "-c", program]}}), engine, Task("t", 0, ROW)
+    )
+    assert episode.reward == 1.0
+
+
+@pytest.mark.asyncio
+async def test_the_sandbox_as_a_tool() -> None:
+    tools = ToolSet([{"python": {"timeout": 1.0}}])
+    box = await tools.box()
+    programs = ["print(6 * 7)", "1 / 0", "while True: pass", "open('/etc/passwd2', 'w')", "x = 1"]
+    results = await box.call_all([ToolCall("python", {"code": one}) for one in programs])
+    assert [result.failed for result in results] == [False, True, True, True, False]
+    assert results[0].text == "42\n" and "ZeroDivisionError" in results[1].text
+    assert "more than 1 s" in results[2].text and "Error" in results[3].text
+    await tools.close()
+
+
+def test_search_ranks_by_bm25(tmp_path: Path) -> None:
+    texts = ["the cat sat on the mat", "dogs and cats", "a cat, a cat and a dog", "nothing here", "the mat"]
+    index, words = SearchIndex(texts), [text.replace(",", "").split() for text in texts]
+
+    def score(query: str, number: int) -> float:
+        mean = sum(map(len, words)) / len(words)
+        counts, total = Counter(words[number]), 0.0
+        for term in query.split():
+            df = sum(term in one for one in words)
+            idf = math.log(1 + (len(words) - df + 0.5) / (df + 0.5))
+            tf = counts[term]
+            total += idf * tf * 2.5 / (tf + 1.5 * (0.25 + 0.75 * len(words[number]) / mean))
+        return total
+
+    for query in ("cat", "the mat", "cat dog", "a"):
+        found = index.best(query, 5)
+        wanted = sorted((n for n in range(5) if score(query, n) > 0), key=lambda n: (-score(query, n), n))
+        assert found == wanted
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"title": f"T{n}", "text": text}) + "\n" for n, text in enumerate(texts)))
+    (tool,) = ToolSet([{"search": {"path": str(path), "top_k": 1}}])._tools
+    assert "5 texts" in tool.description
+    path.write_text('{"title": "no text"}\n')
+    with pytest.raises(ToolError, match=r"texts.jsonl:1: the row has no text 'text'"):
+        ToolSet([{"search": {"path": str(path.parent / "." / "texts.jsonl"), "text_key": "text", "title_key": "x"}}])
+
+
+async def asks_twice(task: Task, model: Model, bonus: float = 0.0) -> dict[str, Any]:
+    """An agent of one's own."""
+    first = await model.chat([{"role": "user", "content": "one"}])
+    model.reward(0.5, first.call)
+    await model.chat([{"role": "user", "content": "one"}, first.message, {"role": "user", "content": "two"}])
+    return {"reward": 1.0 + bonus, "success": True, "length": len(first.text)}
+
+
+async def returns_text(task: Task, model: Model, episode: Episode) -> str:
+    await model.chat([{"role": "user", "content": "one"}])
+    return "good"
+
+
+class Holding:
+    """An agent with a method."""
+
+    def __init__(self, word: str) -> None:
+        self.word = word
+
+    async def run(self, task: Task, model: Model) -> None:
+        await model.chat([{"role": "user", "content": self.word}])
+
+
+async def takes_three(task: Task, model: Model, other: str) -> float:
+    return 0.0
+
+
+def test_coroutines(template: ChatTemplate) -> None:
+    engine = Recorded(template, lambda _: "said")
+    here = "tests.agents.test_agents."
+    (episode,) = played(make_agent(f"{here}asks_twice", {"bonus": 1.0}), engine)
+    assert (episode.reward, episode.success, episode.metrics) == (2.5, True, {"length": 4.0})
+    (wrong,) = played(make_agent(f"{here}returns_text"), engine)
+    assert wrong.outcome == "agent_error" and "returned 'good'; a reward is a finite number" in str(wrong.error)
+    (held,) = played(make_agent(f"{here}Holding", {"word": "hm"}), engine)
+    assert held.outcome == "terminated" and held.calls[0].messages[0]["content"] == "hm"
+
+
+PROGRAM = """
+import json, os, sys, urllib.request, urllib.error
+def post(url, body):
+    head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    return json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), head)))
+def chat(messages, **more):
+    body = {"model": "any", "messages": messages, **more}
+    return post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)["choices"][0]["message"]
+task = json.load(sys.stdin)
+assert task == json.load(open(os.environ["ROLL_TASK_FILE"]))
+messages = [{"role": "user", "content": task["question"]}]
+def reward(value, **more): post(os.environ["ROLL_REWARD_URL"], {"reward": value, **more})
+"""
+
+
+def program(rest: str, **options: Any) -> Any:
+    return make_agent("black_box", {"command": [sys.executable, "-c", PROGRAM + rest], **options})
+
+
+def test_a_program_as_an_agent(template: ChatTemplate) -> None:
+    loop = """
+for turn in range(3):
+    answer = chat(messages, temperature=0)
+    messages += [answer, {"role": "user", "content": "on"}]
+reward(float(answer["content"] == "yes " * 3), success=True, metrics={"turns": 3})
+print("done")
+"""
+    engine = Recorded(template, lambda prompt: "yes " * (prompt.count("on<|im_end|>") + 1))
+    os.environ["SECRET_OF_OTHERS"] = "x"
+    episodes = played(program(loop), engine, Task("t", 7, {"question": "q"}), count=3)
+    del os.environ["SECRET_OF_OTHERS"]
+    for episode in episodes:
+        assert (episode.outcome, episode.success, episode.reward) == ("terminated", True, 0.0), episode.error
+        assert episode.metrics == {"turns": 3.0, "overridden_sampling": 3.0}
+        assert [call.parent for call in episode.calls] == [None, 0, 1]
+        assert len(episode.conversations.branches()) == 1
+    assert len(engine.turns) == 9
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("rest", "options", "outcome", "reward", "error"),
+    [
+        ("chat(messages); sys.exit(0)", {"reward": "exit"}, "terminated", 1.0, None),
+        ("chat(messages); sys.exit(1)", {"reward": "exit"}, "terminated", 0.0, None),
+        ("chat(messages); sys.exit('oh no')", {"reward": "post"}, "agent_error", 0.0, "exit status 1: oh no"),
+        ("chat(messages); os.kill(os.getpid(), 9)", {"reward": "exit"}, "agent_error", 0.0, "signal 9"),
+        ("pass", {"reward": "exit"}, "agent_error", 0.0, "made no model call"),
+        ("while True: chat(messages)", {}, "turn_limit", 0.0, None),
+        ("messages[0]['content'] *= 9999; chat(messages)", {"reward": "exit"}, "context_limit", 0.0, None),
+        ("chat(messages); messages[0]['content'] *= 9999; chat(messages)", {}, "context_limit", 0.0, None),
+        (
+            "chat(messages); open(os.environ['ROLL_SCRATCH'] + '/out', 'w').write('5')",
+            {
+                "reward": "verifier",
+                "verifier": {
+                    "command": [
+                        sys.executable,
+                        "-c",
+                        "import os; print(open(os.environ['ROLL_SCRATCH']+'/out').read())",
+                    ]
+                },
+            },
+            "terminated",
+            5.0,
+            None,
+        ),
+    ],
+)
+def test_ends_of_programs(
+    template: ChatTemplate, rest: str, options: dict[str, Any], outcome: str, reward: float, error: str | None
+) -> None:
+    engine = Recorded(template, lambda _: "yes")
+    limits = Limits(turns=3, context=2000)
+    (episode,) = played(program(rest, **options), engine, Task("t", 0, {"question": "q"}), limits)
+    assert (episode.outcome, episode.reward) == (outcome, reward), episode.error
+    assert error is None or error in str(episode.error)
+
+
+@pytest.mark.long
+def test_a_program_dies_with_its_episode(template: ChatTemplate, tmp_path: Path) -> None:
+    """With what it has started, and although it ignores the request to end."""
+    rest = f"""
+import signal, subprocess, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+chat(messages)
+open({str(tmp_path / "pids")!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
+print("x" * 10_000_000)
+time.sleep(600)
+"""
+    engine = Recorded(template, lambda _: "yes")
+    begin = time.monotonic()
+    (episode,) = played(program(rest), engine, Task("t", 0, {"question": "q"}), Limits(seconds=1.5))
+    assert episode.outcome == "time_limit" and time.monotonic() - begin < 10
+    pids = [int(one) for one in (tmp_path / "pids").read_text().split()]
+    for _ in range(100):
+        if not any(_runs(pid) for pid in pids):
+            break
+        time.sleep(0.05)
+    assert not any(_runs(pid) for pid in pids)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("agent", "config", "error"),
+    [
+        ("tool", {}, "agent: 'tool' is not known; did you mean 'tools'"),
+        ("tools", {}, "agent_config.verifier: is needed"),
+        ("tools", {"verifier": {"worker_cls": "math_rul"}}, "agent_config.verifier: .*did you mean 'math_rule'"),
+        ("tools", {"verifier": {"command": ["x"], "worker_cls": "math_rule"}}, "either worker_cls"),
+        ("tools", {**ADDING, "timout": 3}, "agent_config.timout: .* did you mean 'timeout'"),
+        ("tools", {**ADDING, "tools": ["no.such"]}, "agent_config.tools: function: 'no.such' cannot be imported"),
+        ("tools", {**ADDING, "tools": [{"python": {"x": 1}}]}, "agent_config.tools: python has no option 'x'"),
+        ("tools", {**ADDING, "tools": [{"search": {}}]}, "agent_config.tools: search needs the option 'path'"),
+        ("tools", {**ADDING, "tools": [{"mcp": {}}]}, "agent_config.tools: an MCP server has either"),
+        ("tools", {**ADDING, "tools": ADDING["tools"] * 2}, "agent_config.tools: several tools are called add"),
+        ("black_box", {}, "agent_config.command: is needed"),
+        ("black_box", {"command": "python x.py"}, "agent_config.command: .*must be a list"),
+        ("black_box", {"command": ["no-such-program"]}, "agent_config.command: there is no program"),
+        ("black_box", {"api_key_env": "NO_SUCH_VARIABLE"}, "agent_config.api_key_env: there is no variable"),
+        ("black_box", {"command": ["ls"], "reward": "verifier"}, "agent_config.verifier: goes with"),
+        ("black_box", {"command": ["ls"], "sampling": "client"}, "agent_config.sampling: .*one of run, refuse"),
+        ("tests.agents.test_agents.add", {}, "agent: .* must be a coroutine function"),
+        ("tests.agents.test_agents.takes_three", {}, "agent: .* must be callable as run"),
+        ("tests.agents.test_agents.asks_twice", {"bonux": 1}, "agent: .* unexpected keyword argument 'bonux'"),
+        ("tests.agents.test_agents.Holding", {}, "agent: .* cannot be made"),
+    ],
+)
+def test_agents_that_cannot_be(agent: str, config: dict[str, Any], error: str) -> None:
+    with pytest.raises(AgentOptionError, match=f"^{error}" if not error.startswith("either") else error):
+        check_agent(agent, config)
+
+
+def test_agents_that_can_be() -> None:
+    check_agent("tests.agents.test_agents.takes_three", {"other": "x"})
+    check_agent("black_box", {"command": [sys.executable, "x.py", "{question}"], "reward": "exit"})

@@ -1,0 +1,61 @@
+"""Unmodified agents of other packages, as programs of their own: their conversations are trained as sampled."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from roll.agents.doors import make_agent
+from roll.agents.episode import Episode, Limits, Task
+from tests.agents.playing import Recorded, assert_trained_as_sampled, played
+from tests.agents.templates import WRITTEN_HERE
+
+pytestmark = pytest.mark.long
+PROGRAMS = Path(__file__).with_name("programs")
+TASK = Task("t", 0, {"question": "What is 2 + 3?", "ground_truth": 5})
+LIMITS = Limits(turns=10, context=100_000, new_tokens=1000, seconds=100)
+
+
+def run(name: str, *arguments: str, says: list[str], reward: str) -> tuple[Episode, Recorded]:
+    engine = Recorded(WRITTEN_HERE[0].chat_template(), lambda _: says[len(engine.turns)])
+    command = [sys.executable, str(PROGRAMS / f"{name}.py"), *arguments]
+    agent = make_agent("black_box", {"command": command, "reward": reward})
+    (episode,) = played(agent, engine, TASK, LIMITS)
+    assert_trained_as_sampled(engine, episode.conversations)
+    return episode, engine
+
+
+def called(name: str, **arguments: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+@pytest.mark.parametrize("arguments", [(), ("stream",), ("chat",), ("chat", "stream")], ids=" ".join)
+def test_openai_agents(arguments: tuple[str, ...]) -> None:
+    """The conversation grows in one branch, over either interface."""
+    pytest.importorskip("agents")
+    says = ["I add. " + called("add", a=2, b=3), "5"]
+    episode, _ = run("with_openai_agents", *arguments, says=says, reward="post")
+    assert (episode.outcome, episode.reward) == ("terminated", 1.0), episode.error
+    assert [call.parent for call in episode.calls] == [None, 0]
+
+
+def test_smolagents_tool_calls() -> None:
+    """It writes its history anew: every call is a sample of its own, and is counted as such."""
+    pytest.importorskip("smolagents")
+    says = [called("add", a=2, b=3), called("final_answer", answer="5")]
+    episode, _ = run("with_smolagents", says=says, reward="exit")
+    assert (episode.outcome, episode.reward) == ("terminated", 1.0), episode.error
+    assert [call.parent for call in episode.calls] == [None, None]
+    assert episode.conversations.counts.foreign_responses == 1
+
+
+def test_smolagents_code() -> None:
+    """Its stop strings hold; what it adds to a response that one of them ended makes another conversation of it."""
+    pytest.importorskip("smolagents")
+    says = ["Thought: add\n<code>\nprint(add(2, 3))\n</code>", "Thought: done\n<code>\nfinal_answer(5)\n</code>"]
+    episode, engine = run("with_smolagents", "code", says=says, reward="exit")
+    assert (episode.outcome, episode.reward) == ("terminated", 1.0), episode.error
+    assert "</code>" in engine.options[0]["stop"]

@@ -1,0 +1,326 @@
+"""Agentic files: ROLL's keys and ours, what they mean, and mistakes that are found before anything starts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from roll.config.algorithm import ADV_ESTIMATORS
+from roll.config.loader import LoadedConfig
+from roll.config.reading.errors import ConfigError
+from roll.config.reading.legacy_keys import legacy_of
+from roll.config.reading.schema import rules_of
+from roll.config.reading.schema import section_fields as fields_of
+from roll.config.run import OlderRLVRKeys, RunConfig
+from roll.pipelines.agentic.checks_entries import ELSEWHERE, FIELDS
+from roll.pipelines.agentic.config import TOOL_CALL_FORMATS, AgenticConfig, CustomEnvConfig
+from roll.pipelines.agentic.plan import AgenticPlan, agentic_facts, batch_facts
+from roll.pipelines.agentic.planning import MANAGERS
+from roll.pipelines.agentic.preflight import check_environments, own_group_filter
+from tests.config.good import GONE, changed, load, mistakes
+
+PUBLISHED = "roll.pipeline.agentic.env_manager"
+LAKE: dict[str, Any] = {
+    "exp_name": "lake",
+    "pretrain": "owner/model",
+    "rollout_batch_size": 64,
+    "val_batch_size": 32,
+    "sequence_length": 512,
+    "max_steps": 10,
+    "adv_estimator": "grpo",
+    "actor_train": {"device_mapping": [0, 1], "training_args": {"per_device_train_batch_size": 16}},
+    "actor_infer": {"device_mapping": [0, 1], "generating_args": {"max_new_tokens": 64, "top_p": 1.0, "top_k": -1}},
+    "train_env_manager": {"num_env_groups": 8, "group_size": 8, "tags": ["lake"], "num_groups_partition": [8]},
+    "val_env_manager": {"num_env_groups": 32, "tags": ["lake", "box"]},
+    "custom_envs": {
+        "lake": {"env_type": "frozen_lake", "max_steps": 5, "max_tokens_per_step": 32},
+        "box": {"env_type": "sokoban", "max_tokens_per_step": 128},
+    },
+}
+
+
+def planned(folder: Path, changes: dict[str, Any] | None = None) -> AgenticPlan:
+    plan = load(folder, changed(changes or {}, LAKE)).plan
+    assert isinstance(plan, AgenticPlan)
+    return plan
+
+
+def notes(loaded: LoadedConfig[Any]) -> dict[str, str]:
+    return {notice.key: notice.text for notice in loaded.warnings}
+
+
+def test_what_a_plan_says(tmp_path: Path) -> None:
+    loaded = load(tmp_path, LAKE)
+    plan = loaded.plan
+    assert loaded.pipeline.name == "agentic" and isinstance(plan, AgenticPlan)
+    assert (plan.prompts_per_step, plan.group_size, plan.samples_per_step) == (8, 8, 64)
+    assert plan.training["actor_train"].optimizer_steps_per_step == 2
+    assert plan.validation is not None and plan.validation.groups_by_tag == {"lake": 16, "box": 16}
+    lake, box = plan.entries["lake"], plan.entries["box"]
+    assert (lake.turns, lake.new_tokens, lake.context, lake.samples) == (5, 32, "append", "trajectory")
+    assert box.new_tokens == 64, "actor_infer.generating_args.max_new_tokens is smaller"
+    facts = dict(agentic_facts(plan))
+    assert facts["episodes"].startswith("8 tasks x 8 = 64 episodes a step, at most 10,240 new tokens")
+    (sentence,) = dict(batch_facts(plan)).values()
+    assert sentence.startswith("64 episodes, at most 64 rows; 2 optimizer steps of 32")
+
+
+@pytest.mark.parametrize(
+    ("written", "context", "samples"),
+    [
+        ({}, "append", "trajectory"),
+        ({"env_manager_cls": f"{PUBLISHED}.traj_env_manager.TrajEnvManager"}, "append", "trajectory"),
+        ({"env_manager_cls": f"{PUBLISHED}.step_env_manager.StepEnvManager"}, "observation", "step"),
+        ({"env_manager_cls": f"{PUBLISHED}.step_concat_env_manager.StepConcatEnvManager"}, "last", "step"),
+        (
+            {
+                "env_manager_cls": f"{PUBLISHED}.x.StepConcatEnvManager",
+                "agent_template": "{history}{current_observation}",
+            },
+            "observation",
+            "step",
+        ),
+        ({"env_manager_cls": f"{PUBLISHED}.x.AgentNativeStepEnvManager"}, "own", "step"),
+        ({"context": "last"}, "last", "step"),
+        ({"samples": "step"}, "append", "step"),
+        ({"context": "own", "samples": "trajectory"}, "own", "trajectory"),
+    ],
+)
+def test_context_and_samples(tmp_path: Path, written: dict[str, Any], context: str, samples: str) -> None:
+    entry = planned(tmp_path, {f"custom_envs.lake.{key}": value for key, value in written.items()}).entries["lake"]
+    assert (entry.context, entry.samples) == (context, samples)
+
+
+@pytest.mark.parametrize(
+    ("section", "norm", "by_tag"),
+    [
+        (None, ("auto", "auto"), False),
+        ({"grouping": "traj_group_id", "method": "mean_std"}, ("group", "group"), False),
+        ({"grouping": "traj_group_id", "method": "mean"}, ("group", None), False),
+        ({"grouping": "batch", "method": "asym_clip"}, ("batch", "batch"), False),
+        ({"grouping": "tags", "method": "mean_std"}, ("batch", "batch"), True),
+        ({"grouping": "batch"}, (None, None), False),
+        ({"grouping": "traj_group_id", "norm_mean_type": "batch", "norm_std_type": "group"}, ("batch", "group"), False),
+        ({"grouping": "tags", "norm_mean_type": "group"}, ("batch", None), True),
+    ],
+)
+def test_reward_normalization(tmp_path: Path, section: Any, norm: tuple[Any, Any], by_tag: bool) -> None:
+    plan = planned(tmp_path, {"reward_normalization": section} if section else {})
+    assert (plan.norm_types, plan.normalizes_by_tag) == (norm, by_tag)
+
+
+def test_sampling_of_training_and_validation(tmp_path: Path) -> None:
+    own = {"val_env_manager.generating_args": {"temperature": 0.5}, "actor_infer.generating_args.temperature": 0.9}
+    plan = planned(tmp_path, own | {"train_env_manager.generating_args": {"temperature": 0.1}})
+    assert plan.validation is not None
+    validation = plan.validation.generating_args
+    assert (plan.train.generating_args.temperature, validation.temperature, validation.top_p) == (0.9, 0.5, 1.0)
+    only = {"train_env_manager.generating_args": {"temperature": 0.3}, "actor_infer.generating_args": GONE}
+    assert planned(tmp_path, only).train.generating_args.temperature == 0.3
+
+
+def test_shares_and_places(tmp_path: Path) -> None:
+    changes = {"tags": ["lake", "box", "dip"], "num_groups_partition": GONE, "group_size_redundancy": 2}
+    more = {f"train_env_manager.{key}": value for key, value in changes.items()}
+    more |= {"custom_envs.dip": {"env_type": "frozen_lake"}, "train_env_manager.max_env_num_per_worker": 16}
+    train = planned(tmp_path, more).train
+    assert train.groups_by_tag == {"lake": 3, "box": 3, "dip": 2}
+    assert (train.places, train.workers) == (80, 5)
+
+
+LOCKED = {"use_thread_lock": True, "max_env_step_concurrent": 5}
+
+
+def test_calls_at_a_time(tmp_path: Path) -> None:
+    assert planned(tmp_path).entries["lake"].concurrent is None
+    assert planned(tmp_path, {"custom_envs.lake.max_env_step_concurrent": 5}).entries["lake"].concurrent == 5
+    both = {f"custom_envs.lake.{key}": value for key, value in LOCKED.items()}
+    assert planned(tmp_path, both).entries["lake"].concurrent == 1
+
+
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"train_env_manager.tags": ["lak"]}, "train_env_manager.tags", "[lake]"),
+    ({"train_env_manager.tags": []}, "train_env_manager.tags", "is needed"),
+    ({"train_env_manager.tags": ["lake", "lake"]}, "train_env_manager.tags", "twice"),
+    ({"train_env_manager.num_groups_partition": [7]}, "train_env_manager.num_groups_partition", "sums to 7"),
+    ({"train_env_manager.num_groups_partition": [4, 4]}, "train_env_manager.num_groups_partition", "1 tag lake"),
+    ({"rollout_batch_size": 60}, "rollout_batch_size", "multiple of train_env_manager.group_size 8"),
+    ({"val_env_manager.group_size": 3}, "val_batch_size", "for example val_batch_size: 33"),
+    (
+        {"actor_train.training_args.gradient_accumulation_steps": 3},
+        "actor_train.training_args.gradient_accumulation_steps",
+        "64 episodes do not divide into optimizer steps of 96",
+    ),
+    ({"custom_envs.lake.env_type": GONE}, "custom_envs.lake.env_type", "is needed"),
+    ({"custom_envs.lake.env_type": "webshop"}, "custom_envs.lake.env_type", "is not part of this package"),
+    ({"custom_envs.lake.env_manager_cls": "my.Manager"}, "custom_envs.lake.env_manager_cls", "TrajEnvManager"),
+    ({"custom_envs.lake.env_manager_cls": "a.VLTrajEnvManager"}, "custom_envs.lake.env_manager_cls", "images"),
+    ({"custom_envs.lake.agent_template": "{observatoin}"}, "custom_envs.lake.agent_template", "{observation}"),
+    ({"custom_envs.lake.agent_template": "{observation"}, "custom_envs.lake.agent_template", "written twice"),
+    ({"custom_envs.lake.agent_template": "{history}"}, "custom_envs.lake.agent_template", "context: append"),
+    ({"custom_envs.lake.max_tokens_per_step": 600, "actor_infer.generating_args.max_new_tokens": GONE},
+     "custom_envs.lake.max_tokens_per_step", "must be less than sequence_length 512"),
+    ({"custom_envs.lake.agent_runner_cls": "a.GEMRunner"}, "custom_envs.lake.agent_runner_cls", "command"),
+    ({"train_env_manager.llm_proxy.proxy_type": "openai"}, "train_env_manager.llm_proxy.proxy_type", "no samples"),
+    ({"val_env_manager.llm_proxy.proxy_type": "random"}, "val_env_manager.llm_proxy.proxy_type", "roll env play"),
+    ({"train_env_manager.group_filter_cls": "roll.pipeline.agentic.F"}, "train_env_manager.group_filter_cls",
+     "group_filter_config"),
+    ({"adv_estimator": "remax"}, "adv_estimator", "greedy baseline"),
+    ({"adv_estimator": "gdpo", "reward_weights": {"a": 1.0}}, "adv_estimator", "one number"),
+    ({"adv_estimator": "rloo", "train_env_manager.group_size": 1}, "train_env_manager.group_size", "at least 2"),
+    ({"reward_normalization": {"method": "mean"}, "norm_mean_type": "batch"}, "norm_mean_type", "keep one"),
+    ({"reward_normalization": {"grouping": "env"}}, "reward_normalization.grouping", "batch, tags, traj_group_id"),
+    ({"reward": {"device_mapping": [0]}}, "reward", "not available yet"),
+    ({"actor_train": GONE}, "actor_train", "without training"),
+    ({"custom_envs.lake.tools": ["python"]}, "custom_envs.lake.env_type", "tool_wrapper"),
+    ({"custom_envs.lake": {"tools": ["python"]}}, "custom_envs.lake.data_args.file_name", "the questions"),
+    ({"custom_envs.lake": {"command": "agent", "agent": "tools", "data_args": {"file_name": "x.jsonl"}}},
+     "custom_envs.lake.command", "short for agent: black_box"),
+    ({"custom_envs.lake": {"command": "a", "agent_config": {"command": ["b"]}}},
+     "custom_envs.lake.command", "keep one"),
+    ({"train_env_manager.tags": ["lake", "box"], "train_env_manager.num_groups_partition": [4, 4],
+      "custom_envs.box.samples": "step"}, "custom_envs.box.samples", "must be trajectory, as with lake"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "key", "words"), WRONG, ids=lambda value: value if isinstance(value, str) else "")
+def test_mistakes_are_found(tmp_path: Path, changes: dict[str, Any], key: str, words: str) -> None:
+    problems = mistakes(tmp_path, changed(changes, LAKE))
+    assert [problem.key for problem in problems] == [key], problems
+    assert words in str(problems[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "words"),
+    [
+        ({"env_config": {"sise": 5}}, "env_config.sise", "did you mean 'size'"),
+        ({"env_config": {"p": 3}}, "env_config", "the probability of ice"),
+        ({"env_type": "frozen_like"}, "env_type", "did you mean 'frozen_lake'"),
+        ({"env_type": "no_such_module.Env"}, "env_type", "cannot be imported"),
+    ],
+)
+def test_environments_are_checked(tmp_path: Path, changes: dict[str, Any], key: str, words: str) -> None:
+    loaded = load(tmp_path, changed({f"custom_envs.lake.{name}": value for name, value in changes.items()}, LAKE))
+    with pytest.raises(ConfigError) as caught:
+        check_environments(loaded)
+    (problem,) = caught.value.problems
+    assert problem.key == f"custom_envs.lake.{key}" and words in str(problem)
+
+
+def test_environments_of_other_libraries_are_not_built(tmp_path: Path) -> None:
+    check_environments(load(tmp_path, changed({"custom_envs.lake.env_type": "math:ASDiv2K"}, LAKE)))
+
+
+def test_keys_without_effect_are_named(tmp_path: Path) -> None:
+    told = {
+        "render_save_dir": "x",
+        "batch_adjust_mode": "delete",
+        "train_env_manager.format_penalty": -0.1,
+        "train_env_manager.max_traj_per_env": 2,
+        "reward_normalization.global_scale_factor": 2.0,
+        "custom_envs.lake.max_env_step_concurrent": 5,
+        "val_env_manager.group_size_redundancy": 1,
+        "step_reward_weight": 0.5,
+        "parse_tool_call_parameter_to_dict": True,
+        "env_monitor": {"enable": True},
+    }
+    loaded = load(tmp_path, changed({**told, "custom_envs.lake.use_thread_lock": True}, LAKE))
+    found = notes(loaded)
+    for key in told:
+        assert "has no effect" in found[key], key
+
+
+def test_the_short_keys_of_agents(tmp_path: Path) -> None:
+    data = {"data_args": {"file_name": "questions.jsonl"}, "verifier": {"worker_cls": "math_rule"}}
+    changes = {
+        "custom_envs.lake": {"tools": ["python"], **data},
+        "custom_envs.box": {"command": "python 'my agent.py'", "agent_config": {"reward": "exit"}},
+    }
+    entries = planned(tmp_path, changes).entries
+    lake, box = entries["lake"], entries["box"]
+    assert (lake.agent, lake.agent_config) == ("tools", {"tools": ["python"], "verifier": {"worker_cls": "math_rule"}})
+    assert (box.agent, box.agent_config) == ("black_box", {"command": ["python", "my agent.py"], "reward": "exit"})
+    own = {"custom_envs.lake": {"agent": "my_agents.negotiate", "agent_config": {"rounds": 3}}}
+    entry = planned(tmp_path, own).entries["lake"]
+    assert (entry.agent, entry.agent_config) == ("my_agents.negotiate", {"rounds": 3})
+
+
+class DropsAll:
+    """A ``group_filter_cls``."""
+
+    def filter(self, group_id: str, episode_id: int, group: list[Any]) -> bool:
+        return True
+
+
+def test_group_filters_of_ones_own() -> None:
+    assert own_group_filter(f"{__name__}.DropsAll").filter("g", 0, [])
+    for path, words in ((f"{__name__}.Missing", "cannot be built"), (f"{__name__}.planned", "cannot be built")):
+        with pytest.raises(ValueError, match=words):
+            own_group_filter(path)
+
+
+def test_a_filter_leaves_out_groups(tmp_path: Path) -> None:
+    from roll.pipelines.agentic.rollout import group_filter
+
+    section = planned(tmp_path, {"train_env_manager.group_filter_cls": f"{__name__}.DropsAll"}).train.section
+    keeps = group_filter(section)
+    assert not keeps(_group([1.0, 0.0]))
+    spread = {"train_env_manager.group_filter_config": {"type": "std_filter"}}
+    keeps = group_filter(planned(tmp_path, spread).train.section)
+    assert keeps(_group([1.0, 0.0])) and not keeps(_group([1.0, 1.0]))
+
+
+def _group(rewards: list[float]) -> Any:
+    from roll.agents.conversation import Conversations
+    from roll.agents.episode import Episode, EpisodeGroup, Task
+
+    task = Task("lake", 1)
+    none: Any = None
+    episodes = [Episode(task, Conversations(none), outcome="terminated", reward=reward) for reward in rewards]
+    return EpisodeGroup(0, task, episodes)
+
+
+def test_tool_formats_are_those_of_the_parsers() -> None:
+    from roll.agents.tool_calls import TOOL_FORMATS
+
+    assert set(TOOL_CALL_FORMATS) == set(TOOL_FORMATS)
+
+
+def test_every_key_says_what_it_does() -> None:
+    from roll.config.reference import field_texts
+
+    for cls in (AgenticConfig, CustomEnvConfig):
+        texts = field_texts(cls)
+        assert [item.name for item in fields_of(cls) if not texts.get(item.name)] == []
+        assert all(rules_of(item) is not None for item in fields_of(cls))
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "agentic.md").read_text(encoding="utf-8")
+
+
+def test_the_configurations_of_the_page_load(tmp_path: Path) -> None:
+    first, second = (yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
+    entries = {**first["custom_envs"], **second["custom_envs"]}
+    more = {"custom_envs": entries, "train_env_manager": first["train_env_manager"] | {"tags": list(entries)}}
+    assert mistakes(tmp_path, first) == () == mistakes(tmp_path, first | more)
+    plan = load(tmp_path, first | more).plan
+    assert isinstance(plan, AgenticPlan)
+    assert [entry.agent for entry in plan.entries.values()] == [None, "tools", "black_box"]
+
+
+def test_the_tables_of_the_page(tmp_path: Path) -> None:
+    for name, played in MANAGERS.items():
+        assert f"| `{name}` | `context: {played.context}`, `samples: {played.samples}`" in PAGE
+    for name in legacy_of(AgenticConfig):
+        assert f"`{name}`" in PAGE or name == "model_name" or name in legacy_of(OlderRLVRKeys) | legacy_of(RunConfig)
+    for name in ELSEWHERE:
+        assert f"`{name}`" in PAGE
+    for name in {field for fields in FIELDS.values() for field in fields}:
+        assert f"`{{{name}}}`" in PAGE
+    for row in ADV_ESTIMATORS.rows:
+        if row.works_in_turns:
+            assert f"| `{row.name}` |" in PAGE
