@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -242,6 +243,8 @@ def test_keys_without_effect_are_named(tmp_path: Path) -> None:
         "step_reward_weight": 0.5,
         "parse_tool_call_parameter_to_dict": True,
         "env_monitor": {"enable": True},
+        "train_env_manager.system_envs": {"A": "1"},
+        "val_env_manager.world_size": 2,
     }
     loaded = load(tmp_path, changed({**told, "custom_envs.lake.use_thread_lock": True}, LAKE))
     found = notes(loaded)
@@ -297,6 +300,14 @@ def _group(rewards: list[float]) -> Any:
     none: Any = None
     episodes = [Episode(task, Conversations(none), outcome="terminated", reward=reward) for reward in rewards]
     return EpisodeGroup(0, task, episodes)
+
+
+def test_variables_of_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    from roll.pipelines.agentic.players import made_with
+
+    monkeypatch.setenv("OF_THE_ENVIRONMENT", "none")
+    given: Any = made_with({"OF_THE_ENVIRONMENT": "one"}, lambda: cast("Any", os.environ["OF_THE_ENVIRONMENT"]))
+    assert given == "one"
 
 
 def test_tool_formats_are_those_of_the_parsers() -> None:

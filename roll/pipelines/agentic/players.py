@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,7 +22,7 @@ from roll.datasets.templates import template_text
 from roll.environments.base import Environment
 from roll.environments.off_loop import EnvironmentProcesses
 from roll.environments.registry import is_instant, make_environment
-from roll.pipelines.agentic.config import AgenticConfig, ToolWrapperConfig
+from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig, ToolWrapperConfig
 from roll.pipelines.agentic.plan import AgenticPlan, EntryPlan, ManagerPlan
 from roll.rollout.episodes import Player
 from roll.rollout.flow import sampling_params
@@ -65,7 +66,7 @@ def build_players(
             name = f"tools around {tag}"
             if section.tool_wrapper is not None and name not in agents:
                 agents[name] = text_tools(section.tool_wrapper)
-            agent = environment_agent(entry, manager.section.max_env_num_per_worker, processes, agents.get(name))
+            agent = environment_agent(entry, manager.section, processes, agents.get(name))
         else:
             agent = agents[tag] if tag in agents else own_agent(entry.agent, entry)
             agents[tag] = agent
@@ -96,12 +97,11 @@ def text_tools(wrapper: ToolWrapperConfig) -> TextTools:
 
 
 def environment_agent(
-    entry: EntryPlan, per_process: int, processes: list[EnvironmentProcesses], tools: TextTools | None = None
+    entry: EntryPlan, manager: EnvManagerConfig, processes: list[EnvironmentProcesses], tools: TextTools | None = None
 ) -> Agent:
     """The agent that plays the environment of an entry.
 
     Args:
-        per_process: most environments of one process; 0: they live in this one.
         processes: takes what has been made, to be closed at the end.
         tools: around the environment.
     """
@@ -120,10 +120,17 @@ def environment_agent(
     )
     assert section.env_type is not None, "the checks ask for it"
     make: Callable[[], Environment] = partial(make_environment, section.env_type, dict(section.env_config))
-    if per_process and not is_instant(section.env_type):
-        processes.append(EnvironmentProcesses(make, per_process))
+    if manager.max_env_num_per_worker and not is_instant(section.env_type):
+        make_there = partial(made_with, dict(manager.system_envs), make)
+        processes.append(EnvironmentProcesses(make_there, manager.max_env_num_per_worker))
         make = processes[-1].make
     return EnvironmentAgent(entry.tag, make if tools is None else tools.maker(make), options)
+
+
+def made_with(variables: Mapping[str, str], make: Callable[[], Environment]) -> Environment:
+    """An environment in a process that has these environment variables from now on."""
+    os.environ.update(variables)
+    return make()
 
 
 def chat_template(config: AgenticConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
