@@ -9,32 +9,25 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from roll.agents.chat_ids import ChatTemplate, check_template
+from roll.agents.chat_ids import check_template
 from roll.agents.doors import make_agent, uses_tools
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
 from roll.agents.episode import Agent, Limits, Task
 from roll.agents.text_tools import TextTools, WrapperOptions, text_tool
 from roll.agents.tool_calls import detect_format
-from roll.config.names import TEMPLATE_ENDINGS
 from roll.config.roles import DataArguments
 from roll.datasets.reading import read_rows
-from roll.datasets.templates import template_text
 from roll.environments.base import Environment
 from roll.environments.off_loop import EnvironmentProcesses
 from roll.environments.registry import is_instant, make_environment
 from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig, ToolWrapperConfig
 from roll.pipelines.agentic.plan import AgenticPlan, EntryPlan, ManagerPlan
+from roll.pipelines.agentic.templates import chat_template
 from roll.rollout.episodes import Player
 from roll.rollout.flow import sampling_params
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-CHATML = (
-    "{%- for message in messages -%}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
-    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
-)
-_THINKING = {"qwen3": True, "qwen3_nothink": False}
 
 
 def build_players(
@@ -131,25 +124,6 @@ def made_with(variables: Mapping[str, str], make: Callable[[], Environment]) -> 
     """An environment in a process that has these environment variables from now on."""
     os.environ.update(variables)
     return make()
-
-
-def chat_template(config: AgenticConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
-    """The template that the run names, with the variables of ``data_args.chat_template_kwargs``."""
-    data_args = config.actor_train.data_args
-    name = config.global_template or data_args.template
-    arguments: dict[str, Any] = dict(data_args.chat_template_kwargs)
-    if name == "chatml":
-        arguments = {"chat_template": CHATML} | arguments
-    elif name is not None and name.endswith(TEMPLATE_ENDINGS):
-        arguments = {"chat_template": template_text(name)} | arguments
-    elif name in _THINKING:
-        arguments = {"enable_thinking": _THINKING[name]} | arguments
-    ends = [token for token in (tokenizer.eos_token_id, *_stops(config)) if token is not None]
-    return ChatTemplate(tokenizer, ends, arguments=arguments)
-
-
-def _stops(config: AgenticConfig) -> tuple[int, ...]:
-    return tuple(config.actor_infer.generating_args.stop_token_ids or ())
 
 
 class TaskSource:

@@ -106,16 +106,16 @@ def check_chat_template(loaded: LoadedConfig[AgenticConfig]) -> None:
     Raises:
         ConfigError: they cannot.
     """
-    from roll.agents.chat_ids import TemplateError, check_template
-    from roll.agents.doors import uses_tools
-    from roll.pipelines.agentic.players import chat_template
-    from roll.pipelines.files import load_tokenizer
-
     assert isinstance(loaded.plan, AgenticPlan)
     role = loaded.plan.roles["actor_train"]
     folder = model_folder(role.model_path) if role.model_path is not None else None
     if folder is None or not (folder / TOKENIZER).is_file():
         return
+    from roll.agents.chat_ids import TemplateError, check_template
+    from roll.agents.doors import uses_tools
+    from roll.pipelines.agentic.templates import chat_template
+    from roll.pipelines.files import load_tokenizer
+
     tokenizer = load_tokenizer(role.model_path, role.section.model_args.trust_remote_code)
     for entry in loaded.plan.entries.values():
         if entry.turns == 1 or entry.context not in ("append", "last"):
