@@ -26,6 +26,7 @@ from roll.preflight import check_parts
 from tests.config.good import GONE, changed, load, mistakes
 
 PUBLISHED = "roll.pipeline.agentic.env_manager"
+PROXY = {"env_manager_cls": f"{PUBLISHED}.x.ProxyEnvManager", "agent_runner_cls": "roll.x.GEMRunner", "http_timeout": 9}
 LAKE: dict[str, Any] = {
     "exp_name": "lake",
     "pretrain": "owner/model",
@@ -87,6 +88,8 @@ def test_what_a_plan_says(tmp_path: Path) -> None:
             "step",
         ),
         ({"env_manager_cls": f"{PUBLISHED}.x.AgentNativeStepEnvManager"}, "own", "step"),
+        (PROXY, "append", "trajectory"),
+        ({**PROXY, "config": {"trajectory_mode": "step", "enable_fork": True}}, "append", "step"),
         ({"context": "last"}, "last", "step"),
         ({"samples": "step"}, "append", "step"),
         ({"context": "own", "samples": "trajectory"}, "own", "trajectory"),
@@ -166,7 +169,9 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"custom_envs.lake.agent_template": "{history}"}, "custom_envs.lake.agent_template", "context: append"),
     ({"custom_envs.lake.max_tokens_per_step": 600, "actor_infer.generating_args.max_new_tokens": GONE},
      "custom_envs.lake.max_tokens_per_step", "must be less than sequence_length 512"),
-    ({"custom_envs.lake.agent_runner_cls": "a.GEMRunner"}, "custom_envs.lake.agent_runner_cls", "command"),
+    ({"custom_envs.lake.agent_runner_cls": "a.PushModeRunner"}, "custom_envs.lake.agent_runner_cls", "command"),
+    ({"custom_envs.lake.config": {"sandbox_base_url": "x"}}, "custom_envs.lake.config.sandbox_base_url", "command"),
+    ({"custom_envs.lake.config": {"trajectory_mode": "x"}}, "custom_envs.lake.config.trajectory_mode", "traj"),
     ({"train_env_manager.llm_proxy.proxy_type": "openai"}, "train_env_manager.llm_proxy.proxy_type", "no samples"),
     ({"val_env_manager.llm_proxy.proxy_type": "random"}, "val_env_manager.llm_proxy.proxy_type", "roll env play"),
     ({"train_env_manager.group_filter_cls": "roll.pipeline.agentic.F"}, "train_env_manager.group_filter_cls",
