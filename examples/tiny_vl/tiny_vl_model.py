@@ -118,8 +118,9 @@ def make_config(tokenizer: Any, kind: Kind = "qwen3_vl", hidden: int = 64, visio
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
         config_class = transformers.Qwen3VLConfig
     if kind == "qwen3_vl_moe":
-        text |= {"num_experts": EXPERTS, "num_experts_per_tok": EXPERTS_PER_TOKEN, "moe_intermediate_size": hidden}
-        text |= {"decoder_sparse_step": 1, "norm_topk_prob": True}
+        text |= {"num_experts": EXPERTS, "num_experts_per_tok": EXPERTS_PER_TOKEN}
+        # Not as wide as the model: transformers tells an expert's matrix from its transpose by the shape.
+        text |= {"moe_intermediate_size": hidden * 3 // 4, "decoder_sparse_step": 1, "norm_topk_prob": True}
         config_class = transformers.Qwen3VLMoeConfig
     return config_class(
         text_config=text,

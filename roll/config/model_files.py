@@ -116,7 +116,7 @@ NEEDS = {
 }
 """What each capability is for, in words."""
 SUPPORT: dict[str, tuple[str, ...]] = {
-    VISION: ("fsdp", "deepspeed_", "hf_"),
+    VISION: ("fsdp", "deepspeed_", "hf_", "vllm"),
     OTHER_VISION: (),
     AUDIO: (),
     EXPERTS: ("fsdp", "deepspeed", "megatron", "hf_infer", "vllm", "sglang"),

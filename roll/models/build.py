@@ -156,8 +156,8 @@ def load_config(args: ModelArguments) -> PretrainedConfig:
 
 
 def attention_implementation(args: ModelArguments) -> str | None:
-    """The name by which transformers knows ``model_args.attn_implementation``; None: ``sdpa`` where the model has it, else
-    ``eager`` (gpt-oss)."""
+    """The name by which transformers knows ``model_args.attn_implementation``; None: ``sdpa`` where the model has it,
+    else ``eager`` (gpt-oss)."""
     name = args.attn_implementation
     return None if name in (None, "auto") else _ATTENTION_NAMES.get(name, name)
 

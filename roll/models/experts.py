@@ -1,10 +1,10 @@
-"""Sparse layers of a mixture-of-experts model: where they are, what their routers chose, and experts that are modules.
+"""Sparse layers of mixture-of-experts models: where they are, what their routers chose, and experts that are modules.
 
-transformers 5 holds a layer's experts as two fused tensors (experts, rows, columns), which every pass uses.  Remote code
-and models of your own may hold them as modules in a ``ModuleList`` of which a forward pass calls the chosen ones only.
-Sharded, such a module waits for ranks that have chosen others: with as many experts on each rank it is even given
-another expert's weights.  :func:`run_every_expert` makes each pass call all of them, in their order, on a token that
-counts nothing where they were not chosen.
+transformers 5 holds a layer's experts as two fused tensors (experts, rows, columns), which every pass uses.  Remote
+code and models of your own may hold them as modules in a ``ModuleList`` of which a forward pass calls the chosen ones
+only.  Sharded, such a module waits for ranks that have chosen others: with as many experts on each rank it is even
+given another expert's weights.  :func:`run_every_expert` makes each pass call all of them, in their order, on a token
+that counts nothing where they were not chosen.
 
 A router is the child of a sparse layer with a weight of (experts, hidden).  It returns its logits, or (transformers 5)
 logits, weights and indices of the chosen experts.
@@ -21,13 +21,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from roll.models.routes import replayed
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 EXPERTS = "experts"
 """The attribute of a sparse layer that holds its experts, in every family."""
 SELECTION_BIAS = "e_score_correction_bias"
-"""The buffer of routers that score by a sigmoid and balance by a bias (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)."""
+"""The buffer of routers that score by a sigmoid and balance by a bias (DeepSeek-V3, arXiv:2412.19437, sec. 2.1.2)."""
 
 
 @dataclass(frozen=True)
@@ -113,12 +115,21 @@ class RoutingRecorder:
         self.layers = layers
         self._recorded: dict[int, tuple[Tensor, Tensor]] | None = None
         self._forced: Tensor | None = None
+        self.routes: Tensor | None = None
+        """int64 (T, layers, k): choices for the next pass, and for the recomputation of its layers; see
+        :mod:`roll.models.routes`."""
+        self.replay_counts: Tensor | None = None
+        """int64 (3,) of the passes since it was None: tokens (of each layer) replayed, missing and changed."""
         for index, layer in enumerate(layers):
             layer.router.register_forward_hook(partial(self._on_router, index))
 
     def _on_router(self, index: int, module: nn.Module, args: Any, output: Any) -> Any:
         if self._forced is not None:
             output = _redirected(output, self._forced)
+        elif self.routes is not None:
+            layer = self.layers[index]
+            output, counts = replayed(output, self.routes[:, index], module, layer.scores_by_sigmoid)
+            self.replay_counts = counts if self.replay_counts is None else self.replay_counts + counts
         if self._recorded is not None:
             self._recorded[index] = chosen_experts(output, self.layers[index].top_k)
         return output
@@ -173,8 +184,8 @@ class _AllExperts(nn.ModuleList):
         """0, to which each expert that was not chosen has contributed."""
         self._run_idle(len(self))
         assert self._token is not None
-        # A product, as above: it keeps a tensor for the backward pass, so the recomputation of a checkpointed layer goes
-        # on to here on every rank. Where the last expert is an idle one it would otherwise stop inside that.
+        # A product, as above: it keeps a tensor for the backward pass, so the recomputation of a checkpointed layer
+        # goes on to here on every rank. Where the last expert is an idle one it would otherwise stop inside that.
         parts = [*self._idle, (self._token * self._zero).sum()]
         self._token, self._idle = None, []
         return torch.stack(parts).sum()
@@ -244,6 +255,7 @@ def routing_sums(
         token_rows: float32 (T,), how many rows each token of the pass stands for.
     """
     counts, probs, entropies = [], [], []
+    token_rows = token_rows.float()  # FSDP2 casts what a pass is given; such small numbers are exact in any type
     for (logits, indices), layer in zip(recorded, layers, strict=True):
         scores = logits.float()
         # DeepSeek-V3 (arXiv:2412.19437, equation 19): affinities are normalised over the experts.

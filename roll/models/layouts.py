@@ -136,6 +136,8 @@ class TokenLayout(_OnDevice):
     """int64 (S, T), index of each token in the flattened (B * L) batch; -1: no result depends on it."""
     num_padding: int
     """Number of the S * T tokens on which no result depends."""
+    routes: Tensor | None = None
+    """int64 (S, T, layers, k), experts that each token is to go to (:mod:`roll.models.routes`); None: as routers say."""
     token_rows: Tensor | None = None
     """float32 (S, T), how many rows each token stands for; where somebody asks (:func:`with_token_rows`)."""
     images: ImageTokens | None = None
@@ -174,6 +176,7 @@ class TokenLayout(_OnDevice):
             predictors=(sequence * width + column - columns.start)[own],
             targets=self.targets[own],
             destinations=self.destinations[own],
+            routes=None if self.routes is None else self.routes[:, columns],
             token_rows=None if self.token_rows is None else self.token_rows[:, columns],
         )
 

@@ -248,6 +248,9 @@ class ResponseModel(nn.Module):
         self.language_model = language_model
         self.context_group = context_group
         self.routing: RoutingRecorder | None = None
+        self.records_routes = False
+        self.chosen_experts: Tensor | None = None
+        """int64 (T, layers, k), of the last pass with ``records_routes``."""
         self.routing_sums: RoutingSums | None = None
         """Of the last pass over a layout with ``token_rows``; whoever takes them sets None."""
         self.reads_images = reads_images(language_model.config)
@@ -271,8 +274,13 @@ class ResponseModel(nn.Module):
         if self.reads_images:
             inputs, body = text_inputs(body, layout), body.language_model
         routing, rows = self.routing, layout.token_rows
-        with nullcontext([]) if routing is None or rows is None else routing.recording() as recorded:
+        if routing is not None:
+            routing.routes = None if layout.routes is None else layout.routes.flatten(0, 1)
+        records = routing is not None and (rows is not None or self.records_routes)
+        with nullcontext([]) if routing is None or not records else routing.recording() as recorded:
             hidden = body(**inputs, position_ids=layout.position_ids, use_cache=False, **extra).last_hidden_state
+        if self.records_routes:
+            self.chosen_experts = torch.stack([choices for _, choices in recorded], 1)
         if routing is not None and rows is not None:
             self.routing_sums = routing_sums(recorded, routing.layers, rows.flatten())
         if not outputs:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from roll.config.lora import ALL_LINEAR, VISION_TOWER, is_pattern, names_of, uses_lora
 from roll.models.build import VALUE_HEAD, has_tied_embeddings
+from roll.models.experts import sparse_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -307,12 +308,23 @@ def _target_modules(
 
 
 def _adaptable(model: PreTrainedModel, whole: Sequence[str]) -> list[str]:
-    """Linear layers, without the output matrix (whose weight is used without calling it) and what is trained whole."""
+    """Linear layers, without the output matrix (whose weight is used without calling it), what is trained whole, and
+    the gates of sparse layers: a router stays what it was, unless ``additional_target`` names it."""
     output = model.get_output_embeddings()
+    blocks = [layer.block for layer in sparse_layers(model)]
+    gates = [
+        child
+        for block in blocks
+        for child in block.children()
+        if isinstance(child, nn.Linear)  # the router, and in Qwen2-MoE the gate of the shared expert
+    ]
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not output and not any(_is_named(name, one) for one in whole)
+        if isinstance(module, nn.Linear)
+        and module is not output
+        and module not in gates
+        and not any(_is_named(name, one) for one in whole)
     ]
 
 

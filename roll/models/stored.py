@@ -9,6 +9,8 @@ matrices for each expert, under names that depend on the family:
 | ``mlp.experts.gate_up_proj[e]``, lower  | ``mlp.experts.e.up_proj.weight``          | ``...experts.e.w3.weight``  |
 | ``mlp.experts.down_proj[e]``            | ``mlp.experts.e.down_proj.weight``        | ``...experts.e.w2.weight``  |
 
+Qwen3-VL-MoE is stored as it computes but for the order of the last two dimensions: (E, H, 2I) and (E, I, H).
+
 The mapping is read off transformers' own table: its conversion runs on tensors of row numbers, and what comes out says
 which rows of which live tensor each stored one is.  So a stored tensor is a view of a live one, in both directions, and
 weights travel and are compared under stored names: the same for every trainer and every engine.
@@ -38,9 +40,13 @@ class Part:
     begin: int
     end: int
     shape: tuple[int, ...]
+    is_transposed: bool = False
+    """The whole of a live tensor (E, rows, columns), as (E, columns, rows)."""
 
     def of(self, live: Tensor) -> Tensor:
         """A view."""
+        if self.is_transposed:
+            return live.transpose(1, 2)
         if tuple(live.shape) == self.shape:
             return live
         return live.view(-1, live.shape[-1])[self.begin : self.end].view(self.shape)
@@ -70,7 +76,14 @@ class StoredLayout:
     @property
     def is_live(self) -> bool:
         """Every tensor is stored under its own name as it is."""
-        return all(len(parts) == 1 and parts[0].name == name for name, parts in self._parts.items())
+        return not self.transposes and all(
+            len(parts) == 1 and parts[0].name == name for name, parts in self._parts.items()
+        )
+
+    @property
+    def transposes(self) -> bool:
+        """Some tensors are stored with the last two dimensions in another order."""
+        return any(parts[0].is_transposed for parts in self._parts.values())
 
     def parts(self, name: str) -> tuple[Part, ...]:
         """The stored tensors of a live one, in the order of its rows; one that the model does not have is its own."""
@@ -98,7 +111,8 @@ class StoredLayout:
         for name in dict.fromkeys(map(self.live_name, stored)):
             parts = self.parts(name)
             if len(parts) == 1:
-                live[name] = stored[parts[0].name]
+                whole = stored[parts[0].name]
+                live[name] = whole.transpose(1, 2).contiguous() if parts[0].is_transposed else whole
                 continue
             rows = torch.cat([stored[part.name].reshape(part.end - part.begin, -1) for part in parts])
             live[name] = rows.view(self._shapes[name])
@@ -113,6 +127,8 @@ class StoredLayout:
         live, part = self._live.get(stored, (stored, None))
         if part is None or stored in files or live not in files or live == stored:
             return files.read_rows(stored, slice(None))
+        if len(self._parts[live]) == 1:
+            return files.read_rows(live, slice(None))
         rows = self._shapes[live][1] if len(self._shapes[live]) == 3 else 1
         expert, offset = divmod(part.begin, rows)
         own = files.read_rows(live, slice(expert, expert + 1)).flatten(0, -2)
@@ -134,8 +150,10 @@ def _conversion(model: PreTrainedModel) -> _Conversion | None:
     table = [one for one in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(one, PrefixChange)]
     if not table:
         return None
-    # All that the conversion asks of a model.
-    stand_in: Any = SimpleNamespace(_weight_conversions=table, config=model.config)
+    # All that the conversion asks of a model. Without a shape, what is transposed where shapes differ is transposed.
+    stand_in: Any = SimpleNamespace(
+        _weight_conversions=table, config=model.config, get_parameter=lambda name: SimpleNamespace(shape=None)
+    )
     return lambda tensors: revert_weight_conversion(stand_in, tensors)
 
 
@@ -149,7 +167,12 @@ def _parts(name: str, shape: tuple[int, ...], convert: _Conversion) -> tuple[Par
         return (Part(stored, 0, 0, shape),)
     rows = torch.Size(shape[:-1]).numel()
     numbers = torch.arange(rows, dtype=torch.int32)[:, None].expand(rows, _COLUMNS)
-    found = convert({name: numbers.reshape(*shape[:-1], _COLUMNS)})
+    live = numbers.reshape(*shape[:-1], _COLUMNS)
+    found = convert({name: live})
+    if len(found) == 1 and len(shape) == 3:
+        ((stored, tensor),) = found.items()
+        if torch.equal(tensor, live.transpose(1, 2)):
+            return (Part(stored, 0, rows, (shape[0], shape[2], shape[1]), is_transposed=True),)
     parts = []
     for stored, tensor in found.items():
         taken = tensor.reshape(-1, tensor.shape[-1])[:, 0]

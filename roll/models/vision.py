@@ -56,6 +56,13 @@ def reads_images(config: PretrainedConfig) -> bool:
             f"model_args.model_name_or_path: a {config.model_type} model reads images in a way that is not known; "
             f"vision-language models of type {', '.join(FAMILIES)} can be trained"
         )
+    text = config.text_config
+    if config.model_type == "qwen3_vl_moe" and text.moe_intermediate_size == text.hidden_size:
+        # transformers tells the two layouts of an expert's matrix apart by its shape alone.
+        raise ValueError(
+            f"model_args.model_name_or_path: experts of moe_intermediate_size {text.moe_intermediate_size}, its "
+            "hidden_size, would be transposed when they are written and not when they are read; any other size works"
+        )
     return True
 
 

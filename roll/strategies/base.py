@@ -40,13 +40,15 @@ class ModelHead(StrEnum):
 
 
 class Output(StrEnum):
-    """Outputs of a forward pass; each is float32 (B, L), 0 outside ``response_mask``."""
+    """Outputs of a forward pass; each but the last is float32 (B, L), 0 outside ``response_mask``."""
 
     LOG_PROBS = "log_probs"
     ENTROPY = "entropy"
     SUM_OF_SQUARES = "sum_of_squares"
     """Squared probabilities, summed over the whole vocabulary; without gradient."""
     VALUES = "values"
+    ROUTES = "routed_experts"
+    """(B, L, layers, k), the experts that tokens went to (:mod:`roll.models.routes`); not in training."""
 
 
 class StateKind(StrEnum):

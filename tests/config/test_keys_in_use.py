@@ -32,6 +32,10 @@ REASONABLE: dict[str, Any] = {
     "advantage_clip": 2.0,
     "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"],
     "max_new_tokens": 64,
+    "max_packed_sequence_length_train": 256,
+    "max_tokens_per_microbatch_in_train": 256,
+    "max_tokens_per_microbatch_in_infer": 256,
+    "max_packed_sequence_length_forward": 256,
     "device_map": "balanced",
     "eval_steps": 10,
     "cuda_graph_sizes": [1, 8],
@@ -55,14 +59,22 @@ def rounds(group: str) -> list[dict[str, Any]]:
     return found
 
 
+APART = {
+    ("freeze_module_prefix",): "lora_target",
+    ("use_dynamic_batching_in_", "max_tokens_per_microbatch_in_"): "sequence_packing_args.algorithm",
+}
+"""Keys that have no place next to others."""
+
+
 def files(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rounds as files that can be: a prefix of frozen modules has no place next to adapters, so it gets its own."""
-    frozen = [
-        {key: changes.pop(key) for key in list(changes) if key.endswith(".freeze_module_prefix")}
+    """The rounds as files that can be: keys that others exclude get one of their own."""
+    moved = [
+        {key: changes.pop(key) for key in list(changes) if any(f".{name}" in key for name in names)}
+        for names, other in APART.items()
         for changes in found
-        if any(key.endswith(".lora_target") for key in changes)
+        if any(key.endswith(f".{other}") for key in changes)
     ]
-    return [*found, *(changes for changes in frozen if changes)]
+    return [*found, *(changes for changes in moved if changes)]
 
 
 def values(key: str, kinds: list[str], texts: str) -> list[Any]:

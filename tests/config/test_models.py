@@ -19,7 +19,7 @@ import yaml
 
 from roll import preflight
 from roll.config.loader import load_config
-from roll.config.model_files import NEEDS, SUPPORT, layer_classes, model_folder, needed
+from roll.config.model_files import FAMILIES, NEEDS, SUPPORT, layer_classes, missing, model_folder, needed
 from roll.config.reading.errors import ConfigError, Problem
 from tests.config.good import GOOD, changed
 
@@ -75,19 +75,53 @@ def found(folder: Path, model: dict[str, Any], **changes: Any) -> tuple[Problem,
 def test_families_are_recognised(folder: Path, model: dict[str, Any], needs: list[str]) -> None:
     assert sorted(needed(model)) == sorted(needs)
     problems = found(folder, model)
-    assert [problem.key for problem in problems] == (["pretrain"] if needs else [])
-    for name in needs:
+    lacking = missing(model, "fsdp2_train") or missing(model, "hf_infer")
+    assert [problem.key for problem in problems] == (["pretrain"] if lacking else [])
+    for name in lacking:
         assert NEEDS[name] in problems[0].rule and problems[0].example is None
 
 
+RECURRENT = {**DENSE, "layer_types": ["linear_attention"]}
+
+
 def test_a_family_becomes_available_by_its_entry(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SUPPORT, "experts", ("fsdp2", "hf_infer"))
-    assert found(folder, {**DENSE, "num_experts": 4}) == ()
+    monkeypatch.setitem(SUPPORT, "recurrent", ("fsdp2", "hf_infer"))
+    assert found(folder, RECURRENT) == ()
+    monkeypatch.setitem(SUPPORT, "recurrent", ())
+    monkeypatch.setitem(FAMILIES["recurrent"], "qwen2", ("fsdp2", "hf_infer"))
+    assert found(folder, RECURRENT) == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "words"),
+    [
+        ({f"{TRAIN}.wrap_policy.moe_experts": ["Qwen3MoeMLP"]}, None, ""),
+        ({f"{TRAIN}.wrap_policy.moe_experts": ["Qwen3MoeExpert"]}, f"{TRAIN}.wrap_policy.moe_experts", "no class of"),
+        (
+            {
+                "actor_train.model_args.moe_aux_loss_coef": 0.001,
+                "actor_train.model_args.gradient_checkpointing_use_reentrant": True,
+            },
+            "actor_train.model_args.gradient_checkpointing_use_reentrant",
+            "must be false with moe_aux_loss_coef",
+        ),
+    ],
+)
+def test_keys_of_experts(folder: Path, changes: dict[str, Any], key: str | None, words: str) -> None:
+    problems = found(folder, {**DENSE, "model_type": "qwen3_moe", "num_experts": 4}, **changes)
+    assert [problem.key for problem in problems] == ([key] if key else [])
+    assert all(words in problem.rule for problem in problems)
+
+
+def test_a_dense_model_has_no_experts_to_wrap(folder: Path) -> None:
+    (problem,) = found(folder, DENSE, **{f"{TRAIN}.wrap_policy.moe_experts": ["Qwen3MoeMLP"]})
+    assert problem.key == f"{TRAIN}.wrap_policy.moe_experts"
+    assert "which model_type qwen2 is not" in problem.rule
 
 
 def test_a_judge_by_an_engine_may_be_of_any_family(folder: Path) -> None:
     (folder / "judge").mkdir()
-    (folder / "judge" / "config.json").write_text(json.dumps({**DENSE, "num_experts": 4}))
+    (folder / "judge" / "config.json").write_text(json.dumps(RECURRENT))
     judge = {
         "rewards.math.worker_cls": "llm_judge",
         "rewards.math.judge_model_type": "cluster",
@@ -99,7 +133,7 @@ def test_a_judge_by_an_engine_may_be_of_any_family(folder: Path) -> None:
     }
     assert found(folder, DENSE, **judge) == ()
     judge["reward_model"]["strategy_args"] = {"strategy_name": "hf_infer"}  # type: ignore[index]
-    assert "mixture-of-experts" in found(folder, DENSE, **judge)[0].rule
+    assert "linear-attention" in found(folder, DENSE, **judge)[0].rule
 
 
 @pytest.mark.parametrize(
@@ -136,6 +170,16 @@ def test_heads_of_an_engine(folder: Path) -> None:
     assert "must divide the model's 6 attention heads" in problem.rule and problem.example == 2
 
 
+def test_a_vision_language_model(folder: Path) -> None:
+    """Sizes are those of the language model in it; Megatron has no tower, and the message says what has."""
+    model = {"model_type": "qwen3_vl", "vision_config": {}, "text_config": DENSE, "image_token_id": 5}
+    three = {"actor_train.model_args.ulysses_size": 3, "actor_train.device_mapping": [0, 1, 2]}
+    rules = [problem.rule for problem in found(folder, model, **three)]
+    assert any("must divide the model's 8 attention heads" in rule for rule in rules), rules
+    (problem,) = found(folder, model, **MEGATRON)
+    assert problem.rule.endswith("no vision tower of these families; strategy_name: fsdp2_train has"), problem.rule
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", '"x"', ""])
 def test_a_config_that_is_none(folder: Path, text: str) -> None:
     found(folder, DENSE)
@@ -156,9 +200,9 @@ def test_a_hub_name_is_found_in_the_cache(folder: Path, monkeypatch: pytest.Monk
     snapshot.mkdir(parents=True)
     (folder / "hub" / "models--owner--model" / "refs").mkdir()
     (folder / "hub" / "models--owner--model" / "refs" / "main").write_text("abc")
-    (snapshot / "config.json").write_text(json.dumps({**DENSE, "num_experts": 4}))
+    (snapshot / "config.json").write_text(json.dumps(RECURRENT))
     (problem,) = found(folder, DENSE, pretrain="owner/model")
-    assert "model_type qwen2: a mixture-of-experts model" in problem.rule
+    assert "model_type qwen2: a model with linear-attention or state-space layers" in problem.rule
 
 
 def test_offline_and_not_in_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,9 +224,10 @@ class Hub(BaseHTTPRequestHandler):
     """As much of the hub as a model's ``config.json`` takes."""
 
     def answer(self, with_body: bool) -> None:
-        is_api, known = self.path.startswith("/api/models/"), "owner/experts" in self.path
-        config = {**DENSE, "num_experts": 4}
-        body = json.dumps({"id": "owner/experts", "sha": "a" * 40} if is_api else config).encode() if known else b"{}"
+        is_api, known = self.path.startswith("/api/models/"), "owner/recurrent" in self.path
+        body = (
+            json.dumps({"id": "owner/recurrent", "sha": "a" * 40} if is_api else RECURRENT).encode() if known else b"{}"
+        )
         self.send_response(200 if known else 404)
         headers = {"X-Repo-Commit": "a" * 40, "ETag": '"b"', "Content-Length": str(len(body))}
         if not known:
@@ -214,7 +259,10 @@ def hub() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("owner/experts", "model_type qwen2: a mixture-of-experts model is not available yet"),
+        (
+            "owner/recurrent",
+            "model_type qwen2: a model with linear-attention or state-space layers is not available yet",
+        ),
         ("owner/nothing", "the hub has no such model, or only for others"),
         ("unreachable", "the hub cannot be reached"),
     ],

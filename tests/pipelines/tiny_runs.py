@@ -170,6 +170,40 @@ def sft_settings(world: TinyWorld, output: Path) -> dict[str, Any]:
     }
 
 
+def agentic_settings(world: TinyWorld, output: Path) -> dict[str, Any]:
+    """Lakes in one conversation each, with one trainer and one engine: 4 tasks x 4 episodes, one optimizer step."""
+    return {
+        "pipeline": "agentic",
+        "exp_name": "tiny_lake",
+        "seed": 7,
+        "pretrain": str(world.model),
+        "reward_pretrain": str(world.model),
+        "output_dir": str(output),
+        "logging_dir": str(output / "logs"),
+        "track_with": ["jsonl"],
+        "num_gpus_per_node": 2,
+        "max_steps": 1,
+        "save_steps": 0,
+        "eval_steps": 0,
+        "memory_steps": 0,
+        "rpc_timeout": 120,
+        "rollout_batch_size": 16,
+        "sequence_length": 512,
+        "adv_estimator": "grpo",
+        "custom_envs": {
+            "lake": {
+                "env_type": "frozen_lake",
+                "env_config": {"size": 3, "max_steps": 3, "show_instruction": False, "format_penalty": -0.25},
+                "max_steps": 3,
+                "max_tokens_per_step": 8,
+            }
+        },
+        "train_env_manager": {"num_env_groups": 4, "group_size": 4, "tags": ["lake"]},
+        "actor_train": role("fsdp2_train", [0], training_args=training_args(8, 2)),
+        "actor_infer": role("hf_infer", [1], generating_args=GENERATING),
+    }
+
+
 def load_changed(base: Mapping[str, Any], changes: Mapping[str, Any]) -> LoadedConfig[Any]:
     """The configuration with dotted keys set, loaded from a file in the folder ``input`` of the run's output."""
     data = changed(changes, base)

@@ -1,4 +1,4 @@
-"""What ranks are asked to do with mixture-of-experts models; importing it makes the model with separate experts known."""
+"""What ranks are asked to do with mixture-of-experts models; importing it registers the one with separate experts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import torch
 
 from roll.config.roles import WorkerConfig
 from roll.models.layouts import row_layout, with_token_rows
+from roll.protocol.metrics import to_floats
+from roll.strategies.base import Output
 from roll.strategies.factory import create_strategy
-from tests.strategies import sharded_cases
+from tests.strategies import lora_cases, sharded_cases
 from tests.strategies.moe_models import register_separate
 from tests.strategies.samples import TensorBatch
 
@@ -43,6 +45,20 @@ def choices(role: WorkerConfig, batch: TensorBatch) -> torch.Tensor:
     return strategy.model.routing_sums.counts.sum(0)
 
 
+def record_and_replay(
+    role: WorkerConfig, batch: TensorBatch
+) -> tuple[torch.Tensor, dict[str, float], dict[str, float]]:
+    """The routes of a forward pass; metrics of a step with them, and of the same step without."""
+    found = []
+    for replays in (True, False):
+        strategy: Any = create_strategy(role)
+        strategy.initialize(num_training_steps=10)
+        routes = strategy.forward(batch, (Output.LOG_PROBS, Output.ROUTES))[Output.ROUTES]
+        rows = batch | {"routed_experts": routes} if replays else batch
+        found.append(to_floats(strategy.train_step(rows, policy_loss, sharded_cases.POLICY)))
+    return routes, found[0], found[1]
+
+
 def self_test_alone(role: WorkerConfig) -> str:
     """The message of the self-test for a model with separate experts without the patch, which the check of the
     configuration would refuse before."""
@@ -53,3 +69,11 @@ def self_test_alone(role: WorkerConfig) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def train_adapters(role: WorkerConfig, batch: TensorBatch, steps: int) -> dict[str, Any]:
+    if role.strategy_args.strategy_name.startswith("deepspeed"):
+        from tests.strategies.deepspeed.cases import trainer
+
+        return lora_cases.train(trainer, role, batch, steps)
+    return lora_cases.train(sharded_cases.trainer, role, batch, steps)

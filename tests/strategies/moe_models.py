@@ -114,8 +114,8 @@ SEPARATE = "separate_experts"
 
 
 def register_separate() -> None:
-    """Let transformers know ``separate_experts``: Qwen2 whose MLP layers are experts in a ``ModuleList``, of which a pass
-    calls those that have tokens."""
+    """Let transformers know ``separate_experts``: Qwen2 whose MLP layers are experts in a ``ModuleList``, of which a
+    pass calls those that have tokens."""
     from torch import nn
     from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
     from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP

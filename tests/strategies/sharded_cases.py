@@ -127,6 +127,8 @@ def load_and_train(role: WorkerConfig, batch: TensorBatch, path: Path, steps: in
 def _state(strategy: Any, metrics: Metrics) -> dict[str, Any]:
     moments = {}
     for name, parameter in strategy.model.language_model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         state = strategy.optimizer.state.get(parameter, {})
         for key in ("exp_avg", "exp_avg_sq"):
             moments[f"{clean_name(name)}.{key}"] = whole(strategy, parameter, state.get(key))

@@ -297,7 +297,58 @@ STATE = (
     by_weights("export as a Hugging Face folder", "test_export_is_a_hugging_face_folder"),
     by_weights("weights to the engines, in buckets", "test_buckets_hold_the_whole_model_once"),
 )
-FEATURES = (*NUMBERS, *BATCHES, *LAYOUTS, *MEMORY, *STATE)
+vision = in_file("strategies/test_vision.py")
+NO_TOWER = Other("no: Megatron Core has no vision tower of these families")
+
+
+def with_images(name: str, *cases: str) -> Feature:
+    """A row of vision-language models, with a case for each strategy but Megatron."""
+    return Feature(name, *map(vision, cases), NO_TOWER)
+
+
+VISION = (
+    with_images("vision-language: gradient, log-probs and entropies", "fsdp2-qwen2.5", "fsdp1", "zero3"),
+    with_images(
+        "vision-language: mixture of experts (Qwen3-VL-MoE)",
+        "fsdp2-moe",
+        "fsdp1-moe-shared-prompts",
+        "zero3-moe-shared-prompts",
+    ),
+    with_images(
+        "vision-language: images on one rank only",
+        "fsdp2-text-on-one-rank",
+        "fsdp1-text-on-one-rank-packed",
+        "zero3-text-on-one-rank-packed",
+    ),
+    with_images(
+        "vision-language: packed", "fsdp2-packed", "fsdp1-text-on-one-rank-packed", "zero3-text-on-one-rank-packed"
+    ),
+    with_images(
+        "vision-language: shared prompts",
+        "fsdp2-shared-prompts",
+        "fsdp1-moe-shared-prompts",
+        "zero3-moe-shared-prompts",
+    ),
+    Feature(
+        "vision-language: context parallel",
+        vision("fsdp2-ulysses-packed-qwen2.5"),
+        vision("fsdp1-ulysses"),
+        Other("no"),
+        NO_TOWER,
+    ),
+    with_images("vision-language: critic", *["test_a_critic_reads_images"] * 3),
+    with_images("vision-language: frozen tower", *["test_a_frozen_tower_costs_nothing"] * 3),
+    with_images("vision-language: LoRA on the language model", *["test_adapters_are_on_the_language_model"] * 3),
+    with_images("vision-language: weights to the engines", *["test_weights_arrive_in_an_engine"] * 3),
+    with_images("vision-language: export as a Hugging Face folder", *["test_export_is_a_folder_of_transformers"] * 3),
+    with_images(
+        "vision-language: resumed = uninterrupted",
+        "test_resumed_equals_uninterrupted",
+        "test_resumed_equals_uninterrupted",
+        "test_resumed_under_zero3",
+    ),
+)
+FEATURES = (*NUMBERS, *BATCHES, *LAYOUTS, *MEMORY, *STATE, *VISION)
 
 
 def shown(cell: Cell) -> str:

@@ -10,10 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
+from roll.protocol.vision import vision_token_ids
+from roll.strategies.engines.requests import GenerationRequest, SamplingParams
+from roll.strategies.hf_infer.engine import GenerationEngine
+from roll.strategies.hf_infer.generic import create_decoder
 from tests import vision_models
-from tests.strategies import sharded_cases, vision_cases
+from tests.strategies import sharded_cases, sync_cases, vision_cases
 from tests.strategies.comparison import STEPS, assert_step_equals
+from tests.strategies.hf_infer.helpers import run
 from tests.strategies.samples import DYNAMIC, PACKING, make_role
 
 RunRanks = Callable[..., list[Any]]
@@ -81,6 +87,7 @@ CASES: dict[str, dict[str, Any]] = {
         **PACKS,
     },
     "fsdp1": {"strategy": "fsdp_train"},
+    "fsdp1-ulysses": {"strategy": "fsdp_train", "model_args": {"ulysses_size": 2}, "split": (15,)},
     "fsdp1-text-on-one-rank-packed": {"strategy": "fsdp_train", "split": TEXT_ON_ONE, **PACKS},
     "fsdp1-frozen-text-on-one-rank": {"strategy": "fsdp_train", "split": TEXT_ON_ONE, "frozen": "model.visual"},
     "fsdp1-moe-shared-prompts": {"strategy": "fsdp_train", "kind": "qwen3_vl_moe", "use_prefix_sharing": True},
@@ -207,3 +214,123 @@ def test_a_critic_reads_images(run_ranks: RunRanks, model_of: Callable[[str], Pa
     results, cut = values(strategy, config, 2)
     assert "score.weight" in results[0]["weights"] and alone.abs().max() > 1e-3
     torch.testing.assert_close(cut, alone, rtol=0, atol=2e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "kind"), [("fsdp2", "qwen2_5_vl"), ("fsdp2", "qwen3_vl_moe"), ("fsdp1", "qwen3_vl"), ("zero3", "qwen3_vl")]
+)
+def test_weights_arrive_in_an_engine(
+    run_ranks: RunRanks, model_of: Callable[[str], Path], tmp_path: Path, name: str, kind: str
+) -> None:
+    """Checksums of what ``hf_infer`` holds after each update; the second one is without the frozen tower."""
+    strategy, config = BACKENDS[name]
+    needs(strategy)
+    role = make_role(
+        model_of(kind),
+        strategy,
+        dtype="bf16",
+        config=config,
+        model_args={"freeze_module_prefix": "vision_model"},
+        training={"learning_rate": 1e-5, "weight_decay": 0.0},
+    )
+    sent = run_ranks(2, sync_cases.train_and_sync, role, half(), tmp_path, [("shared_memory", "trained")])[0]
+    sizes = {one: parameter.numel() for one, parameter in vision_cases.plain_model(model_of(kind)).named_parameters()}
+    language = [size for one, size in sizes.items() if not one.startswith("model.visual.")]
+    assert sent == [(len(sizes), 2 * sum(sizes.values())), (len(sizes), 2 * sum(language))], "all are verified"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("kind", vision_models.KINDS)
+def test_export_is_a_folder_of_transformers(
+    run_ranks: RunRanks, model_of: Callable[[str], Path], tmp_path: Path, name: str, kind: str
+) -> None:
+    strategy, config = BACKENDS[name]
+    needs(strategy)
+    run_ranks(2, sharded_cases.export, make_role(model_of(kind), strategy, config=config), tmp_path / "out")
+    before, after = (vision_cases.plain_model(folder).state_dict() for folder in (model_of(kind), tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[one]) for one, tensor in before.items())
+    if kind == "qwen3_vl_moe":
+        with safe_open(tmp_path / "out/model.safetensors", framework="pt") as file:
+            shape = file.get_slice("model.language_model.layers.0.mlp.experts.gate_up_proj").get_shape()
+        assert shape == [8, 64, 96], "experts, hidden size, gate and up: as on the hub, and as vLLM reads them"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp1"])
+def test_resumed_equals_uninterrupted(
+    run_ranks: RunRanks, model_of: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    strategy, config = BACKENDS[name]
+    model_args = {"freeze_module_prefix": "visual"}
+    role = make_role(model_of("qwen3_vl"), strategy, config=config, model_args=model_args, use_remove_padding=True)
+    wanted = run_ranks(2, sharded_cases.train_and_save, role, half(), tmp_path, 2)
+    resumed = run_ranks(2, sharded_cases.load_and_train, role, half(), tmp_path, 2)
+    for before, after in zip(wanted, resumed, strict=True):
+        assert before["metrics"] == after["metrics"] and before["step"] == after["step"]
+        for part in ("weights", "moments"):
+            assert all(torch.equal(tensor, after[part][one]) for one, tensor in before[part].items()), part
+
+
+@pytest.mark.long
+def test_resumed_under_zero3(run_ranks: RunRanks, model_of: Callable[[str], Path], tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    from tests.strategies.deepspeed import cases
+
+    role = make_role(model_of("qwen2_5_vl"), "deepspeed_train", config=PARTITION)
+    wanted = run_ranks(2, cases.train_and_save, role, half(), tmp_path, 2)
+    resumed = run_ranks(2, cases.load_and_train, role, half(), tmp_path, 2)
+    for before, after in zip(wanted, resumed, strict=True):
+        assert all(torch.equal(tensor, after["weights"][one]) for one, tensor in before["weights"].items())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", BACKENDS)
+def test_adapters_are_on_the_language_model(run_ranks: RunRanks, model_of: Callable[[str], Path], name: str) -> None:
+    """``all-linear`` leaves the tower alone; outputs are the plain model's, and a step changes the language model."""
+    pytest.importorskip("peft")
+    strategy, config = BACKENDS[name]
+    needs(strategy)
+    adapters = {"lora_target": "all-linear", "lora_rank": 2}
+    role = make_role(model_of("qwen2_5_vl"), strategy, config=config, model_args=adapters)
+    facts = run_ranks(2, vision_cases.facts_of_freezing, role, half())[0]
+    assert facts["changed"] and sorted(facts["changed"]) == sorted(facts["sent"])
+    assert all(".language_model.layers." in one for one in facts["changed"]), facts["changed"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared prompts"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_the_ratio_to_what_was_sampled_is_one(
+    run_ranks: RunRanks, model_of: Callable[[str], Path], tmp_path: Path, kind: str, layout: str
+) -> None:
+    """A model that would rather say placeholders: engine and trainer leave them out of the distribution alike."""
+    model = vision_cases.plain_model(model_of(kind))
+    excluded = list(vision_token_ids(model.config))
+    with torch.no_grad():
+        model.lm_head.weight[excluded] *= 3
+    model.save_pretrained(tmp_path)
+    engine = GenerationEngine(create_decoder(model, 160), str, (), 8, 160)
+    prompts = vision_cases.prompts()
+    params = SamplingParams(12, temperature=1.0, seed=1)
+    requests = [
+        GenerationRequest(str(index), one.token_ids, params, 3, vision=one.vision) for index, one in enumerate(prompts)
+    ]
+    outputs = run(engine, requests)
+    keys = sorted(outputs)
+    batch = vision_cases.assembled([(prompts[int(name)], outputs[name, index].token_ids) for name, index in keys])
+    keys_of_layout: dict[str, dict[str, Any]] = {
+        "padded": {},
+        "packed": {"use_remove_padding": True},
+        "shared prompts": {"use_prefix_sharing": True},
+    }
+    role = make_role(tmp_path, micro_batch=5, infer_batch_size=5, **keys_of_layout[layout])
+    ((before, within),) = run_ranks(1, vision_cases.log_probs_before_and_in_a_step, role, batch)
+    assert torch.equal(before, within), "the ratio of an update on the same weights is 1, to the bit"
+    mask = batch["response_mask"]
+    sampled = torch.cat([torch.tensor(outputs[key].log_probs) for key in keys])
+    torch.testing.assert_close(before[mask], sampled, rtol=0, atol=2e-5)
+    logits = model(**vision_cases.plain_inputs(model, batch)).logits.log_softmax(-1)
+    assert logits[..., excluded].exp().sum(-1)[mask].max() > 0.05, "without masks the log-probs would be others"

@@ -38,6 +38,17 @@ def make_batch(which: tuple[int, ...] = (0, 1, 2, 3, 4), group_size: int = GROUP
             length = int(torch.randint(2, 7, (1,), generator=random))
             # Letters: the first ids are special tokens, of which a policy cannot sample all.
             rows.append((prompt, torch.randint(16, 200, (length,), generator=random).tolist()))
+    batch = assembled(rows)
+    if len(rows) > 1:
+        batch["response_mask"][1] = False
+    response = batch["response_mask"]
+    batch["advantages"] = torch.randn(len(rows), 1, generator=random) * response
+    batch["num_tokens"] = response.sum().expand(len(rows))
+    return batch
+
+
+def assembled(rows: list[tuple[VisionPrompt, list[int]]]) -> dict[str, Any]:
+    """Prompts and responses as a right-padded batch."""
     width = max(len(prompt.token_ids) + len(answer) for prompt, answer in rows) + 2
     ids = torch.zeros(len(rows), width, dtype=torch.int64)
     attention, response = (torch.zeros(len(rows), width, dtype=torch.bool) for _ in range(2))
@@ -46,18 +57,9 @@ def make_batch(which: tuple[int, ...] = (0, 1, 2, 3, 4), group_size: int = GROUP
         ids[row, :end] = torch.tensor(prompt.token_ids + answer)
         attention[row, :end] = True
         response[row, start:end] = True
-    if len(rows) > 1:
-        response[1] = False
     images = np.empty(len(rows), dtype=object)
     images[:] = [prompt.vision for prompt, _ in rows]
-    return {
-        "input_ids": ids,
-        "attention_mask": attention,
-        "response_mask": response,
-        "advantages": torch.randn(len(rows), 1, generator=random) * response,
-        "num_tokens": response.sum().expand(len(rows)),
-        IMAGES: images,
-    }
+    return {"input_ids": ids, "attention_mask": attention, "response_mask": response, IMAGES: images}
 
 
 def split(batch: dict[str, Any], sizes: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -165,3 +167,22 @@ def types_that_arrive(role: Any, batch: dict[str, Any]) -> dict[str, set[torch.d
             module.register_forward_pre_hook(record, with_kwargs=True)
     strategy.forward(batch, ("log_probs",))
     return found
+
+
+def log_probs_before_and_in_a_step(role: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the same weights: those of a forward pass, and those that the loss of an optimizer step gets."""
+    from roll.strategies.base import Output
+    from roll.strategies.factory import create_strategy
+
+    strategy: Any = create_strategy(role)
+    strategy.initialize(num_training_steps=10)
+    before = strategy.forward(batch, [Output.LOG_PROBS])[Output.LOG_PROBS]
+    rows: dict[int, torch.Tensor] = {}
+
+    def loss(outputs: TensorBatch, part: TensorBatch) -> tuple[torch.Tensor, dict[str, Any]]:
+        for row, values in zip(part["row"].tolist(), outputs["log_probs"].detach(), strict=True):
+            rows[row] = torch.nn.functional.pad(values, (0, before.shape[1] - len(values)))
+        return outputs["log_probs"].sum(), {}
+
+    strategy.train_step({**batch, "row": torch.arange(len(before))}, loss, [Output.LOG_PROBS])
+    return before, torch.stack([rows[row] for row in range(len(before))])

@@ -82,7 +82,11 @@ def family_problem(config: Mapping[str, Any], name: str, role: WorkerConfig) -> 
         return None  # The engine computes it, and nothing here has to agree with it.
     lacking = model_files.missing(config, strategy)
     if lacking:
-        return f"{model_files.describe(config, lacking)} is not available yet under {strategy}"
+        rule = f"{model_files.describe(config, lacking)} is not available yet under {strategy}"
+        if model_files.VISION in lacking and strategy.startswith("megatron"):
+            trainer = strategy.replace("megatron", "fsdp2")
+            rule += f": Megatron Core has no vision tower of these families; strategy_name: {trainer} has"
+        return rule
     return None
 
 

@@ -89,6 +89,11 @@ def setting(default: Any, **options: Any) -> Any:
 DOTTED_PATH = re.compile(r"[A-Za-z_]\w*([.:][A-Za-z_]\w*)+")
 
 
+def parse_names(value: Any) -> Any:
+    """A list from names with commas between them; anything else as it is."""
+    return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
+
+
 def parse_dotted_path(value: Any) -> str | None:
     """``package.module.function`` or null."""
     if value is not None and not DOTTED_PATH.fullmatch(str(value)):

@@ -54,8 +54,9 @@ class StrategyConfig:
 
 
 def model_size(model: Mapping[str, Any], key: str) -> int:
-    """A positive number of a model's ``config.json``; 0 where it has none."""
-    value = model.get(key)
+    """A positive number of a model's ``config.json`` (of the language model in it); 0 where it has none."""
+    section = model.get("text_config")
+    value = section.get(key) if isinstance(section, Mapping) and key not in model else model.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 

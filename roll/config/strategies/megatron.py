@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from roll.config.reading.fields import rules, setting
+from roll.config.reading.fields import parse_names, rules, setting
 from roll.config.strategies.base import Backend, Package, ShapeProblem, StrategyConfig, largest_divisor, model_size
 
 if TYPE_CHECKING:
@@ -44,9 +44,10 @@ class MegatronStrategyConfig(StrategyConfig):
     recompute_num_layers: int | None = setting(None, ge=1, read_if={"recompute_granularity": ("full", None)})
     """See ``recompute_method``; null: 1."""
     recompute_modules: list[str] | None = field(
-        default=None, metadata=rules(read_if={"recompute_granularity": ("selective",)})
+        default=None, metadata=rules(parse=parse_names, read_if={"recompute_granularity": ("selective",)})
     )
-    """With ``selective``: Megatron's names (``core_attn``, ``mlp``, ``layernorm``); null: ``core_attn``."""
+    """With ``selective``: Megatron's names (``core_attn``, ``mlp``, ``layernorm``, ``moe``), a list or with commas;
+    null: ``core_attn``."""
     account_for_embedding_in_pipeline_split: bool = False
     """Count the embeddings as a layer when layers are dealt out to stages."""
     account_for_loss_in_pipeline_split: bool = False

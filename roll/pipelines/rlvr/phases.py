@@ -80,7 +80,7 @@ def add_values(batch: DataProto, critic: Cluster) -> None:
     """``values`` float32 (B, L), also where ``bootstrap_mask`` asks for one behind a response."""
     asked = batch
     if "bootstrap_mask" in batch.batch:
-        asked = batch.select(MODEL_COLUMNS, ["prompt_id"])
+        asked = _selected(batch, *MODEL_COLUMNS, "prompt_id")
         for name in ("attention_mask", "response_mask"):
             asked.batch[name] = batch.batch[name] | batch.batch["bootstrap_mask"]
     batch.batch["values"] = computed(asked, critic, lambda rows: critic.call(CriticWorker.compute_values, rows))[
@@ -95,7 +95,13 @@ def computed(
     if cluster.dp_size == 1:
         return compute(batch).result().batch
     order = order_for(batch, cluster.role.use_prefix_sharing, cluster.dp_size)
-    return compute(batch.select(MODEL_COLUMNS, [])[order]).result()[np.argsort(order)].batch
+    return compute(_selected(batch, *MODEL_COLUMNS)[order]).result()[np.argsort(order)].batch
+
+
+def _selected(batch: DataProto, *names: str) -> DataProto:
+    """Those of the columns that there are."""
+    tensors = [name for name in names if name in batch.batch.keys()]  # noqa: SIM118 (keys() unpacks no column)
+    return batch.select(tensors, [name for name in names if name in batch.non_tensor_batch])
 
 
 def update_actor(

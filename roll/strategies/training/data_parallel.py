@@ -6,9 +6,11 @@ that they give the same numbers.
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,9 +28,10 @@ from roll.models.experts import RoutingRecorder, SparseLayer, run_every_expert, 
 from roll.models.layouts import TokenLayout, padded, with_token_rows
 from roll.models.log_probs import ResponseModel
 from roll.models.lora import Adapters, MergedWeight, add_adapters, base_name
+from roll.models.routes import encoded, missing_mark, route_dtype, routes_of, with_prompts_of_leaders
 from roll.models.stored import StoredLayout
 from roll.models.vision import FEATURES, ImagePool, with_images
-from roll.protocol.metrics import Metrics
+from roll.protocol.metrics import Mean, Metrics
 from roll.strategies.base import (
     ALL_WEIGHTS,
     LossFunction,
@@ -57,6 +60,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+logger = logging.getLogger(__name__)
+
+
 class DataParallelStrategy(ModelStrategy):
     """Every rank computes its own rows with the whole model, of which it may hold a shard only."""
 
@@ -68,6 +74,7 @@ class DataParallelStrategy(ModelStrategy):
     balance: ExpertBalance | None = None
     mixes_types = True
     """A layer may hold parameters of two types: a frozen base and what is trained."""
+    _said_missing = False
     context_size = 1
     """Consecutive ranks that share each sequence, and so are given the same rows."""
 
@@ -183,25 +190,56 @@ class DataParallelStrategy(ModelStrategy):
         self.model.eval()
         shape = batch["input_ids"].shape
         device = batch["input_ids"].device
-        results = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name in map(str, outputs)}
+        names = [str(name) for name in outputs if name is not Output.ROUTES]
+        results = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name in names}
+        self.model.records_routes = Output.ROUTES in outputs
+        if self.model.records_routes:
+            results[Output.ROUTES] = self._no_routes(shape, device)
         rule = micro_batching(self.role, trains=False)
         for rows in self._rows_of_passes(batch, rule):
             part = micro_batch(batch, rows)
             shape_of_part = part["input_ids"].shape
-            computed = self._outputs(self._layout(part, rule, images), results.keys(), temperature, shape_of_part)
+            layout = self._layout(part, rule, images)
+            computed = self._outputs(layout, names, temperature, shape_of_part)
+            if self.model.records_routes:
+                computed[Output.ROUTES] = self._chosen(layout, part)
             if rows:
                 for name, values in computed.items():
                     results[name][row_index(rows), : shape_of_part[1]] = values.to(device)
+        self.model.records_routes = False
         self._reshard()
         self.model.train(was_training)
         return results
+
+    def _no_routes(self, shape: torch.Size, device: torch.device) -> torch.Tensor:
+        layer = self.sparse_layers[0]
+        dtype = route_dtype(layer.num_experts)
+        size = (*shape, len(self.sparse_layers), layer.top_k)
+        return torch.full(size, missing_mark(dtype), dtype=dtype, device=device)
+
+    def _chosen(self, layout: TokenLayout, part: TensorBatch) -> torch.Tensor:
+        """Collective over ranks that share sequences. The choices of the last pass by the tokens of ``part``."""
+        group, chosen = self.model.context_group, self.model.chosen_experts
+        assert chosen is not None
+        sources = (layout if group is None else layout.chunk(group.rank(), group.size())).sources.flatten()
+        sources, shape = sources.to(chosen.device), part["input_ids"].shape
+        # Counted from 1, so that ranks' parts can be summed.
+        flat = chosen.new_zeros(shape.numel(), *chosen.shape[1:])
+        flat[sources[sources >= 0]] = chosen[sources >= 0] + 1
+        if group is not None:
+            dist.all_reduce(flat, group=group)
+        column = encoded(flat - 1, self.sparse_layers[0].num_experts).view(*shape, *chosen.shape[1:])
+        if self.role.use_prefix_sharing:
+            column = with_prompts_of_leaders(column.cpu(), part["input_ids"].cpu(), part["response_mask"].cpu())
+        return column
 
     def named_full_weights(
         self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Collective. Full tensors in the compute dtype (float32 master weights stay here); tied weights come once."""
         for bucket in self._live_weights(bucket_bytes, selection):
-            yield [stored for name, tensor in bucket for stored in self._stored.split(name, tensor)]
+            parts = [stored for name, tensor in bucket for stored in self._stored.split(name, tensor)]
+            yield [(name, part.contiguous()) for name, part in parts]
 
     def _live_weights(
         self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
@@ -254,6 +292,11 @@ class DataParallelStrategy(ModelStrategy):
             for name, parameter in language_model.named_parameters(remove_duplicate=False):
                 if names[id(parameter)] == embeddings:
                     weights[name] = weights[embeddings]
+        if self._stored.transposes:
+            # transformers would look at the shapes of what this rank holds, and those may be shards.
+            split = (part for name, tensor in weights.items() for part in self._stored.split(name, tensor))
+            weights = {name: tensor.contiguous() for name, tensor in split}
+            language_model._weight_conversions = []
         language_model.save_pretrained(path, state_dict=weights)
         # The model wrote the type of the weights it holds (float32 master weights), not of those it was given.
         language_model.config.dtype = self.compute_dtype
@@ -295,7 +338,10 @@ class DataParallelStrategy(ModelStrategy):
         if images is not None and FEATURES in part:
             layout = images.attach(layout, part)
         sequences, length = layout.input_ids.shape
-        return padded(layout, sequences, length + -length % self.context_size)
+        layout = padded(layout, sequences, length + -length % self.context_size)
+        if Output.ROUTES not in part:
+            return layout
+        return replace(layout, routes=routes_of(layout, part[Output.ROUTES]))
 
     def _max_over_ranks(self, count: int) -> int:
         """The number of passes that every rank must make, so that none waits for another's collective."""
@@ -367,6 +413,8 @@ class DataParallelStrategy(ModelStrategy):
     ) -> list[Metrics]:
         """Forward and backward of one micro-batch. One with nothing to predict still takes part in all collectives."""
         layout = self._layout(part, rule, images)
+        if self.model.routing is not None:
+            self.model.routing.replay_counts = None
         if self.balance is not None:
             layout = with_token_rows(layout)
         aligned = self._outputs(layout, [str(name) for name in outputs], temperature, part["input_ids"].shape)
@@ -378,7 +426,26 @@ class DataParallelStrategy(ModelStrategy):
         loss, metrics = loss_fn(aligned, columns)
         loss = loss if loss.requires_grad else _zero_loss(aligned)
         self._differentiate(loss if balance_loss is None else loss + balance_loss)
-        return [metrics, layout_metrics(layout)]
+        return [metrics, layout_metrics(layout), self._replay_metrics()]
+
+    def _replay_metrics(self) -> Metrics:
+        """How many tokens of the last micro-batch took recorded routes; nothing without any."""
+        routing = self.model.routing
+        if routing is None or routing.replay_counts is None:
+            return {}
+        replayed, missing, changed = (float(count) for count in routing.replay_counts)
+        routing.replay_counts = None
+        if missing and not self._said_missing:
+            self._said_missing = True
+            share = missing / (missing + replayed)
+            logger.warning(
+                "router_replay: %.2f%% of the tokens have no recorded route: they are routed anew", 100 * share
+            )
+        total = max(1.0, replayed + missing)
+        return {
+            "router_replay/missing_share": Mean(missing, total),
+            "router_replay/changed_share": Mean(changed, replayed),
+        }
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         total = value.to(self.device, copy=True)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import vllm
 from transformers import AutoTokenizer
-from vllm import TokensPrompt
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -22,6 +21,7 @@ from roll.config.strategies.registry import typed_strategy_config
 from roll.config.strategies.vllm import VLLM, VllmStrategyConfig
 from roll.models.build import load_config
 from roll.platforms import current_platform
+from roll.protocol.vision import VisionInputs
 from roll.strategies.engines.base import GenerationStrategy, RankWatch, check_version, model_end_token_ids, not_finite
 from roll.strategies.engines.requests import (
     GenerationOutput,
@@ -32,6 +32,7 @@ from roll.strategies.engines.requests import (
 )
 from roll.strategies.vllm.arguments import behind, engine_arguments, generation_output, sampling_params, show_begun_text
 from roll.strategies.vllm.verification import quieten
+from roll.strategies.vllm.vision import ImagePrompts, prepare_vision
 from roll.strategies.vllm.worker import POLICY, SharedBucket, check_results, joined_checksums
 from roll.weight_sync.messages import Checksum
 
@@ -90,6 +91,9 @@ class VllmStrategy(GenerationStrategy):
             args.model_name_or_path, trust_remote_code=args.trust_remote_code
         )
         self._end_token_ids = model_end_token_ids(args, model_config, tokenizer)
+        self._images = ImagePrompts(model_config, tokenizer)
+        if getattr(model_config, "vision_config", None) is not None:
+            prepare_vision(platform.device_type == "cpu")
         arguments = engine_arguments(self.role, self._config, model_config, self._max_model_len, self.seed, platform)
         if platform.device_type == "cpu" and arguments["enforce_eager"]:
             # The sampler compiles one helper of its own even so, which needs a C++ compiler and takes seconds.
@@ -117,6 +121,7 @@ class VllmStrategy(GenerationStrategy):
         taken = set(self._unfinished)
         for request in requests:
             check_request(request, taken, self._max_model_len, self._vocab_size)
+            self._images.check(f"request {request.request_id!r}", request.prompt_token_ids, request.vision)
             taken.add(request.request_id)
         for request in requests:
             self._add_request(request)
@@ -125,25 +130,32 @@ class VllmStrategy(GenerationStrategy):
         """Every sample is a request of its own to vLLM; what a sample has already is a part of its prompt there."""
         self._unfinished[request.request_id] = set()
         try:
-            fresh = self._rendered(request.prompt_token_ids)
+            fresh = self._rendered(request.prompt_token_ids, request.vision)
             for index in request.unfinished_samples:
                 begun = request.partial.get(index)
                 if begun is None:
                     self._add_sample(request, index, fresh, None)
                 else:
-                    prompt = self._rendered([*request.prompt_token_ids, *begun.token_ids])
+                    prompt = self._rendered([*request.prompt_token_ids, *begun.token_ids], request.vision)
                     self._add_sample(request, index, prompt, begun)
         except Exception:  # vLLM has limits of its own: what it has of this request goes, the others stay
             self.abort([request.request_id])
             self._unfinished.pop(request.request_id, None)
             raise
 
-    def _rendered(self, token_ids: Sequence[int]) -> Any:
-        prompt = TokensPrompt(prompt_token_ids=list(token_ids))
+    def _rendered(self, token_ids: Sequence[int], vision: VisionInputs | None) -> Any:
+        """
+        Raises:
+            ValueError: vLLM sees another prompt, or other patches, than the trainer will.
+        """
+        prompt = self._images.prompt(token_ids, vision)
         if self._config.in_flight_update == "keep":
             # Nothing is dropped from the cache at an update, but blocks are found again under the same salt only.
             prompt["cache_salt"] = str(self._version)
         (rendered,) = self._running_engine().renderer.render_cmpl([prompt])
+        if vision is not None and list(rendered["prompt_token_ids"]) != list(token_ids):
+            found, expected = len(rendered["prompt_token_ids"]), len(token_ids)
+            raise ValueError(f"vllm makes {found} tokens of a prompt with images that has {expected} in training")
         return rendered
 
     def _add_sample(self, request: GenerationRequest, index: int, prompt: Any, begun: PartialSample | None) -> None:
@@ -152,6 +164,7 @@ class VllmStrategy(GenerationStrategy):
         num_begun = 0 if begun is None else len(begun.token_ids)
         asked = replace(request.params, top_log_probs=min(request.params.top_log_probs, self._vocab_size))
         params = sampling_params(asked, self._end_token_ids, room, index, num_begun)
+        params.bad_words = self._images.never_sampled
         internal_id = engine.add_request(key, prompt, params, lora_request=POLICY if self.takes_adapters else None)
         if begun is not None and request.params.stop_strings:
             show_begun_text(engine.output_processor.request_states[internal_id].detokenizer, begun.token_ids)
@@ -266,6 +279,7 @@ class VllmStrategy(GenerationStrategy):
             self._checksums |= joined_checksums(self._ask_ranks("roll_finish_reload"))
             self._is_reloading = False
         self._shared.close()
+        engine.reset_encoder_cache()  # of the vision tower as it was
         if self._config.in_flight_update == "recompute":
             engine.reset_prefix_cache(reset_running_requests=True)
         self._version = self._new_version

@@ -1,0 +1,110 @@
+"""Experts that tokens went to, as they travel with their tokens: recorded in one pass, replayed in another.
+
+A column ``routed_experts`` (B, L, layers, k) holds for each token of a batch the experts that the routers chose when it
+was the input, best first: uint8 for up to 255 experts (48 layers of 8 choices are 384 bytes a token), int16 beyond.
+The last token of a sequence is no input, so it has none; 255 (or -1) stands for a choice that nobody has recorded.
+
+Replay takes over *choices* only: weights come from the live logits of the chosen experts, so routers learn as ever.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roll.models.layouts import TokenLayout
+
+COLUMN = "routed_experts"
+PADDING, MISSING = -2, -1
+"""In a layout: a token that counts nothing, and one of which nothing is recorded."""
+
+
+def route_dtype(num_experts: int) -> torch.dtype:
+    return torch.uint8 if num_experts <= 255 else torch.int16
+
+
+def missing_mark(dtype: torch.dtype) -> int:
+    return 255 if dtype is torch.uint8 else MISSING
+
+
+def encoded(routes: Tensor, num_experts: int) -> Tensor:
+    """A column's values from int (..., layers, k) with ``MISSING``."""
+    dtype = route_dtype(num_experts)
+    return torch.where(routes < 0, missing_mark(dtype), routes).to(dtype)
+
+
+def routes_of(layout: TokenLayout, column: Tensor) -> Tensor:
+    """int64 (S, T, layers, k): the choices of a layout's tokens, or the marks above.
+
+    Args:
+        column: (B, L, layers, k), of the rows that were laid out.
+    """
+    flat = column.flatten(0, 1).long()
+    if column.dtype is torch.uint8:
+        flat = torch.where(flat == missing_mark(torch.uint8), MISSING, flat)
+    routes = flat[layout.sources.clamp(min=0)]
+    routes[layout.sources < 0] = PADDING
+    return routes
+
+
+def with_prompts_of_leaders(column: Tensor, input_ids: Tensor, response_mask: Tensor) -> Tensor:
+    """Give rows whose prompt was computed for the row before them that row's choices there, in place.
+
+    Args: of consecutive rows (B, L, ...), as a layout with shared prompts takes them.
+    """
+    mark = missing_mark(column.dtype)
+    first = torch.where(response_mask.any(1), response_mask.int().argmax(1), 0).tolist()
+    for row in range(1, len(column)):
+        length = first[row]
+        lacks = length and bool((column[row, :length] == mark).all())
+        if lacks and length == first[row - 1] and torch.equal(input_ids[row, :length], input_ids[row - 1, :length]):
+            column[row, :length] = column[row - 1, :length]
+    return column
+
+
+def replayed(output: Any, routes: Tensor, router: Any, by_sigmoid: bool) -> tuple[Any, Tensor]:
+    """A router's output with recorded choices, and (replayed, missing, changed) tokens, int64 (3,).
+
+    Args:
+        output: logits (T, E), weights (T, k) and chosen experts (T, k), in this order.
+        routes: int64 (T, k), with the marks above.
+
+    Raises:
+        ValueError: a router of another kind: it returns logits only, or weighs its choices in a way of its own.
+    """
+    if not isinstance(output, tuple) or len(output) != 3 or output[2].is_floating_point():
+        raise ValueError(
+            "router_replay: this model's routers return logits only, and its layers choose by themselves: their "
+            "choices cannot be replaced; set router_replay.mode: disabled"
+        )
+    logits, weights, live = output
+    known = (routes >= 0).all(-1, keepdim=True)
+    chosen = torch.where(known, routes, live.long())
+    again = _weights(logits, chosen, router, by_sigmoid)
+    same = (chosen == live).all(-1)
+    with torch.no_grad():
+        if not torch.allclose(again[same].float(), weights[same].float(), rtol=2e-2, atol=1e-3):
+            raise ValueError(
+                f"router_replay: {type(router).__name__} weighs its choices in a way that is not known here; set "
+                "router_replay.mode: disabled"
+            )
+        missing = (routes == MISSING).any(-1)
+        counts = torch.stack([known.sum(), missing.sum(), (_sets(chosen) != _sets(live.long())).any(-1).sum()])
+    return (logits, again.to(weights.dtype), chosen.to(live.dtype)), counts
+
+
+def _sets(choices: Tensor) -> Tensor:
+    return choices.sort(-1).values
+
+
+def _weights(logits: Tensor, chosen: Tensor, router: Any, by_sigmoid: bool) -> Tensor:
+    """Weights of chosen experts: gathered from all scores, never from those of the live choice only, whose gradients
+    would be zero elsewhere."""
+    scores = logits.float().sigmoid() if by_sigmoid else logits.float().softmax(-1)
+    weights = scores.gather(-1, chosen)
+    # Mixtral's and gpt-oss's always sum to 1; the latter's softmax over the chosen logits is the same.
+    if getattr(router, "norm_topk_prob", True):
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * float(getattr(router, "routed_scaling_factor", 1.0))

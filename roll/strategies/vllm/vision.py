@@ -1,0 +1,84 @@
+"""Prompts with images as vLLM takes them, and its vision-language models on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm import TokensPrompt
+
+from roll.protocol.vision import VisionInputs, vision_token_ids
+
+
+def prepare_vision(on_cpu: bool) -> None:
+    """Let vLLM import its vision-language models. It looks at a model's class in another process, to keep this one free
+    of CUDA: on a CPU that is not needed, and that process would not find torchvision.
+
+    Raises:
+        ValueError: torchvision is not installed, or came too late.
+    """
+    from transformers.utils import is_torchvision_available
+
+    if not is_torchvision_available():
+        raise ValueError(
+            "strategy_args.strategy_name: vllm: its vision-language models need torchvision; on a CPU make "
+            "install-vllm-vision installs it for vLLM alone, on a GPU it comes with vLLM. hf_infer does without"
+        )
+    if on_cpu:
+        from vllm.model_executor.models import registry
+
+        registry._run_in_subprocess = lambda function: function()
+
+
+class ImagePrompts:
+    """Makes prompts of one model.
+
+    Args:
+        config: the model's Hugging Face configuration.
+        tokenizer: its tokenizer.
+    """
+
+    def __init__(self, config: Any, tokenizer: Any) -> None:
+        self._image_token_id = getattr(config, "image_token_id", None)
+        self._video_token_id = getattr(config, "video_token_id", None)
+        self.never_sampled: list[str] = list(tokenizer.convert_ids_to_tokens(list(vision_token_ids(config))))
+        """Texts of the tokens that stand for images: single tokens, which vLLM masks exactly."""
+
+    def check(self, name: str, token_ids: Sequence[int], vision: VisionInputs | None) -> None:
+        """
+        Raises:
+            ValueError: images for a model of text, or as many placeholders as do not go with them.
+        """
+        found = sum(token == self._image_token_id for token in token_ids)
+        expected = sum(vision.num_tokens) if vision is not None else 0
+        if found != expected or (self._video_token_id is not None and self._video_token_id in token_ids):
+            images = len(vision.images) if vision is not None else 0
+            raise ValueError(
+                f"{name}: the prompt has {found} placeholders of images, and its {images} images have {expected}; they "
+                "must be as many, and none of a video"
+            )
+
+    def prompt(self, token_ids: Sequence[int], vision: VisionInputs | None) -> TokensPrompt:
+        """vLLM writes the placeholders itself, from one for each image: it is given the images in the size in which
+        they have as many, and names by which it finds their features again."""
+        if vision is None:
+            return TokensPrompt(prompt_token_ids=list(token_ids))
+        short: list[int] = []
+        counts, left = iter(vision.num_tokens), 0
+        for token in token_ids:
+            if token != self._image_token_id:
+                short.append(token)
+            elif left:
+                left -= 1
+            else:
+                short.append(token)
+                left = next(counts) - 1
+        processing = vision.processing
+        return TokensPrompt(
+            prompt_token_ids=short,
+            multi_modal_data={"image": vision.resized_images()},
+            multi_modal_uuids={"image": list(vision.image_keys)},
+            mm_processor_kwargs={
+                "size": {"shortest_edge": processing.min_pixels, "longest_edge": processing.max_pixels}
+            },
+        )

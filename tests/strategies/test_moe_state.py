@@ -1,0 +1,111 @@
+"""Checkpoints, exports and adapters of mixture-of-experts models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from roll.models.stored import StoredLayout
+from tests.strategies import lora_cases, sharded_cases
+from tests.strategies import moe_cases as cases
+from tests.strategies.moe_models import EVERYWHERE, FAMILIES, SEPARATE, write_moe
+from tests.strategies.samples import make_batch, make_role, plain_model, split_rows
+
+RunRanks = Callable[..., list[Any]]
+SPLITS = {1: (12,), 2: (6, 6)}
+UNITS = {"wrap_policy": {"moe_experts": ["Qwen3MoeMLP"]}}
+TRAINING = {"training": {"lr_scheduler_type": "cosine", "warmup_steps": 1, "adam_epsilon": 1e-3}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_moe(tmp_path_factory.mktemp("moe") / "model")
+
+
+@pytest.mark.default_rows("qwen3_moe", "deepseek_v3")
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != SEPARATE])
+def test_an_export_has_the_published_layout(run_ranks: RunRanks, tmp_path: Path, family: str) -> None:
+    """The same tensors under the same names as in the folder that it came from, buffers that balance by a bias too."""
+    source = write_moe(tmp_path / "source", family)
+    run_ranks(2, sharded_cases.export, make_role(source), tmp_path / "export")
+    wanted, written = load_file(source / "model.safetensors"), load_file(tmp_path / "export" / "model.safetensors")
+    assert written.keys() == wanted.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in wanted.items())
+    assert family == "gpt_oss" or any(".experts.5." in name for name in written)
+    assert any("e_score_correction_bias" in name for name in written) == (family in ("deepseek_v3", "glm4_moe"))
+    again = plain_model(tmp_path / "export").state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in plain_model(source).state_dict().items())
+
+
+@pytest.mark.default_rows("fsdp2")
+@pytest.mark.parametrize(
+    ("strategy", "config"),
+    [
+        pytest.param("fsdp2_train", UNITS, id="fsdp2"),
+        pytest.param("fsdp_train", UNITS, id="fsdp"),
+    ],
+)
+def test_resumed_equals_uninterrupted_also_on_one_rank(
+    run_ranks: RunRanks, folder: Path, tmp_path: Path, strategy: str, config: dict[str, Any]
+) -> None:
+    role = make_role(folder, strategy, config=config, **TRAINING)
+    parts = split_rows(make_batch(), SPLITS[2])
+    whole = run_ranks(2, sharded_cases.train_and_save, role, parts, tmp_path, 2)
+    resumed = run_ranks(2, sharded_cases.load_and_train, role, parts, tmp_path, 2)
+    for one, other in zip(whole, resumed, strict=True):
+        assert one["metrics"] == other["metrics"]
+        for kind in ("weights", "moments"):
+            assert all(torch.equal(one[kind][name], other[kind][name]) for name in one[kind])
+    (alone,) = run_ranks(1, sharded_cases.load_and_train, role, [make_batch()], tmp_path, 2)
+    for name, weight in whole[0]["weights"].items():
+        torch.testing.assert_close(alone["weights"][name], weight, rtol=0, atol=1e-4)  # sums in another order
+
+
+@pytest.mark.long
+def test_a_deepspeed_checkpoint_goes_on_under_another_stage(run_ranks: RunRanks, folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    from tests.strategies.deepspeed import cases as deepspeed_cases
+    from tests.strategies.deepspeed.test_numbers import zero
+
+    two, three = (make_role(folder, "deepspeed_train", config=zero(stage), **TRAINING) for stage in (2, 3))
+    parts = split_rows(make_batch(), SPLITS[2])
+    saved = run_ranks(2, deepspeed_cases.train_save_and_show, three, parts, tmp_path, parts)
+    loaded = run_ranks(2, deepspeed_cases.load_and_show, two, parts, tmp_path)
+    for key, wanted in saved[0]["state"].items():
+        assert torch.equal(loaded[0]["state"][key], wanted), key
+
+
+@pytest.mark.default_rows("fsdp2_train-qwen2_moe")
+@pytest.mark.parametrize("family", EVERYWHERE)
+@pytest.mark.parametrize("strategy", ["fsdp2_train", "fsdp_train", "deepspeed_train"])
+def test_all_linear_trains_no_router(run_ranks: RunRanks, tmp_path: Path, strategy: str, family: str) -> None:
+    pytest.importorskip("peft")
+    if strategy == "deepspeed_train":
+        pytest.importorskip("deepspeed")
+    source = write_moe(tmp_path / "model", family)
+    role = make_role(source, strategy, model_args={"lora_target": "all-linear", "lora_rank": 2})
+    trained = run_ranks(1, lora_cases.initial_weights, role)[0]
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in trained} >= {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert not [name for name in trained if "gate." in name or "router" in name or ".experts." in name]
+
+
+@pytest.mark.default_rows("fsdp2_train")
+@pytest.mark.parametrize("strategy", ["fsdp2_train", "fsdp_train", "deepspeed_train"])
+def test_adapters_next_to_experts_equal_plain_peft(run_ranks: RunRanks, tmp_path: Path, strategy: str) -> None:
+    """Attention and shared experts; the merged weights are those that peft merges."""
+    pytest.importorskip("peft")
+    source = write_moe(tmp_path / "model", "qwen2_moe")
+    targets = ["q_proj", "v_proj", "shared_expert.down_proj"]
+    adapter = lora_cases.write_adapter(source, tmp_path / "adapter", target=targets)
+    wanted = lora_cases.plain_training(source, adapter, make_batch(), 2)
+    wanted["weights"] = StoredLayout(plain_model(source)).views(wanted["weights"])  # as they are sent to the engines
+    role = make_role(
+        source, strategy, model_args={"adapter_name_or_path": str(adapter)}, training={"adam_epsilon": 1e-3}
+    )
+    results = run_ranks(2, cases.train_adapters, role, split_rows(make_batch(), (7, 5)), 2)
+    lora_cases.assert_same_training(results, wanted, relative=4e-6)
