@@ -7,7 +7,7 @@ from mcp.server.mcpserver.exceptions import ToolError
 
 from roll.environments.games import calculate as value_of
 
-server = MCPServer("calculator")
+server = MCPServer("calculator", log_level="WARNING")
 
 
 @server.tool()
