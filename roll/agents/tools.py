@@ -90,10 +90,6 @@ class ToolBox:
         self._timeout, self._max_result = timeout, max_result
 
     @property
-    def names(self) -> list[str]:
-        return list(self._tools)
-
-    @property
     def schemas(self) -> list[Message]:
         return [tool.schema for tool in self._tools.values()]
 

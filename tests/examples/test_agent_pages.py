@@ -19,10 +19,9 @@ from roll.agents.agent_options import BlackBoxOptions
 from roll.agents.black_box import BlackBoxAgent
 from roll.agents.doors import check_agent
 from roll.agents.episode import Limits, Model, Task, run_episode
-from roll.config.reading.schema import convert
-from roll.pipelines.agentic.config import CustomEnvConfig
+from roll.agents.text_tools import text_tool
+from roll.pipelines.agentic.config import CustomEnvConfig, ToolWrapperArguments
 from roll.pipelines.agentic.planning import agent_of
-from roll.pipelines.agentic.players import wrapping_tools
 from tests.agents.playing import Recorded
 from tests.agents.templates import WRITTEN_HERE
 from tests.examples.pages import ROOT, blocks, named_files
@@ -59,9 +58,9 @@ def test_entries_of_the_pages(entry: dict[str, Any], page_files: None) -> None:
     if agent is not None:
         check_agent(agent, options)
     else:
-        wrapper = entry["tool_wrapper"]
-        specs = [(one["tool_id"], one["tool_args"]) for one in wrapper["tool_configs"]]
-        assert specs and wrapping_tools(None) is None and convert(wrapper["wrapper_args"], dict[str, float])
+        for one in entry["tool_wrapper"]["tool_configs"]:
+            text_tool(one["tool_id"], one["tool_args"])
+        assert not entry["tool_wrapper"]["wrapper_args"].keys() - ToolWrapperArguments.__dataclass_fields__.keys()
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
