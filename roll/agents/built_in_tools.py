@@ -10,7 +10,6 @@ import inspect
 import json
 import math
 import re
-import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -130,55 +129,21 @@ def _terms(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
 
 
-_QUERY = {
-    "type": "object",
-    "properties": {"query": {"type": "string", "description": "What to look for."}},
-    "required": ["query"],
-}
-_MAX_ANSWER = 4 * MEBIBYTE
-"""Bytes of a search service's answer."""
-
-
-def search_tool(
-    path: str | None = None,
-    top_k: int = 3,
-    title_key: str = "title",
-    text_key: str = "text",
-    url: str | None = None,
-    timeout: float = 10.0,
-) -> Tool:
-    """The tool ``search`` over the rows of a JSONL file, or by a search service.
-
-    The service is given ``{"queries": [query], "topk": k, "return_scores": true}`` and answers with
-    ``{"result": [[{"document": {"contents": text}}, ...]]}``, as the one of Search-R1 does.
-
-    Args:
-        timeout: seconds that the service may take.
+def search_tool(path: str, top_k: int = 3, title_key: str = "title", text_key: str = "text") -> Tool:
+    """The tool ``search`` over the rows of a JSONL file.
 
     Raises:
-        ToolError: neither or both of ``path`` and ``url``; the file cannot be read, or a row has no text.
+        ToolError: the file cannot be read, or a row has no text.
     """
-    if bool(path) == bool(url):
-        raise ToolError("search has either `path` (a JSONL file) or `url` (a search service)")
-    if url is not None:
-        return Tool("search", "Search by words.", _QUERY, functools.partial(_ask_service, url, top_k, timeout))
-    rows, index = _read_index(str(Path(str(path)).resolve()), title_key, text_key)
+    rows, index = _read_index(str(Path(path).resolve()), title_key, text_key)
 
     async def search(query: str) -> str:
         found = [rows[number] for number in index.best(query, top_k)]
         return "\n\n".join(f"[{number}] {text}" for number, text in enumerate(found, 1)) or "Nothing was found."
 
-    return Tool("search", f"Search a collection of {len(rows)} texts by words.", _QUERY, search)
-
-
-def _ask_service(url: str, top_k: int, timeout: float, query: str) -> str:
-    """Blocks; what goes wrong is raised, and becomes the call's result."""
-    body = json.dumps({"queries": [query], "topk": top_k, "return_scores": True}).encode()
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=timeout) as answer:
-        (found,) = json.loads(answer.read(_MAX_ANSWER))["result"]
-    texts = [str(one.get("document", one)["contents"]) for one in found]
-    return "\n\n".join(f"[{number}] {text}" for number, text in enumerate(texts, 1)) or "Nothing was found."
+    words = {"type": "string", "description": "What to look for."}
+    parameters = {"type": "object", "properties": {"query": words}, "required": ["query"]}
+    return Tool("search", f"Search a collection of {len(rows)} texts by words.", parameters, search)
 
 
 @functools.cache

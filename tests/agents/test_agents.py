@@ -306,7 +306,7 @@ def _runs(pid: int) -> bool:
         ("tools", {**ADDING, "timout": 3}, "agent_config.timout: .* did you mean 'timeout'"),
         ("tools", {**ADDING, "tools": ["no.such"]}, "agent_config.tools: function: 'no.such' cannot be imported"),
         ("tools", {**ADDING, "tools": [{"python": {"x": 1}}]}, "agent_config.tools: python has no option 'x'"),
-        ("tools", {**ADDING, "tools": [{"search": {}}]}, "agent_config.tools: search has either .path."),
+        ("tools", {**ADDING, "tools": [{"search": {}}]}, "agent_config.tools: search needs the option 'path'"),
         ("tools", {**ADDING, "tools": [{"mcp": {}}]}, "agent_config.tools: an MCP server has either"),
         ("tools", {**ADDING, "tools": ADDING["tools"] * 2}, "agent_config.tools: several tools are called add"),
         ("black_box", {}, "agent_config.command: is needed"),
