@@ -26,6 +26,7 @@ from roll.pipelines.policy_checks import (
 
 LENGTHS = ("sequence_length", "custom_envs")
 
+
 def check_agentic(config: AgenticConfig, checks: Checks) -> None:
     """Every check; mistakes and notes go to ``checks.problems``."""
     if not checks.written("actor_train"):
