@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from roll.models.experts import RoutingRecorder
 from roll.protocol.vision import VisionInputs
 from roll.strategies.hf_infer.cache import CacheShape, DecodeSlots
 
@@ -30,11 +32,13 @@ class PromptStates:
     ``logits``: (num_prompts, vocab_size), of the token after each prompt.
     ``offsets``: by prompt, what the rotary position of a token behind it is ahead of its place in the sequence: the
     tokens of an image share positions. Empty: nothing.
+    ``routes``: (num_prompts, longest prompt, layers, k), experts of each token, where they are recorded.
     """
 
     keys_values: torch.Tensor
     logits: torch.Tensor
     offsets: Sequence[int] = ()
+    routes: np.ndarray | None = None
 
     def only(self, prompt: int) -> PromptStates:
         """A copy of one prompt's states (which does not keep the others in memory)."""
@@ -42,6 +46,7 @@ class PromptStates:
             self.keys_values[:, :, prompt : prompt + 1].clone(),
             self.logits[prompt : prompt + 1].clone(),
             self.offsets[prompt : prompt + 1],
+            None if self.routes is None else self.routes[prompt : prompt + 1].copy(),
         )
 
 
@@ -62,6 +67,10 @@ class Decoder(ABC):
         self.device = model.device
         self.dtype = model.dtype
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.routing: RoutingRecorder | None = None
+        """Set where experts' choices are recorded."""
+        self.chosen: np.ndarray | None = None
+        """(tokens, layers, k), of the last pass, padding included."""
 
     @property
     @abstractmethod

@@ -56,7 +56,10 @@ class _QueuedGroup:
             return [GenerationOutput(name, index, [], [], "abort") for index in self.waiting]
         token_ids, log_probs, spans = list(carried.token_ids), list(carried.log_probs), list(carried.weight_versions)
         top = list(carried.top_log_probs)
-        return [GenerationOutput(name, index, token_ids, log_probs, "abort", spans, top) for index in self.waiting]
+        routes = carried.routes
+        return [
+            GenerationOutput(name, index, token_ids, log_probs, "abort", spans, top, routes) for index in self.waiting
+        ]
 
 
 @dataclass(slots=True)
@@ -337,6 +340,8 @@ class GenerationEngine:
         for number, (group, count) in enumerate(zip(groups, counts, strict=True)):
             for _ in range(count):
                 self._start_sample(group, prompts.offsets[number] if prompts.offsets else 0)
+                if prompts.routes is not None:
+                    self._rows.put_routes(self._rows.size - 1, prompts.routes[number], group.carried)
         if groups[-1].waiting and groups[-1].prompt is None:
             groups[-1].prompt = prompts.only(len(groups) - 1)
         if prompts.keys_values.untyped_storage().data_ptr() != self._cache.data.untyped_storage().data_ptr():
@@ -371,7 +376,10 @@ class GenerationEngine:
         if offsets.any():
             ahead = torch.from_numpy(np.pad(offsets, (0, padded - size))).to(device)
         slots = DecodeSlots(self._cache, torch.from_numpy(positions).to(device), self._rows.lengths[:size], ahead)
-        return self._decoder.decode(tokens, slots)[:size]
+        logits = self._decoder.decode(tokens, slots)[:size]
+        if self._decoder.chosen is not None:
+            self._rows.add_routes(self._decoder.chosen[:size])
+        return logits
 
     def _release(self, rows: np.ndarray, reasons: Sequence[FinishReason]) -> list[GenerationOutput]:
         """Return the samples of ``rows`` (sorted) and close the gaps they leave."""
