@@ -183,6 +183,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"reward_normalization": {"grouping": "env"}}, "reward_normalization.grouping", "batch, tags, traj_group_id"),
     ({"reward": {"device_mapping": [0]}}, "reward", "not available yet"),
     ({"actor_train": GONE}, "actor_train", "without training"),
+    ({"actor_train.router_replay.mode": "R3", "actor_infer.router_replay.mode": "R3"},
+     "actor_train.router_replay.mode", "several turns"),
     ({"custom_envs.lake.tools": ["python"]}, "custom_envs.lake.env_type", "tool_wrapper"),
     ({"custom_envs.lake": {"tools": ["python"]}}, "custom_envs.lake.data_args.file_name", "the questions"),
     ({"custom_envs.lake": {"command": "agent", "agent": "tools", "data_args": {"file_name": "x.jsonl"}}},

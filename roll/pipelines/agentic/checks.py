@@ -55,6 +55,9 @@ def check_agentic(config: AgenticConfig, checks: Checks) -> None:
     check_recorded_rollouts(config, checks)
     if config.reward is not None:
         checks.problems.not_available("reward", "a section", "a model that environments ask for rewards", "~")
+    key, mode = "actor_train.router_replay.mode", config.actor_train.router_replay.mode
+    if mode == "R3" and not checks.broken(key):
+        checks.problems.not_available(key, mode, "the engine's routes of several turns; R2 replays the trainer's", "R2")
     note_unread(config, options, checks)
 
 
