@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -69,7 +69,7 @@ class DataParallelStrategy(ModelStrategy):
     model: ResponseModel
     adapters: Adapters | None = None
     progress: TrainingProgress
-    sparse_layers: list[SparseLayer]
+    sparse_layers: Sequence[SparseLayer] = ()
     """Layers with experts; none of a dense model."""
     balance: ExpertBalance | None = None
     mixes_types = True
