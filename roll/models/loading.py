@@ -33,7 +33,6 @@ from roll.models.build import (
     checked_config,
     freeze_modules,
 )
-
 from roll.models.stored import StoredLayout
 
 if TYPE_CHECKING:

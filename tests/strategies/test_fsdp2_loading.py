@@ -61,7 +61,7 @@ def test_each_rank_reads_its_own_experts(run_ranks: RunRanks, tmp_path: Path, fa
     role = make_role(write_moe(tmp_path, family), config={"wrap_policy": {"moe_experts": ["Qwen3MoeMLP"]}})
     for result in run_ranks(world_size, compare_loading, role):
         assert result["different"] == [] and result["meta"] == []
-        assert 0 < result["rows_read"]
+        assert result["rows_read"] > 0
 
 
 @pytest.mark.default_rows("tied_model-2x2", "untied_model-2-ranks", "tied_model-offload")
