@@ -46,7 +46,8 @@ def check_needed_roles(config: PolicyRunConfig, checks: Checks) -> None:
         checks.note("reference", "not started: no KL is used (use_kl_loss with kl_loss_coef, or add_token_level_kl)")
     _note_needless_reference(config, checks)
     if needs_critic(config) and config.critic is None and not checks.broken("adv_estimator"):
-        checks.missing("critic", "is needed by adv_estimator: gae", f"critic.device_mapping: {devices}")
+        rule = f"is needed by adv_estimator: {config.adv_estimator}"
+        checks.missing("critic", rule, f"critic.device_mapping: {devices}")
     if config.critic is not None and not needs_critic(config):
         checks.note("critic", f"not started: adv_estimator {config.adv_estimator} uses none")
     engine, trainer = config.actor_infer, config.actor_train

@@ -64,6 +64,13 @@ class Refusal:
         return re.compile(escaped)
 
 
+WITH_MEGATRON = "images with Megatron, which has no vision tower; fsdp2_train, fsdp_train and deepspeed_train have one"
+
+
+def _sees_images(backend: Backend) -> bool:
+    return not backend.name.startswith("megatron")
+
+
 REFUSALS = (
     Refusal("router_args.router_name", "this router", "~", one_of("SglangRouter")),
     Refusal("kl_penalty", "KL over the whole vocabulary", "k1", one_of("full")),
@@ -103,10 +110,12 @@ REFUSALS = (
         except_under=lambda backend: "tp_size" in backend.size_keys,
     ),
     Refusal("**.generating_args.num_beams", "beam search", 1, above(1)),
-    Refusal("**.data_args.video_folder", "vision-language models"),
+    Refusal("**.data_args.image_folder", WITH_MEGATRON, except_under=_sees_images),
+    Refusal("**.data_args.image_m*_pixels", WITH_MEGATRON, except_under=_sees_images),
+    Refusal("**.data_args.video_folder", "videos; frames of one can be the images of a row"),
     Refusal("**.data_args.audio_folder", "audio models"),
-    Refusal("**.data_args.video_*_pixels", "vision-language models"),
-    Refusal("**.data_args.custom_data_kwargs_func", "vision-language models"),
+    Refusal("**.data_args.video_*_pixels", "videos; frames of one can be the images of a row"),
+    Refusal("**.data_args.custom_data_kwargs_func", "data sets of videos and sounds"),
 )
 _COMPILED = tuple((refusal, refusal.regex) for refusal in REFUSALS)
 

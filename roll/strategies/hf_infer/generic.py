@@ -66,8 +66,29 @@ class GenericDecoder(Decoder):
         return logits
 
     def extend(
-        self, keys_values: torch.Tensor, known: int, prompt: Sequence[int], vision: VisionInputs | None = None
+        self,
+        keys_values: torch.Tensor,
+        known: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        images: Images | None = None,
     ) -> PromptStates:
+        parts = [
+            self._extend(keys_values[:, :, row, :, : len(prompt)], count, prompt, vision)
+            for row, (count, prompt, vision) in enumerate(
+                zip(known, prompts, images or [None] * len(prompts), strict=True)
+            )
+        ]
+        logits = torch.cat([part for part, _ in parts])
+        return PromptStates(keys_values, logits, [offset for _, offsets in parts for offset in offsets])
+
+    def _extend(
+        self, keys_values: torch.Tensor, known: int, prompt: Sequence[int], vision: VisionInputs | None
+    ) -> tuple[torch.Tensor, Sequence[int]]:
+        """Logits (1, vocab_size) and offsets behind one prompt.
+
+        Args:
+            keys_values: (num_layers, 2, num_kv_heads, length of the prompt, head_dim).
+        """
         tokens = torch.tensor([prompt], device=self.device)
         inputs, offsets = self._inputs(tokens, [len(prompt)], None if vision is None else [vision], known)
         assert self.routing is None, "what is known of a prompt has no routes"
@@ -77,7 +98,7 @@ class GenericDecoder(Decoder):
             past_key_values=Cache(layers=[_PromptLayer(part, known) for part in keys_values]),
             logits_to_keep=1,
         )
-        return PromptStates(keys_values[:, :, None], logits[:, -1], offsets)
+        return logits[:, -1], offsets
 
     def _inputs(
         self, tokens: torch.Tensor, lengths: Sequence[int], images: Images | None, known: int = 0

@@ -1,0 +1,136 @@
+"""RLVR and SFT with images: engines and trainers see the same, resumed and recorded runs are the uninterrupted one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import vision_models
+from tests.pipelines.conftest import Run
+from tests.pipelines.tiny_runs import (
+    GENERATING,
+    FinishedRun,
+    TinyWorld,
+    load_changed,
+    role,
+    sft_settings,
+    training_args,
+    untimed,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
+    """A Qwen3-VL, prompts of one, two and no images, and demonstrations; one row has a broken image."""
+    world = TinyWorld(tmp_path_factory.mktemp("pictures"))
+    vision_models.save(world.model, "qwen3_vl")
+    rows: list[dict[str, Any]] = []
+    for number, one in enumerate(vision_models.shapes.draw_pictures(40, 3)):
+        (world.folder / f"{number}.png").write_bytes(one.png())
+        names = [[f"{number}.png"], [], [f"{number}.png", f"{number // 2}.png"]][number % 3]
+        row = {"id": str(number), "tag": "odd", "prompt": "<image>" * len(names) + one.question, "images": names}
+        rows.append(row | {"ground_truth": str(one.answer), "response": one.solution()})
+    (world.folder / "3.png").write_bytes(b"broken")
+    for path, part in ((world.train, rows), (world.validation, rows[30:36]), (world.demonstrations, rows)):
+        path.write_text("".join(json.dumps(row) + "\n" for row in part))
+    return world
+
+
+def changes(world: TinyWorld, dump: Path) -> dict[str, Any]:
+    """Two trainers with shared prompts and packing, two engines, a reference, validations, checkpoints, samples."""
+    data = {"prompt": "prompt", "on_bad_row": "skip"}
+    packed = {"algorithm": "load_balance", "max_packed_sequence_length_train": 160}
+    return {
+        "pretrain": str(world.model),
+        "reward_pretrain": str(world.model),
+        "max_steps": 3,
+        "save_steps": 2,
+        "eval_steps": 3,
+        "rollout_dump_dir": str(dump),
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.01,
+        "actor_train.data_args": data | {"file_name": [str(world.train)]},
+        "actor_train.device_mapping": [0, 1],
+        "actor_train.training_args": training_args(8, 1) | {"save_hf_model": True},
+        "actor_train.use_prefix_sharing": True,
+        "actor_train.use_sequence_packing": True,
+        "actor_train.sequence_packing_args": packed,
+        "actor_infer.device_mapping": [0, 1],
+        "actor_infer.generating_args": GENERATING | {"stop_token_ids": list(range(8, 384, 8))},
+        "reference": role("fsdp2_infer", [0, 1], infer_batch_size=4),
+        "validation": {"data_args": data | {"file_name": [str(world.validation)]}},
+    }
+
+
+@pytest.fixture(scope="module")
+def finished(run: Run, pictures: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    output = tmp_path_factory.mktemp("vision")
+    recorded = {"rollout_mock": {"enable": True, "mode": "dump", "dump_dir": str(output / "recorded")}}
+    return run(changes(pictures, output / "rollouts") | recorded, output=output)
+
+
+def test_trainers_compute_what_engines_sampled_from(finished: FinishedRun) -> None:
+    assert max(finished.values("actor/train_infer_log_diff_abs_max")) < 1e-4
+    assert finished.values("actor/ratio_max") == pytest.approx([1.0] * 3, abs=1e-5)
+    assert finished.values("actor/kl_loss")[0] == pytest.approx(0, abs=1e-9)
+    assert finished.values("actor/kl_loss")[2] > 1e-7
+    log = (finished.logs / "run.log").read_text()
+    assert "40 rows read, 38 kept, 0 too long, 2 bad" in log, "two rows have the broken image"
+
+
+def test_samples_name_their_images(finished: FinishedRun, pictures: TinyWorld) -> None:
+    rows = [json.loads(line) for line in (finished.output / "rollouts" / "train-000000.jsonl").open()]
+    for row in rows:
+        expected = [b"x"] * row["prompt"].count("<|image_pad|>")
+        assert len(row.get("images", ())) == len(expected)
+        for name, place in zip(
+            row.get("images", ()), (int(row["prompt_id"]), int(row["prompt_id"]) // 2), strict=False
+        ):
+            image = finished.output / "rollouts" / "images" / name
+            assert image.read_bytes() == (pictures.folder / f"{place}.png").read_bytes()
+    assert any(row.get("images") for row in rows)
+    assert (finished.output / "model" / "preprocessor_config.json").is_file(), "the export sees images, too"
+
+
+def test_resumed_equals_uninterrupted(run: Run, finished: FinishedRun, pictures: TinyWorld, tmp_path: Path) -> None:
+    checkpoint = str(finished.output / "checkpoint-000002")
+    again = run(changes(pictures, tmp_path / "rollouts") | {"resume_from_checkpoint": checkpoint}, output=tmp_path)
+    (last,) = [untimed(row) for row in again.steps if row["step"] == 2]
+    assert last == next(untimed(row) for row in finished.steps if row["step"] == 2)
+
+
+def test_training_on_recorded_rollouts(run: Run, finished: FinishedRun, pictures: TinyWorld, tmp_path: Path) -> None:
+    section = {"enable": True, "mode": "mock", "dump_dir": str(finished.output / "recorded")}
+    again = run(changes(pictures, tmp_path / "rollouts") | {"rollout_mock": section, "eval_steps": 0}, output=tmp_path)
+    for name in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean"):
+        assert again.values(name) == finished.values(name), name
+
+
+def test_asynchronous_rollout_continues_prompts_with_images(run: Run, pictures: TinyWorld, tmp_path: Path) -> None:
+    ahead = {
+        "async_generation_ratio": 1,
+        "actor_train.device_mapping": [0],
+        "actor_infer.device_mapping": [1],
+        "reference": role("fsdp2_infer", [0], infer_batch_size=4),
+    }
+    finished = run(changes(pictures, tmp_path / "rollouts") | ahead, output=tmp_path)
+    assert len(finished.steps) == 3
+    assert max(finished.values("actor/train_infer_log_diff_abs_max")[:1]) < 1e-4
+
+
+def test_demonstrations(shared_ray: str, pictures: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", shared_ray)
+    data = {"file_name": str(pictures.demonstrations), "prompt": "prompt", "response": "response", "on_bad_row": "skip"}
+    settings = sft_settings(pictures, tmp_path)
+    settings["sft_train"]["data_args"] = data
+    loaded = load_changed(
+        settings, {"sft_train.device_mapping": [0, 1], "sft_train.training_args": training_args(4, 1)}
+    )
+    loaded.pipeline.run(loaded)
+    losses = FinishedRun(tmp_path).values("sft_train/loss")
+    assert losses[-1] < losses[0]
