@@ -60,7 +60,9 @@ def sample(model: Any, prompts: Sequence[list[int]]) -> list[GenerationOutput]:
 
 
 @torch.no_grad()
-def compare(model: Any, prompts: Sequence[list[int]], outputs: Sequence[GenerationOutput], replays: bool) -> list[float]:
+def compare(
+    model: Any, prompts: Sequence[list[int]], outputs: Sequence[GenerationOutput], replays: bool
+) -> list[float]:
     """Share of (token, layer) and of tokens routed differently; mean and largest difference of log-probs."""
     recorder = RoutingRecorder(sparse_layers(model))
     ids = torch.tensor([[*prompt, *output.token_ids] for prompt, output in zip(prompts, outputs, strict=True)])

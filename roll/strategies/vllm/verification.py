@@ -83,7 +83,10 @@ class ReloadVerifier:
         def process_watched(layer: Any) -> None:
             self._compare_loaded(layer)
             probe = Probe.of(layer.weight) if is_packed(layer) else None
+            packed_before = getattr(method, "moe_kernel", None)
             process(layer)
+            if packed_before is not None:
+                pack_experts(layer, packed_before)
             self._processed.add(id(layer))
             if probe is not None:
                 check_packing(layer, probe)
@@ -116,7 +119,9 @@ class ReloadVerifier:
     def _compare(self, name: str, layer: Any, parameter_name: str, shard: Any = None) -> None:
         sent = self._sent.pop(name)
         del self._names[id(sent)]
-        self._note(name, layer, parameter_name, sent, held_part(layer, getattr(layer, parameter_name), shard, len(sent)))
+        self._note(
+            name, layer, parameter_name, sent, held_part(layer, getattr(layer, parameter_name), shard, len(sent))
+        )
 
     def _note(self, name: str, layer: Any, parameter_name: str, sent: torch.Tensor, held: torch.Tensor) -> None:
         checksum = tensor_checksum(held)
@@ -189,6 +194,13 @@ def is_packed(layer: Any) -> bool:
     """True for a matrix that is multiplied in a packed form on a CPU."""
     # Its own attribute: what vLLM wraps around a layer for LoRA passes on all of the layer's.
     return "cpu_linear" in vars(layer) and getattr(layer, "weight", None) is not None and layer.weight.ndim == 2
+
+
+def pack_experts(layer: Any, kernel: Any) -> None:
+    """Pack reloaded experts for a CPU's kernel. vLLM 0.32 does so when the kernel is made, at the first load only, and
+    after a reload would read the plain matrices as packed ones: other numbers, without an error."""
+    if layer.w13_weight.device.type == "cpu":
+        kernel.fused_experts.process_weights_after_loading(layer)
 
 
 @dataclass(frozen=True)
