@@ -21,7 +21,7 @@ FRAGMENTS = "config"
 NUMBER = 55
 """Files of the selection that the README speaks of."""
 NEEDS = {
-    "experts": r"(expert_\w+_parallel_size|\bep_size) = ([2-9]|\d\d)|moe_experts|apply_expert_patch",
+    "experts over ranks": r"\bep_size = ([2-9]|\d\d)",
     "images or video": r"image_\w+_pixels|video_\w+ =|image_folder",
     "audio": r"audio_folder",
 }
