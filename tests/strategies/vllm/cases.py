@@ -239,7 +239,7 @@ def failing_alone(folder: Path) -> dict[str, Any]:
 
 
 def experts_after_updates(folder: Path) -> list[tuple[list[str], bool]]:
-    """After 0, 1 and 2 updates of a model with experts: names found wrong, and whether greedy tokens are the model's."""
+    """After 0, 1 and 2 updates of experts: names found wrong, and whether greedy tokens are the model's."""
     model, found = load(folder), []
     prompts = helpers.random_prompts([5, 9], seed=4)
     with engine(folder) as started:
