@@ -79,8 +79,8 @@ def test_replay_equals_a_plain_model_told_what_to_choose(
         actual = torch.cat([part["outputs"][name] for part in parts])
         torch.testing.assert_close(actual, values, rtol=0, atol=1e-5)
     metrics = results[0]["metrics"]
-    assert metrics["router_replay/missing_share"] == 0.0
-    assert metrics["router_replay/changed_share"] > 0.5, "random routes are not the live ones"
+    assert metrics["moe_replay_missing"] == 0.0
+    assert metrics["moe_replay_changed"] > 0.5, "random routes are not the live ones"
 
 
 @pytest.mark.default_rows("qwen3_moe-shared", "mixtral-ulysses")
@@ -107,7 +107,7 @@ def test_recorded_routes_are_the_live_ones(
     for row, mask in enumerate(batch["response_mask"]):
         inputs = int(mask.nonzero().max()) if mask.any() else 0
         assert (recorded[row, :inputs] != mark).all() and (recorded[row, inputs:] == mark).all()
-    assert metrics["router_replay/missing_share"] == metrics["router_replay/changed_share"] == 0.0
+    assert metrics["moe_replay_missing"] == metrics["moe_replay_changed"] == 0.0
     assert metrics["grad_norm"] == pytest.approx(live["grad_norm"], rel=1e-6)
 
 
@@ -117,7 +117,7 @@ def test_a_missing_record_is_counted_and_said(run_ranks: RunRanks, folders: Call
     role = make_role(folders("qwen3_moe"), "fsdp2_train")
     wanted = routed_results(folders("qwen3_moe"), batch)
     (result,) = run_ranks(1, moe_cases.train, role, batch)
-    assert 0.02 < result["metrics"]["router_replay/missing_share"] < 0.3
+    assert 0.02 < result["metrics"]["moe_replay_missing"] < 0.3
     for name, gradient in wanted["gradients"].items():
         difference = (result["gradients"][name] - gradient).abs().max()
         assert float(difference) <= RELATIVE * max(float(gradient.abs().max()), 1e-2), name

@@ -69,6 +69,7 @@ class Router(TopKRouter):
     def arrange(self, arrangement: Arrangement) -> None:
         """Take what belongs to the micro-batch of the pass to come."""
         self._share = arrangement.share
+        assert arrangement.is_padding is not None
         # Without any token a mean over them would be 0 / 0.
         self._is_padding = self._own(arrangement.is_padding) if arrangement.share else None
         routes = None if arrangement.routes is None else self._own(arrangement.routes)[:, :, self.index].flatten(0, 1)
@@ -76,6 +77,7 @@ class Router(TopKRouter):
         self.router_replay = None if routes is None and note is None else Choices(routes, note)
 
     def _note(self, arrangement: Arrangement, chosen: Tensor) -> None:
+        assert arrangement.sources is not None
         arrangement.recorded[self.index] = (self._own(arrangement.sources).flatten(), chosen)
 
     def _own(self, tokens: Tensor) -> Tensor:

@@ -210,10 +210,10 @@ def replay_metrics(counts: torch.Tensor) -> Metrics:
     """
     replayed, missing, changed = counts.tolist()
     if missing:
-        _warn_once("router_replay: some tokens have no recorded route and choose anew; see router_replay/missing_share")
+        _warn_once("router_replay: some tokens have no recorded route and choose anew; see moe_replay_missing")
     return {
-        "router_replay/missing_share": Mean(missing, replayed + missing),
-        "router_replay/changed_share": Mean(changed, replayed),
+        "moe_replay_missing": Mean(missing, replayed + missing),
+        "moe_replay_changed": Mean(changed, replayed),
     }
 
 

@@ -214,7 +214,7 @@ def test_replay_equals_a_plain_model_told_what_to_choose(
     stored = StoredLayout(plain_model(family(model))).views(wanted["gradients"])
     assert_same_gradients(results[0]["gradients"], stored)
     metrics = by_replica(results)[0]["metrics"]
-    assert metrics["router_replay/missing_share"] == 0.0 and metrics["router_replay/changed_share"] > 0.5
+    assert metrics["moe_replay_missing"] == 0.0 and metrics["moe_replay_changed"] > 0.5
 
 
 @pytest.mark.default_rows("vpp2-recomputed")
@@ -226,5 +226,5 @@ def test_recorded_routes_are_the_live_ones(
         for row, mask in enumerate(rows):
             inputs = int(mask.nonzero().max()) if mask.any() else 0
             assert (recorded[row, :inputs] != 255).all() and (recorded[row, inputs:] == 255).all()
-        if "router_replay/missing_share" in metrics:
-            assert metrics["router_replay/missing_share"] == metrics["router_replay/changed_share"] == 0.0
+        if "moe_replay_missing" in metrics:
+            assert metrics["moe_replay_missing"] == metrics["moe_replay_changed"] == 0.0
