@@ -16,6 +16,9 @@ _BUILT_IN: dict[str, tuple[str, str]] = {
     "guess_number": ("roll.environments.games", "GuessNumber"),
     "calculator": ("roll.environments.games", "Calculator"),
     "hidden_word": ("roll.environments.games", "HiddenWord"),
+    "questions": ("roll.environments.questions", "Questions"),
+    "roll_math": ("roll.environments.questions", "math_questions"),
+    "roll_qa": ("roll.environments.questions", "text_questions"),
 }
 """Name to module and class, imported when chosen."""
 

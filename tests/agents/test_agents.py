@@ -17,10 +17,8 @@ from roll.agents.agent_options import AgentOptionError
 from roll.agents.built_in_tools import SearchIndex, ToolSet
 from roll.agents.chat_ids import ChatTemplate
 from roll.agents.doors import check_agent, make_agent
-from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
 from roll.agents.episode import Episode, Limits, Model, Task
 from roll.agents.tool_calls import ToolCall
-from roll.agents.tool_environment import ToolEnvironment, tool_specs
 from roll.agents.tools import ToolError
 from tests.agents.playing import Recorded, assert_trained_as_sampled, played
 from tests.agents.templates import WRITTEN_HERE
@@ -331,36 +329,3 @@ def test_agents_that_cannot_be(agent: str, config: dict[str, Any], error: str) -
 def test_agents_that_can_be() -> None:
     check_agent("tests.agents.test_agents.takes_three", {"other": "x"})
     check_agent("black_box", {"command": [sys.executable, "x.py", "{question}"], "reward": "exit"})
-
-
-def test_tools_around_an_environment(template: ChatTemplate) -> None:
-    """In ROLL's form: calls in the text, results as observations, rewards for their use."""
-    tools = ToolSet(tool_specs([("python_code", {"timeout": 5, "sandbox_type": "none"}), (f"{__name__}.add", {})]))
-    said = iter(["```python\nprint(20 // 2)\n```", called("add", a=5, b=5), called("add", a=1, b=1), "10"])
-    engine = Recorded(template, lambda _: next(said))
-
-    class Ten:
-        def reset(self, seed: int, task: dict[str, Any]) -> Any:
-            assert task == {"x": 1}
-            return "half of 20?", {}
-
-        def step(self, action: str) -> Any:
-            return "no", 1.0 * (action == "10"), action == "10", False, {"success": action == "10"}
-
-    agent = EnvironmentAgent("t", lambda: ToolEnvironment(Ten(), tools, 0.25, 0.5, 2), EnvironmentOptions())
-    (episode,) = played(agent, engine, Task("t", 0, {"x": 1}))
-    assert (episode.outcome, episode.success) == ("terminated", True), episode.error
-    assert [call.reward for call in episode.calls] == [0.25, 0.25, 0.0, 1.5]
-    assert episode.metrics == {"tool_calls": 2.0, "failed_tool_calls": 0.0}
-    assert [message["content"] for message in episode.calls[-1].messages if message["role"] == "user"] == [
-        "half of 20?",
-        "10\n",
-        "10",
-        "no",
-    ]
-    for wrong, error in (
-        ([("python_code", {"sandbox_type": "bwrap"})], "tool_args.sandbox_type: python_code has timeout"),
-        ([("search", {"search_url": "http://x"})], "tool_args.search_url: search has path"),
-    ):
-        with pytest.raises(ToolError, match=error):
-            tool_specs(wrong)

@@ -29,6 +29,7 @@ ELSEWHERE = {
     "rock_tb_native_env": "it needs the ROCK sandbox service",
     "openreward_env": "it needs the OpenReward service",
     "atropos_env": "it needs an Atropos server",
+    "roll_code": "its test cases have a form of their own",
 }
 """Environments of ROLL's files that need something that this package does not bring."""
 
@@ -52,6 +53,7 @@ def check_entry(key: str, section: CustomEnvConfig, checks: Checks) -> None:
             checks.add(f"{key}.{name}", getattr(section, name), rule, "~")
     check_manager(key, section, checks)
     check_door(key, section, checks)
+    check_tool_wrapper(key, section, checks)
     check_texts(key, section, checks)
     if section.use_thread_lock and section.max_env_step_concurrent > 1:
         checks.note(f"{key}.max_env_step_concurrent", "has no effect with use_thread_lock: true: one call at a time")
@@ -112,6 +114,21 @@ def check_agent_keys(key: str, agent: str, section: CustomEnvConfig, checks: Che
     for name in ("context", "history_length", "env_config", "use_thread_lock", "max_env_step_concurrent"):
         if checks.written(f"{key}.{name}"):
             checks.note(f"{key}.{name}", f"has no effect with agent: {agent}, which writes its own prompts")
+
+
+def check_tool_wrapper(key: str, section: CustomEnvConfig, checks: Checks) -> None:
+    """Tools around an environment, with what they need."""
+    wrapper, path = section.tool_wrapper, f"{key}.tool_wrapper"
+    if wrapper is None:
+        return
+    if section.env_type is None:
+        checks.add(path, "a section", "goes around an environment; tools are the key for agents", "~")
+    if not wrapper.tool_configs:
+        checks.missing(f"{path}.tool_configs", "is needed: the tools", "[{tool_id: python_code}]")
+    for index, tool in enumerate(wrapper.tool_configs):
+        inside = f"{path}.tool_configs[{index}].tool_args"
+        if tool.tool_id == "python_code" and tool.tool_args.get("sandbox_type") not in (None, "sandbox"):
+            checks.note(f"{inside}.sandbox_type", "has no effect: what a model writes runs in the sandbox")
 
 
 def check_texts(key: str, section: CustomEnvConfig, checks: Checks) -> None:

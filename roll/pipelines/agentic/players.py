@@ -8,13 +8,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from roll.agents.built_in_tools import ToolSet
 from roll.agents.chat_ids import ChatTemplate, check_template
 from roll.agents.doors import make_agent, uses_tools
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
 from roll.agents.episode import Agent, Limits, Task
+from roll.agents.text_tools import TextTools, WrapperOptions, text_tool
 from roll.agents.tool_calls import detect_format
-from roll.agents.tool_environment import ToolEnvironment, tool_specs
 from roll.config.names import TEMPLATE_ENDINGS
 from roll.config.roles import DataArguments
 from roll.datasets.reading import read_rows
@@ -43,14 +42,14 @@ def build_players(
     manager: ManagerPlan,
     tokenizer: PreTrainedTokenizerBase,
     processes: list[EnvironmentProcesses],
-    shared: dict[str, Agent | ToolSet],
+    agents: dict[str, Any],
 ) -> dict[str, Player]:
     """One for every tag of ``manager``.
 
     Args:
         processes: takes those that environments live in.
-        shared: agents of tags without an environment, and tools around environments, by tag: used again where they are
-            there; takes the others.
+        agents: of tags without an environment, and tools around environments, used again where they are there; takes
+            the others.
 
     Raises:
         TemplateError: the chat template is none that conversations can grow with.
@@ -63,15 +62,13 @@ def build_players(
         section = entry.section
         check_template(template, section.thinking, uses_tools(entry.agent))
         if entry.agent is None:
-            tools = shared.get(tag) or wrapping_tools(section.tool_wrapper)
-            assert tools is None or isinstance(tools, ToolSet)
-            agent = environment_agent(entry, manager.section.max_env_num_per_worker, processes, tools)
-            if tools is not None:
-                shared[tag] = tools
+            name = f"tools around {tag}"
+            if section.tool_wrapper is not None and name not in agents:
+                agents[name] = text_tools(section.tool_wrapper)
+            agent = environment_agent(entry, manager.section.max_env_num_per_worker, processes, agents.get(name))
         else:
-            known = shared.get(tag) or own_agent(entry.agent, entry)
-            assert not isinstance(known, ToolSet)
-            agent = shared[tag] = known
+            agent = agents[tag] if tag in agents else own_agent(entry.agent, entry)
+            agents[tag] = agent
         most = manager.generating_args.max_new_tokens or entry.new_tokens
         limits = Limits(entry.turns, min(entry.new_tokens, most), plan.sequence_length, entry.seconds)
         least = min(params.min_new_tokens, limits.new_tokens)
@@ -91,21 +88,15 @@ def own_agent(name: str, entry: EntryPlan) -> Agent:
     return make_agent(name, entry.agent_config, section.agent_system_template or None, section.agent_template)
 
 
-def wrapping_tools(wrapper: ToolWrapperConfig | None) -> ToolSet | None:
-    """The tools of ``tool_wrapper``.
-
-    Raises:
-        ToolError: one that does not exist, or an option that it does not have.
-    """
-    if wrapper is None or not wrapper.tool_configs:
-        return None
-    tools = ToolSet(tool_specs([(one.tool_id, one.tool_args) for one in wrapper.tool_configs]))
-    tools.check_host()
-    return tools
+def text_tools(wrapper: ToolWrapperConfig) -> TextTools:
+    """The tools of a section ``tool_wrapper``."""
+    given = wrapper.wrapper_args
+    tools = [text_tool(one.tool_id, one.tool_args) for one in wrapper.tool_configs]
+    return TextTools(tools, WrapperOptions(given.tool_reward, given.tool_success_reward, given.max_tool_uses))
 
 
 def environment_agent(
-    entry: EntryPlan, per_process: int, processes: list[EnvironmentProcesses], tools: ToolSet | None
+    entry: EntryPlan, per_process: int, processes: list[EnvironmentProcesses], tools: TextTools | None = None
 ) -> Agent:
     """The agent that plays the environment of an entry.
 
@@ -132,15 +123,7 @@ def environment_agent(
     if per_process and not is_instant(section.env_type):
         processes.append(EnvironmentProcesses(make, per_process))
         make = processes[-1].make
-    wrapper, bare = section.tool_wrapper, make
-    if tools is not None and wrapper is not None:
-        own = wrapper.wrapper_args
-        rewards = (own.tool_reward, own.tool_success_reward, own.max_tool_uses)
-
-        def make() -> Environment:
-            return ToolEnvironment(bare(), tools, *rewards)
-
-    return EnvironmentAgent(entry.tag, make, options)
+    return EnvironmentAgent(entry.tag, make if tools is None else tools.maker(make), options)
 
 
 def chat_template(config: AgenticConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:

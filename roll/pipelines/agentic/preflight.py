@@ -42,10 +42,9 @@ def check_environments(loaded: LoadedConfig[AgenticConfig]) -> None:
         agent, options = agent_of(section)
         if agent is not None:
             problems += agent_problems(f"custom_envs.{tag}", agent, options, loaded)
-        if section.tool_wrapper is not None:
-            problems += tool_problems(f"custom_envs.{tag}.tool_wrapper.tool_configs", section.tool_wrapper, loaded)
         if section.env_type is None:
             continue
+        problems += wrapper_problems(f"custom_envs.{tag}.tool_wrapper", section.tool_wrapper, loaded)
         try:
             check_environment_options(section.env_type, section.env_config)
         except EnvironmentOptionError as error:
@@ -70,15 +69,19 @@ def agent_problems(
         yield Problem(f"{key}.{name}", None, rule, source=shown(loaded.source), has_value=False)
 
 
-def tool_problems(key: str, wrapper: ToolWrapperConfig, loaded: LoadedConfig[AgenticConfig]) -> Iterator[Problem]:
-    """What is wrong with the tools around an environment."""
+def wrapper_problems(
+    key: str, wrapper: ToolWrapperConfig | None, loaded: LoadedConfig[AgenticConfig]
+) -> Iterator[Problem]:
+    """Tools that do not exist, or lack an option."""
+    from roll.agents.text_tools import text_tool
     from roll.agents.tools import ToolError
-    from roll.pipelines.agentic.players import wrapping_tools
 
-    try:
-        wrapping_tools(wrapper)
-    except ToolError as error:
-        yield Problem(key, None, str(error), source=shown(loaded.source), has_value=False)
+    for index, tool in enumerate(wrapper.tool_configs if wrapper is not None else ()):
+        try:
+            text_tool(tool.tool_id, tool.tool_args)
+        except ToolError as error:
+            path = f"{key}.tool_configs[{index}]"
+            yield Problem(path, None, str(error), source=shown(loaded.source), has_value=False)
 
 
 def _problem(

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roll.agents.built_in_tools import ToolSet
-from roll.agents.episode import Agent, EpisodeGroup
+from roll.agents.episode import EpisodeGroup
 from roll.config.plan.plan import RunAhead
 from roll.environments.off_loop import EnvironmentProcesses
 from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
@@ -50,7 +49,7 @@ class EpisodeData:
     validation_tasks: TaskSource | None
     processes: list[EnvironmentProcesses]
     """Of environments that do not live in the driver."""
-    shared: list[Agent | ToolSet]
+    shared: list[Any]
     """Agents without an environment, and tools around environments."""
 
 
@@ -64,7 +63,7 @@ def load_episode_data(config: AgenticConfig, plan: AgenticPlan, tokenizer: PreTr
     data = read_data(plan)
     validation = plan.validation
     processes: list[EnvironmentProcesses] = []
-    shared: dict[str, Agent | ToolSet] = {}
+    shared: dict[str, Any] = {}
     return EpisodeData(
         tokenizer,
         build_players(config, plan, plan.train, tokenizer, processes, shared),

@@ -1,0 +1,230 @@
+"""Tools whose calls stand in the text of a response, around an environment: ``tool_wrapper`` of ROLL's and GEM's files.
+
+A response that calls a tool is answered with its result; any other is an action of the environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from roll.agents.built_in_tools import PythonTool, ToolSet
+from roll.agents.tool_calls import parse_response
+from roll.agents.tools import ToolError, ToolResult
+from roll.environments.base import Environment, resolved, takes_task
+from roll.environments.off_loop import call_off_loop
+
+_MAX_BODY = 4 * 2**20
+"""Bytes of a search service's answer."""
+_NO_MORE = "\n\nThat was the last use of a tool. Give the final answer."
+
+
+class TextTool(Protocol):
+    """A tool that finds its call in a text."""
+
+    instruction: str
+    """Tells the policy how to call it."""
+
+    def find(self, text: str) -> Any:
+        """What is called for; None: nothing."""
+        ...
+
+    async def call(self, found: Any) -> ToolResult: ...
+
+    async def close(self) -> None: ...
+
+
+class PythonText:
+    """Programs between ``<code>`` and ``</code>``, ``<python>`` tags or fences, run in the sandbox.
+
+    Args:
+        timeout: seconds of a program.
+        keep_error_last_line: of a program that fails, the last line of the error alone.
+    """
+
+    instruction = "To run a Python program, write it within <code>...</code>. What it prints comes back."
+    _CALL = re.compile(r"<code>(.*?)(?:</code>|$)|<python>(.*?)(?:</python>|$)|```python\s(.*?)(?:```|$)", re.DOTALL)
+
+    def __init__(self, timeout: float = 5.0, keep_error_last_line: bool = False) -> None:
+        self._tool, self._last_line = PythonTool(timeout=timeout), keep_error_last_line
+
+    def find(self, text: str) -> str | None:
+        match = self._CALL.search(text)
+        return None if match is None else next(group for group in match.groups() if group is not None)
+
+    async def call(self, found: str) -> ToolResult:
+        result = await self._tool(found)
+        text = result.text.strip().rpartition("\n")[2] if result.failed and self._last_line else result.text
+        return ToolResult(f"Result of the program:\n{text}", result.failed)
+
+    async def close(self) -> None:
+        await self._tool.close()
+
+
+class SearchText:
+    """Queries between ``<search>`` and ``</search>``, sent to a search service.
+
+    The service is given ``{"queries": [query], "topk": k, "return_scores": true}`` and answers with
+    ``{"result": [[{"document": {"contents": text}}, ...]]}``.
+
+    Args:
+        timeout: seconds of a search.
+    """
+
+    instruction = "To search, write a query within <search>...</search>. What was found comes back."
+    _CALL = re.compile(r"<search>(.*?)(?:</search>|$)", re.DOTALL)
+
+    def __init__(self, search_url: str, topk: int = 3, timeout: float = 5.0) -> None:
+        self._url, self._topk, self._timeout = search_url, topk, timeout
+
+    def find(self, text: str) -> str | None:
+        match = self._CALL.search(text)
+        return None if match is None else match[1].strip()
+
+    async def call(self, found: str) -> ToolResult:
+        try:
+            texts = await call_off_loop(self._search, found)
+        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            return ToolResult(f"Error: the search failed: {type(error).__name__}: {error}", True)
+        shown = "\n\n".join(f"[{number}] {text}" for number, text in enumerate(texts, 1)) or "Nothing was found."
+        return ToolResult(f"<information>{shown}</information>")
+
+    def _search(self, query: str) -> list[str]:
+        body = json.dumps({"queries": [query], "topk": self._topk, "return_scores": True}).encode()
+        request = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=self._timeout) as answer:
+            (found,) = json.loads(answer.read(_MAX_BODY))["result"]
+        return [str(one.get("document", one)["contents"]) for one in found]
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class CallText:
+    """Tools of an MCP server, or a function, called as ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
+
+    def __init__(self, spec: Any, instruction: str | None = None) -> None:
+        self._tools = ToolSet([spec])
+        self.instruction = instruction or (
+            'To use a tool, write <tool_call>{"name": NAME, "arguments": {...}}</tool_call>. Its result comes back.'
+        )
+
+    def find(self, text: str) -> Any:
+        parsed = parse_response(text, "hermes")
+        return parsed if parsed.calls or parsed.errors else None
+
+    async def call(self, found: Any) -> ToolResult:
+        if not found.calls:
+            return ToolResult(f"Error: the tool call cannot be read: {found.errors[0]}", True)
+        results = await (await self._tools.box()).call_all(found.calls)
+        text = "\n".join(f"<tool_response>\n{result.text}\n</tool_response>" for result in results)
+        return ToolResult(text, any(result.failed for result in results))
+
+    async def close(self) -> None:
+        await self._tools.close()
+
+
+def _mcp(server_url: str, tool_names_subset: Sequence[str] = (), custom_prompt: str | None = None) -> CallText:
+    return CallText({"mcp": {"url": server_url, "names": list(tool_names_subset)}}, custom_prompt)
+
+
+KINDS: dict[str, Callable[..., TextTool]] = {"python_code": PythonText, "search": SearchText, "mcp": _mcp}
+"""By ``tool_id``."""
+
+
+def text_tool(tool_id: str, tool_args: Mapping[str, Any]) -> TextTool:
+    """The tool that an entry of ``tool_configs`` asks for.
+
+    Raises:
+        ToolError: it does not exist, or has no such option.
+    """
+    options = dict(tool_args)
+    if tool_id == "python_code":
+        # Programs that a model writes run in the sandbox, whatever a file says.
+        options.pop("sandbox_type", None)
+    try:
+        return KINDS[tool_id](**options) if tool_id in KINDS else CallText(tool_id)
+    except TypeError as error:
+        raise ToolError(f"tool_args of {tool_id}: {error}") from error
+
+
+@dataclass(frozen=True)
+class WrapperOptions:
+    """What tool calls are worth, and how many an episode has."""
+
+    tool_reward: float = 0.0
+    tool_success_reward: float = 0.0
+    max_tool_uses: int = 10
+
+
+class TextTools:
+    """Puts tools around environments; shared by all episodes of an entry."""
+
+    def __init__(self, tools: Sequence[TextTool], options: WrapperOptions) -> None:
+        self._tools, self._options = list(tools), options
+
+    def around(self, make: Callable[[], Environment]) -> Environment:
+        """An environment of ``make`` with the tools."""
+        return _ToolEnvironment(make(), self._tools, self._options)
+
+    def maker(self, make: Callable[[], Environment]) -> Callable[[], Environment]:
+        return partial(self.around, make)
+
+    async def close(self) -> None:
+        for tool in self._tools:
+            await tool.close()
+
+
+class _ToolEnvironment:
+    """An environment, with tools in front of it."""
+
+    def __init__(self, inner: Environment, tools: Sequence[TextTool], options: WrapperOptions) -> None:
+        self._inner, self._tools, self._options = inner, tools, options
+        self._uses = 0
+
+    async def reset(self, seed: int, task: Mapping[str, Any] | None = None) -> Any:
+        given = {"task": task} if takes_task(self._inner) else {}
+        observation, info = await _called(self._inner.reset, seed, **given)
+        self._uses = 0
+        told = "\n".join(tool.instruction for tool in self._tools)
+        if isinstance(observation, str):
+            return f"{observation}\n\n{told}", info
+        return [{"role": "system", "content": told}, *observation], info
+
+    async def step(self, action: str) -> Any:
+        if self._uses < self._options.max_tool_uses:
+            for tool in self._tools:
+                found = tool.find(action)
+                if found is not None:
+                    return await self._used(tool, found)
+        observation, reward, terminated, truncated, info = await _called(self._inner.step, action)
+        succeeded = bool(info.get("success", reward > 0))
+        if (terminated or truncated) and self._uses and succeeded:
+            reward = float(reward) + self._options.tool_success_reward
+        return observation, reward, terminated, truncated, info
+
+    async def close(self) -> None:
+        close = getattr(self._inner, "close", None)
+        if close is not None:
+            await _called(close)
+
+    async def _used(self, tool: TextTool, found: Any) -> Any:
+        self._uses += 1
+        result = await tool.call(found)
+        text = result.text + (_NO_MORE if self._uses == self._options.max_tool_uses else "")
+        metrics = {"tool_calls": 1.0, "failed_tool_calls": float(result.failed)}
+        return text, self._options.tool_reward, False, False, {"metrics": metrics}
+
+
+async def _called(method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    instant = getattr(getattr(method, "__self__", None), "instant", False)
+    if instant and not asyncio.iscoroutinefunction(method):
+        return await resolved(method(*args, **options))
+    return await call_off_loop(method, *args, **options)

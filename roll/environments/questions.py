@@ -1,0 +1,91 @@
+"""Questions of a data set as an environment of one turn, judged by a reward; tools around it make it several."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from roll.rewards.base import RewardSample
+from roll.rewards.registry import build_reward
+
+
+@dataclass
+class Questions:
+    """A row of a data set, drawn by the seed: its question is the observation, the answer ends the episode."""
+
+    dataset_name: str
+    """A file (JSON lines, Parquet, CSV), a folder of such, or the name of a data set of the hub that is on this
+    machine."""
+    split: str = "train"
+    """Of a data set of the hub."""
+    question_key: str = "problem"
+    answer_key: str = "answer"
+    """Column of the right answer."""
+    reward: str = "math_rule"
+    """As ``worker_cls`` of a reward domain: a short name or a dotted path."""
+    reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    mode: Literal["train", "val"] = "train"
+    """Of ROLL's files; the seeds of training and of validation differ anyway."""
+    max_steps: int = 1
+    """Of ROLL's files; the first answer ends the episode."""
+
+    def __post_init__(self) -> None:
+        self._reward = build_reward(self.reward, self.reward_kwargs)
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        rows = _rows(self.dataset_name, self.split)
+        self._row = rows[random.Random(f"questions/{seed}").randrange(len(rows))]
+        for key in (self.question_key, self.answer_key):
+            if key not in self._row:
+                raise ValueError(f"{self.dataset_name} has no column {key!r}; it has {', '.join(self._row)}")
+        self._question = str(self._row[self.question_key])
+        return self._question, {"state": self._question}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        sample = RewardSample(self._question, action, self._row[self.answer_key], row=dict(self._row))
+        (result,) = self._reward([sample])
+        if result.score is None:
+            raise RuntimeError(f"reward {self.reward}: {result.error}")
+        return "", result.score, True, False, {"success": result.score > 0, "state": self._question}
+
+    def close(self) -> None:
+        """Release what the reward holds."""
+        self._reward.close()
+
+
+def math_questions(
+    dataset_name: str,
+    split: str = "train",
+    question_key: str = "problem",
+    answer_key: str = "answer",
+    mode: Literal["train", "val"] = "train",
+    max_steps: int = 1,
+) -> Questions:
+    """ROLL's ``roll_math``: the answer in ``\\boxed{}`` is compared as mathematics."""
+    return Questions(dataset_name, split, question_key, answer_key, "math_rule", {}, mode, max_steps)
+
+
+def text_questions(
+    dataset_name: str,
+    split: str = "train",
+    question_key: str = "problem",
+    answer_key: str = "answer",
+    mode: Literal["train", "val"] = "train",
+    max_steps: int = 1,
+) -> Questions:
+    """ROLL's ``roll_qa``: the answer in ``\\boxed{}`` is compared without case, punctuation and articles."""
+    boxed = {"source": "boxed"}
+    return Questions(dataset_name, split, question_key, answer_key, "exact_match", boxed, mode, max_steps)
+
+
+@cache
+def _rows(dataset_name: str, split: str) -> list[dict[str, Any]]:
+    """Once for all environments of a process."""
+    from roll.datasets.reading import read_rows
+
+    is_file = Path(dataset_name).expanduser().exists() or dataset_name.startswith("hub:")
+    return [source.row for source in read_rows(dataset_name if is_file else f"hub:{dataset_name}:{split}")]
