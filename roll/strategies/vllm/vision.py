@@ -17,7 +17,7 @@ def prepare_vision(on_cpu: bool) -> None:
     Raises:
         ValueError: torchvision is not installed, or came too late.
     """
-    from transformers.utils import is_torchvision_available
+    from transformers.utils.import_utils import is_torchvision_available
 
     if not is_torchvision_available():
         raise ValueError(
@@ -27,7 +27,7 @@ def prepare_vision(on_cpu: bool) -> None:
     if on_cpu:
         from vllm.model_executor.models import registry
 
-        registry._run_in_subprocess = lambda function: function()
+        registry._run_in_subprocess = lambda fn: fn()
 
 
 class ImagePrompts:
