@@ -111,7 +111,7 @@ class SglangStrategy(GenerationStrategy):
             check_request(request, taken, self._max_model_len, self._vocab_size)
             if request.vision is not None:
                 raise ValueError(
-                    f"request {request.request_id!r}: has images, which hf_infer and vllm take, not sglang"
+                    f"request {request.request_id!r}: has images; hf_infer and vllm take them"
                 )
             taken.add(request.request_id)
         for request in requests:
