@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -217,7 +218,7 @@ def _branch(chain: Sequence[Call], trained: set[int]) -> Branch:
     parts = list(_parts(chain))
     sizes = [len(ids) for ids, _ in parts]
     length = sum(sizes)
-    token_ids = np.fromiter((one for ids, _ in parts for one in ids), np.int64, length)
+    token_ids = np.fromiter(itertools.chain.from_iterable(ids for ids, _ in parts), np.int64, length)
     log_probs, rewards = np.zeros(length, np.float32), np.zeros(length, np.float32)
     versions, turns = np.full(length, -1, np.int64), np.full(length, -1, np.int64)
     mask = np.zeros(length, bool)

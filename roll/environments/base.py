@@ -27,10 +27,10 @@ class Environment(Protocol):
     must give equal episodes for equal actions: members of a group are compared with each other.
     ``info`` may hold ``success`` (bool), ``state`` (a text that identifies the state, for step-level advantages),
     ``valid`` (bool: the action was understood), ``metrics`` (name to number), ``tools`` (schemas, at reset) and
-    ``role`` of a text observation (default ``user``).  An attribute ``instant = True`` says that its methods never wait
-    and take next to no time, so that they may be called on the event loop.  A method ``close()`` is called at the end
-    where there is one,
-    ``sample_action(rng)`` gives a random legal action to ``roll env play --random``.
+    ``role`` of a text observation (default ``user``).  A class attribute ``instant = True`` says that the methods of
+    this very class never wait and take next to no time, so that they may be called on the event loop.  A method
+    ``close()`` is called at the end where there is one, ``sample_action(rng)`` gives a random legal action to
+    ``roll env play --random``.
     """
 
     def reset(self, seed: int) -> tuple[Any, dict[str, Any]] | Awaitable[tuple[Any, dict[str, Any]]]: ...

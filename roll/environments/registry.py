@@ -9,6 +9,7 @@ from typing import Any
 
 from roll.config.reading.errors import closest
 from roll.environments.base import Environment
+from roll.environments.off_loop import says_instant
 
 _BUILT_IN: dict[str, tuple[str, str]] = {
     "frozen_lake": ("roll.environments.frozen_lake", "FrozenLake"),
@@ -114,7 +115,8 @@ def is_instant(env_type: str) -> bool:
     """Its methods may be called on the event loop: the class says ``instant = True``."""
     if ":" in env_type:
         return False
-    return bool(getattr(load_environment_class(env_type), "instant", False))
+    found = load_environment_class(env_type)
+    return isinstance(found, type) and all(says_instant(found, method) for method in ("reset", "step"))
 
 
 def load_environment_class(env_type: str) -> Callable[..., Environment]:

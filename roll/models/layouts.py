@@ -137,7 +137,7 @@ class TokenLayout(_OnDevice):
     num_padding: int
     """Number of the S * T tokens on which no result depends."""
     routes: Tensor | None = None
-    """int64 (S, T, layers, k), experts that each token is to go to (:mod:`roll.models.routes`); None: as routers say."""
+    """int64 (S, T, layers, k), experts that tokens are to go to (:mod:`roll.models.routes`); None: as routers say."""
     token_rows: Tensor | None = None
     """float32 (S, T), how many rows each token stands for; where somebody asks (:func:`with_token_rows`)."""
     images: ImageTokens | None = None

@@ -9,6 +9,7 @@ Replay takes over *choices* only: weights come from the live logits of the chose
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -55,12 +56,13 @@ def with_prompts_of_leaders(column: Tensor, input_ids: Tensor, response_mask: Te
     Args: of consecutive rows (B, L, ...), as a layout with shared prompts takes them.
     """
     mark = missing_mark(column.dtype)
-    first = torch.where(response_mask.any(1), response_mask.int().argmax(1), 0).tolist()
-    for row in range(1, len(column)):
+    first = response_mask.int().argmax(1).tolist()
+    rows = response_mask.any(1).nonzero()[:, 0].tolist()
+    for before, row in pairwise(rows):
         length = first[row]
         lacks = length and bool((column[row, :length] == mark).all())
-        if lacks and length == first[row - 1] and torch.equal(input_ids[row, :length], input_ids[row - 1, :length]):
-            column[row, :length] = column[row - 1, :length]
+        if lacks and length == first[before] and torch.equal(input_ids[row, :length], input_ids[before, :length]):
+            column[row, :length] = column[before, :length]
     return column
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from roll.config.algorithm import estimator
 from roll.config.checks.base import Checks
 from roll.config.lora import adapter_rank, uses_lora
+from roll.config.model_files import EXPERTS, model_config, needed
 from roll.config.plan.planning import shares_devices
 from roll.config.policy import PolicyRunConfig
 from roll.config.roles import WorkerConfig
@@ -19,6 +20,7 @@ from roll.pipelines.policy import (
     needs_critic,
     needs_greedy_baseline,
     needs_old_entropy,
+    needs_old_log_probs,
     needs_reference,
     needs_sum_of_squares,
     policy_training_plans,
@@ -44,7 +46,8 @@ def check_needed_roles(config: PolicyRunConfig, checks: Checks) -> None:
         checks.note("reference", "not started: no KL is used (use_kl_loss with kl_loss_coef, or add_token_level_kl)")
     _note_needless_reference(config, checks)
     if needs_critic(config) and config.critic is None and not checks.broken("adv_estimator"):
-        checks.missing("critic", "is needed by adv_estimator: gae", f"critic.device_mapping: {devices}")
+        rule = f"is needed by adv_estimator: {config.adv_estimator}"
+        checks.missing("critic", rule, f"critic.device_mapping: {devices}")
     if config.critic is not None and not needs_critic(config):
         checks.note("critic", f"not started: adv_estimator {config.adv_estimator} uses none")
     engine, trainer = config.actor_infer, config.actor_train
@@ -108,6 +111,7 @@ def check_algorithm(config: PolicyRunConfig, response_limit: int, checks: Checks
         checks.add("difficulty_low_threshold", config.difficulty_low_threshold, rule, 0.0)
     check_pass_k(config, checks)
     check_passes(config, checks)
+    check_router_replay(config, checks)
     check_rewards_of_estimator(config, checks)
     check_overlong(config, response_limit, checks)
     if config.critic_warmup >= config.max_steps and needs_critic(config):
@@ -167,6 +171,40 @@ def check_passes(config: PolicyRunConfig, checks: Checks) -> None:
         checks.add(key, True, rule, False)
     if config.train_infer_correction and uses_old_log_probs(config):
         checks.note("train_infer_correction", f"has no effect with {key}: old and engine log-probs are the same")
+
+
+def check_router_replay(config: PolicyRunConfig, checks: Checks) -> None:
+    """Routes are recorded where they are to be, and replayed by the policy only."""
+    trainer, engine = config.actor_train, config.actor_infer
+    key, mode = "actor_train.router_replay.mode", trainer.router_replay.mode
+    others = {"reference": config.reference, "critic": config.critic}
+    for name, role in others.items():
+        if role is not None and role.router_replay.mode != "disabled":
+            rule = "is for actor_train and actor_infer: the routes are the policy's own"
+            checks.add(f"{name}.router_replay.mode", role.router_replay.mode, rule, "disabled")
+    wanted = "R3" if mode == "R3" else "disabled"
+    if engine.router_replay.mode != wanted and not (mode == "R2" and engine.router_replay.mode == "R2"):
+        rule = f"does not go with {key}: {mode}; R3 is recorded by the engine and replayed by the trainer: set both"
+        checks.add("actor_infer.router_replay.mode", engine.router_replay.mode, rule, wanted)
+    if mode == "disabled":
+        return
+    strategy, engine_name = trainer.strategy_args.strategy_name, engine.strategy_args.strategy_name
+    if not strategy.startswith(("fsdp2", "fsdp_", "deepspeed", "megatron")):
+        checks.add(key, mode, f"is not there under {strategy}", "disabled")
+    for name, role in (("actor_train", trainer), ("actor_infer", engine)):
+        model = model_config(role.model_args.model_name_or_path or config.pretrain)
+        if model is not None and EXPERTS not in needed(model) and (name == "actor_train" or mode == "R3"):
+            checks.add(f"{name}.router_replay.mode", mode, "is for mixture-of-experts models", "disabled")
+    if mode == "R2" and not needs_old_log_probs(config):
+        rule = "replays the pass that computes old log-probs, which this run has none of"
+        checks.add(key, mode, f"{rule}: set enable_old_logprobs_recompute: true, or use R3", "disabled")
+    if mode == "R3" and engine_name not in ROUTE_RECORDERS:
+        rule = f"needs an engine that returns routes ({', '.join(ROUTE_RECORDERS)}), which {engine_name} does not"
+        checks.add(key, mode, rule, "R2")
+
+
+ROUTE_RECORDERS = ("hf_infer",)
+"""Engines that return the experts of every token."""
 
 
 def check_rewards_of_estimator(config: PolicyRunConfig, checks: Checks) -> None:

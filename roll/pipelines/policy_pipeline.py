@@ -23,6 +23,7 @@ from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency, m
 from roll.pipelines.rlvr.clusters import Clusters, StartingClusters
 from roll.pipelines.rlvr.data import RecordedRollouts
 from roll.pipelines.rlvr.phases import (
+    ROUTES,
     AdvantageComputer,
     add_old_log_probs,
     add_reference_log_probs,
@@ -172,6 +173,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
             with self.context.phase("old_log_probs"):
                 self.residency.bring({"actor_train": WEIGHTS})
                 wanted = {"entropy": self.plan.needs_old_entropy, "sum_of_squares": self.plan.needs_sum_of_squares}
+                wanted[ROUTES] = self.config.actor_train.router_replay.mode == "R2"
                 more = tuple(name for name, needed in wanted.items() if needed)
                 add_old_log_probs(batch, self.clusters.actor_train, self.temperature, more)
         elif self.plan.engine_log_probs_as_old:

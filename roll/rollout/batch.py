@@ -20,8 +20,8 @@ def build_batch(groups: Sequence[SampleGroup], pad_token_id: int) -> DataProto:
     Returns:
         DataProto with tensors ``input_ids`` int64, ``attention_mask`` and ``response_mask`` (what the policy sampled)
         bool, ``rollout_log_probs`` float32, ``weight_versions`` int32, all (B, L); ``scores`` float32 (B,), NaN where a
-        sample has no reward; ``group_ids`` int64 (B,); object columns ``prompt_id``, ``sample_id``, ``domain``,
-        ``tag``, ``finish_reason``, and ``images`` where a prompt has some (:data:`roll.protocol.vision.IMAGES`).
+        sample has no reward; ``group_ids`` int64 (B,); ``routed_experts`` (B, L, layers, k) where the engine records
+        them; object columns ``prompt_id``, ``sample_id``, ``domain``, ``tag``, ``finish_reason``, and ``images`` where a prompt has some (:data:`roll.protocol.vision.IMAGES`).
     """
     sizes = np.array([group.num_samples for group in groups])
     prompt_lengths = np.repeat([len(group.prompt.token_ids) for group in groups], sizes)
@@ -49,7 +49,22 @@ def build_batch(groups: Sequence[SampleGroup], pad_token_id: int) -> DataProto:
         "scores": torch.from_numpy(np.concatenate([group.scores() for group in groups])),
         "group_ids": torch.from_numpy(np.repeat(np.arange(len(groups)), sizes)),
     }
+    if any(group.finished.routes for group in groups):
+        tensors["routed_experts"] = torch.from_numpy(_routes(groups, attention_mask.shape))
     return DataProto.from_dict(tensors, non_tensors=_object_columns(groups, sizes))
+
+
+def _routes(groups: Sequence[SampleGroup], shape: tuple[int, ...]) -> np.ndarray:
+    """(B, L, layers, k): experts that each token went to; the mark of a missing record where nobody knows."""
+    first = next(group.finished.routes[0] for group in groups if group.finished.routes)
+    column = np.full((*shape, *first.shape[1:]), 255 if first.dtype == np.uint8 else -1, first.dtype)
+    row = 0
+    for group in groups:
+        if len(group.finished.routes) == group.num_samples:
+            for sample, routes in enumerate(group.finished.routes):
+                column[row + sample, : len(routes)] = routes
+        row += group.num_samples
+    return column
 
 
 def placed(where: np.ndarray, flat: np.ndarray, dtype: DTypeLike, elsewhere: float = 0) -> torch.Tensor:

@@ -199,8 +199,8 @@ def _turn_rewards(row: _Row, on_error: OnError) -> NDArray[np.float32]:
         target = call.index if call.response_ids else target
         if target is not None:
             earned[target] = earned.get(target, 0.0) + call.reward
-    last = np.flatnonzero(np.append(turns[1:] != turns[:-1], True)) if len(turns) else []
-    for place in last:
+    ends = np.append(turns[1:] != turns[:-1], True)[: len(turns)]
+    for place in np.flatnonzero(ends):
         rewards[place] = earned[int(turns[place])]
     return rewards
 

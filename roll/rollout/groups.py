@@ -56,6 +56,9 @@ class FinishedGroup:
     """bool (sum of lengths,): tokens that a rollout loop put between those that were sampled; their log-probs are 0,
     and no version is theirs. None: all tokens were sampled."""
 
+    routes: list[np.ndarray] = field(default_factory=list)
+    """By sample, as :attr:`GenerationOutput.routes`; empty where nobody has recorded them."""
+
     @property
     def sampled(self) -> np.ndarray:
         """bool (sum of lengths,): tokens that the policy sampled."""
@@ -81,6 +84,7 @@ class FinishedGroup:
             texts=texts,
             weight_versions=[s.weight_versions for s in samples],
             top_log_probs=[s.top_log_probs for s in samples],
+            routes=[s.routes for s in samples if s.routes is not None],
         )
 
     @staticmethod

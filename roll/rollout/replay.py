@@ -68,6 +68,9 @@ def group_state(group: SampleGroup) -> State:
     """A group with all of its samples, scored or not."""
     finished = group.finished
     given = {} if finished.given is None else {"given": finished.given}
+    if finished.routes:
+        lengths = np.array([len(routes) for routes in finished.routes])
+        given |= {"routes": np.concatenate(finished.routes), "routes_lengths": lengths}
     return (
         prompt_state(group.prompt)
         | given
@@ -95,9 +98,16 @@ def group_from(state: Mapping[str, Any], find: FindPrompt) -> SampleGroup:
         texts=state["texts"],
         weight_versions=_tuples(state["weight_versions"]),
         given=state.get("given"),
+        routes=_split_routes(state),
     )
     rewards = [RewardResult(**result) for result in state["rewards"]]
     return SampleGroup(int(state["order"]), prompt_from(state, find), finished, rewards)
+
+
+def _split_routes(state: Mapping[str, Any]) -> list[np.ndarray]:
+    if "routes" not in state:
+        return []
+    return np.split(state["routes"], np.cumsum(state["routes_lengths"])[:-1])
 
 
 def progress_state(request: GenerationRequest) -> State:
@@ -123,7 +133,10 @@ def with_progress(request: GenerationRequest, state: Mapping[str, Any]) -> Gener
     """``request`` with what :func:`progress_state` wrote down."""
     partial = {
         int(entry["index"]): PartialSample(
-            entry["token_ids"].tolist(), entry["log_probs"].tolist(), _tuples([entry["weight_versions"]])[0]
+            entry["token_ids"].tolist(),
+            entry["log_probs"].tolist(),
+            _tuples([entry["weight_versions"]])[0],
+            routes=entry.get("routes"),
         )
         for entry in state["partial"]
     }
@@ -135,6 +148,7 @@ def with_progress(request: GenerationRequest, state: Mapping[str, Any]) -> Gener
             log_probs=entry["log_probs"].tolist(),
             finish_reason=entry["finish_reason"],
             weight_versions=_tuples([entry["weight_versions"]])[0],
+            routes=entry.get("routes"),
         )
         for entry in state["finished"]
     )
@@ -145,6 +159,7 @@ def _tokens(sample: PartialSample | GenerationOutput) -> State:
     return {
         "token_ids": np.asarray(sample.token_ids, dtype=np.int32),
         "log_probs": np.asarray(sample.log_probs, dtype=np.float32),
+        **({} if sample.routes is None else {"routes": sample.routes}),
     }
 
 

@@ -20,6 +20,8 @@ from roll.strategies.base import ModelHead, ModelStrategy, Output, StateKind, Te
 from roll.strategies.factory import create_strategy
 
 MODEL_COLUMNS = ("input_ids", "attention_mask", "response_mask", IMAGES)
+POLICY_COLUMNS = (*MODEL_COLUMNS, str(Output.ROUTES))
+"""Of the policy, which may replay where its tokens went."""
 
 
 def columns_of(batch: DataProto) -> TensorBatch:
@@ -63,7 +65,7 @@ class ModelWorker(Worker):
     def rank_info(self) -> RankInfo:
         return self.strategy.rank_info if hasattr(self, "strategy") else super().rank_info
 
-    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
+    @register(Dispatch.DP_MP_COMPUTE, columns=POLICY_COLUMNS)
     def compute_log_probs(
         self,
         batch: DataProto,

@@ -26,7 +26,7 @@ from roll.protocol.metrics import Mean, Metrics, merge_metrics
 from roll.strategies.base import LossFunction, ModelHead, Output, TensorBatch, WeightSelection
 from roll.weight_sync.messages import LostEngines, SyncOptions, SyncReport, WeightSyncError
 from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
-from roll.workers.model import MODEL_COLUMNS, ModelSettings, ModelWorker, columns_of
+from roll.workers.model import MODEL_COLUMNS, POLICY_COLUMNS, ModelSettings, ModelWorker, columns_of
 
 STEP_METRICS = ("grad_norm", "lr", "loss_scale", "tokens_per_micro_batch", "padding_ratio")
 
@@ -118,7 +118,7 @@ class ActorWorker(TrainingWorker):
     settings: ActorSettings
     _sender: WeightSender | None = None
 
-    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS + LOSS_COLUMNS)
+    @register(Dispatch.DP_MP_COMPUTE, columns=POLICY_COLUMNS + LOSS_COLUMNS)
     def update(
         self,
         batch: DataProto,

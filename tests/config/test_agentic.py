@@ -182,8 +182,6 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
      "custom_envs.lake.command", "short for agent: black_box"),
     ({"custom_envs.lake": {"command": "a", "agent_config": {"command": ["b"]}}},
      "custom_envs.lake.command", "keep one"),
-    ({"train_env_manager.tags": ["lake", "box"], "train_env_manager.num_groups_partition": [4, 4],
-      "custom_envs.box.samples": "step"}, "custom_envs.box.samples", "must be trajectory, as with lake"),
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Live and stored tensors of every family of mixture-of-experts models are views of each other, as transformers has it."""
+"""Live and stored tensors of every mixture-of-experts family are views of each other, as transformers has it."""
 
 from __future__ import annotations
 

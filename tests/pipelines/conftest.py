@@ -15,6 +15,8 @@ from tests.pipelines.subprocess_runs import Start, starter
 from tests.pipelines.tiny_runs import (
     FinishedRun,
     TinyWorld,
+    agentic_settings,
+    dpo_settings,
     grpo_changes,
     load_changed,
     make_world,
@@ -41,7 +43,12 @@ def wide_heads(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> TinyWorld
 @pytest.fixture(scope="session")
 def run(shared_ray: str, world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """``run({"dotted.key": value}, "rlvr")``: run a pipeline in this process, to its end."""
-    settings_of: Mapping[str, Any] = {"rlvr": rlvr_settings, "sft": sft_settings}
+    settings_of: Mapping[str, Any] = {
+        "rlvr": rlvr_settings,
+        "sft": sft_settings,
+        "dpo": dpo_settings,
+        "agentic": agentic_settings,
+    }
 
     def run_pipeline(
         changes: Mapping[str, Any] | None = None, pipeline: str = "rlvr", output: Path | None = None

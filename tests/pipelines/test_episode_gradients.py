@@ -148,8 +148,7 @@ def test_the_loss_of_a_scripted_episode_of_two_turns(ratio_type: Any) -> None:
     assert abs(found[0]) > 1e-3 and close(found, reference(groups, config))
 
 
-@pytest.mark.parametrize("ratio_type", ["token", "segment"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "ratio_type"), [*((mode, "token") for mode in MODES), (MODES[1], "segment")])
 def test_trees_and_steps_have_the_gradient_of_their_calls(
     trees: list[EpisodeGroup], mode: str, ratio_type: Any
 ) -> None:

@@ -48,6 +48,10 @@ class TinyWorld:
     def demonstrations(self) -> Path:
         return self.folder / "sft.jsonl"
 
+    @property
+    def preferences(self) -> Path:
+        return self.folder / "pairs.jsonl"
+
 
 def make_world(tiny: Mapping[str, ModuleType], folder: Path) -> TinyWorld:
     """An untrained two-layer model, and word problems whose tags alternate between ``even`` and ``odd``."""
@@ -60,6 +64,16 @@ def make_world(tiny: Mapping[str, ModuleType], folder: Path) -> TinyWorld:
     for path, problems in ((world.train, training), (world.validation, held_out), (world.demonstrations, training)):
         rows = [_row(f"{path.stem}-{i}", problem, words.solution(problem)) for i, problem in enumerate(problems)]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = [
+        {
+            "id": f"pair-{i}",
+            "instruction": problem.question,
+            "chosen": words.solution(problem),
+            "rejected": f"#### {problem.answer + 1}" + i % 3 * " or so",
+        }
+        for i, problem in enumerate(training)
+    ]
+    world.preferences.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     return world
 
 
@@ -86,6 +100,10 @@ def training_args(micro_batch_size: int, accumulation: int, learning_rate: float
         "per_device_train_batch_size": micro_batch_size,
         "gradient_accumulation_steps": accumulation,
     }
+
+
+def constant_rate(arguments: dict[str, Any]) -> dict[str, Any]:
+    return arguments | {"lr_scheduler_type": "constant"}
 
 
 def rlvr_settings(world: TinyWorld, output: Path) -> dict[str, Any]:
@@ -167,6 +185,63 @@ def sft_settings(world: TinyWorld, output: Path) -> dict[str, Any]:
         "rpc_timeout": 120,
         "sequence_length": 160,
         "sft_train": role("fsdp2_train", [0], training_args=training_args(4, 2), data_args=data),
+    }
+
+
+def agentic_settings(world: TinyWorld, output: Path) -> dict[str, Any]:
+    """Lakes in one conversation each, with one trainer and one engine: 4 tasks x 4 episodes, one optimizer step."""
+    return {
+        "pipeline": "agentic",
+        "exp_name": "tiny_lake",
+        "seed": 7,
+        "pretrain": str(world.model),
+        "reward_pretrain": str(world.model),
+        "output_dir": str(output),
+        "logging_dir": str(output / "logs"),
+        "track_with": ["jsonl"],
+        "num_gpus_per_node": 2,
+        "max_steps": 1,
+        "save_steps": 0,
+        "eval_steps": 0,
+        "memory_steps": 0,
+        "rpc_timeout": 120,
+        "rollout_batch_size": 16,
+        "sequence_length": 512,
+        "adv_estimator": "grpo",
+        "custom_envs": {
+            "lake": {
+                "env_type": "frozen_lake",
+                "env_config": {"size": 3, "max_steps": 3, "show_instruction": False, "format_penalty": -0.25},
+                "max_steps": 3,
+                "max_tokens_per_step": 8,
+            }
+        },
+        "train_env_manager": {"num_env_groups": 4, "group_size": 4, "tags": ["lake"]},
+        "actor_train": role("fsdp2_train", [0], training_args=training_args(8, 2)),
+        "actor_infer": role("hf_infer", [1], generating_args=GENERATING),
+    }
+
+
+def dpo_settings(world: TinyWorld, output: Path) -> dict[str, Any]:
+    """DPO on one rank, 8 pairs a step, with its reference on the same device."""
+    data = {"file_name": str(world.preferences)}
+    return {
+        "pipeline": "dpo",
+        "exp_name": "tiny_dpo",
+        "seed": 7,
+        "pretrain": str(world.model),
+        "output_dir": str(output),
+        "logging_dir": str(output / "logs"),
+        "track_with": ["jsonl"],
+        "num_gpus_per_node": 2,
+        "max_steps": 3,
+        "save_steps": 0,
+        "eval_steps": 0,
+        "memory_steps": 0,
+        "rpc_timeout": 120,
+        "sequence_length": 160,
+        "actor_train": role("fsdp2_train", [0], training_args=constant_rate(training_args(4, 2, 1e-4)), data_args=data),
+        "reference": role("fsdp2_infer", [0], infer_batch_size=4),
     }
 
 

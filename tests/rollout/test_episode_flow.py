@@ -146,6 +146,7 @@ def test_a_lost_home_is_left() -> None:
 class Troubled(FrozenLake):
     """Every third environment fails in one way or another; the next attempt gets another one."""
 
+    instant = True
     made = 0
     faults = 3
 

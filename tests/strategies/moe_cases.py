@@ -13,7 +13,7 @@ from roll.strategies.base import Output
 from roll.strategies.factory import create_strategy
 from tests.strategies import lora_cases, sharded_cases
 from tests.strategies.moe_models import register_separate
-from tests.strategies.samples import TensorBatch
+from tests.strategies.samples import TensorBatch, policy_loss
 
 register_separate()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -78,6 +79,31 @@ def test_every_row_once_within_the_budget(lengths: list[int], rule: MicroBatchin
         else:
             width = -(-max(own) // rule.width_multiple) * rule.width_multiple
             assert len(own) * width <= rule.max_tokens
+
+
+@given(lengths=st.lists(st.integers(2, LONGEST), max_size=10), rule=rules, shares=st.booleans(), more=st.integers(0, 3))
+def test_compared_rows_stay_together(lengths: list[int], rule: MicroBatching, shares: bool, more: int) -> None:
+    rule = replace(rule, max_tokens=rule.max_tokens and 2 * rule.max_tokens)
+    pairs = [length for one in lengths for length in (one, max(2, one - 3))]
+    whole = batch(pairs, [row // 2 for row in range(len(pairs))])
+    whole["unit_ids"] = torch.arange(len(lengths)).repeat_interleave(2)
+    plan = plan_micro_batches(whole, rule, lambda count: count + more, shares)
+    assert sorted(chain(*plan)) == list(range(len(pairs)))
+    for rows in plan:
+        assert [row for row in rows if row % 2 == 0] == [row - 1 for row in rows if row % 2]
+        if rule.max_tokens is None:
+            assert rule.balances or len(rows) <= 2 * rule.rows
+        elif rows:
+            common = shares * len(rows) // 2
+            packs = shares or rule.removes_padding
+            width = -(-max(pairs[row] for row in rows) // rule.width_multiple) * rule.width_multiple
+            assert (sum(pairs[row] for row in rows) - common if packs else len(rows) * width) <= rule.max_tokens
+
+
+def test_pairs_that_do_not_fit_are_named() -> None:
+    whole = batch([9, 8], [1, 1]) | {"unit_ids": torch.zeros(2, dtype=torch.int64)}
+    with pytest.raises(ValueError, match=r"max_tokens_per_microbatch_\* of 18 would do"):
+        plan_micro_batches(whole, MicroBatching(rows=1, max_tokens=17), itself)
 
 
 def test_rows_of_like_lengths_come_together() -> None:

@@ -88,7 +88,6 @@ REFUSALS = (
     Refusal("pure_opd_pipeline_type", "on-policy distillation", "~"),
     Refusal("rewards.*.reward_manager_config", "remote reward systems; http_reward asks a service of yours", "{}"),
     Refusal("**.model_update_frequency", "weight transfers that skip steps", 1, above(1)),
-    Refusal("**.router_replay.mode", "router replay", "disabled", other_than("disabled")),
     Refusal("**.mtp_training_mode", "multi-token prediction", "disabled", other_than("disabled")),
     Refusal(
         "**.model_args.ulysses_size", "context parallelism", 1, above(1), except_under=lambda backend: backend.ulysses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from roll.config.algorithm import estimator
 from roll.config.checks.base import Checks, check_resume, check_schedule, check_template_file
 from roll.config.checks.keys import note_unread
 from roll.config.checks.models import note_positions
@@ -12,7 +13,7 @@ from roll.config.reading.errors import closest, count
 from roll.config.strategies.registry import backend_of
 from roll.pipelines.agentic.checks_entries import check_entries
 from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
-from roll.pipelines.agentic.planning import entry_plan, managers, played_as, training_sampling
+from roll.pipelines.agentic.planning import entry_plan, managers, training_sampling
 from roll.pipelines.policy import policy_training_plans
 from roll.pipelines.policy_checks import (
     check_algorithm,
@@ -24,11 +25,6 @@ from roll.pipelines.policy_checks import (
 )
 
 LENGTHS = ("sequence_length", "custom_envs")
-UNANSWERABLE = {
-    "remax": "its greedy baseline would be an episode of its own",
-    "gdpo": "episodes bring one number, not the numbers of several rewards",
-}
-"""Estimators that ask for what episodes do not have."""
 
 
 def check_agentic(config: AgenticConfig, checks: Checks) -> None:
@@ -198,17 +194,15 @@ def check_batches(config: AgenticConfig, checks: Checks) -> None:
 
 
 def check_turns(config: AgenticConfig, checks: Checks) -> None:
-    """The estimator has what it compares, and a batch has rows of one kind."""
+    """The estimator has what it compares."""
     name = config.adv_estimator
-    if name in UNANSWERABLE:
-        checks.add("adv_estimator", name, f"cannot be used with episodes: {UNANSWERABLE[name]}", "grpo")
-    tags = [tag for tag in config.train_env_manager.tags if tag in config.custom_envs]
-    kinds = {tag: played_as(config.custom_envs[tag]).samples for tag in tags}
-    first = next(iter(kinds.values()), None)
-    for tag, kind in kinds.items():
-        if kind != first:
-            rule = f"must be {first}, as with {tags[0]}: the rows of a batch are of one kind"
-            checks.add(f"custom_envs.{tag}.samples", kind, rule, first)
+    row = estimator(name)
+    if row.needs_greedy:
+        rule = "cannot be used with episodes: its greedy baseline would be an episode of its own"
+        checks.add("adv_estimator", name, rule, "grpo")
+    if row.weighs_rewards:
+        rule = "cannot be used with episodes: they bring one number, not the numbers of several rewards"
+        checks.add("adv_estimator", name, rule, "grpo")
     if name == "gigpo" and config.group_size < 2:
         checks.note(config.group_key, "1 with gigpo: no other episode meets the same states, so steps teach nothing")
 

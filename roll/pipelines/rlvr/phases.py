@@ -39,8 +39,11 @@ from roll.pipelines.row_order import even_mini_batches, length_metrics, num_samp
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
 from roll.rollout.filters import build_filter, response_mask
-from roll.workers.model import MODEL_COLUMNS, ModelWorker
+from roll.workers.model import MODEL_COLUMNS, POLICY_COLUMNS, ModelWorker
 from roll.workers.training import ActorWorker, CriticWorker
+
+ROUTES = "routed_experts"
+"""The column of recorded routes."""
 
 
 def add_reference_log_probs(
@@ -64,16 +67,17 @@ def add_old_log_probs(batch: DataProto, actor: Cluster, temperature: float, more
     """``old_log_probs`` float32 (B, L): the trainer's own, before any update.
 
     Args:
-        more: ``entropy`` and ``sum_of_squares``, which become ``old_entropy`` and ``old_sum_of_squares``.
+        more: ``entropy`` and ``sum_of_squares``, which become ``old_entropy`` and ``old_sum_of_squares``; and
+            ``routed_experts``.
     """
 
     def compute(rows: DataProto) -> PendingCall[DataProto]:
         return actor.call(ModelWorker.compute_log_probs, rows, temperature=temperature, outputs=more)
 
-    outputs = computed(batch, actor, compute)
+    outputs = computed(batch, actor, compute, replays=True)
     batch.batch["old_log_probs"] = outputs["log_probs"]
     for name in more:
-        batch.batch[f"old_{name}"] = outputs[name]
+        batch.batch[name if name == ROUTES else f"old_{name}"] = outputs[name]
 
 
 def add_values(batch: DataProto, critic: Cluster) -> None:
@@ -89,13 +93,22 @@ def add_values(batch: DataProto, critic: Cluster) -> None:
 
 
 def computed(
-    batch: DataProto, cluster: Cluster, compute: Callable[[DataProto], PendingCall[DataProto]]
+    batch: DataProto,
+    cluster: Cluster,
+    compute: Callable[[DataProto], PendingCall[DataProto]],
+    replays: bool = False,
 ) -> Mapping[str, torch.Tensor]:
-    """Columns (B, L) that the ranks compute, each on an equal share of the work; rows in the batch's own order."""
+    """Columns (B, L) that the ranks compute, each on an equal share of the work; rows in the batch's own order.
+
+    Args:
+        replays: the model is the policy, whose recorded routes are not another's.
+    """
+    if not replays and ROUTES in batch.batch.keys():  # noqa: SIM118 (keys() unpacks no column)
+        batch = batch.select([name for name in batch.batch.keys() if name != ROUTES])  # noqa: SIM118
     if cluster.dp_size == 1:
         return compute(batch).result().batch
     order = order_for(batch, cluster.role.use_prefix_sharing, cluster.dp_size)
-    return compute(_selected(batch, *MODEL_COLUMNS)[order]).result()[np.argsort(order)].batch
+    return compute(_selected(batch, *POLICY_COLUMNS)[order]).result()[np.argsort(order)].batch
 
 
 def _selected(batch: DataProto, *names: str) -> DataProto:

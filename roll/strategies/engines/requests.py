@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
+
 from roll.config.reading.fields import LOWEST_TEMPERATURE
 from roll.protocol.vision import VisionInputs
 
@@ -47,6 +49,8 @@ class PartialSample:
     """Spans over all of ``token_ids``, in order."""
     top_log_probs: Sequence[list[tuple[int, float]]] = ()
     """Of each token, where they were asked for."""
+    routes: np.ndarray | None = None
+    """As in :class:`GenerationOutput`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,9 @@ class GenerationOutput:
     top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
     """The most probable tokens with their log-probs at each position that this engine sampled, in descending order and
     under the same distribution as ``log_probs``; empty where ``SamplingParams.top_log_probs`` is 0."""
+    routes: np.ndarray | None = None
+    """(tokens of prompt and response but the last, layers, k), experts that each went to when it was the input
+    (:mod:`roll.models.routes`); None: nobody has recorded them."""
 
 
 def interrupted(
@@ -106,7 +113,7 @@ def interrupted(
     """
     begun = {
         output.sample_index: PartialSample(
-            output.token_ids, output.log_probs, output.weight_versions, output.top_log_probs
+            output.token_ids, output.log_probs, output.weight_versions, output.top_log_probs, output.routes
         )
         for output in aborted
         if output.token_ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,10 @@ class SlotCache:
         for prompt, count in enumerate(counts):
             self.data[:, :, first_row : first_row + count, :, :length] = keys_values[:, :, prompt, None]
             first_row += count
+
+    def rows(self, first_row: int, count: int, length: int) -> torch.Tensor:
+        """The first ``length`` places of some rows, a view: (num_layers, 2, count, num_kv_heads, length, head_dim)."""
+        return self.data[:, :, first_row : first_row + count, :, :length]
 
     def read(self, row: int, length: int) -> torch.Tensor:
         """The first ``length`` tokens of a row, a view: (num_layers, 2, num_kv_heads, length, head_dim)."""
@@ -110,12 +115,12 @@ class DecodeSlots:
         return bias.masked_fill_(past, torch.finfo(bias.dtype).min)
 
 
-_WORTHWHILE = 16  # tokens; a shorter prefix is recomputed sooner than copied
+_BLOCK = 16  # tokens; a shorter prefix is recomputed sooner than copied
 _GROWTH = 1.25  # factor for a full buffer
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class CachedSequence:
     """A sequence of ``length`` tokens in buffers that have room for more.
 
     ``token_ids``: int64 (capacity,); ``keys_values``: (num_layers, 2, num_kv_heads, capacity, head_dim).
@@ -124,6 +129,8 @@ class _Entry:
     token_ids: np.ndarray
     keys_values: torch.Tensor
     length: int
+    blocks: list[int]
+    """Of its whole blocks, see :func:`_chained`."""
 
     @property
     def capacity(self) -> int:
@@ -137,10 +144,11 @@ class _Entry:
 
 
 class PrefixCache:
-    """Keys and values of prompts and ended samples, for prompts that begin with them (the next turn of a conversation).
+    """Keys and values of ended samples, for prompts that begin with them (the next turn of a conversation).
 
-    A sequence that goes on is appended to in place, so a turn copies its new tokens, and the whole sequence only into
-    the rows that it is decoded in.
+    A table of blocks of tokens, each chained to those before it, leads to the sequence that holds a prefix, so a
+    look-up costs the length of a prompt, however many sequences there are.  A sequence that goes on is appended to in
+    place.
 
     Args:
         max_tokens: capacity of all sequences together; the least recently used leave first. 0: nothing is held.
@@ -148,89 +156,110 @@ class PrefixCache:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._entries: list[_Entry] = []
+        self._sequences: OrderedDict[CachedSequence, None] = OrderedDict()
         """The most recently used is the last."""
+        self._table: dict[int, CachedSequence] = {}
+        """A block to the sequence with it that was put last."""
+        self.num_tokens = 0
+        """Tokens that there is room for in all sequences."""
         self.num_reused = 0
         """Tokens that did not have to be computed, since the cache was made."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that there is room for in all sequences."""
-        return sum(entry.capacity for entry in self._entries)
-
     def accepts(self, length: int) -> bool:
         """True for a sequence of a length that can be held."""
-        return _WORTHWHILE <= length <= self._max_tokens
+        return _BLOCK <= length <= self._max_tokens
+
+    def find(self, token_ids: Sequence[int]) -> tuple[CachedSequence, int] | None:
+        """The sequence with the longest prefix of a prompt, and how many of its tokens that is: never all of the
+        prompt, since its last one must be computed for its logits. Valid until the next :meth:`put`."""
+        if not self._table:
+            return None
+        prompt = np.asarray(token_ids, dtype=np.int64)
+        found = self._holder(prompt, _chained(prompt))
+        if found is None:
+            return None
+        known = min(found.common(prompt), len(prompt) - 1)
+        if known < _BLOCK:
+            return None
+        self._sequences.move_to_end(found)
+        self.num_reused += known
+        return found, known
 
     def put(self, token_ids: Sequence[int], keys_values: torch.Tensor) -> None:
-        """Hold a sequence: append it to the longest entry that is a prefix of it, and drop the other prefixes.
+        """Hold a sequence: append it to one that is a prefix of it, if there is one.
 
         Args:
             keys_values: (num_layers, 2, num_kv_heads, length, head_dim) of its tokens; copied.
         """
         new = np.asarray(token_ids, dtype=np.int64)
-        common = [entry.common(new) for entry in self._entries]
-        if len(new) in common:
-            self._touch(self._entries[common.index(len(new))])
+        blocks = _chained(new)
+        prefix = self._holder(new, blocks)
+        known = 0 if prefix is None else prefix.common(new)
+        if prefix is not None and known == len(new):
+            self._sequences.move_to_end(prefix)
             return
-        prefixes = [entry for entry, count in zip(self._entries, common, strict=True) if count == entry.length]
-        longest = max(prefixes, key=lambda entry: entry.length, default=None)
-        self._entries = [entry for entry in self._entries if entry is longest or entry not in prefixes]
-        known = longest.length if longest is not None else 0
-        entry = self._with_room(longest, known, new, keys_values)
-        entry.keys_values[:, :, :, known : len(new)] = keys_values[:, :, :, known:]
-
-    def extended(self, token_ids: Sequence[int]) -> tuple[torch.Tensor, int] | None:
-        """Room for the keys and values of a prompt, with its longest prefix in the cache filled in.
-
-        Returns:
-            keys_values (num_layers, 2, num_kv_heads, length of the prompt, head_dim), whose last tokens the caller has
-            to fill in; and how many tokens are there, never all of them: the last one must be computed for its logits.
-            None: no prefix is long enough.
-        """
-        prompt = np.asarray(token_ids, dtype=np.int64)
-        common = [min(entry.common(prompt), len(prompt) - 1) for entry in self._entries]
-        known = max(common, default=0)
-        if known < _WORTHWHILE:
-            return None
-        self.num_reused += known
-        found = self._entries[common.index(known)]
-        if known < found.length or not self.accepts(len(prompt)):
-            # The entry's tokens behind the prefix belong to another sequence, which may be in use.
-            self._touch(found)
-            room = found.keys_values.new_empty(_shape(found.keys_values, len(prompt)))
-            room[:, :, :, :known] = found.keys_values[:, :, :, :known]
-            return room, known
-        entry = self._with_room(found, known, prompt, found.keys_values)
-        return entry.keys_values[:, :, :, : len(prompt)], known
+        if prefix is not None and known < prefix.length:
+            prefix, known = None, 0
+        sequence = self._with_room(prefix, known, new, keys_values)
+        sequence.keys_values[:, :, :, known : len(new)] = keys_values[:, :, :, known:]
+        sequence.blocks = blocks
+        self._table.update(dict.fromkeys(blocks, sequence))
 
     def clear(self) -> None:
         """Drop everything."""
-        self._entries.clear()
+        self._sequences.clear()
+        self._table.clear()
+        self.num_tokens = 0
 
-    def _with_room(self, entry: _Entry | None, known: int, token_ids: np.ndarray, like: torch.Tensor) -> _Entry:
-        """``entry``, or a new one, as the most recently used, with ``token_ids`` and room for their keys and values."""
+    def _holder(self, token_ids: np.ndarray, blocks: Sequence[int]) -> CachedSequence | None:
+        """The sequence that has the most of these blocks, or any with their beginning."""
+        return next((self._table[block] for block in reversed(blocks) if block in self._table), None)
+
+    def _with_room(
+        self, prefix: CachedSequence | None, known: int, token_ids: np.ndarray, like: torch.Tensor
+    ) -> CachedSequence:
+        """``prefix``, or a new sequence, as the most recently used, with ``token_ids`` and room for their keys and
+        values."""
         length = len(token_ids)
-        if entry is not None:
-            self._entries.remove(entry)
-        if entry is None or entry.capacity < length:
+        if prefix is not None:
+            self._drop(prefix)
+        sequence = prefix
+        if sequence is None or sequence.capacity < length:
             # A longer buffer each time, so that all copies of a growing sequence cost a constant times its length.
             spare = self._max_tokens - self.num_tokens
-            capacity = length if entry is None else max(length, min(int(entry.capacity * _GROWTH), spare))
-            grown = _Entry(np.empty(capacity, np.int64), like.new_empty(_shape(like, capacity)), length)
-            if entry is not None:
-                grown.keys_values[:, :, :, :known] = entry.keys_values[:, :, :, :known]
-            entry = grown
-        entry.token_ids[:length], entry.length = token_ids, length
-        while self.num_tokens + entry.capacity > self._max_tokens:
-            self._entries.pop(0)
-        self._entries.append(entry)
-        return entry
+            capacity = length if prefix is None else max(length, min(int(prefix.capacity * _GROWTH), spare))
+            shape = (*like.shape[:3], capacity, like.shape[4])
+            sequence = CachedSequence(np.empty(capacity, np.int64), like.new_empty(shape), length, [])
+            if prefix is not None:
+                sequence.keys_values[:, :, :, :known] = prefix.keys_values[:, :, :, :known]
+        sequence.token_ids[:length], sequence.length = token_ids, length
+        while self.num_tokens + sequence.capacity > self._max_tokens:
+            self._drop(next(iter(self._sequences)))
+        self._sequences[sequence] = None
+        self.num_tokens += sequence.capacity
+        return sequence
 
-    def _touch(self, entry: _Entry) -> None:
-        self._entries.remove(entry)
-        self._entries.append(entry)
+    def _drop(self, sequence: CachedSequence) -> None:
+        del self._sequences[sequence]
+        self.num_tokens -= sequence.capacity
+        for block in sequence.blocks:
+            if self._table.get(block) is sequence:
+                del self._table[block]
 
 
-def _shape(keys_values: torch.Tensor, length: int) -> tuple[int, ...]:
-    return (*keys_values.shape[:3], length, keys_values.shape[4])
+def _chained(token_ids: np.ndarray) -> list[int]:
+    """A number for every whole block, which stands for its tokens and all before them; tokens are compared as well
+    before a prefix is used."""
+    data, size, number = token_ids.tobytes(), _BLOCK * token_ids.itemsize, 0
+    blocks = []
+    for start in range(0, len(data) - size + 1, size):
+        number = hash((number, data[start : start + size]))
+        blocks.append(number)
+    return blocks
+
+
+def gather(room: torch.Tensor, found: Sequence[tuple[CachedSequence, int]]) -> None:
+    """Copy the known beginnings of prompts into ``room`` (num_layers, 2, num_prompts, num_kv_heads, longest,
+    head_dim)."""
+    for row, (sequence, known) in enumerate(found):
+        room[:, :, row, :, :known] = sequence.keys_values[:, :, :, :known]

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from roll.models.experts import RoutingRecorder
 from roll.protocol.vision import VisionInputs
 from roll.strategies.hf_infer.cache import CacheShape, DecodeSlots
 
@@ -30,11 +32,13 @@ class PromptStates:
     ``logits``: (num_prompts, vocab_size), of the token after each prompt.
     ``offsets``: by prompt, what the rotary position of a token behind it is ahead of its place in the sequence: the
     tokens of an image share positions. Empty: nothing.
+    ``routes``: (num_prompts, longest prompt, layers, k), experts of each token, where they are recorded.
     """
 
     keys_values: torch.Tensor
     logits: torch.Tensor
     offsets: Sequence[int] = ()
+    routes: np.ndarray | None = None
 
     def only(self, prompt: int) -> PromptStates:
         """A copy of one prompt's states (which does not keep the others in memory)."""
@@ -42,6 +46,7 @@ class PromptStates:
             self.keys_values[:, :, prompt : prompt + 1].clone(),
             self.logits[prompt : prompt + 1].clone(),
             self.offsets[prompt : prompt + 1],
+            None if self.routes is None else self.routes[prompt : prompt + 1].copy(),
         )
 
 
@@ -62,6 +67,10 @@ class Decoder(ABC):
         self.device = model.device
         self.dtype = model.dtype
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.routing: RoutingRecorder | None = None
+        """Set where experts' choices are recorded."""
+        self.chosen: np.ndarray | None = None
+        """(tokens, layers, k), of the last pass, padding included."""
 
     @property
     @abstractmethod
@@ -94,13 +103,18 @@ class Decoder(ABC):
 
     @abstractmethod
     def extend(
-        self, keys_values: torch.Tensor, known: int, prompt: Sequence[int], vision: VisionInputs | None = None
+        self,
+        keys_values: torch.Tensor,
+        known: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        images: Images | None = None,
     ) -> PromptStates:
-        """Compute the rest of a prompt whose first ``known`` tokens are there; at least one is not.
+        """Compute the rest of prompts whose first tokens are there, ``known`` of each; at least one is not.
 
         Args:
-            keys_values: (num_layers, 2, num_kv_heads, length of the prompt, head_dim); those of the rest are filled in.
-            vision: the prompt's images.
+            keys_values: (num_layers, 2, num_prompts, num_kv_heads, longest prompt, head_dim), finite everywhere; those
+                of the rest are filled in.
+            images: of each prompt; None: all are text.
         """
 
     @abstractmethod
@@ -251,26 +265,40 @@ class FusedDecoder(Decoder):
         return PromptStates(keys_values, self._logits(x)[: grid.num_prompts])
 
     def extend(
-        self, keys_values: torch.Tensor, known: int, prompt: Sequence[int], vision: VisionInputs | None = None
+        self,
+        keys_values: torch.Tensor,
+        known: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        images: Images | None = None,
     ) -> PromptStates:
-        length = len(prompt)
-        x = F.embedding(torch.tensor(prompt[known:], device=self.device), self._embedding)
-        cos, sin = self._cos[known:length], self._sin[known:length]
-        mask = torch.ones(length - known, length, dtype=torch.bool, device=self.device).tril(known)
+        grid = _PromptGrid([prompt[count:] for prompt, count in zip(prompts, known, strict=True)], self.device)
+        begins = torch.tensor(known, device=self.device)
+        rows, places = grid.rows, grid.positions[: len(grid.rows)] + begins[grid.rows]
+        x = F.embedding(grid.tokens, self._embedding)
+        positions = F.pad(places, (0, len(grid.positions) - len(places)))
+        cos, sin = self._cos[positions], self._sin[positions]
+        queried = torch.arange(grid.longest, device=self.device) + begins[:, None]
+        hidden = torch.arange(keys_values.shape[4], device=self.device) > queried[:, None, :, None]
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, float("-inf"))
         for index, layer in enumerate(self._layers):
-            queries, keys, values = self._split(self._heads(layer, x, cos, sin))
+            heads = self._heads(layer, x, cos, sin)
+            _, keys, values = self._split(heads)
             for part, new in zip(keys_values[index], (keys, values), strict=True):
-                part[:, known:] = new.transpose(0, 1)
+                part[rows, :, places] = new[: len(rows)]
+            queries, _, _ = self._split(grid.pad(heads).transpose(1, 2))
             mixed = F.scaled_dot_product_attention(
-                queries.transpose(0, 1)[None],
-                keys_values[index, 0, None],
-                keys_values[index, 1, None],
+                queries,
+                keys_values[index, 0],
+                keys_values[index, 1],
                 attn_mask=mask,
                 scale=self._scale,
                 enable_gqa=self._num_heads != self._num_kv_heads,
             )
-            x = self._finish_layer(layer, x, mixed[0].transpose(0, 1).flatten(1))
-        return PromptStates(keys_values[:, :, None], self._logits(x[-1:]))
+            mixed = grid.unpad(mixed.transpose(1, 2).flatten(2))
+            if index == len(self._layers) - 1:  # only the last token of a prompt is wanted from here on
+                x, mixed = x[grid.last], mixed[grid.last]
+            x = self._finish_layer(layer, x, mixed)
+        return PromptStates(keys_values, self._logits(x)[: grid.num_prompts])
 
     def decode(self, tokens: torch.Tensor, slots: DecodeSlots) -> torch.Tensor:
         x = F.embedding(tokens, self._embedding)
@@ -314,7 +342,8 @@ class FusedDecoder(Decoder):
 class _PromptGrid:
     """Prompts of different lengths as one row of tokens, and as a right-padded grid for attention.
 
-    ``tokens`` and ``positions``: int64 (filled-up number of tokens,); ``last``: where each prompt ends in them.
+    ``tokens`` and ``positions``: int64 (filled-up number of tokens,); ``last``: where each prompt ends in them;
+    ``rows``: int64 (number of tokens,), the prompt of each.
     """
 
     def __init__(self, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
@@ -328,8 +357,9 @@ class _PromptGrid:
         first_cell = (torch.arange(self.num_prompts) * self.longest).repeat_interleave(counts)
         cells = positions.clone()
         cells[: self._num_tokens] += first_cell
+        rows = torch.arange(self.num_prompts).repeat_interleave(counts)
         last = F.pad(counts.cumsum(0) - 1, (0, round_up(self.num_prompts, 8) - self.num_prompts))
-        self.tokens = torch.tensor(flat).to(device)
+        self.tokens, self.rows = torch.tensor(flat).to(device), rows.to(device)
         self.positions, self._cells, self.last = positions.to(device), cells.to(device), last.to(device)
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:

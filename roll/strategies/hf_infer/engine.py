@@ -19,11 +19,12 @@ from roll.strategies.engines.requests import (
     check_request,
 )
 from roll.strategies.engines.sampling import stream_key
-from roll.strategies.hf_infer.cache import DecodeSlots, PrefixCache, SlotCache
+from roll.strategies.hf_infer.cache import CachedSequence, DecodeSlots, PrefixCache, SlotCache, gather
 from roll.strategies.hf_infer.decoder import Decoder, Images, PromptStates, round_up
 from roll.strategies.hf_infer.rows import RunningRows, RunningSample, Sampler
 
 _MAX_PREFILL_TOKENS = 8192  # prompts computed at a time, padding included: bounds memory and the wait of running rows
+_MAX_GATHERED_TOKENS = 8 * _MAX_PREFILL_TOKENS  # of prompts of which a prefix is copied
 
 
 @dataclass(slots=True)
@@ -39,6 +40,8 @@ class _QueuedGroup:
     """Tokens of a sample that was begun elsewhere; it waits alone."""
     prompt: PromptStates | None = None
     """Kept when only some of the samples found a free row."""
+    found: tuple[CachedSequence, int] | None = None
+    """While it is being admitted: what the prefix cache has of its tokens."""
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -53,7 +56,10 @@ class _QueuedGroup:
             return [GenerationOutput(name, index, [], [], "abort") for index in self.waiting]
         token_ids, log_probs, spans = list(carried.token_ids), list(carried.log_probs), list(carried.weight_versions)
         top = list(carried.top_log_probs)
-        return [GenerationOutput(name, index, token_ids, log_probs, "abort", spans, top) for index in self.waiting]
+        routes = carried.routes
+        return [
+            GenerationOutput(name, index, token_ids, log_probs, "abort", spans, top, routes) for index in self.waiting
+        ]
 
 
 @dataclass(slots=True)
@@ -62,8 +68,23 @@ class _Admission:
 
     groups: list[_QueuedGroup] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    num_padded: int = 0
     longest: int = 0
+    """Most tokens of them that are to be computed."""
+    longest_whole: int = 0
+    """Most tokens of them, those of prefixes included."""
+
+    def has_room(self, rest: int, whole: int) -> bool:
+        """One more prompt of so many tokens fits, of which ``rest`` are to be computed."""
+        count = len(self.groups) + 1
+        return (
+            max(self.longest, rest) * count <= _MAX_PREFILL_TOKENS
+            and max(self.longest_whole, whole) * count <= _MAX_GATHERED_TOKENS
+        )
+
+    def add(self, group: _QueuedGroup, count: int, rest: int = 0, whole: int = 0) -> None:
+        self.groups.append(group)
+        self.counts.append(count)
+        self.longest, self.longest_whole = max(self.longest, rest), max(self.longest_whole, whole)
 
 
 class GenerationEngine:
@@ -256,52 +277,60 @@ class GenerationEngine:
         admission = self._select()
         if not admission.groups:
             return None
-        logits, missing, counts = [], [], []
+        logits, behind, missing = [], _Admission(), _Admission()
         for group, count in zip(admission.groups, admission.counts, strict=True):
-            prompt = self._known_prompt(group)
-            if prompt is None:
-                missing.append(group)
-                counts.append(count)
+            if group.prompt is not None:
+                logits.append(self._start_samples([group], [count], group.prompt))
             else:
-                logits.append(self._start_samples([group], [count], prompt))
-        computed = None
-        if missing:
-            computed = self._prefill([g.token_ids for g in missing], [g.request.vision for g in missing])
-        if computed is not None:
-            logits.append(self._start_samples(missing, counts, computed))
+                (missing if group.found is None else behind).add(group, count)
+        if behind.groups:
+            logits.append(self._start_behind(behind.groups, behind.counts))
+        if missing.groups:
+            computed = self._prefill(
+                [group.token_ids for group in missing.groups], [group.request.vision for group in missing.groups]
+            )
+            logits.append(self._start_samples(missing.groups, missing.counts, computed))
         while self._queue and not self._queue[0].waiting:
             self._queue.popleft()
-        if computed is not None and self._queue and self._queue[0] is missing[-1]:
-            missing[-1].prompt = computed.only(len(missing) - 1)
         return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _start_behind(self, groups: list[_QueuedGroup], counts: list[int]) -> torch.Tensor:
+        """Start the samples of prompts that have a prefix in the cache; their logits."""
+        prompts = [group.token_ids for group in groups]
+        found = [group.found for group in groups if group.found is not None]
+        longest = max(map(len, prompts))
+        if max(counts) == 1 and not any(len(group.waiting) > 1 for group in groups):
+            room = self._cache.rows(self._rows.size, len(groups), longest)
+        else:
+            shape = self._cache.shape
+            size = (shape.num_layers, 2, len(groups), shape.num_kv_heads, longest, shape.head_dim)
+            room = self._cache.data.new_zeros(size)
+        gather(room, found)
+        images = [group.request.vision for group in groups]
+        more = () if all(vision is None for vision in images) else (images,)
+        states = self._decoder.extend(room, [known for _, known in found], prompts, *more)
+        return self._start_samples(groups, counts, states)
 
     def _prefill(self, prompts: Sequence[Sequence[int]], images: Images) -> PromptStates:
         if all(vision is None for vision in images):
             return self._decoder.prefill(prompts)
         return self._decoder.prefill(prompts, images)
 
-    def _known_prompt(self, group: _QueuedGroup) -> PromptStates | None:
-        """States of a prompt that was computed for some of the samples already, or has a prefix in the cache."""
-        if group.prompt is None:
-            vision = group.request.vision
-            extended = self._prefixes.extended(self._decoder.prefix_key(group.token_ids, vision))
-            if extended is not None and vision is None:
-                group.prompt = self._decoder.extend(*extended, group.token_ids)
-            elif extended is not None:
-                group.prompt = self._decoder.extend(*extended, group.token_ids, vision)
-        return group.prompt
+    def _key_of(self, group: _QueuedGroup) -> Sequence[int]:
+        return self._decoder.prefix_key(group.token_ids, group.request.vision)
 
     def _select(self) -> _Admission:
         admission, free = _Admission(), self._rows.capacity - self._rows.size
         for group in self._queue:
-            longest = max(admission.longest, len(group.token_ids))
-            too_much = longest * (len(admission.groups) + 1) > _MAX_PREFILL_TOKENS
-            if not free or (too_much and admission.groups):
+            if not free:
+                break
+            group.found = self._prefixes.find(self._key_of(group)) if group.prompt is None else None
+            whole = len(group.token_ids)
+            rest = whole - (group.found[1] if group.found is not None else 0)
+            if admission.groups and not admission.has_room(rest, whole):
                 break
             count = min(free, len(group.waiting))
-            admission.groups.append(group)
-            admission.counts.append(count)
-            admission.longest = longest
+            admission.add(group, count, rest, whole)
             free -= count
         return admission
 
@@ -311,7 +340,12 @@ class GenerationEngine:
         for number, (group, count) in enumerate(zip(groups, counts, strict=True)):
             for _ in range(count):
                 self._start_sample(group, prompts.offsets[number] if prompts.offsets else 0)
-        self._cache.write_prompts(first_row, prompts.keys_values, counts)
+                if prompts.routes is not None:
+                    self._rows.put_routes(self._rows.size - 1, prompts.routes[number], group.carried)
+        if groups[-1].waiting and groups[-1].prompt is None:
+            groups[-1].prompt = prompts.only(len(groups) - 1)
+        if prompts.keys_values.untyped_storage().data_ptr() != self._cache.data.untyped_storage().data_ptr():
+            self._cache.write_prompts(first_row, prompts.keys_values, counts)
         source = torch.repeat_interleave(torch.tensor(counts)).to(self._decoder.device)
         return prompts.logits.index_select(0, source)
 
@@ -342,7 +376,10 @@ class GenerationEngine:
         if offsets.any():
             ahead = torch.from_numpy(np.pad(offsets, (0, padded - size))).to(device)
         slots = DecodeSlots(self._cache, torch.from_numpy(positions).to(device), self._rows.lengths[:size], ahead)
-        return self._decoder.decode(tokens, slots)[:size]
+        logits = self._decoder.decode(tokens, slots)[:size]
+        if self._decoder.chosen is not None:
+            self._rows.add_routes(self._decoder.chosen[:size])
+        return logits
 
     def _release(self, rows: np.ndarray, reasons: Sequence[FinishReason]) -> list[GenerationOutput]:
         """Return the samples of ``rows`` (sorted) and close the gaps they leave."""

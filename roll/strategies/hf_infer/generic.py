@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from roll.models.routes import encoded
 from roll.protocol.vision import EncodedImage, VisionInputs, patches_of, token_types, vision_token_ids
 from roll.strategies.hf_infer.cache import CacheShape, DecodeSlots
 from roll.strategies.hf_infer.decoder import Decoder, FusedDecoder, Images, PromptStates, is_fusable
@@ -48,25 +49,56 @@ class GenericDecoder(Decoder):
         wanted, which = torch.unique(lengths - 1, return_inverse=True)
         cache = DynamicCache()
         inputs, offsets = self._inputs(tokens, [len(prompt) for prompt in prompts], images)
-        logits = self.model(
-            input_ids=tokens, **inputs, past_key_values=cache, use_cache=True, logits_to_keep=wanted
-        ).logits
+        logits = self._run(input_ids=tokens, **inputs, past_key_values=cache, logits_to_keep=wanted)
         keys_values = torch.stack([torch.stack(pair) for pair in _written(cache)])
-        return PromptStates(keys_values, logits[torch.arange(len(prompts), device=self.device), which], offsets)
+        routes = None if self.chosen is None else self.chosen.reshape(*tokens.shape, *self.chosen.shape[1:])
+        first = logits[torch.arange(len(prompts), device=self.device), which]
+        return PromptStates(keys_values, first, offsets, routes)
+
+    def _run(self, **inputs: Any) -> torch.Tensor:
+        """Logits; the experts of all tokens too, where they are recorded."""
+        if self.routing is None:
+            return self.model(use_cache=True, **inputs).logits
+        with self.routing.recording() as recorded:
+            logits: torch.Tensor = self.model(use_cache=True, **inputs).logits
+        chosen = torch.stack([choices for _, choices in recorded], 1)
+        self.chosen = encoded(chosen, self.routing.layers[0].num_experts).cpu().numpy()
+        return logits
 
     def extend(
-        self, keys_values: torch.Tensor, known: int, prompt: Sequence[int], vision: VisionInputs | None = None
+        self,
+        keys_values: torch.Tensor,
+        known: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        images: Images | None = None,
     ) -> PromptStates:
+        parts = [
+            self._extend(keys_values[:, :, row, :, : len(prompt)], count, prompt, vision)
+            for row, (count, prompt, vision) in enumerate(
+                zip(known, prompts, images or [None] * len(prompts), strict=True)
+            )
+        ]
+        logits = torch.cat([part for part, _ in parts])
+        return PromptStates(keys_values, logits, [offset for _, offsets in parts for offset in offsets])
+
+    def _extend(
+        self, keys_values: torch.Tensor, known: int, prompt: Sequence[int], vision: VisionInputs | None
+    ) -> tuple[torch.Tensor, Sequence[int]]:
+        """Logits (1, vocab_size) and offsets behind one prompt.
+
+        Args:
+            keys_values: (num_layers, 2, num_kv_heads, length of the prompt, head_dim).
+        """
         tokens = torch.tensor([prompt], device=self.device)
         inputs, offsets = self._inputs(tokens, [len(prompt)], None if vision is None else [vision], known)
-        logits = self.model(
+        assert self.routing is None, "what is known of a prompt has no routes"
+        logits = self._run(
             input_ids=tokens[:, known:],
             **inputs,
             past_key_values=Cache(layers=[_PromptLayer(part, known) for part in keys_values]),
-            use_cache=True,
             logits_to_keep=1,
-        ).logits
-        return PromptStates(keys_values[:, :, None], logits[:, -1], offsets)
+        )
+        return logits[:, -1], offsets
 
     def _inputs(
         self, tokens: torch.Tensor, lengths: Sequence[int], images: Images | None, known: int = 0
@@ -90,13 +122,12 @@ class GenericDecoder(Decoder):
             bias = torch.zeros(slots.size, slots.end, dtype=self.dtype, device=self.device)
         for layer in self._layers:
             layer.slots = slots
-        return self.model(
+        return self._run(
             input_ids=tokens[:, None],
             position_ids=self._rotary_positions(slots),
             attention_mask=bias[:, None, None],
             past_key_values=self._cache,
-            use_cache=True,
-        ).logits[:, -1]
+        )[:, -1]
 
     @torch.no_grad()
     def _probe_shape(self) -> CacheShape:

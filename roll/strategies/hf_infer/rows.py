@@ -38,6 +38,8 @@ class RunningSample:
     """Its keys and values are those of other weights than the engine has."""
     top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
     """The most probable tokens of each position, where the request asks for them."""
+    routes: np.ndarray | None = None
+    """Experts of every token so far, prompt included, where they are recorded."""
 
     def note_version(self, version: int, num_tokens: int) -> None:
         """Tokens from number ``num_tokens`` on are sampled with weights ``version``."""
@@ -61,6 +63,7 @@ class RunningSample:
             reason,
             weight_versions=spans,
             top_log_probs=self.top_log_probs,
+            routes=self.routes,
         )
 
 
@@ -99,6 +102,23 @@ class RunningRows:
         self.stop_ids = np.full((n, 1), _NO_TOKEN, np.int64)
         self.tokens = np.zeros((n, self.max_model_len), np.int32)
         self.log_probs = np.zeros((n, self.max_model_len), np.float32)
+        self.routes: np.ndarray | None = None
+        """(capacity, max_model_len, layers, k), of prompt and response."""
+
+    def put_routes(self, row: int, of_prompt: np.ndarray, carried: PartialSample | None) -> None:
+        """Those of a row's first tokens; what a sample was begun with elsewhere stays as it was sampled."""
+        if self.routes is None:
+            self.routes = np.zeros((self.capacity, self.max_model_len, *of_prompt.shape[1:]), of_prompt.dtype)
+        count = int(self.lengths[row])
+        self.routes[row, :count] = of_prompt[:count]
+        if carried is not None and carried.routes is not None:
+            self.routes[row, : len(carried.routes)] = carried.routes
+
+    def add_routes(self, chosen: np.ndarray) -> None:
+        """Those of the first rows' last tokens, which have been the input."""
+        assert self.routes is not None
+        size = len(chosen)
+        self.routes[np.arange(size), self.lengths[:size] - 1] = chosen
 
     def append(
         self,
@@ -175,7 +195,10 @@ class RunningRows:
         return self.generated[: self.size] >= self.max_new[: self.size]
 
     def output(self, row: int, reason: FinishReason) -> GenerationOutput:
-        count = int(self.generated[row])
+        count, sample = int(self.generated[row]), self.samples[row]
+        if self.routes is not None:
+            # The last token has not been an input.
+            sample.routes = self.routes[row, : max(0, len(sample.request.prompt_token_ids) + count - 1)].copy()
         return self.samples[row].output(self.tokens[row, :count].tolist(), self.log_probs[row, :count].tolist(), reason)
 
     def remove(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -194,6 +217,9 @@ class RunningRows:
             array[destination] = array[source]
         for history in (self.tokens, self.log_probs):
             history[destination, :longest] = history[source, :longest]
+        if self.routes is not None:
+            deepest = int(self.lengths[destination].max(initial=0))
+            self.routes[destination, :deepest] = self.routes[source, :deepest]
         self.num_matchers -= sum(self.samples[row].matcher is not None for row in rows)
         for to, origin in zip(destination, source, strict=True):
             self.samples[to] = self.samples[origin]

@@ -13,6 +13,7 @@ import torch
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import HfInferStrategyConfig, typed_strategy_config
 from roll.models.build import DTYPES, attention_implementation, auto_class, build_model, load_config
+from roll.models.experts import RoutingRecorder, sparse_layers
 from roll.models.layouts import TokenLayout
 from roll.models.stored import StoredLayout
 from roll.platforms import current_platform
@@ -55,6 +56,8 @@ class HfInferStrategy(GenerationStrategy):
         max_model_len = longest_sequence(self._config.max_model_len, model.config, args.model_name_or_path)
         self._stored = StoredLayout(model)
         self._decoder = create_decoder(model, max_model_len)
+        if self.role.router_replay.mode == "R3":
+            self._record_routes(self._decoder)
         self._engine = GenerationEngine(
             self._decoder,
             partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
@@ -62,7 +65,8 @@ class HfInferStrategy(GenerationStrategy):
             max_num_seqs=self._config.max_num_seqs,
             max_model_len=max_model_len,
             seed=self.seed,
-            prefix_cache_tokens=self._config.prefix_cache_tokens,
+            # A prompt found in the cache is not computed, so nothing of it would be recorded.
+            prefix_cache_tokens=0 if self._decoder.routing is not None else self._config.prefix_cache_tokens,
         )
         logger.info(
             "hf_infer: up to %d samples of %d tokens; KV cache of %.1f MiB on %s",
@@ -71,6 +75,19 @@ class HfInferStrategy(GenerationStrategy):
             self._engine.cache_bytes / 2**20,
             self._decoder.device,
         )
+
+    def _record_routes(self, decoder: Decoder) -> None:
+        """
+        Raises:
+            ValueError: a dense model.
+        """
+        layers = sparse_layers(decoder.model)
+        if not layers:
+            raise ValueError(
+                f"{self.role.name}.router_replay.mode: R3 records experts, and "
+                f"{self.role.model_args.model_name_or_path} has none; set it to disabled"
+            )
+        decoder.routing = RoutingRecorder(layers)
 
     def add_requests(self, requests: Iterable[GenerationRequest]) -> None:
         self._running_engine().add_requests(requests)

@@ -8,7 +8,8 @@ Megatron Core 0.16 creates tensors on ``"cuda"``, asks ``torch.cuda.current_devi
    packages see it is untouched.
 2. The random states that activation recomputation saves and restores are those of the CPU.
 3. Streams and events, on which the all-to-all of experts moves sizes to the host, do nothing; those sizes become
-   arrays although they are on the host already, tensors of several shapes are gathered one by one, and without Transformer Engine its matrix product is None.
+   arrays although they are on the host already; tensors of several shapes are gathered one by one; and without
+   Transformer Engine its matrix product is None.
 4. While a model or an optimizer is built (:func:`construction`), ``Tensor.cuda`` returns the tensor itself and
    ``Tensor.type`` speaks of CUDA types.
 """

@@ -1,6 +1,7 @@
 r"""A Megatron ``GPTModel`` that computes log-probs, entropies or values of response tokens, and nothing else.
 
-Its layers are those of :mod:`roll.strategies.megatron.layers`.  Its last layer computes log-probs from an output matrix sharded over its rows without gathering logits:
+Its layers are those of :mod:`roll.strategies.megatron.layers`.  Its last layer computes log-probs from an output matrix
+sharded over its rows without gathering logits:
 
 Each of n tensor-parallel ranks holds V / n rows of the output matrix, so V / n logits z_j of a token.  With
 m = max_j z_j, s = sum_j exp(z_j - m), u = sum_j exp(z_j - m) z_j and q = sum_j exp(z_j - m)^2, all over all ranks,

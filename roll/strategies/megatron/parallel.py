@@ -7,8 +7,8 @@
 | data      | the rows of the batch                        | 3rd                      |
 | pipeline  | the layers, in stages                        | last                     |
 
-The world is their product. Experts are dealt out otherwise: within a pipeline stage, a matrix of an expert is sharded over
-``expert_tensor`` ranks next to each other, the experts over ``expert`` such groups, and what is left repeats them.
+The world is their product. Experts are dealt out otherwise: within a pipeline stage, a matrix of an expert is sharded
+over ``expert_tensor`` ranks next to each other, the experts over ``expert`` such groups, and what is left repeats them.
 """
 
 from __future__ import annotations

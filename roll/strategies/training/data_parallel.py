@@ -438,9 +438,7 @@ class DataParallelStrategy(ModelStrategy):
         if missing and not self._said_missing:
             self._said_missing = True
             share = missing / (missing + replayed)
-            logger.warning(
-                "router_replay: %.2f%% of the tokens have no recorded route: they are routed anew", 100 * share
-            )
+            logger.warning("router_replay: %.2f%% of the tokens have no recorded route; they choose anew", 100 * share)
         total = max(1.0, replayed + missing)
         return {
             "router_replay/missing_share": Mean(missing, total),

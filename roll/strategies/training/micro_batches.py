@@ -62,7 +62,7 @@ def plan_micro_batches(
     capacity = rule.max_tokens or max(1, int(lengths.max(initial=0)))
     if units is not None:
         groups = _unit_groups(batch, lengths, units, shares_prompts)
-        capacity = rule.max_tokens or max(1, *(cost for _, cost in groups))
+        capacity = rule.max_tokens or max((cost for _, cost in groups), default=1)
     elif shares_prompts:
         groups = _prompt_groups(batch, lengths, capacity)
     else:

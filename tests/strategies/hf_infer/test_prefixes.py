@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch
 
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
-from roll.strategies.hf_infer.cache import PrefixCache
+from roll.strategies.hf_infer.cache import CachedSequence, PrefixCache
 from roll.strategies.hf_infer.engine import GenerationEngine
 from tests.strategies.hf_infer.helpers import (
     EOS,
@@ -119,8 +120,8 @@ def sequence(*tokens: int) -> tuple[list[int], torch.Tensor]:
 
 def known(cache: PrefixCache, tokens: list[int]) -> list[float]:
     """What the cache has of the keys of a prompt."""
-    extended = cache.extended(tokens)
-    return [] if extended is None else extended[0][0, 0, 0, : extended[1], 0].tolist()
+    found = cache.find(tokens)
+    return [] if found is None else found[0].keys_values[0, 0, 0, : found[1], 0].tolist()
 
 
 def test_the_cache_is_bounded_and_keeps_what_was_used_last() -> None:
@@ -150,20 +151,44 @@ def test_a_growing_conversation_is_not_copied_at_each_turn() -> None:
     buffers = []
     for number in range(1, 50):
         prompt = turn + [number] * 10
-        extended = cache.extended(prompt)
-        assert extended is not None and extended[1] == len(turn)
-        keys_values = extended[0]
-        assert keys_values[0, 0, 0, : len(turn), 0].tolist() == [float(token) for token in turn]
-        keys_values[:, :, :, len(turn) :] = number
-        buffers.append(keys_values)
+        found = cache.find(prompt)
+        assert found is not None and found[1] == len(turn)
+        assert known(cache, prompt) == [float(token) for token in turn]
+        buffers.append(found[0].keys_values)
         turn = prompt + [100 + number] * 10
-        cache.put(turn, torch.tensor(turn, dtype=torch.float32).view(1, 1, 1, -1, 1).expand(3, 2, 2, -1, 4))
+        cache.put(turn, values(turn))
     assert len({keys_values.untyped_storage().data_ptr() for keys_values in buffers}) < 18
-    # Another conversation that begins alike leaves the first as it is, also while it is being computed.
-    other = cache.extended([*turn[:-10], 9])
-    assert other is not None and other[1] == len(turn) - 10
-    other[0].fill_(-1)
+    # Another conversation that begins alike leaves the first as it is.
+    other = [*turn[:100], *[9] * 20]
+    cache.put(other, values(other))
     assert known(cache, [*turn, 5]) == [float(token) for token in turn]
+    assert known(cache, [*other, 5]) == [float(token) for token in other]
+
+
+def test_many_conversations_cost_no_more_than_their_length() -> None:
+    """Look-ups and insertions among many sequences compare tokens with one of them."""
+    cache, rng = PrefixCache(100_000), random.Random(0)
+    turns = [[rng.randrange(50) for _ in range(40)] for _ in range(300)]
+    for turn in turns:
+        cache.put(turn, values(turn))
+    compared = []
+    common = CachedSequence.common
+
+    def counted(self: CachedSequence, token_ids: Any) -> int:
+        compared.append(len(token_ids))
+        return common(self, token_ids)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CachedSequence, "common", counted)
+        for turn in turns:
+            assert known(cache, [*turn, 1]) == turn
+            cache.put([*turn, 1, 2], values([*turn, 1, 2]))
+    assert len(compared) == 2 * len(turns)
+
+
+def values(tokens: list[int]) -> torch.Tensor:
+    """Keys and values that say which token they are of."""
+    return torch.tensor(tokens, dtype=torch.float32).view(1, 1, 1, -1, 1).expand(3, 2, 2, -1, 4)
 
 
 def test_the_longest_prompt_still_fits() -> None:

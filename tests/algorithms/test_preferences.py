@@ -1,0 +1,242 @@
+"""Preference losses against plain loops in float64, one pair at a time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from roll.algorithms.preferences import PairSums, pair_losses, pair_sums, preference_loss, preference_metrics, slopes
+from roll.config.preferences import PREFERENCE_LOSSES, PreferenceLossConfig, preference_problems
+
+P, L = 5, 12
+
+
+def softplus(x: float) -> float:
+    return math.log1p(math.exp(-abs(x))) + max(x, 0.0)
+
+
+def log_sigmoid(x: float) -> float:
+    return -softplus(-x)
+
+
+def sigma(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def smoothed(x: float, share: float) -> float:
+    return -(1 - share) * log_sigmoid(x) - share * log_sigmoid(-x)
+
+
+def score(ratio: float, o: PreferenceLossConfig) -> float:
+    match o.f_divergence_type:
+        case "forward_kl":
+            return 1 - math.exp(-ratio)
+        case "js_divergence":
+            return math.log(2 * math.exp(ratio) / (1 + math.exp(ratio)))
+        case "alpha_divergence":
+            return (math.exp(ratio) ** (o.f_alpha - 1) - 1) / (o.f_alpha - 1)
+    return ratio
+
+
+def plain_losses(pairs: list[tuple[Any, ...]], name: str, o: PreferenceLossConfig) -> list[float]:
+    """The losses of pairs ``(policy, reference, length)``, each of these (chosen, rejected)."""
+    losses = []
+    for (pc, pr), (rc, rr), (nc, nr) in pairs:
+        b, e = o.beta, o.label_smoothing
+        c, r = pc - rc, pr - rr
+        lead = score(c, o) - score(r, o)
+        mean_lead = score(c, o) / nc - score(r, o) / nr
+        mc, mr = pc / nc, pr / nr
+        match name:
+            case "sigmoid":
+                loss = smoothed(b * lead, e)
+            case "robust":
+                loss = (-(1 - e) * log_sigmoid(b * lead) + e * log_sigmoid(-b * lead)) / (1 - 2 * e)
+            case "hinge":
+                loss = max(0.0, 1 - b * lead)
+            case "ipo":
+                loss = ((mean_lead if o.ipo_length_normalised else lead) - 1 / (2 * b)) ** 2
+            case "exo_pair":
+                q = sigma(b * lead)
+                loss = q * math.log(q / (1 - e)) + (1 - q) * math.log((1 - q) / e)
+            case "discopop":
+                w = sigma(b * lead / o.discopop_tau)
+                loss = (1 - w) * -log_sigmoid(b * lead) + w * math.exp(-b * lead)
+            case "sigmoid_norm":
+                loss = -log_sigmoid(b * mean_lead)
+            case "nca_pair":
+                loss = -log_sigmoid(b * c) - 0.5 * (log_sigmoid(-b * c) + log_sigmoid(-b * r))
+            case "bco_pair":
+                loss = -log_sigmoid(b * c) - log_sigmoid(-b * r)
+            case "sppo_hard":
+                loss = (c - 1 / (2 * b)) ** 2 + (r + 1 / (2 * b)) ** 2
+            case "apo_zero":
+                loss = 1 - sigma(b * c) + sigma(b * r)
+            case "apo_down":
+                loss = sigma(b * c) + 1 - sigma(b * (c - r))
+            case "simpo":
+                loss = smoothed(b * (mc - mr) - o.simpo_gamma, e)
+            case "orpo":
+                odds_c, odds_r = math.exp(mc) / (1 - math.exp(mc)), math.exp(mr) / (1 - math.exp(mr))
+                loss = -mc - b * log_sigmoid(math.log(odds_c / odds_r))
+            case "sft":
+                loss = -mc
+            case "aot":
+                ranks = [sorted(range(len(pairs)), key=lambda i, k=k: pairs[i][k][0] - pairs[i][k][1]) for k in (0, 1)]
+                at = len(losses)
+                (p0, p1), (r0, r1) = pairs[ranks[0][at]][0], pairs[ranks[1][at]][1]
+                loss = smoothed(b * ((p0 - p1) - (r0 - r1)), e)
+            case "aot_unpaired":
+                sides = [sorted(pair[0][k] - pair[1][k] for pair in pairs) for k in (0, 1)]
+                loss = smoothed(b * (sides[0][len(losses)] - sides[1][len(losses)]), e)
+        losses.append(loss)
+    return losses
+
+
+def batch(seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probs of policy and reference (2P, L), and the mask of the responses, of every length."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.zeros(2 * P, L, dtype=torch.bool)
+    for row in range(2 * P):
+        mask[row, 3 : 4 + int(torch.randint(1, L - 3, (), generator=generator))] = True
+    policy, reference = (-torch.rand(2 * P, L, generator=generator, dtype=dtype) * 2 * mask for _ in range(2))
+    return policy, reference, mask
+
+
+def pairs_of(policy: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> list[tuple[Any, ...]]:
+    def two(column: torch.Tensor, row: int) -> tuple[float, float]:
+        return float(column[row].sum()), float(column[row + 1].sum())
+
+    return [(two(policy, row), two(reference, row), two(mask, row)) for row in range(0, 2 * P, 2)]
+
+
+OPTIONS = {"label_smoothing": 0.1, "beta": 0.3}
+CASES: list[dict[str, Any]] = [{"loss_type": row.name} for row in PREFERENCE_LOSSES.rows] + [
+    {"loss_type": "ipo", "ipo_length_normalised": False},
+    *({"loss_type": "sigmoid", "f_divergence_type": kind} for kind in ("forward_kl", "js_divergence")),
+    {"loss_type": "ipo", "f_divergence_type": "alpha_divergence", "f_alpha": 0.4},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_a_loss_is_its_formula(case: dict[str, Any]) -> None:
+    options = PreferenceLossConfig(**(OPTIONS | case))
+    policy, reference, mask = batch()
+    losses = preference_loss(pair_sums(policy, mask, reference, options), options)
+    wanted = plain_losses(pairs_of(policy, reference, mask), case["loss_type"], options)
+    assert losses.tolist() == pytest.approx(wanted, rel=1e-12)
+    single = preference_loss(pair_sums(policy.float(), mask, reference.float(), options), options)
+    assert single.tolist() == pytest.approx(wanted, rel=2e-5)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_the_gradient_is_that_of_differences(case: dict[str, Any]) -> None:
+    options = PreferenceLossConfig(**(OPTIONS | case))
+    policy, reference, mask = batch(1)
+    policy.requires_grad_()
+    preference_loss(pair_sums(policy, mask, reference, options), options).mean().backward()
+    name, step = case["loss_type"], 1e-6
+    assert policy.grad is not None
+    for row in range(2 * P):
+        moved = []
+        for sign in (1, -1):
+            other = policy.detach().clone()
+            other[row, 3] += sign * step
+            moved.append(np.mean(plain_losses(pairs_of(other, reference, mask), name, options)))
+        assert float(policy.grad[row, 3]) == pytest.approx((moved[0] - moved[1]) / (2 * step), abs=1e-7)
+
+
+def test_every_name_has_a_function_and_every_function_a_row() -> None:
+    assert set(pair_losses.names) == {row.name for row in PREFERENCE_LOSSES.rows}
+
+
+def test_weighted_losses_add_up() -> None:
+    policy, reference, mask = batch(2)
+    mixed = PreferenceLossConfig(loss_type=["sigmoid", "bco_pair", "sft"], loss_weights=[0.8, 0.2, 1.0], beta=0.2)
+    pairs = pairs_of(policy, reference, mask)
+    parts = [np.array(plain_losses(pairs, name, mixed)) for name in ("sigmoid", "bco_pair", "sft")]
+    losses = preference_loss(pair_sums(policy, mask, reference, mixed), mixed)
+    assert losses.numpy() == pytest.approx(0.8 * parts[0] + 0.2 * parts[1] + parts[2], rel=1e-12)
+    rpo = PreferenceLossConfig(rpo_alpha=0.5, beta=0.2)
+    losses = preference_loss(pair_sums(policy, mask, reference, rpo), rpo)
+    assert losses.numpy() == pytest.approx(parts[0] + 0.5 * parts[2], rel=1e-12)
+
+
+def test_ld_alpha_weighs_what_the_longer_response_has_more() -> None:
+    policy, reference, mask = batch(3)
+    options = PreferenceLossConfig(ld_alpha=0.25)
+    sums = pair_sums(policy, mask, reference, options)
+    for pair in range(P):
+        tokens = [policy[2 * pair + side][mask[2 * pair + side]].tolist() for side in (0, 1)]
+        common = min(map(len, tokens))
+        wanted = [sum(one[:common]) + 0.25 * sum(one[common:]) for one in tokens]
+        assert sums.policy[pair].tolist() == pytest.approx(wanted)
+    plain = pair_sums(policy, mask, reference, replace(options, ld_alpha=None))
+    whole = pair_sums(policy, mask, reference, replace(options, ld_alpha=1.0))
+    assert torch.equal(plain.policy, whole.policy)
+
+
+def test_wpo_weighs_pairs_by_the_policy() -> None:
+    policy, reference, mask = batch(4)
+    squares = torch.rand(2 * P, L, generator=torch.Generator().manual_seed(4), dtype=torch.float64) * 0.5 + 0.01
+    options = PreferenceLossConfig(use_weighting=True)
+    sums = pair_sums(policy, mask, reference, options, squares)
+    wanted = []
+    for pair in range(P):
+        log_weight = 0.0
+        for row in (2 * pair, 2 * pair + 1):
+            own = mask[row]
+            log_weight += float((policy[row][own] - squares[row][own].log()).mean())
+        wanted.append(min(1.0, math.exp(log_weight)))
+    assert sums.weights is not None and sums.weights.tolist() == pytest.approx(wanted)
+    plain = preference_loss(replace(sums, weights=None), options)
+    assert torch.allclose(preference_loss(sums, options), plain * torch.tensor(wanted, dtype=torch.float64))
+
+
+def test_slopes_give_the_gradient_of_a_loss_that_couples_pairs_in_any_split() -> None:
+    options = PreferenceLossConfig(loss_type="aot", beta=0.4)
+    policy, reference, mask = batch(5)
+    whole = policy.clone().requires_grad_()
+    sums = pair_sums(whole, mask, reference, options)
+    loss = preference_loss(sums, options).mean()
+    loss.backward()
+    value, slope = slopes(sums, options)
+    assert float(value) == pytest.approx(float(loss.detach()))
+    split = policy.clone().requires_grad_()
+    for begin in range(0, 2 * P, 2):
+        part = pair_sums(split[begin : begin + 2], mask[begin : begin + 2], reference[begin : begin + 2], options)
+        (part.policy * slope[begin // 2 : begin // 2 + 1]).sum().backward()
+    assert whole.grad is not None and split.grad is not None
+    assert torch.allclose(whole.grad, split.grad, rtol=1e-12)
+
+
+def test_metrics_are_means_over_pairs() -> None:
+    options = PreferenceLossConfig(beta=0.5)
+    sums = PairSums(
+        policy=torch.tensor([[-1.0, -4.0], [-3.0, -2.0]]),
+        reference=torch.tensor([[-2.0, -3.0], [-3.0, -2.0]]),
+        lengths=torch.tensor([[2.0, 3.0], [4.0, 5.0]]),
+    )
+    metrics = {k: m.value() for k, m in preference_metrics(sums, options, preference_loss(sums, options), "x/").items()}
+    assert metrics["x/chosen_reward"] == pytest.approx(0.25) and metrics["x/reject_reward"] == pytest.approx(-0.25)
+    assert metrics["x/acc"] == 0.5, "a tie is not ranked right"
+    assert metrics["x/chosen_length"] == 3 and metrics["x/chosen_log_ratio"] == 0.5
+    assert metrics["x/loss"] == pytest.approx((softplus(-1.0) + math.log(2)) / 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "loss_weights"),
+        ({"loss_type": "apo_zero", "f_divergence_type": "forward_kl"}, "f_divergence_type"),
+        ({"loss_type": "aot", "use_weighting": True}, "use_weighting"),
+        ({"loss_type": "exo_pair"}, "label_smoothing"),
+    ],
+)
+def test_what_does_not_go_together(changes: dict[str, Any], key: str) -> None:
+    assert [problem[0] for problem in preference_problems(PreferenceLossConfig(**changes))] == [key]

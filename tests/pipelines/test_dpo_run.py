@@ -1,0 +1,180 @@
+"""DPO runs against a plain loop, in every layout, and continued from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from roll.algorithms.preferences import PairSums, preference_loss
+from roll.config.preferences import PreferenceLossConfig
+from tests.pipelines.conftest import Run
+from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, constant_rate, role, training_args, untimed
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
+
+BETA, LEARNING_RATE, STEPS, PAIRS = 0.1, 1e-4, 3, 8
+NUMBERS = (
+    "actor/loss",
+    "actor/acc",
+    "actor/margin",
+    "actor/chosen_log_prob",
+    "actor/reject_log_prob",
+    "actor/grad_norm",
+)
+
+
+def plain_dpo(world: TinyWorld, pair_ids: list[list[str]], options: PreferenceLossConfig) -> list[dict[str, float]]:
+    """One row at a time, no padding, no sharing: the metrics of each step on the named pairs."""
+    tokenizer = AutoTokenizer.from_pretrained(world.model)
+    policy, reference = (AutoModelForCausalLM.from_pretrained(world.model, dtype=torch.float32) for _ in range(2))
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    pairs = {pair["id"]: pair for pair in map(json.loads, world.preferences.read_text().splitlines())}
+
+    def total(model: Any, question: str, answer: str) -> tuple[torch.Tensor, int]:
+        messages = [{"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        response = tokenizer(answer + tokenizer.eos_token, add_special_tokens=False)["input_ids"]
+        ids = torch.tensor([prompt + response])
+        log_probs = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+        taken = log_probs.gather(1, ids[0, 1:, None])[len(prompt) - 1 :, 0]
+        return taken.sum(), len(response)
+
+    found = []
+    for step_ids in pair_ids:
+        sums: dict[str, list[Any]] = {"policy": [], "reference": [], "lengths": []}
+        for name in step_ids:
+            sides = [(pairs[name]["instruction"], pairs[name][side]) for side in ("chosen", "rejected")]
+            own = [total(policy, *side) for side in sides]
+            with torch.no_grad():
+                sums["reference"].append(torch.stack([total(reference, *side)[0] for side in sides]))
+            sums["policy"].append(torch.stack([value for value, _ in own]))
+            sums["lengths"].append(torch.tensor([float(count) for _, count in own]))
+        stacked = PairSums(**{key: torch.stack(values) for key, values in sums.items()})
+        loss = preference_loss(stacked, options).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        with torch.no_grad():
+            ratio = options.beta * (stacked.policy - stacked.reference)
+            margin = ratio[:, 0] - ratio[:, 1]
+            found.append(
+                {
+                    "actor/loss": float(loss),
+                    "actor/acc": float((margin > 0).float().mean()),
+                    "actor/margin": float(margin.mean()),
+                    "actor/chosen_log_prob": float(stacked.policy[:, 0].mean()),
+                    "actor/reject_log_prob": float(stacked.policy[:, 1].mean()),
+                    "actor/grad_norm": float(norm),
+                }
+            )
+    return found
+
+
+def drawn_pairs(run: FinishedRun) -> list[list[str]]:
+    """The pairs of each step, drawn as the run draws them."""
+    from roll.datasets import EpochOrder
+
+    order = EpochOrder(64, 7, "preferences", True).of_epoch(0)
+    return [[f"pair-{row}" for row in order[step * PAIRS : (step + 1) * PAIRS]] for step in range(STEPS)]
+
+
+@pytest.fixture(scope="module")
+def whole(run: Run) -> FinishedRun:
+    return run({}, pipeline="dpo")
+
+
+def assert_same(run: FinishedRun, wanted: list[dict[str, float]], rel: float = 2e-4) -> None:
+    for row, numbers in zip(run.steps, wanted, strict=True):
+        for name in NUMBERS:
+            if name == "actor/acc" and row["step"] == 0:
+                continue  # before the first update all leads are 0, but for rounding
+            assert row[name] == pytest.approx(numbers[name], rel=rel, abs=2e-5), (row["step"], name)
+
+
+def test_a_run_is_a_plain_loop(whole: FinishedRun, world: TinyWorld) -> None:
+    wanted = plain_dpo(world, drawn_pairs(whole), PreferenceLossConfig(beta=BETA))
+    assert wanted[0]["actor/loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert wanted[2]["actor/loss"] < 0.65, "three steps must change something"
+    assert_same(whole, wanted)
+
+
+def layout(strategy: str, config: dict[str, Any], micro: int, accumulation: int, **more: Any) -> dict[str, Any]:
+    return {
+        "actor_train.device_mapping": [0, 1],
+        "actor_train.training_args": constant_rate(training_args(micro, accumulation, LEARNING_RATE)),
+        "actor_train.strategy_args": {"strategy_name": strategy, "strategy_config": config},
+        **{f"actor_train.{key}": value for key, value in more.items()},
+    }
+
+
+LAYOUTS = {
+    "two ranks, shared prompts": layout("fsdp2_train", {}, 1, 4, use_prefix_sharing=True),
+    "packed to equal work": layout(
+        "fsdp2_train", {}, 2, 2, use_sequence_packing=True, sequence_packing_args={"algorithm": "load_balance"}
+    ),
+    "token budget": layout(
+        "fsdp_train", {}, 2, 2, use_dynamic_batching_in_train=True, max_tokens_per_microbatch_in_train=400
+    ),
+    "ZeRO-2": layout("deepspeed_train", {"zero_optimization": {"stage": 2}}, 4, 1, use_prefix_sharing=True),
+    "Megatron, two tensor ranks": layout("megatron_train", {"tensor_model_parallel_size": 2}, 2, 4),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_gives_the_same_numbers(run: Run, whole: FinishedRun, name: str) -> None:
+    assert_same(run(LAYOUTS[name], pipeline="dpo"), whole.steps)
+
+
+def test_a_loss_over_all_pairs_does_not_depend_on_the_split(run: Run, world: TinyWorld) -> None:
+    changes = {"loss_type": "aot", "max_steps": 2}
+    done = run(changes | layout("fsdp2_train", {}, 1, 4), pipeline="dpo")
+    wanted = plain_dpo(world, drawn_pairs(done)[:2], PreferenceLossConfig(beta=BETA, loss_type="aot"))
+    assert_same(done, wanted)
+
+
+def test_the_base_of_an_adapter_is_the_reference(run: Run) -> None:
+    adapter = {
+        "model_args.lora_target": "all-linear",
+        "model_args.lora_rank": 4,
+        "training_args": training_args(4, 2, 1e-2),
+    }
+    done = run({f"actor_train.{key}": value for key, value in adapter.items()}, pipeline="dpo")
+    assert done.steps[0]["actor/loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert done.steps[2]["actor/margin"] > 0
+    assert not (done.output / "logs" / "workers" / "reference-0.log").exists(), "no second model"
+
+
+def test_without_a_reference(run: Run) -> None:
+    done = run({"loss_type": "simpo", "reference": None, "use_weighting": True}, pipeline="dpo")
+    assert done.steps[2]["actor/loss"] < done.steps[0]["actor/loss"]
+    assert 0 < done.steps[0]["actor/pair_weight"] <= 1
+
+
+def test_it_goes_on_where_it_was(run: Run, world: TinyWorld) -> None:
+    changes = {
+        "max_steps": 4,
+        "save_steps": 2,
+        "eval_steps": 2,
+        "validation": {"data_args": {"file_name": str(world.preferences)}},
+        "is_offload_states": True,
+    }
+    first = run(changes, pipeline="dpo")
+    checkpoint = first.output / "checkpoints" / "checkpoint-2"
+    resumed = run(changes | {"resume_from_checkpoint": str(checkpoint)}, pipeline="dpo")
+    assert [row["step"] for row in resumed.steps] == [2, 3]
+    assert [later(row) for row in resumed.steps] == [later(row) for row in first.steps[2:]]
+    assert first.steps[3]["val/acc"] > 0.5 and first.steps[3]["val/loss"] < 0.69
+
+
+def later(row: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in untimed(row).items() if not k.startswith(("data/", "val/"))}
+
+
+def test_a_reference_of_its_own_device(run: Run, whole: FinishedRun) -> None:
+    changes = {"reference": role("fsdp2_infer", [1], infer_batch_size=8), "cache_reference": False}
+    assert_same(run(changes, pipeline="dpo"), whole.steps, rel=1e-6)
