@@ -126,6 +126,7 @@ def test_asynchronous_rollout_continues_prompts_with_images(run: Run, pictures: 
     ahead = {
         "async_generation_ratio": 1,
         "actor_train.device_mapping": [0],
+        "actor_train.training_args": training_args(8, 2),
         "actor_infer.device_mapping": [1],
         "reference": role("fsdp2_infer", [0], infer_batch_size=4),
     }
@@ -137,9 +138,12 @@ def test_asynchronous_rollout_continues_prompts_with_images(run: Run, pictures: 
 @pytest.mark.skipif(not Path(FOLDER).is_dir(), reason="no torchvision: install-vllm-vision")
 def test_vllm_samples_what_trainers_compute(run: Run, tmp_path: Path) -> None:
     world = make_pictures(tmp_path / "wide", hidden=128)  # vLLM has no kernel for smaller heads on a CPU
+    path = {"PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[2]), FOLDER))}
+    stops = GENERATING | {"stop_token_ids": list(range(8, 384, 8))}
     engine = {
         "actor_train.device_mapping": [0],
-        "actor_infer": role("vllm", [1], generating_args=GENERATING | {"stop_token_ids": list(range(8, 384, 8))}),
+        "actor_train.training_args": training_args(8, 2),
+        "actor_infer": role("vllm", [1], generating_args=stops, system_envs=path),
         "reference": role("fsdp2_infer", [0], infer_batch_size=4),
         "eval_steps": 0,
     }
