@@ -21,7 +21,7 @@ def check_torchvision() -> None:
         raise ValueError(
             "strategy_args.strategy_name: vllm: its vision-language models need torchvision. On a GPU it comes with "
             "vLLM; on a CPU make install-vllm-vision puts one into the folder roll-torchvision of the virtual "
-            "environment, which the role finds with system_envs: {PYTHONPATH: .venv/roll-torchvision}. hf_infer does "
+            "environment, which the role finds with system_envs: {PYTHONPATH: (that folder)}. hf_infer does "
             "without"
         )
 
