@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -285,7 +285,7 @@ class DataParallelStrategy(ModelStrategy):
         dist.barrier()
 
     def _write_hf(self, path: Path, weights: dict[str, torch.Tensor]) -> None:
-        language_model = self.model.language_model
+        language_model: Any = self.model.language_model
         if has_tied_embeddings(language_model):
             names = {id(parameter): name for name, parameter in language_model.named_parameters()}
             embeddings = names[id(language_model.get_input_embeddings().weight)]
