@@ -17,7 +17,7 @@ all of them are small (a tiny vocabulary), they are kept instead, which saves th
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -277,7 +277,10 @@ class ResponseModel(nn.Module):
         if routing is not None:
             routing.routes = None if layout.routes is None else layout.routes.flatten(0, 1)
         records = routing is not None and (rows is not None or self.records_routes)
-        with nullcontext([]) if routing is None or not records else routing.recording() as recorded:
+        recording: AbstractContextManager[list[tuple[Tensor, Tensor]]] = nullcontext([])
+        if routing is not None and records:
+            recording = routing.recording()
+        with recording as recorded:
             hidden = body(**inputs, position_ids=layout.position_ids, use_cache=False, **extra).last_hidden_state
         if self.records_routes:
             self.chosen_experts = torch.stack([choices for _, choices in recorded], 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -69,7 +69,7 @@ class DataParallelStrategy(ModelStrategy):
     model: ResponseModel
     adapters: Adapters | None = None
     progress: TrainingProgress
-    sparse_layers: list[SparseLayer]
+    sparse_layers: Sequence[SparseLayer] = ()
     """Layers with experts; none of a dense model."""
     balance: ExpertBalance | None = None
     mixes_types = True
@@ -311,7 +311,9 @@ class DataParallelStrategy(ModelStrategy):
         yield from ((name, buffer) for name, buffer in language_model.named_buffers() if name in persistent)
 
     def _wire_dtype(self, tensor: torch.Tensor) -> torch.dtype:
-        return self.compute_dtype if tensor.is_floating_point() else tensor.dtype
+        """Buffers keep theirs: what balances experts by a bias does so in float32."""
+        is_weight = isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
+        return self.compute_dtype if is_weight else tensor.dtype
 
     def _rows_of_passes(self, batch: TensorBatch, rule: MicroBatching) -> list[Rows]:
         """Collective. The rows of each micro-batch; as many micro-batches on every rank."""
