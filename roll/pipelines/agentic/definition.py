@@ -42,7 +42,7 @@ from roll.pipelines.policy_preflight import check_transport
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
 
-MANAGER_KEYS = frozenset(("name", "generating_args", "system_envs", "max_concurrency", "world_size", "worker_cls"))
+MANAGER_KEYS = frozenset(("generating_args", "system_envs"))
 
 
 class Agentic(PipelineDefinition):
