@@ -22,6 +22,7 @@ FRAGMENTS = "config"
 NUMBER = 55
 """Files of the selection that the README speaks of."""
 REFUSED = {
+    "experts over ranks": r"\bep_size = ([2-9]|\d\d)",
     "audio or video": r"audio_folder|video_\w+ =",
     "images from environments": "VLTrajEnvManager",
     "an environment of its own": "env_type = (" + "|".join(ELSEWHERE) + ")\\b",
