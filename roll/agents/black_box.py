@@ -135,6 +135,7 @@ class BlackBoxAgent:
     def _fault(self, session: Session, episode: Episode, what: str, ended: Exit | None) -> EpisodeOver:
         """The agent has not done its part: at a limit of the episode that is to be expected, otherwise a fault."""
         if session.limit is not None:
+            episode.success = False
             return session.limit
         name = self._options.command[0] if self._options.command else "the agent"
         how = session.lost or (str(ended) if ended is not None else "")
