@@ -34,8 +34,9 @@ class Open(Protocol):
 class GroupCodec(Protocol[GroupT]):
     """What a buffer must know of the groups that it holds."""
 
-    no_progress: State
-    """Of a group of which nothing is there yet."""
+    @property
+    def no_progress(self) -> State:
+        """Of a group of which nothing is there yet."""
 
     def oldest_version(self, group: GroupT, begun: int) -> int:
         """The weights that the oldest token of a group was sampled with; ``begun`` where nothing says so."""

@@ -56,6 +56,11 @@ def test_the_plan_counts_replicas(tmp_path: Path) -> None:
         ({SIZES: {"fp8": "e4m3"}}, f"{SIZES}.fp8", "not available yet"),
         ({SIZES: {"recompute_granularity": "half"}}, f"{SIZES}.recompute_granularity", "full, selective"),
         ({"actor_train.model_args.ulysses_size": 2}, "actor_train.model_args.ulysses_size", "not available yet"),
+        (
+            {"actor_train.data_args.image_max_pixels": 1024},
+            "actor_train.data_args.image_max_pixels",
+            "images with Megatron, which has no vision tower",
+        ),
     ],
 )
 def test_mistakes(tmp_path: Path, changes: dict[str, Any], key: str, rule: str) -> None:

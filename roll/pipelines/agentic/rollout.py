@@ -134,9 +134,10 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
         self._counts_before = now
         names = ("ended", "retried", "cancelled")
         deaths = sum(one.num_deaths for one in self._data.processes)
-        return {f"scheduler/episodes_{name}": Mean(now.get(name, 0) - before.get(name, 0)) for name in names} | {
-            "env/process_deaths": Mean(deaths)
+        metrics: Metrics = {
+            f"scheduler/episodes_{name}": Mean(now.get(name, 0) - before.get(name, 0)) for name in names
         }
+        return metrics | {"env/process_deaths": Mean(deaths)}
 
     def close(self) -> None:
         self.driver.run(self._close_agents())

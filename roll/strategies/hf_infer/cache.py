@@ -182,7 +182,6 @@ class PrefixCache:
         if known < _BLOCK:
             return None
         self._sequences.move_to_end(found)
-        self.num_reused += known
         return found, known
 
     def put(self, token_ids: Sequence[int], keys_values: torch.Tensor) -> None:

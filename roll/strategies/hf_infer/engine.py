@@ -306,6 +306,7 @@ class GenerationEngine:
             size = (shape.num_layers, 2, len(groups), shape.num_kv_heads, longest, shape.head_dim)
             room = self._cache.data.new_zeros(size)
         gather(room, found)
+        self._prefixes.num_reused += sum(known for _, known in found)
         images = [group.request.vision for group in groups]
         more = () if all(vision is None for vision in images) else (images,)
         states = self._decoder.extend(room, [known for _, known in found], prompts, *more)

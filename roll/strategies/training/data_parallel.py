@@ -7,12 +7,12 @@ that they give the same numbers.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -66,7 +66,7 @@ class DataParallelStrategy(ModelStrategy):
     model: ResponseModel
     adapters: Adapters | None = None
     progress: TrainingProgress
-    sparse_layers: list[SparseLayer]
+    sparse_layers: Sequence[SparseLayer] = ()
     """Layers with experts; none of a dense model."""
     balance: ExpertBalance | None = None
     mixes_types = True
@@ -282,7 +282,7 @@ class DataParallelStrategy(ModelStrategy):
         dist.barrier()
 
     def _write_hf(self, path: Path, weights: dict[str, torch.Tensor]) -> None:
-        language_model = self.model.language_model
+        language_model: Any = self.model.language_model
         if has_tied_embeddings(language_model):
             names = {id(parameter): name for name, parameter in language_model.named_parameters()}
             embeddings = names[id(language_model.get_input_embeddings().weight)]

@@ -1,0 +1,113 @@
+"""Whole agentic runs: a policy learns over turns, faults of environments cost no step, a killed run goes on."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pipelines.conftest import Run
+from tests.pipelines.subprocess_runs import Start
+from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, agentic_settings, load_changed, training_args
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
+
+HERE = "tests.pipelines.agentic_environments"
+LETTERS = {
+    "custom_envs": {
+        "letters": {"env_type": f"{HERE}.Letters", "max_steps": 2, "max_tokens_per_step": 8},
+    },
+    "train_env_manager.tags": ["letters"],
+    "sequence_length": 128,
+    "actor_infer.strategy_args.strategy_config": {"prefix_cache_tokens": 4096},
+}
+COUNTED = ("agent/retokenized_tokens", "agent/trained_once_violations", "agent/breaks", "agent/foreign_responses")
+
+
+def episodes(run: FinishedRun) -> dict[tuple[int, int], Any]:
+    """What the run trained on, by group and member: what was sampled in each turn, rewards and outcome."""
+    found = {}
+    for file in sorted((run.output / "rollouts").glob("train-*.jsonl")):
+        for row in map(json.loads, file.read_text().splitlines()):
+            turns = [(turn["response_ids"], turn["reward"]) for turn in row["turns"]]
+            found[row["group"], row["member"]] = turns, row["score"], row["outcome"]
+    return found
+
+
+def test_a_policy_learns_over_turns(run: Run) -> None:
+    """Vowels pay in both of two turns of a conversation. What is trained is what was sampled."""
+    finished = run(
+        LETTERS
+        | {
+            "max_steps": 16,
+            "eval_steps": 16,
+            "rollout_batch_size": 64,
+            "val_batch_size": 32,
+            "train_env_manager.group_size": 8,
+            "train_env_manager.num_env_groups": 8,
+            "val_env_manager": {"num_env_groups": 8, "group_size": 4, "tags": ["letters"]},
+            "actor_train.training_args": training_args(32, 2, learning_rate=5e-3),
+        },
+        "agentic",
+    )
+    returns = finished.values("episode/letters/return")
+    assert sum(returns[-3:]) > 1.5 * sum(returns[:3])
+    before, after = finished.values("val/letters/score/mean")
+    assert after > 1.5 * before
+    for name in COUNTED:
+        assert finished.values(name) == [0.0] * 16, name
+    assert min(finished.values("episode/turns")) == 2.0
+
+
+FAULTY = LETTERS | {
+    "custom_envs.letters.env_type": f"{HERE}.Faulty",
+    "custom_envs.letters.step_timeout": 1.0,
+    "custom_envs.letters.reset_retries": 0,
+    "train_env_manager.max_env_num_per_worker": 1,
+}
+
+
+@pytest.mark.parametrize("ratio", [0, 1], ids=["synchronous", "asynchronous"])
+def test_faults_of_environments_cost_no_step(run: Run, ratio: int, tmp_path: Path) -> None:
+    """Some raise, some hang, some are slow, some end their process: all steps are done, every episode is accounted
+    for."""
+    changes = {"max_steps": 3, "async_generation_ratio": ratio, "rollout_dump_dir": str(tmp_path / "rollouts")}
+    finished = run(FAULTY | changes, "agentic", tmp_path)
+    assert len(finished.steps) == 3
+    found = episodes(finished)
+    assert len(found) == 3 * 16
+    failed = [outcome for _, _, outcome in found.values() if outcome == "environment_error"]
+    assert failed and len(failed) < len(found)
+    assert sum(finished.values("scheduler/episodes_ended")) >= len(found)
+    assert sum(finished.values("scheduler/episodes_retried")) >= len(failed)
+    assert finished.values("env/process_deaths")[-1] > 0
+    assert finished.values("agent/retokenized_tokens") == [0.0] * 3
+
+
+@pytest.mark.parametrize("ratio", [0, 1], ids=["synchronous", "asynchronous"])
+def test_a_killed_run_goes_on(start: Start, run: Run, world: TinyWorld, tmp_path: Path, ratio: int) -> None:
+    """From its newest checkpoint. A synchronous run plays the episodes of an uninterrupted one; an asynchronous one
+    loses and doubles no group."""
+    changes = LETTERS | {"max_steps": 5, "save_steps": 2, "async_generation_ratio": ratio}
+
+    def dumped(folder: Path) -> dict[str, Any]:
+        return changes | {"rollout_dump_dir": str(folder / "rollouts")}
+
+    slow = {"custom_envs.letters.env_config": {"slow": 0.02}, "resume_from_checkpoint": True}
+    load_changed(agentic_settings(world, tmp_path), dumped(tmp_path) | slow)
+    driver = start(tmp_path / "input" / "config.yaml", tmp_path)
+    driver.wait_for(lambda: driver.steps_done() >= 3)
+    driver.process.send_signal(signal.SIGKILL)
+    driver.process.communicate(timeout=60)
+    assert driver.steps_done() < 5
+    resumed = run(dumped(tmp_path) | {"resume_from_checkpoint": True}, "agentic", tmp_path)
+    assert [row["step"] for row in resumed.steps] == list(range(5))
+    found = episodes(resumed)
+    assert len(found) == 5 * 16
+    assert sorted(found) == [(group, member) for group in range(20) for member in range(4)]
+    if not ratio:
+        whole = tmp_path / "whole"
+        assert found == episodes(run(dumped(whole), "agentic", whole))
