@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.pipelines.conftest import Run
-from tests.pipelines.tiny_runs import TinyWorld, role
+from tests.pipelines.tiny_runs import TinyWorld, role, training_args
 from tests.strategies.moe_models import write_moe
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -19,6 +19,7 @@ LAYOUT = {
     "actor_train.use_sequence_packing": True,
     "actor_train.use_prefix_sharing": True,
     "actor_train.device_mapping": [0, 1],
+    "actor_train.training_args": training_args(8, 1),
     "use_kl_loss": True,
     "kl_loss_coef": 0.01,
     "reference": role("fsdp2_infer", [0, 1], infer_batch_size=4),
@@ -33,6 +34,7 @@ def experts(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_moe(
         tmp_path_factory.mktemp("experts"),
         vocab_size=-(-len(tokenizer) // 8) * 8,
+        max_position_embeddings=256,
         num_experts=16,
         num_experts_per_tok=4,
         eos_token_id=tokenizer.eos_token_id,
