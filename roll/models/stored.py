@@ -117,7 +117,7 @@ class StoredLayout:
         return live
 
     def read(self, files: Any, stored: str) -> Tensor:
-        """A stored tensor from a folder (:class:`~roll.models.loading.TensorFiles`), also from one that holds live ones.
+        """A stored tensor from a folder (:class:`~roll.models.loading.TensorFiles`), also one that holds live tensors.
 
         Raises:
             ValueError: the folder lacks it.
