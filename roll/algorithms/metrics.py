@@ -289,8 +289,15 @@ class BatchWatch:
     """Looks at every step's samples; speaks once when something has been wrong for ``patience`` steps in a row;
     never with a patience of 0."""
 
-    def __init__(self, patience: int = 3, truncation_limit: float = 0.5) -> None:
+    def __init__(
+        self,
+        patience: int = 3,
+        truncation_limit: float = 0.5,
+        truncated: str = "were cut off at the length limit",
+        remedy: str = "raise response_length, or check the stop tokens",
+    ) -> None:
         self.patience = patience
+        self._truncated, self._remedy = truncated, remedy
         self.truncation_limit = truncation_limit
         self._same_score_steps = 0
         self._truncated_steps = 0
@@ -317,8 +324,8 @@ class BatchWatch:
         self._truncated_steps = self._truncated_steps + 1 if share > self.truncation_limit else 0
         if self._truncated_steps == self.patience:
             messages.append(
-                f"more than {self.truncation_limit:.0%} of the responses of the last {self.patience} steps were cut "
-                f"off at the length limit ({share:.0%} in this one); raise response_length, or check the stop tokens"
+                f"more than {self.truncation_limit:.0%} of the responses of the last {self.patience} steps "
+                f"{self._truncated} ({share:.0%} in this one); {self._remedy}"
             )
         return messages
 

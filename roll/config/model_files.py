@@ -103,11 +103,12 @@ def layer_classes(model_type: str) -> frozenset[str]:
 
 
 VISION, AUDIO, EXPERTS, RECURRENT, ENCODER = "vision", "audio", "experts", "recurrent", "encoder"
-OTHER_VISION = "other vision"
+OTHER_VISION, VISION_EXPERTS = "other vision", "vision and experts"
 VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Values of ``model_type`` of the vision-language models that are tested."""
 NEEDS = {
     VISION: "a vision-language model",
+    VISION_EXPERTS: "a vision-language model with experts",
     OTHER_VISION: f"a vision-language model of another family than {', '.join(VISION_FAMILIES)}",
     AUDIO: "a model that hears or speaks",
     EXPERTS: "a mixture-of-experts model",
@@ -117,6 +118,8 @@ NEEDS = {
 """What each capability is for, in words."""
 SUPPORT: dict[str, tuple[str, ...]] = {
     VISION: ("fsdp", "deepspeed_", "hf_", "vllm"),
+    # vLLM takes the experts of one in the layout of older files, which transformers no longer writes.
+    VISION_EXPERTS: ("fsdp", "deepspeed_", "hf_"),
     OTHER_VISION: (),
     AUDIO: (),
     EXPERTS: ("fsdp", "deepspeed", "megatron", "hf_infer", "vllm", "sglang"),
@@ -170,11 +173,13 @@ def needed(config: Mapping[str, Any]) -> list[str]:
     types = {str(section.get("model_type", "")) for section in sections}
     sees = any(section.get(key) is not None for section in sections for key in _VISION_KEYS)
     is_known = config.get("model_type") in VISION_FAMILIES
+    has_experts = any(_count(section.get(key)) > 1 for section in sections for key in _EXPERT_KEYS)
     found = {
         AUDIO: any(section.get(key) for section in sections for key in _AUDIO_KEYS),
         VISION: sees and is_known,
+        VISION_EXPERTS: sees and is_known and has_experts,
         OTHER_VISION: sees and not is_known,
-        EXPERTS: any(_count(section.get(key)) > 1 for section in sections for key in _EXPERT_KEYS),
+        EXPERTS: has_experts,
         RECURRENT: bool(types & RECURRENT_TYPES) or any(map(_has_state_layers, sections)),
         ENCODER: bool(config.get("is_encoder_decoder")),
     }

@@ -173,7 +173,7 @@ def use_layout_attention(model: PreTrainedModel, key: str, neutral: str = "false
     # A vision tower keeps its own: patches of an image see each other both ways.
     model.set_attn_implementation(ATTENTION_NAME if text_config is model.config else {"text_config": ATTENTION_NAME})
     # A value model's body has a configuration of its own; none may be left behind, or it would ignore the layout.
-    body = model if text_config is model.config else model.base_model.language_model
+    body: Any = model if text_config is model.config else model.base_model.language_model
     configs: list[Any] = [module.config for module in body.modules() if hasattr(module, "config")]
     assert all(config._attn_implementation == ATTENTION_NAME for config in configs)
 

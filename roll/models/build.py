@@ -107,7 +107,7 @@ def _vision_value_class(config: PretrainedConfig) -> Any:
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     from transformers.modeling_layers import GenericForTokenClassification
 
-    generates = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    generates: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     name = generates.__name__.replace("ForConditionalGeneration", "ForTokenClassification")
     return type(name, (GenericForTokenClassification, generates.__bases__[0]), {"__module__": generates.__module__})
 

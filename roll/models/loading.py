@@ -33,6 +33,7 @@ from roll.models.build import (
     checked_config,
     freeze_modules,
 )
+from roll.models.stored import StoredLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -146,6 +147,7 @@ class MetaModel:
 
     language_model: PreTrainedModel
     files: TensorFiles
+    layout: StoredLayout
     new_head: frozenset[str]
     """Parameters of a value head that the files do not have: zero."""
 
@@ -169,7 +171,21 @@ class MetaModel:
             if name in self.new_head:
                 local.zero_()
             elif local.numel():
-                local.copy_(self.files.read_rows(name, _own_rows(tensor)))
+                self._read_rows(name, tensor, local)
+
+    def _read_rows(self, name: str, tensor: Tensor, local: Tensor) -> None:
+        """This rank's rows of a tensor: of fused experts, from the matrices of those that it holds."""
+        own, parts = _own_rows(tensor), self.layout.parts(name)
+        if len(parts) == 1:
+            local.copy_(self.files.read_rows(parts[0].name, own))
+            return
+        flat = local.view(-1, local.shape[-1])
+        begin = (own.start or 0) * tensor.shape[1]
+        for part in parts:
+            low, high = max(begin, part.begin), min(begin + len(flat), part.end)
+            if low < high:
+                rows = slice(low - part.begin, high - part.begin)
+                flat[low - begin : high - begin] = self.files.read_rows(part.name, rows)
 
 
 def build_on_meta(args: ModelArguments, head: HeadName, dtype: torch.dtype = torch.float32) -> MetaModel | None:
@@ -197,17 +213,19 @@ def build_on_meta(args: ModelArguments, head: HeadName, dtype: torch.dtype = tor
             model = from_config(config, dtype=dtype, attn_implementation=attention_implementation(args))
         stored, found = _stored_tensors(model), files.shapes()
         new_head = _new_head(stored, found) if head == "value" else frozenset()
-        obstacle = _obstacle(model, dtype) or _mismatch(model, found, new_head)
+        layout = _layout(model, stored)
+        obstacle = _obstacle(model, dtype, layout) or _mismatch(model, found, new_head, layout)
     if obstacle is not None:
         logger.info("%s is loaded whole by every rank: %s", args.model_name_or_path, obstacle)
         return None
-    unused = found.keys() - stored.keys() - ({OUTPUT_MATRIX} if head == "value" else set())
+    assert layout is not None
+    unused = found.keys() - layout.stored_shapes().keys() - ({OUTPUT_MATRIX} if head == "value" else set())
     if unused:
         logger.warning("%s: the model has no use for %s", args.model_name_or_path, ", ".join(sorted(unused)))
     _compute_buffers(model)
     _read_generation_config(model, str(args.model_name_or_path))
     freeze_modules(model, args.freeze_module_prefix)
-    return MetaModel(model.eval(), files, new_head)
+    return MetaModel(model.eval(), files, layout, new_head)
 
 
 def _new_head(stored: Iterable[str], found: Container[str]) -> frozenset[str]:
@@ -215,32 +233,44 @@ def _new_head(stored: Iterable[str], found: Container[str]) -> frozenset[str]:
     return frozenset(name for name in stored if name.startswith(VALUE_HEAD) and name not in found)
 
 
-def _obstacle(model: PreTrainedModel, dtype: torch.dtype) -> str | None:
-    """Why tensors cannot be copied as they are stored."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
+def _layout(model: PreTrainedModel, stored: Mapping[str, Tensor]) -> StoredLayout | None:
+    """None where stored tensors are not rows of those that the model computes with."""
+    try:
+        layout = StoredLayout(model, {name: tensor.shape for name, tensor in stored.items()})
+    except ValueError:
+        return None
+    split = [parts for name in stored if len(parts := layout.parts(name)) > 1]
+    return None if layout.transposes or any(len(part.shape) != 2 for parts in split for part in parts) else layout
 
+
+def _obstacle(model: PreTrainedModel, dtype: torch.dtype, layout: StoredLayout | None) -> str | None:
+    """Why tensors cannot be copied as they are stored."""
     if getattr(model.config, "quantization_config", None) is not None:
         return "its weights are quantized"
-    if get_model_conversion_mapping(model, add_legacy=False):
+    if layout is None:
         return f"a {model.config.model_type} model is stored in another form than it computes with"
     if model._get_dtype_plan(dtype):
         return f"parts of it must stay in float32 under {dtype}"
     return None
 
 
-def _mismatch(model: PreTrainedModel, found: Mapping[str, tuple[int, ...]], new_head: frozenset[str]) -> str | None:
+def _mismatch(
+    model: PreTrainedModel,
+    found: Mapping[str, tuple[int, ...]],
+    new_head: frozenset[str],
+    layout: StoredLayout | None,
+) -> str | None:
     """Differences between the stored tensors and those of the model."""
+    assert layout is not None
     stored = _stored_tensors(model)
     twice = (model.state_dict().keys() - stored.keys()) & found.keys()
     if twice:
         return f"tied tensors are stored twice ({', '.join(sorted(twice))})"
-    for name, tensor in stored.items():
-        if name in new_head:
-            continue
-        if name not in found:
-            return f"the files lack {name}"
-        if found[name] != tuple(tensor.shape):
-            return f"{name} is {found[name]} in the files and {tuple(tensor.shape)} in the model"
+    for part in (part for name in stored if name not in new_head for part in layout.parts(name)):
+        if part.name not in found:
+            return f"the files lack {part.name}"
+        if found[part.name] != part.shape:
+            return f"{part.name} is {found[part.name]} in the files and {part.shape} in the model"
     return None
 
 

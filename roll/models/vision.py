@@ -197,7 +197,7 @@ def _check_counts(placeholders: Tensor, of_row: Sequence[Tensor]) -> None:
             )
 
 
-def text_inputs(body: PreTrainedModel, layout: TokenLayout) -> dict[str, Any]:
+def text_inputs(body: Any, layout: TokenLayout) -> dict[str, Any]:
     """The vision tower's part of a forward pass: keywords of the language model behind it, for one micro-batch.
 
     Args:
@@ -220,7 +220,7 @@ def text_inputs(body: PreTrainedModel, layout: TokenLayout) -> dict[str, Any]:
     return inputs
 
 
-def _nothing_seen(body: PreTrainedModel, like: Tensor) -> Tensor:
+def _nothing_seen(body: Any, like: Tensor) -> Tensor:
     """0 of the type of ``like``, computed by the whole tower: through every output that an image would be seen by, or
     the layers behind the others would get no gradient. (Through no other one: ZeRO-3 compares what ranks compute.)"""
     config: Any = body.config.vision_config

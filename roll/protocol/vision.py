@@ -198,7 +198,8 @@ class VisionInputs:
     @classmethod
     def from_plain(cls, value: dict[str, Any]) -> VisionInputs:
         """Undo :meth:`to_plain`."""
-        processing = {key: tuple(one) if isinstance(one, list) else one for key, one in value["processing"].items()}
+        processing: dict[str, Any] = dict(value["processing"])
+        processing |= {key: tuple(processing[key]) for key in ("mean", "std")}
         images = tuple(EncodedImage.of(data) for data in value["images"])
         return cls(images, ImageProcessing(**processing), np.array(value["grids"], dtype=np.int64))
 

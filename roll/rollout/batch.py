@@ -21,7 +21,8 @@ def build_batch(groups: Sequence[SampleGroup], pad_token_id: int) -> DataProto:
         DataProto with tensors ``input_ids`` int64, ``attention_mask`` and ``response_mask`` (what the policy sampled)
         bool, ``rollout_log_probs`` float32, ``weight_versions`` int32, all (B, L); ``scores`` float32 (B,), NaN where a
         sample has no reward; ``group_ids`` int64 (B,); ``routed_experts`` (B, L, layers, k) where the engine records
-        them; object columns ``prompt_id``, ``sample_id``, ``domain``, ``tag``, ``finish_reason``, and ``images`` where a prompt has some (:data:`roll.protocol.vision.IMAGES`).
+        them; object columns ``prompt_id``, ``sample_id``, ``domain``, ``tag``, ``finish_reason``, and ``images`` where
+        a prompt has some (:data:`roll.protocol.vision.IMAGES`).
     """
     sizes = np.array([group.num_samples for group in groups])
     prompt_lengths = np.repeat([len(group.prompt.token_ids) for group in groups], sizes)

@@ -187,14 +187,15 @@ def read_tool_calls(calls: Any) -> list[dict[str, Any]]:
     Raises:
         BadRequest: not a list of functions with names.
     """
+    if not isinstance(calls, list):
+        raise BadRequest("messages: tool_calls must be a list of calls", "messages")
     found = []
-    for call in calls if isinstance(calls, list) else [None]:
+    for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise BadRequest("messages: tool_calls must be a list of calls with function.name", "messages")
-        arguments = read_arguments(function.get("arguments"))
-        name = {"name": function["name"], "arguments": arguments}
-        found.append({"id": str(call.get("id", "")), "type": "function", "function": name})
+            raise BadRequest("messages: each of tool_calls must have a function with a name", "messages")
+        name = {"name": function["name"], "arguments": read_arguments(function.get("arguments"))}
+        found.append({"id": str(dict(call).get("id", "")), "type": "function", "function": name})
     return found
 
 

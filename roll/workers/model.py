@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ POLICY_COLUMNS = (*MODEL_COLUMNS, str(Output.ROUTES))
 
 def columns_of(batch: DataProto) -> TensorBatch:
     """A batch as strategies take it: its tensors, and its images where rows have some."""
-    images = batch.non_tensor_batch.get(IMAGES)
+    images: Any = batch.non_tensor_batch.get(IMAGES)
     return batch.batch if images is None else {**batch.batch, IMAGES: images}
 
 

@@ -28,7 +28,8 @@ from roll.weight_sync.messages import LostEngines, SyncOptions, SyncReport, Weig
 from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
 from roll.workers.model import MODEL_COLUMNS, POLICY_COLUMNS, ModelSettings, ModelWorker, columns_of
 
-STEP_METRICS = ("grad_norm", "lr", "loss_scale", "tokens_per_micro_batch", "padding_ratio")
+STEP_METRICS = ("grad_norm", "lr", "loss_scale", "tokens_per_micro_batch", "padding_ratio", "moe_")
+"""Beginnings of the names of what a strategy itself reports."""
 
 
 class TrainingWorker(ModelWorker):
@@ -62,7 +63,7 @@ class TrainingWorker(ModelWorker):
     ) -> Metrics:
         """Collective. One optimizer step; what the strategy itself reports stands under ``prefix``."""
         metrics = self.strategy.train_step(batch, loss, outputs, temperature)
-        return {prefix + name if name in STEP_METRICS else name: metric for name, metric in metrics.items()}
+        return {prefix + name if name.startswith(STEP_METRICS) else name: metric for name, metric in metrics.items()}
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:

@@ -18,10 +18,11 @@ from roll.agents.built_in_tools import SearchIndex, ToolSet
 from roll.agents.chat_ids import ChatTemplate
 from roll.agents.doors import check_agent, make_agent
 from roll.agents.episode import Episode, Limits, Model, Task
+from roll.agents.programs import ProgramError
 from roll.agents.tool_calls import ToolCall
 from roll.agents.tools import ToolError
-from tests.agents.playing import Recorded, assert_trained_as_sampled, played
-from tests.agents.templates import WRITTEN_HERE
+from tests.agents.playing import Recorded, assert_trained_as_sampled, byte_soup, played
+from tests.agents.templates import WRITTEN_HERE, Family, published
 
 
 @pytest.fixture(scope="module")
@@ -329,3 +330,57 @@ def test_agents_that_cannot_be(agent: str, config: dict[str, Any], error: str) -
 def test_agents_that_can_be() -> None:
     check_agent("tests.agents.test_agents.takes_three", {"other": "x"})
     check_agent("black_box", {"command": [sys.executable, "x.py", "{question}"], "reward": "exit"})
+
+
+SERVING = """
+import json, os, sys, urllib.request
+def post(url, key, body=None):
+    head = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
+    data = json.dumps(body or {}).encode()
+    answer = urllib.request.urlopen(urllib.request.Request(url, data, head))
+    return json.load(answer) if answer.status == 200 else None
+while True:
+    taken = post(os.environ["ROLL_EPISODES_URL"] + "?wait=30", os.environ["ROLL_WORKER_KEY"])
+    if taken is None:
+        continue
+    body = {"model": "any", "messages": [{"role": "user", "content": "number %d" % taken["task"]["seed"]}]}
+    if taken["task"]["seed"] == 2:
+        sys.exit("I do not like 2")
+    said = post(taken["base_url"] + "/v1/chat/completions", taken["key"], body)["choices"][0]["message"]["content"]
+    post(taken["base_url"] + "/reward", taken["key"], {"reward": float(said == "you said %d" % taken["task"]["seed"])})
+"""
+
+
+@pytest.mark.long
+def test_programs_that_serve_the_whole_run(template: ChatTemplate) -> None:
+    """One that ends is started again, and only the episode that it had is lost."""
+    engine = Recorded(template, lambda prompt: f"you said {prompt.split('number ')[1][0]}")
+    agent = make_agent("black_box", {"command": [sys.executable, "-c", SERVING], "processes": 1})
+    episodes = played(agent, engine, count=6, limits=Limits(context=2000, seconds=60))
+    assert [episode.outcome for episode in episodes] == ["terminated"] * 2 + ["agent_error"] + ["terminated"] * 3
+    assert "made no model call (exit status 1: I do not like 2)" in str(episodes[2].error)
+    assert [episode.reward for episode in episodes] == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.long
+def test_programs_that_cannot_serve_end_the_run(template: ChatTemplate) -> None:
+    agent = make_agent("black_box", {"command": [sys.executable, "-c", "raise SystemExit('no')"], "processes": 1})
+    with pytest.raises(ProgramError, match=r"ends again and again: exit status 1: no"):
+        played(agent, Recorded(template, lambda _: "x"), limits=Limits(seconds=60))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", [*WRITTEN_HERE, *published()], ids=lambda family: family.name)
+def test_byte_soup_with_tools(family: Family) -> None:
+    """Whatever a policy samples between its calls, ids only grow, and each is trained once."""
+    if not family.tools or family.name == "mistral":  # renders no tool messages, or moves its tools
+        pytest.skip("no place for tools")
+    chat = family.chat_template()
+    for seed in range(5):
+        written = called("add", a=1, b=seed), called("no_such"), "<tool_call>\n{"
+        engine = Recorded(chat, byte_soup(chat, seed, list(written)))
+        (episode,) = played(make_agent("tools", ADDING), engine, Task("t", 0, ROW), Limits(turns=8, context=100_000))
+        assert episode.outcome in ("terminated", "turn_limit"), episode.error
+        counts = episode.conversations.counts
+        assert counts.breaks == counts.foreign_responses == 0 and len(episode.conversations.branches()) == 1
+        assert_trained_as_sampled(engine, episode.conversations)

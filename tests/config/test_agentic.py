@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -21,9 +22,11 @@ from roll.pipelines.agentic.config import TOOL_CALL_FORMATS, AgenticConfig, Cust
 from roll.pipelines.agentic.plan import AgenticPlan, agentic_facts, batch_facts
 from roll.pipelines.agentic.planning import MANAGERS
 from roll.pipelines.agentic.preflight import check_environments, own_group_filter
+from roll.preflight import check_parts
 from tests.config.good import GONE, changed, load, mistakes
 
 PUBLISHED = "roll.pipeline.agentic.env_manager"
+PROXY = {"env_manager_cls": f"{PUBLISHED}.x.ProxyEnvManager", "agent_runner_cls": "roll.x.GEMRunner", "http_timeout": 9}
 LAKE: dict[str, Any] = {
     "exp_name": "lake",
     "pretrain": "owner/model",
@@ -85,6 +88,8 @@ def test_what_a_plan_says(tmp_path: Path) -> None:
             "step",
         ),
         ({"env_manager_cls": f"{PUBLISHED}.x.AgentNativeStepEnvManager"}, "own", "step"),
+        (PROXY, "append", "trajectory"),
+        ({**PROXY, "config": {"trajectory_mode": "step", "enable_fork": True}}, "append", "step"),
         ({"context": "last"}, "last", "step"),
         ({"samples": "step"}, "append", "step"),
         ({"context": "own", "samples": "trajectory"}, "own", "trajectory"),
@@ -164,7 +169,9 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"custom_envs.lake.agent_template": "{history}"}, "custom_envs.lake.agent_template", "context: append"),
     ({"custom_envs.lake.max_tokens_per_step": 600, "actor_infer.generating_args.max_new_tokens": GONE},
      "custom_envs.lake.max_tokens_per_step", "must be less than sequence_length 512"),
-    ({"custom_envs.lake.agent_runner_cls": "a.GEMRunner"}, "custom_envs.lake.agent_runner_cls", "command"),
+    ({"custom_envs.lake.agent_runner_cls": "a.PushModeRunner"}, "custom_envs.lake.agent_runner_cls", "command"),
+    ({"custom_envs.lake.config": {"sandbox_base_url": "x"}}, "custom_envs.lake.config.sandbox_base_url", "command"),
+    ({"custom_envs.lake.config": {"trajectory_mode": "x"}}, "custom_envs.lake.config.trajectory_mode", "traj"),
     ({"train_env_manager.llm_proxy.proxy_type": "openai"}, "train_env_manager.llm_proxy.proxy_type", "no samples"),
     ({"val_env_manager.llm_proxy.proxy_type": "random"}, "val_env_manager.llm_proxy.proxy_type", "roll env play"),
     ({"train_env_manager.group_filter_cls": "roll.pipeline.agentic.F"}, "train_env_manager.group_filter_cls",
@@ -176,6 +183,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"reward_normalization": {"grouping": "env"}}, "reward_normalization.grouping", "batch, tags, traj_group_id"),
     ({"reward": {"device_mapping": [0]}}, "reward", "not available yet"),
     ({"actor_train": GONE}, "actor_train", "without training"),
+    ({"actor_train.router_replay.mode": "R3", "actor_infer.router_replay.mode": "R3"},
+     "actor_train.router_replay.mode", "several turns"),
     ({"custom_envs.lake.tools": ["python"]}, "custom_envs.lake.env_type", "tool_wrapper"),
     ({"custom_envs.lake": {"tools": ["python"]}}, "custom_envs.lake.data_args.file_name", "the questions"),
     ({"custom_envs.lake": {"command": "agent", "agent": "tools", "data_args": {"file_name": "x.jsonl"}}},
@@ -209,6 +218,22 @@ def test_environments_are_checked(tmp_path: Path, changes: dict[str, Any], key: 
     assert problem.key == f"custom_envs.lake.{key}" and words in str(problem)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("adv_estimator", "no_such_module.estimate"),
+        ("train_env_manager.group_filter_cls", "no_such_module.Filter"),
+        ("train_env_manager.group_filter_config", {"type": "no_such_module.make"}),
+        ("router_args.router_name", "no_such_module.Router"),
+    ],
+)
+def test_functions_of_ones_own_are_looked_up(tmp_path: Path, key: str, value: Any) -> None:
+    check_parts(load(tmp_path, LAKE))
+    with pytest.raises(ConfigError, match="no_such_module") as caught:
+        check_parts(load(tmp_path, changed({key: value}, LAKE)))
+    assert [problem.key for problem in caught.value.problems] == [key]
+
+
 def test_environments_of_other_libraries_are_not_built(tmp_path: Path) -> None:
     check_environments(load(tmp_path, changed({"custom_envs.lake.env_type": "math:ASDiv2K"}, LAKE)))
 
@@ -225,6 +250,8 @@ def test_keys_without_effect_are_named(tmp_path: Path) -> None:
         "step_reward_weight": 0.5,
         "parse_tool_call_parameter_to_dict": True,
         "env_monitor": {"enable": True},
+        "train_env_manager.system_envs": {"A": "1"},
+        "val_env_manager.world_size": 2,
     }
     loaded = load(tmp_path, changed({**told, "custom_envs.lake.use_thread_lock": True}, LAKE))
     found = notes(loaded)
@@ -280,6 +307,14 @@ def _group(rewards: list[float]) -> Any:
     none: Any = None
     episodes = [Episode(task, Conversations(none), outcome="terminated", reward=reward) for reward in rewards]
     return EpisodeGroup(0, task, episodes)
+
+
+def test_variables_of_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    from roll.pipelines.agentic.players import made_with
+
+    monkeypatch.setenv("OF_THE_ENVIRONMENT", "none")
+    given: Any = made_with({"OF_THE_ENVIRONMENT": "one"}, lambda: cast("Any", os.environ["OF_THE_ENVIRONMENT"]))
+    assert given == "one"
 
 
 def test_tool_formats_are_those_of_the_parsers() -> None:

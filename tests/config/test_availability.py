@@ -26,10 +26,10 @@ REFUSED: list[tuple[str, Any]] = [
     ("transfer_backend.backend_name", "TransferQueue"),
     ("profiler_timeline", True),
     ("track_with", ["stdout", "trackio"]),
-    ("actor_train.data_args.image_folder", "images"),
+    ("actor_train.data_args.video_folder", "videos"),
     ("router_args.router_name", "EnvAffinityRouter"),
 ]
-NO_WAY_OUT = ("ep_size", "image_folder")
+NO_WAY_OUT = ("ep_size", "video_folder")
 """Keys of files for models that are not trained yet, whatever is written there."""
 NEUTRAL = {
     "actor_train.model_args.lora_target": None,
@@ -37,6 +37,8 @@ NEUTRAL = {
     "actor_train.model_args.lora_alpha": 64,
     "actor_train.model_args.ulysses_size": 1,
     "actor_infer.generating_args.num_beams": 1,
+    "actor_train.data_args.image_folder": "images",
+    "actor_train.data_args.image_max_pixels": 1024 * 1024,
     f"{SHARD}.ep_size": 1,
     f"{SHARD}.efsdp_size": 1,
     "use_opd": False,

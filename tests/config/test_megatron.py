@@ -51,10 +51,16 @@ def test_the_plan_counts_replicas(tmp_path: Path) -> None:
             f"{SIZES}.virtual_pipeline_model_parallel_size",
             "needs pipeline_model_parallel_size of at least 2",
         ),
-        ({SIZES: {"expert_model_parallel_size": 2}}, f"{SIZES}.expert_model_parallel_size", "not available yet"),
+        ({SIZES: {"expert_model_parallel_size": 4}}, f"{SIZES}.expert_model_parallel_size", "= 4 must divide the 2"),
+        ({SIZES: {"moe_token_dispatcher_type": "flex"}}, f"{SIZES}.moe_token_dispatcher_type", "needs DeepEP"),
         ({SIZES: {"fp8": "e4m3"}}, f"{SIZES}.fp8", "not available yet"),
         ({SIZES: {"recompute_granularity": "half"}}, f"{SIZES}.recompute_granularity", "full, selective"),
         ({"actor_train.model_args.ulysses_size": 2}, "actor_train.model_args.ulysses_size", "not available yet"),
+        (
+            {"actor_train.data_args.image_max_pixels": 1024},
+            "actor_train.data_args.image_max_pixels",
+            "images with Megatron, which has no vision tower",
+        ),
     ],
 )
 def test_mistakes(tmp_path: Path, changes: dict[str, Any], key: str, rule: str) -> None:

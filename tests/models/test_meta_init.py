@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from roll.config.roles import ModelArguments
 from roll.models.build import HeadName, build_model, has_tied_embeddings
 from roll.models.loading import MetaModel, build_on_meta
+from tests.strategies.moe_models import write_moe
 
 SIZES = {
     "vocab_size": 40,
@@ -142,12 +143,9 @@ def build_on_meta_after(
 
 
 def test_what_must_be_converted_is_left_to_from_pretrained(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
-    write(tmp_path / "experts", "Qwen3Moe", **experts)
     torch.save(read(write(tmp_path / "old")).state_dict(), tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text((tmp_path / "old" / "config.json").read_text())
     reasons = {
-        tmp_path / "experts": "a qwen3_moe model is stored in another form than it computes with",
         tmp_path: "there are no safetensors files",
     }
     for folder, reason in reasons.items():
@@ -158,3 +156,15 @@ def test_what_must_be_converted_is_left_to_from_pretrained(tmp_path: Path, caplo
         assert all(
             not parameter.is_meta for parameter in build_model(ModelArguments(str(folder)), "causal_lm").parameters()
         )
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_experts_are_read_one_by_one(tmp_path: Path, family: str) -> None:
+    args = ModelArguments(str(write_moe(tmp_path, family)))
+    meta = build_on_meta(args, "causal_lm")
+    assert meta is not None and all(parameter.is_meta for parameter in meta.language_model.parameters())
+    meta.read(meta.language_model, torch.device("cpu"))
+    wanted = build_model(args, "causal_lm").state_dict()
+    found = meta.language_model.state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())

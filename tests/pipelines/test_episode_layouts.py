@@ -22,7 +22,7 @@ TWO_MINI_BATCHES = {
     "value_clip": 0.5,
     "max_grad_norm": 0.5,
 }
-"""Two optimizer steps of 8 episodes in each of two passes, with turns of different lengths; most end at the limit."""
+"""Two optimizer steps of 8 episodes in each of two passes, with turns of different lengths; some end at the limit."""
 
 
 def layout(devices: list[int], micro_batch_size: int, accumulation: int, **changes: Any) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def layout(devices: list[int], micro_batch_size: int, accumulation: int, **chang
     } | {f"actor_train.{key}": value for key, value in changes.items()}
 
 
-STEPS = {"custom_envs.lake.samples": "step"}
+STEPS = {"custom_envs.game.samples": "step"}
 PACKING = {"use_sequence_packing": True, "sequence_packing_args": {"algorithm": "load_balance"}}
 LAYOUTS = {
     "micro-batches of one": layout([0], 1, 8),

@@ -322,6 +322,16 @@ def test_truncated_trajectories_may_be_left_out_and_failed_ones_are() -> None:
     assert columns["rollout_log_probs"].shape == columns["advantages"].shape
 
 
+def test_limits_that_end_most_episodes_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    episodes = [make_episode(said([1], [2], reward=r), outcome="turn_limit") for r in (0.0, 1.0)]
+    computer = EpisodeAdvantageComputer(AgenticConfig(warn_after_steps=2), ("auto", "auto"), 100)
+    for _ in range(2):
+        batch = build_episode_batch([EpisodeGroup(0, Task("env", 1), episodes)], "step", 0)
+        batch.batch["values"] = torch.zeros(2, 2)
+        computer(batch)
+    assert "ended by a limit" in caplog.text and "max_steps" in caplog.text
+
+
 def test_the_divergence_costs_its_tokens_what_it_costs() -> None:
     """Under estimators that take rewards by turn, by trajectory and by step."""
     groups = random_groups(np.random.default_rng(3), groups=1, episodes=2)

@@ -188,11 +188,22 @@ def sft_settings(world: TinyWorld, output: Path) -> dict[str, Any]:
     }
 
 
+class LengthGame:
+    """Whatever an untrained model says is a move: its length decides about the reward and whether the game goes on."""
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        return f"Game {seed % 7}", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        size = len(action)
+        return f"You said {size}", (size % 4) / 4, size % 3 == 0, False, {"state": str(size % 3)}
+
+
 def agentic_settings(world: TinyWorld, output: Path) -> dict[str, Any]:
-    """Lakes in one conversation each, with one trainer and one engine: 4 tasks x 4 episodes, one optimizer step."""
+    """Games in one conversation each, with one trainer and one engine: 4 tasks x 4 episodes, one optimizer step."""
     return {
         "pipeline": "agentic",
-        "exp_name": "tiny_lake",
+        "exp_name": "tiny_game",
         "seed": 7,
         "pretrain": str(world.model),
         "reward_pretrain": str(world.model),
@@ -208,15 +219,8 @@ def agentic_settings(world: TinyWorld, output: Path) -> dict[str, Any]:
         "rollout_batch_size": 16,
         "sequence_length": 512,
         "adv_estimator": "grpo",
-        "custom_envs": {
-            "lake": {
-                "env_type": "frozen_lake",
-                "env_config": {"size": 3, "max_steps": 3, "show_instruction": False, "format_penalty": -0.25},
-                "max_steps": 3,
-                "max_tokens_per_step": 8,
-            }
-        },
-        "train_env_manager": {"num_env_groups": 4, "group_size": 4, "tags": ["lake"]},
+        "custom_envs": {"game": {"env_type": f"{HERE}.tiny_runs.LengthGame", "max_steps": 3, "max_tokens_per_step": 8}},
+        "train_env_manager": {"num_env_groups": 4, "group_size": 4, "tags": ["game"]},
         "actor_train": role("fsdp2_train", [0], training_args=training_args(8, 2)),
         "actor_infer": role("hf_infer", [1], generating_args=GENERATING),
     }

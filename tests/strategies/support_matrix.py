@@ -218,7 +218,7 @@ LAYOUTS = (
         Refused(f"{OPTIONS}.ep_size", 2, "expert parallelism"),
         Other("no"),
         Other("no"),
-        Refused(f"{OPTIONS}.expert_model_parallel_size", 2, "expert parallelism"),
+        in_file("strategies/megatron/test_experts.py")(GRADIENT, "`expert_model_parallel_size`"),
     ),
 )
 HOST_ADAM = Refused(f"{OPTIONS}.optimizer_cpu_offload", True, "host memory under Megatron")
@@ -297,6 +297,77 @@ STATE = (
     by_weights("export as a Hugging Face folder", "test_export_is_a_hugging_face_folder"),
     by_weights("weights to the engines, in buckets", "test_buckets_hold_the_whole_model_once"),
 )
+moe = in_file("strategies/test_moe.py")
+moe_balance = in_file("strategies/test_moe_balance.py")
+moe_state = in_file("strategies/test_moe_state.py")
+megatron_experts = in_file("strategies/megatron/test_experts.py")
+EXACT_BALANCE = "test_global_balance_loss_equals_float64_on_the_whole_batch"
+FSDP2_ONLY = Other("no: refused by name")
+EXPERTS = (
+    Feature(
+        "mixture of experts: Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE",
+        *[moe(GRADIENT)] * 3,
+        megatron_experts(GRADIENT, "Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE"),
+    ),
+    Feature(
+        "mixture of experts: DeepSeek-V3, GLM4-MoE, gpt-oss, Qwen3-Next, Qwen3.5-MoE",
+        moe(GRADIENT),
+        *[FSDP2_ONLY] * 3,
+    ),
+    Feature(
+        "mixture of experts: packed, dynamic, shared prompts",
+        *[moe(GRADIENT)] * 3,
+        megatron_experts("test_layouts_of_rows_change_nothing"),
+    ),
+    Feature(
+        "mixture of experts: ranks without an expert in common",
+        *[moe("test_ranks_that_share_no_expert")] * 3,
+        megatron_experts(GRADIENT),
+    ),
+    Feature(
+        "mixture of experts: experts that are modules",
+        moe("test_separate_experts_need_the_patch", "with `apply_expert_patch`"),
+        moe("test_separate_experts_need_the_patch", "with `apply_expert_patch`"),
+        moe(GRADIENT),
+        Other("no"),
+    ),
+    Feature(
+        "mixture of experts: balance loss",
+        moe_balance(EXACT_BALANCE, "over the whole batch"),
+        moe_balance(EXACT_BALANCE, "over the whole batch"),
+        moe_balance(EXACT_BALANCE, "over the whole batch"),
+        megatron_experts("test_balance_loss_is_the_mean_over_micro_batches", "Megatron's own"),
+    ),
+    Feature(
+        "mixture of experts: resumed, also under another layout",
+        moe_state("test_resumed_equals_uninterrupted_also_on_one_rank"),
+        moe_state("test_resumed_equals_uninterrupted_also_on_one_rank"),
+        moe_state("test_a_deepspeed_checkpoint_goes_on_under_another_stage"),
+        megatron_experts("test_resumed_equals_uninterrupted_under_the_same_and_other_layouts"),
+    ),
+    Feature(
+        "mixture of experts: export in the published layout",
+        moe_state("test_an_export_has_the_published_layout"),
+        moe_state("test_an_export_has_the_published_layout"),
+        moe_state("test_an_export_has_the_published_layout"),
+        megatron_experts("test_weights_are_sent_stored_and_exported_for_transformers"),
+    ),
+    Feature(
+        "mixture of experts: weights to the engines, matrix by matrix",
+        *[in_file("strategies/test_sync_matrix.py")("test_experts_travel_as_they_are_stored")] * 4,
+    ),
+    Feature(
+        "mixture of experts: router replay (R2, R3)",
+        *[in_file("strategies/test_router_replay.py")("test_replay_equals_a_plain_model_told_what_to_choose")] * 3,
+        megatron_experts("test_replay_equals_a_plain_model_told_what_to_choose"),
+    ),
+    Feature(
+        "mixture of experts: LoRA, without routers",
+        *[moe_state("test_adapters_next_to_experts_equal_plain_peft")] * 3,
+        Other("no: adapters of attention only, refused by name"),
+    ),
+)
+
 vision = in_file("strategies/test_vision.py")
 NO_TOWER = Other("no: Megatron Core has no vision tower of these families")
 
@@ -348,7 +419,7 @@ VISION = (
         "test_resumed_under_zero3",
     ),
 )
-FEATURES = (*NUMBERS, *BATCHES, *LAYOUTS, *MEMORY, *STATE, *VISION)
+FEATURES = (*NUMBERS, *BATCHES, *LAYOUTS, *MEMORY, *STATE, *EXPERTS, *VISION)
 
 
 def shown(cell: Cell) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from roll.models.build import build_model
 from roll.models.loading import TensorFiles
 from roll.strategies.fsdp.fsdp2 import Fsdp2Strategy
 from roll.strategies.training.optimizer import local_tensor
+from tests.strategies.moe_models import write_moe
 from tests.strategies.samples import make_role
 
 RunRanks = Callable[..., list[Any]]
@@ -50,6 +52,16 @@ def compare_loading(role: WorkerConfig) -> dict[str, Any]:
         "rows": sum(len(parameter) for parameter in ours.model.parameters()),
         "tensors": len(sizes),
     }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_each_rank_reads_its_own_experts(run_ranks: RunRanks, tmp_path: Path, family: str, world_size: int) -> None:
+    role = make_role(write_moe(tmp_path, family), config={"wrap_policy": {"moe_experts": ["Qwen3MoeMLP"]}})
+    for result in run_ranks(world_size, compare_loading, role):
+        assert result["different"] == [] and result["meta"] == []
+        assert result["rows_read"] > 0
 
 
 @pytest.mark.default_rows("tied_model-2x2", "untied_model-2-ranks", "tied_model-offload")

@@ -27,12 +27,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_moe(tmp_path_factory.mktemp("moe") / "model")
 
 
-@pytest.mark.default_rows("qwen3_moe", "deepseek_v3")
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != SEPARATE])
-def test_an_export_has_the_published_layout(run_ranks: RunRanks, tmp_path: Path, family: str) -> None:
+@pytest.mark.default_rows("fsdp2_train-qwen3_moe", "fsdp2_train-deepseek_v3")
+@pytest.mark.parametrize(
+    ("strategy", "family"),
+    [("fsdp2_train", name) for name in FAMILIES if name != SEPARATE]
+    + [("fsdp_train", "mixtral"), ("deepspeed_train", "qwen3_moe")],
+)
+def test_an_export_has_the_published_layout(run_ranks: RunRanks, tmp_path: Path, strategy: str, family: str) -> None:
     """The same tensors under the same names as in the folder that it came from, buffers that balance by a bias too."""
     source = write_moe(tmp_path / "source", family)
-    run_ranks(2, sharded_cases.export, make_role(source), tmp_path / "export")
+    if strategy == "deepspeed_train":
+        pytest.importorskip("deepspeed")
+    run_ranks(2, sharded_cases.export, make_role(source, strategy), tmp_path / "export")
     wanted, written = load_file(source / "model.safetensors"), load_file(tmp_path / "export" / "model.safetensors")
     assert written.keys() == wanted.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in wanted.items())
@@ -42,7 +48,16 @@ def test_an_export_has_the_published_layout(run_ranks: RunRanks, tmp_path: Path,
     assert all(torch.equal(again[name], tensor) for name, tensor in plain_model(source).state_dict().items())
 
 
-@pytest.mark.default_rows("fsdp2")
+def test_a_bias_that_balances_leaves_in_float32(run_ranks: RunRanks, tmp_path: Path) -> None:
+    source = write_moe(tmp_path / "source", "deepseek_v3")
+    (buckets,) = run_ranks(2, sharded_cases.buckets, make_role(source, dtype="bf16"), 2**30)[0]
+    biases = {name: tensor for name, tensor in buckets.items() if name.endswith("e_score_correction_bias")}
+    wanted = load_file(source / "model.safetensors")
+    assert biases and all(torch.equal(tensor, wanted[name]) for name, tensor in biases.items())
+    assert {tensor.dtype for name, tensor in buckets.items() if name not in biases} == {torch.bfloat16}
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "config"),
     [
@@ -94,7 +109,7 @@ def test_all_linear_trains_no_router(run_ranks: RunRanks, tmp_path: Path, strate
     assert not [name for name in trained if "gate." in name or "router" in name or ".experts." in name]
 
 
-@pytest.mark.default_rows("fsdp2_train")
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "fsdp_train", "deepspeed_train"])
 def test_adapters_next_to_experts_equal_plain_peft(run_ranks: RunRanks, tmp_path: Path, strategy: str) -> None:
     """Attention and shared experts; the merged weights are those that peft merges."""

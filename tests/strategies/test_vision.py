@@ -141,7 +141,7 @@ def test_gradient_and_outputs_equal_the_plain_model(
     results = run_ranks(ranks, train, role, [part for part in parts for _ in range(shared)] if ranks > 1 else parts)
     wanted = expected(kind, None if frozen is None else "model.visual")
     assert len(results[0]["gradients"]) == len(wanted["gradients"])
-    assert_step_equals(results[::shared], wanted)
+    assert_step_equals(results[::shared], wanted, wanted["rounding"])
 
 
 BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -297,7 +297,7 @@ def test_adapters_are_on_the_language_model(run_ranks: RunRanks, model_of: Calla
     role = make_role(model_of("qwen2_5_vl"), strategy, config=config, model_args=adapters)
     facts = run_ranks(2, vision_cases.facts_of_freezing, role, half())[0]
     assert facts["changed"] and sorted(facts["changed"]) == sorted(facts["sent"])
-    assert all(".language_model.layers." in one for one in facts["changed"]), facts["changed"]
+    assert all(".layers." in one and "visual" not in one for one in facts["changed"]), facts["changed"]
 
 
 @pytest.mark.long

@@ -87,7 +87,7 @@ def plain_inputs(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
 
 def plain_outputs(model: Any, batch: dict[str, Any]) -> TensorBatch:
     """Log-probs, entropies and sums of squares by the book: padded, masked, all logits, a tower for every row."""
-    logits = model(**plain_inputs(model, batch)).logits[:, :-1].float()
+    logits = model(**plain_inputs(model, batch)).logits[:, :-1]
     logits = logits.index_fill(2, torch.tensor(vision_token_ids(model.config)), -1e30)
     table = logits.log_softmax(-1)
     mask, pad = batch["response_mask"], torch.nn.functional.pad
@@ -103,19 +103,27 @@ def plain_outputs(model: Any, batch: dict[str, Any]) -> TensorBatch:
 
 
 def plain_results(folder: Path, batch: dict[str, Any], frozen: str | None = None) -> dict[str, Any]:
-    """The plain model on the whole batch: outputs, gradients, norm."""
-    model = plain_model(folder)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(frozen is None or not name.startswith(frozen))
-    outputs = plain_outputs(model, batch)
-    policy_loss(outputs, batch)[0].backward()
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    # A batch of text alone leaves the tower without gradients.
-    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()}
+    """The plain model on the whole batch: outputs, gradients, norm, and what float32 rounds the gradients by."""
+
+    def computed(dtype: torch.dtype) -> tuple[TensorBatch, dict[str, torch.Tensor]]:
+        model = plain_model(folder).to(dtype)
+        if dtype is torch.float64 and model._can_set_experts_implementation():
+            model.set_experts_implementation("eager")  # grouped products have no float64
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(frozen is None or not name.startswith(frozen))
+        outputs = plain_outputs(model, batch)
+        policy_loss(outputs, batch)[0].backward()
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        # A batch of text alone leaves the tower without gradients.
+        return outputs, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()}
+
+    outputs, gradients = computed(torch.float32)
+    _, exact = computed(torch.float64)
     return {
         "outputs": {name: values.detach() for name, values in outputs.items()},
         "gradients": gradients,
         "norm": float(torch.nn.utils.get_total_norm(list(gradients.values()))),
+        "rounding": {name: float((gradient - exact[name]).abs().max()) for name, gradient in gradients.items()},
     }
 
 

@@ -55,6 +55,9 @@ def check_agentic(config: AgenticConfig, checks: Checks) -> None:
     check_recorded_rollouts(config, checks)
     if config.reward is not None:
         checks.problems.not_available("reward", "a section", "a model that environments ask for rewards", "~")
+    key, mode = "actor_train.router_replay.mode", config.actor_train.router_replay.mode
+    if mode == "R3" and not checks.broken(key):
+        checks.problems.not_available(key, mode, "the engine's routes of several turns; R2 replays the trainer's", "R2")
     note_unread(config, options, checks)
 
 
@@ -66,6 +69,9 @@ def check_managers(config: AgenticConfig, checks: Checks) -> None:
         check_tags(key, section, config, checks)
         check_shares(key, section, checks)
         check_answers(key, section, checks)
+        if section.system_envs and not section.max_env_num_per_worker:
+            text = "has no effect without max_env_num_per_worker: the environments live in the driver's process"
+            checks.note(f"{key}.system_envs", text)
         batch = "rollout_batch_size" if key == "train_env_manager" else "val_batch_size"
         size = section.group_size
         if episodes % size and not checks.broken(batch):

@@ -34,8 +34,15 @@ ELSEWHERE = {
 """Environments of ROLL's files that need something that this package does not bring."""
 
 
-PROXIES = ("agent_runner_cls", "http_timeout", "config")
-"""Keys of ROLL's files for agents behind its proxy."""
+GEM_RUNNER = "GEMRunner"
+"""Of ROLL's proxy: plays the environment as it is played here without a proxy."""
+PROXY_OPTIONS = {
+    "trajectory_mode": "",
+    "enable_fork": "every branch is trained, each sampled token once",
+    "enable_thinking": "actor_train.data_args.template and chat_template_kwargs decide",
+    "tool_call_parser": "tool_format decides",
+}
+"""Keys of ``config`` that go with it, each with what decides instead; empty: it works."""
 
 
 def check_entries(config: AgenticConfig, checks: Checks) -> None:
@@ -47,16 +54,34 @@ def check_entries(config: AgenticConfig, checks: Checks) -> None:
 
 
 def check_entry(key: str, section: CustomEnvConfig, checks: Checks) -> None:
-    for name in PROXIES:
-        if checks.written(f"{key}.{name}") and getattr(section, name) not in (None, {}):
-            rule = "drives an agent behind ROLL's proxy; command (a program) or agent (a coroutine) is the way here"
-            checks.add(f"{key}.{name}", getattr(section, name), rule, "~")
+    check_proxy(key, section, checks)
     check_manager(key, section, checks)
     check_door(key, section, checks)
     check_tool_wrapper(key, section, checks)
     check_texts(key, section, checks)
     if section.use_thread_lock and section.max_env_step_concurrent > 1:
         checks.note(f"{key}.max_env_step_concurrent", "has no effect with use_thread_lock: true: one call at a time")
+
+
+def check_proxy(key: str, section: CustomEnvConfig, checks: Checks) -> None:
+    """Keys of ROLL's files for agents behind its proxy: its runner of environments needs none here."""
+    runner = (section.agent_runner_cls or GEM_RUNNER).rpartition(".")[2]
+    if runner != GEM_RUNNER:
+        rule = "drives an agent behind ROLL's proxy; command (a program) or agent (a coroutine) is the way here"
+        checks.add(f"{key}.agent_runner_cls", section.agent_runner_cls, rule, "~")
+    elif section.agent_runner_cls is not None:
+        checks.note(f"{key}.agent_runner_cls", "has no effect: the environment is played without a proxy")
+    if section.http_timeout is not None:
+        checks.note(f"{key}.http_timeout", "has no effect: time_limit ends an episode, rpc_timeout a call")
+    for name, value in section.config.items():
+        path = f"{key}.config.{name}"
+        if name == "trajectory_mode" and value not in ("traj", "step"):
+            checks.add(path, value, "must be traj (a row a conversation) or step (a row a call)", "traj")
+        elif name not in PROXY_OPTIONS:
+            rule = "is an option of agents in ROLL's sandboxes; command (a program of your own) is the way here"
+            checks.add(path, value, rule)
+        elif PROXY_OPTIONS[name]:
+            checks.note(path, f"has no effect: {PROXY_OPTIONS[name]}")
 
 
 def check_manager(key: str, section: CustomEnvConfig, checks: Checks) -> None:

@@ -35,8 +35,8 @@ class LLMProxyConfig:
 class EnvManagerConfig(WorkerConfig):
     """``train_env_manager`` and ``val_env_manager``: which environments are played, and how many of them at a time.
 
-    Of a role's keys only ``generating_args``, ``system_envs`` and ``max_concurrency`` count; the engines are those of
-    ``actor_infer``.
+    Of a role's keys only ``generating_args`` and ``system_envs`` count; the engines are those of ``actor_infer``.
+    ``system_envs`` are for environments in processes of their own (``max_env_num_per_worker``).
     """
 
     strategy_args: StrategyArguments = field(default_factory=lambda: StrategyArguments(strategy_name="hf_infer"))

@@ -35,15 +35,14 @@ from roll.pipelines.agentic.config import (
 )
 from roll.pipelines.agentic.plan import AgenticPlan, agentic_facts, batch_facts
 from roll.pipelines.agentic.planning import model_roles, plan_agentic
-from roll.pipelines.agentic.preflight import check_chat_template, check_environments
+from roll.pipelines.agentic.preflight import check_chat_template, check_environments, own_functions
 from roll.pipelines.policy import needs_critic, needs_reference, pg_variant
 from roll.pipelines.policy_preflight import check_transport
-from roll.pipelines.rlvr.preflight import own_functions
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
 
-MANAGER_KEYS = frozenset(("name", "generating_args", "system_envs", "max_concurrency", "world_size", "worker_cls"))
+MANAGER_KEYS = frozenset(("generating_args", "system_envs"))
 
 
 class Agentic(PipelineDefinition):

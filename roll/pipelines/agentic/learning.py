@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from roll.algorithms.advantages import resolve_norm_types, traits_of
-from roll.algorithms.metrics import MetricBuilder
+from roll.algorithms.metrics import BatchWatch, MetricBuilder
 from roll.algorithms.samples import token_level_rewards
 from roll.algorithms.turns import TrajectoryLayout, Turns
 from roll.config.policy import PolicyRunConfig
@@ -57,6 +57,9 @@ class EpisodeAdvantageComputer(AdvantageComputer):
         self._advantages = replace(self._advantages, norm_mean_type=mean_type, norm_std_type=std_type)
         self._by_tag = by_tag or "running" in (mean_type, std_type)
         self._traits = traits_of(config.adv_estimator)
+        ended = "were ended by a limit, not by their task"
+        remedy = "raise custom_envs.<tag>.max_steps or sequence_length"
+        self._watch = BatchWatch(config.warn_after_steps, config.warn_truncated_share, ended, remedy)
 
     def __call__(self, batch: DataProto) -> Metrics:
         """As of :class:`AdvantageComputer`, and ``sequence_tokens`` int64 (B,): tokens of the loss in all rows of a

@@ -31,6 +31,7 @@ MANAGERS = {
     "StepEnvManager": PlayedAs("observation", "step"),
     "StepConcatEnvManager": PlayedAs("last", "step"),
     "AgentNativeStepEnvManager": PlayedAs("own", "step"),
+    "ProxyEnvManager": PlayedAs("append", "trajectory"),
 }
 """By the name of the class."""
 
@@ -41,6 +42,8 @@ def played_as(section: CustomEnvConfig) -> PlayedAs:
     manager = MANAGERS.get(name, MANAGERS["TrajEnvManager"])
     if name == "StepConcatEnvManager" and re.search(r"{(history|current_observation)}", section.agent_template or ""):
         manager = MANAGERS["StepEnvManager"]
+    if name == "ProxyEnvManager" and section.config.get("trajectory_mode") == "step":
+        manager = PlayedAs("append", "step")
     context = section.context or manager.context
     own = manager.samples if section.context is None else "trajectory" if context == "append" else "step"
     return PlayedAs(context, section.samples or own)

@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from roll.agents.chat_ids import ChatTemplate, check_template
+from roll.agents.chat_ids import check_template
 from roll.agents.doors import make_agent, uses_tools
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
 from roll.agents.episode import Agent, Limits, Task
 from roll.agents.text_tools import TextTools, WrapperOptions, text_tool
 from roll.agents.tool_calls import detect_format
-from roll.config.names import TEMPLATE_ENDINGS
 from roll.config.roles import DataArguments
 from roll.datasets.reading import read_rows
-from roll.datasets.templates import template_text
 from roll.environments.base import Environment
 from roll.environments.off_loop import EnvironmentProcesses
 from roll.environments.registry import is_instant, make_environment
-from roll.pipelines.agentic.config import AgenticConfig, ToolWrapperConfig
+from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig, ToolWrapperConfig
 from roll.pipelines.agentic.plan import AgenticPlan, EntryPlan, ManagerPlan
+from roll.pipelines.agentic.templates import chat_template
 from roll.rollout.episodes import Player
 from roll.rollout.flow import sampling_params
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-CHATML = (
-    "{%- for message in messages -%}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
-    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
-)
-_THINKING = {"qwen3": True, "qwen3_nothink": False}
 
 
 def build_players(
@@ -65,7 +59,7 @@ def build_players(
             name = f"tools around {tag}"
             if section.tool_wrapper is not None and name not in agents:
                 agents[name] = text_tools(section.tool_wrapper)
-            agent = environment_agent(entry, manager.section.max_env_num_per_worker, processes, agents.get(name))
+            agent = environment_agent(entry, manager.section, processes, agents.get(name))
         else:
             agent = agents[tag] if tag in agents else own_agent(entry.agent, entry)
             agents[tag] = agent
@@ -96,12 +90,11 @@ def text_tools(wrapper: ToolWrapperConfig) -> TextTools:
 
 
 def environment_agent(
-    entry: EntryPlan, per_process: int, processes: list[EnvironmentProcesses], tools: TextTools | None = None
+    entry: EntryPlan, manager: EnvManagerConfig, processes: list[EnvironmentProcesses], tools: TextTools | None = None
 ) -> Agent:
     """The agent that plays the environment of an entry.
 
     Args:
-        per_process: most environments of one process; 0: they live in this one.
         processes: takes what has been made, to be closed at the end.
         tools: around the environment.
     """
@@ -120,29 +113,17 @@ def environment_agent(
     )
     assert section.env_type is not None, "the checks ask for it"
     make: Callable[[], Environment] = partial(make_environment, section.env_type, dict(section.env_config))
-    if per_process and not is_instant(section.env_type):
-        processes.append(EnvironmentProcesses(make, per_process))
+    if manager.max_env_num_per_worker and not is_instant(section.env_type):
+        make_there = partial(made_with, dict(manager.system_envs), make)
+        processes.append(EnvironmentProcesses(make_there, manager.max_env_num_per_worker))
         make = processes[-1].make
     return EnvironmentAgent(entry.tag, make if tools is None else tools.maker(make), options)
 
 
-def chat_template(config: AgenticConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
-    """The template that the run names, with the variables of ``data_args.chat_template_kwargs``."""
-    data_args = config.actor_train.data_args
-    name = config.global_template or data_args.template
-    arguments: dict[str, Any] = dict(data_args.chat_template_kwargs)
-    if name == "chatml":
-        arguments = {"chat_template": CHATML} | arguments
-    elif name is not None and name.endswith(TEMPLATE_ENDINGS):
-        arguments = {"chat_template": template_text(name)} | arguments
-    elif name in _THINKING:
-        arguments = {"enable_thinking": _THINKING[name]} | arguments
-    ends = [token for token in (tokenizer.eos_token_id, *_stops(config)) if token is not None]
-    return ChatTemplate(tokenizer, ends, arguments=arguments)
-
-
-def _stops(config: AgenticConfig) -> tuple[int, ...]:
-    return tuple(config.actor_infer.generating_args.stop_token_ids or ())
+def made_with(variables: Mapping[str, str], make: Callable[[], Environment]) -> Environment:
+    """An environment in a process that has these environment variables from now on."""
+    os.environ.update(variables)
+    return make()
 
 
 class TaskSource:

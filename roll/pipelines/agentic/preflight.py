@@ -16,6 +16,7 @@ from roll.config.reading.masking import masked
 from roll.config.reading.yaml_files import shown
 from roll.environments.registry import EnvironmentOptionError, check_environment_options
 from roll.pipelines.agentic.config import AgenticConfig, ToolWrapperConfig
+from roll.pipelines.agentic.plan import AgenticPlan
 from roll.pipelines.agentic.planning import agent_of, used_entries
 from roll.pipelines.policy_preflight import build_own_filter, policy_functions
 
@@ -37,7 +38,7 @@ def check_environments(loaded: LoadedConfig[AgenticConfig]) -> None:
         ConfigError: every one that does not.
     """
     find_own_modules()
-    problems = []
+    problems: list[Problem] = []
     for tag, section in used_entries(loaded.config).items():
         agent, options = agent_of(section)
         if agent is not None:
@@ -105,15 +106,16 @@ def check_chat_template(loaded: LoadedConfig[AgenticConfig]) -> None:
     Raises:
         ConfigError: they cannot.
     """
-    from roll.agents.chat_ids import TemplateError, check_template
-    from roll.agents.doors import uses_tools
-    from roll.pipelines.agentic.players import chat_template
-    from roll.pipelines.files import load_tokenizer
-
+    assert isinstance(loaded.plan, AgenticPlan)
     role = loaded.plan.roles["actor_train"]
     folder = model_folder(role.model_path) if role.model_path is not None else None
     if folder is None or not (folder / TOKENIZER).is_file():
         return
+    from roll.agents.chat_ids import TemplateError, check_template
+    from roll.agents.doors import uses_tools
+    from roll.pipelines.agentic.templates import chat_template
+    from roll.pipelines.files import load_tokenizer
+
     tokenizer = load_tokenizer(role.model_path, role.section.model_args.trust_remote_code)
     for entry in loaded.plan.entries.values():
         if entry.turns == 1 or entry.context not in ("append", "last"):

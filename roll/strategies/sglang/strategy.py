@@ -109,6 +109,8 @@ class SglangStrategy(GenerationStrategy):
         taken = {sample.request.request_id for sample in self._following}
         for request in requests:
             check_request(request, taken, self._max_model_len, self._vocab_size)
+            if request.vision is not None:
+                raise ValueError(f"request {request.request_id!r}: has images; hf_infer and vllm take them")
             taken.add(request.request_id)
         for request in requests:
             for index in request.unfinished_samples:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -180,11 +180,11 @@ def check_choices_may_differ(
     """
     assert model.routing is not None
     layer, rank, ranks = model.routing.layers[0], dist.get_rank(), dist.get_world_size()
-    vocabulary = model.language_model.get_input_embeddings().num_embeddings
+    embeddings: Any = model.language_model.get_input_embeddings()
     name = "log_probs" if model.language_model.get_output_embeddings() is not None else "values"
 
     def results(row: int, weight: float) -> Tensor:
-        ids = (torch.arange(6) * (row + 3) + row + 1)[None] % vocabulary
+        ids = (torch.arange(6) * (row + 3) + row + 1)[None] % embeddings.num_embeddings
         mask = torch.arange(6)[None] > 1
         first = 0 if row == 0 else layer.num_experts - layer.top_k
         assert model.routing is not None
@@ -199,8 +199,8 @@ def check_choices_may_differ(
         try:
             apart = results(own, 1.0)
             apart_gradients = _clones(gradients())
-        except RuntimeError as error:
-            raise ValueError(f"{_WRONG}: {error}; {advice}") from error
+        except RuntimeError as reason:
+            raise ValueError(f"{_WRONG}: {reason}; {advice}") from reason
         for parameter in model.parameters():
             parameter.grad = None
         counts = [(ranks + 1) // 2, ranks // 2]

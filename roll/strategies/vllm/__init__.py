@@ -5,10 +5,6 @@ Raises:
 """
 
 import os
-import sys
-from importlib import invalidate_caches
-from importlib.util import find_spec
-from types import ModuleType
 
 # Read by vLLM when it is imported or makes an engine. The engine lives in this process and is stepped from it; its log
 # lines go where the worker's go; nothing is reported to anybody.
@@ -17,17 +13,6 @@ os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # Several engines may share a host, and each would take the first cores for itself.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-
-# vLLM's vision-language models need torchvision, whose wheels on the package index are built for CUDA. Next to a CPU
-# build of torch it fails at import over the shapes of operators that are not there, and that no image processor calls.
-# `make install-vllm-vision` puts it into a folder that only the processes of vLLM engines look into.
-os.environ.setdefault("ROLL_TORCHVISION", os.path.join(sys.prefix, "roll-torchvision"))
-if os.path.isdir(os.environ["ROLL_TORCHVISION"]) and find_spec("torchvision") is None:
-    sys.path.append(os.environ["ROLL_TORCHVISION"])
-    sys.modules.setdefault("torchvision._meta_registrations", ModuleType("torchvision._meta_registrations"))
-    invalidate_caches()
-    if "transformers.utils.import_utils" in sys.modules:
-        sys.modules["transformers.utils.import_utils"].is_torchvision_available.cache_clear()
 
 try:
     import vllm  # noqa: F401

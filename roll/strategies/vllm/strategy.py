@@ -32,7 +32,7 @@ from roll.strategies.engines.requests import (
 )
 from roll.strategies.vllm.arguments import behind, engine_arguments, generation_output, sampling_params, show_begun_text
 from roll.strategies.vllm.verification import quieten
-from roll.strategies.vllm.vision import ImagePrompts, prepare_vision
+from roll.strategies.vllm.vision import ImagePrompts, check_torchvision
 from roll.strategies.vllm.worker import POLICY, SharedBucket, check_results, joined_checksums
 from roll.weight_sync.messages import Checksum
 
@@ -93,7 +93,7 @@ class VllmStrategy(GenerationStrategy):
         self._end_token_ids = model_end_token_ids(args, model_config, tokenizer)
         self._images = ImagePrompts(model_config, tokenizer)
         if getattr(model_config, "vision_config", None) is not None:
-            prepare_vision(platform.device_type == "cpu")
+            check_torchvision()
         arguments = engine_arguments(self.role, self._config, model_config, self._max_model_len, self.seed, platform)
         if platform.device_type == "cpu" and arguments["enforce_eager"]:
             # The sampler compiles one helper of its own even so, which needs a C++ compiler and takes seconds.

@@ -1,4 +1,4 @@
-"""Prompts with images as vLLM takes them, and its vision-language models on a CPU."""
+"""Prompts with images as vLLM takes them."""
 
 from __future__ import annotations
 
@@ -10,24 +10,20 @@ from vllm import TokensPrompt
 from roll.protocol.vision import VisionInputs, vision_token_ids
 
 
-def prepare_vision(on_cpu: bool) -> None:
-    """Let vLLM import its vision-language models. It looks at a model's class in another process, to keep this one free
-    of CUDA: on a CPU that is not needed, and that process would not find torchvision.
-
-    Raises:
-        ValueError: torchvision is not installed, or came too late.
+def check_torchvision() -> None:
     """
-    from transformers.utils import is_torchvision_available
+    Raises:
+        ValueError: torchvision, which vLLM's vision-language models need, was not there when transformers was imported.
+    """
+    from transformers.utils.import_utils import is_torchvision_available
 
     if not is_torchvision_available():
         raise ValueError(
-            "strategy_args.strategy_name: vllm: its vision-language models need torchvision; on a CPU make "
-            "install-vllm-vision installs it for vLLM alone, on a GPU it comes with vLLM. hf_infer does without"
+            "strategy_args.strategy_name: vllm: its vision-language models need torchvision. On a GPU it comes with "
+            "vLLM; on a CPU make install-vllm-vision puts one into the folder roll-torchvision of the virtual "
+            "environment, which the role finds with system_envs: {PYTHONPATH: (that folder)}. hf_infer does "
+            "without"
         )
-    if on_cpu:
-        from vllm.model_executor.models import registry
-
-        registry._run_in_subprocess = lambda function: function()
 
 
 class ImagePrompts:

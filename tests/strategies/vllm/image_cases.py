@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,10 +45,11 @@ def make_models(folder: Path, kind: Any) -> None:
         jolt(model, 1)
 
 
-def generated(folder: Path) -> dict[str, Any]:
-    """Outputs of both models' requests from one engine, updated in between."""
-    import roll.strategies.vllm  # noqa: F401, I001  before transformers looks for torchvision, as in an engine's worker
-
+def generated(folder: Path, torchvision: str) -> dict[str, Any]:
+    """Outputs of both models' requests from one engine, updated in between; ``torchvision``: its folder."""
+    assert "transformers" not in sys.modules, "it looks for torchvision when it is imported"
+    sys.path.append(torchvision)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), torchvision)))
     from tests.strategies.engine_cases import engine, update
     from tests.strategies.hf_infer.helpers import run
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.strategies.engine_process import engine_process
 from tests.strategies.vllm import image_cases
 
 FOLDER = os.environ.get("ROLL_TORCHVISION") or str(Path(sys.prefix) / "roll-torchvision")
@@ -26,9 +25,10 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
-def test_images_before_and_after_an_update(in_engine_process: Callable[..., Any], tmp_path: Path, kind: str) -> None:
+def test_images_before_and_after_an_update(tmp_path: Path, kind: str) -> None:
     image_cases.make_models(tmp_path, kind)
-    found = in_engine_process(image_cases.generated, tmp_path)
+    with engine_process() as in_process:  # a new one, in which transformers is not imported yet
+        found = in_process(image_cases.generated, tmp_path, FOLDER)
     assert found["wrong"] == []
     assert found[
         "refused"

@@ -1,0 +1,39 @@
+"""The chat template of an agentic run. Torch-free, since a template is looked at before anything starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from roll.agents.chat_ids import ChatTemplate
+from roll.config.names import TEMPLATE_ENDINGS
+from roll.pipelines.agentic.config import AgenticConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHATML = (
+    "{%- for message in messages -%}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+_THINKING = {"qwen3": True, "qwen3_nothink": False}
+
+
+def chat_template(config: AgenticConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
+    """The template that the run names, with the variables of ``data_args.chat_template_kwargs``."""
+    data_args = config.actor_train.data_args
+    name = config.global_template or data_args.template
+    arguments: dict[str, Any] = dict(data_args.chat_template_kwargs)
+    if name == "chatml":
+        arguments = {"chat_template": CHATML} | arguments
+    elif name is not None and name.endswith(TEMPLATE_ENDINGS):
+        from roll.datasets.templates import template_text
+
+        arguments = {"chat_template": template_text(name)} | arguments
+    elif name in _THINKING:
+        arguments = {"enable_thinking": _THINKING[name]} | arguments
+    ends = [token for token in (tokenizer.eos_token_id, *_stops(config)) if token is not None]
+    return ChatTemplate(tokenizer, ends, arguments=arguments)
+
+
+def _stops(config: AgenticConfig) -> tuple[int, ...]:
+    return tuple(config.actor_infer.generating_args.stop_token_ids or ())
