@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import tempfile
+import time
 from pathlib import Path
 
 from roll.agents.agent_options import BlackBoxOptions
@@ -64,6 +65,9 @@ class BlackBoxAgent:
                 ended = await (self._program(session, scratch) if alone else self._taken(session))
             finally:
                 self._endpoint.retire(session)
+                if session.began is not None:
+                    busy = time.perf_counter() - session.began - model.seconds
+                    episode.seconds.environment += max(0.0, busy)
             if session.fault is not None:
                 raise session.fault
             return await self._reward(session, ended, episode, scratch)
@@ -99,6 +103,7 @@ class BlackBoxAgent:
         }
         command = filled_command(options.command, fields)
         environment = program_environment(_COMMON | own | options.env, options.inherit_env)
+        session.begin()
         async with running(command, environment, fields, options.folder or os.getcwd()) as program:
             ending = asyncio.create_task(program.wait())
             over = asyncio.create_task(session.done.wait())

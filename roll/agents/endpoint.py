@@ -62,7 +62,7 @@ class AgentEndpoint:
         """Public part of a key to its session."""
         self._retired: OrderedDict[str, bytes] = OrderedDict()
         """Public part of a key of an ended episode to the digest of the key."""
-        self._waiting: list[tuple[Session, asyncio.Event]] = []
+        self._waiting: list[Session] = []
         """Episodes that wait for an agent from elsewhere, first come first served."""
         self._workers: dict[str, bytes] = {}
         """Public part of a worker's key to the digest of the key, for programs that we have started."""
@@ -106,7 +106,7 @@ class AgentEndpoint:
             while len(self._retired) > _MAX_RETIRED:
                 self._retired.popitem(last=False)
         with self._lock:
-            self._waiting = [one for one in self._waiting if one[0] is not session]
+            self._waiting = [one for one in self._waiting if one is not session]
 
     def admit_worker(self) -> str:
         """A key for a program that may take episodes."""
@@ -120,19 +120,17 @@ class AgentEndpoint:
         self._workers.pop(name, None)
         return [one for one in list(self._sessions.values()) if one.taker == name and not one.done.is_set()]
 
-    def offer(self, session: Session) -> asyncio.Event:
-        """Let an agent from elsewhere have ``session``; the event tells when one has taken it."""
-        taken = asyncio.Event()
+    def offer(self, session: Session) -> None:
+        """Let whoever asks for an episode have ``session``."""
         with self._lock:
-            self._waiting.append((session, taken))
-        return taken
+            self._waiting.append(session)
 
     def waiting(self) -> list[Session]:
         """The episodes that nobody has taken yet."""
         with self._lock:
-            return [session for session, _ in self._waiting]
+            return list(self._waiting)
 
-    def _next_waiting(self) -> tuple[Session, asyncio.Event] | None:
+    def _next_waiting(self) -> Session | None:
         with self._lock:
             return self._waiting.pop(0) if self._waiting else None
 
@@ -254,13 +252,12 @@ class AgentEndpoint:
         if not name and not known:
             return _error(request, Refusal(401, "the worker's key is missing or wrong", "authentication_error"))
         until = time.monotonic() + min(_MAX_WAIT, _seconds(request.query_params.get("wait", "0")))
-        while (found := self._next_waiting()) is None:
+        while (session := self._next_waiting()) is None:
             if time.monotonic() >= until or await request.is_disconnected():
                 return Response(status_code=204)
             await asyncio.sleep(DISCONNECT_POLL_SECONDS)
-        session, taken = found
         session.taker = name
-        session.loop.call_soon_threadsafe(taken.set)
+        session.loop.call_soon_threadsafe(session.begin)
         return JSONResponse({"key": session.key, "base_url": self.url, "task": task_body(session.task)})
 
 

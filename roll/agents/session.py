@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,12 +47,18 @@ class Session:
     """Calls whose sampling parameters the run's have replaced."""
     in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
     closed: bool = False
+    began: float | None = None
+    """When an agent began to work on it, by ``time.perf_counter``."""
     taker: str = ""
     """Public part of the key of the program that has taken it, of those that serve the whole run."""
     lost: str = ""
     """How that program ended before its time."""
     responses: dict[str, list[Message]] = field(default_factory=dict)
     """Response id to its conversation, for ``previous_response_id``."""
+
+    def begin(self) -> None:
+        """Note that an agent works on it from now on."""
+        self.began = time.perf_counter()
 
     async def answer(self, request: ChatRequest) -> Reply:
         """Make one model call.
@@ -107,6 +114,7 @@ class Session:
         self.reward, self.success = _number(body, "reward"), body.get("success")
         self.metrics = {str(name): float(value) for name, value in body.get("metrics", {}).items()}
         if body.get("done", True):
+            self.closed = True
             self.done.set()
 
 

@@ -80,13 +80,14 @@ def says_instant(kind: type, method: str) -> bool:
 
 
 def _answered(loop: asyncio.AbstractEventLoop, answer: asyncio.Future[Any], call: Callable[[], Any]) -> None:
-    value, error = None, None
+    value: Any = None
+    error: Exception | None = None
     try:
         value = call()
     except BaseException as caught:
         # A StopIteration cannot be raised into a coroutine, and an exit is not the run's.
         wrapped = not isinstance(caught, Exception) or isinstance(caught, StopIteration)
-        error = RuntimeError(f"{type(caught).__name__}: {caught}") if wrapped else caught
+        error = RuntimeError(f"{type(caught).__name__}: {caught}") if wrapped else caught  # type: ignore[assignment]
     with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
         loop.call_soon_threadsafe(_settle, answer, value, error)
 

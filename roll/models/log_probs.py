@@ -17,7 +17,7 @@ all of them are small (a tiny vocabulary), they are kept instead, which saves th
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -276,11 +276,10 @@ class ResponseModel(nn.Module):
         routing, rows = self.routing, layout.token_rows
         if routing is not None:
             routing.routes = None if layout.routes is None else layout.routes.flatten(0, 1)
-        records = routing is not None and (rows is not None or self.records_routes)
-        recording: AbstractContextManager[list[tuple[Tensor, Tensor]]] = nullcontext([])
-        if routing is not None and records:
-            recording = routing.recording()
-        with recording as recorded:
+        recorded: list[tuple[Tensor, Tensor]] = []
+        with ExitStack() as stack:
+            if routing is not None and (rows is not None or self.records_routes):
+                recorded = stack.enter_context(routing.recording())
             hidden = body(**inputs, position_ids=layout.position_ids, use_cache=False, **extra).last_hidden_state
         if self.records_routes:
             self.chosen_experts = torch.stack([choices for _, choices in recorded], 1)

@@ -136,8 +136,8 @@ def _by_token(spans: Sequence[tuple[int, int, int]], length: int) -> np.ndarray:
 
 
 def _sampled(known: State) -> Sampled:
-    arrays = (known[name].tolist() for name in ("token_ids", "log_probs", "versions"))
-    return Sampled(*arrays, finish_reason=known["finish_reason"])
+    token_ids, log_probs, versions = (known[name].tolist() for name in ("token_ids", "log_probs", "versions"))
+    return Sampled(token_ids, log_probs, versions, known["finish_reason"])
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from roll.agents.chat_ids import ChatTemplate
 from roll.agents.endpoint import AgentEndpoint
-from roll.agents.episode import Agent, Episode, Limits, Model, Sampled, Task, run_episode
+from roll.agents.episode import Agent, Episode, Limits, Model, Sample, Sampled, Task, run_episode
 from roll.agents.session import Session
 
 
@@ -80,13 +80,18 @@ def played(
 
 @contextlib.asynccontextmanager
 async def opened(
-    engine: Recorded, limits: Limits | None = None, tool_format: str = "hermes", **options: Any
+    engine: Recorded,
+    limits: Limits | None = None,
+    tool_format: str = "hermes",
+    sample: Sample | None = None,
+    **options: Any,
 ) -> AsyncIterator[tuple[AgentEndpoint, Session]]:
-    """An endpoint with one session."""
+    """An endpoint with one session, whose calls ``sample`` answers in place of ``engine``."""
     endpoint = AgentEndpoint()
     endpoint.start()
     try:
-        model = Model(engine, engine.template, tool_format, limits or Limits(turns=1000, context=100_000))
+        limits = limits or Limits(turns=1000, context=100_000)
+        model = Model(sample or engine, engine.template, tool_format, limits)
         session = Session(Task("t", 0, {"question": "1+1"}), model, **options)
         endpoint.open(session)
         yield endpoint, session

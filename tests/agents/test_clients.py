@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from roll.agents.episode import Limits
+from roll.agents.episode import Limits, Sampled
 from tests.agents.playing import Recorded, assert_trained_as_sampled, byte_soup, opened
 from tests.agents.templates import WRITTEN_HERE, Family, published
 
@@ -247,3 +248,50 @@ async def test_errors_are_those_of_the_interfaces() -> None:
         with pytest.raises(anthropic.APIStatusError) as gone_too:
             await claude.messages.create(model="x", max_tokens=10, messages=messages)
         assert gone_too.value.status_code == 410
+
+
+@pytest.mark.asyncio
+async def test_a_hot_untrained_model_behind_the_clients() -> None:
+    """A real engine at temperature 2, with thinking that the template drops: what it was asked and gave is what is
+    trained, over all three interfaces at once."""
+    import torch
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    from roll.strategies.engines.requests import GenerationRequest, SamplingParams
+    from roll.strategies.hf_infer.engine import GenerationEngine
+    from roll.strategies.hf_infer.generic import create_decoder
+
+    template = next(family for family in published() if family.name == "qwen3").chat_template()
+    tokenizer = template._tokenizer
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, max_position_embeddings=4096, **sizes)
+    model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig()
+    decoder = create_decoder(model, 4096)
+    engine = GenerationEngine(decoder, tokenizer.decode, tuple(template.end_tokens), 4, 4096)
+    recorded = Recorded(template, lambda _: "")
+
+    async def sample(prompt_ids: list[int], max_new_tokens: int, options: Any) -> Sampled:
+        await asyncio.sleep(0)
+        name = str(len(recorded.turns))
+        params = SamplingParams(min(max_new_tokens, 24), temperature=2.0, seed=len(recorded.turns))
+        engine.add_requests([GenerationRequest(name, prompt_ids, params)])
+        while not (done := engine.step()):
+            pass
+        (output,) = done
+        recorded.turns.append((list(prompt_ids), output.token_ids))
+        versions = [0] * len(output.token_ids)
+        return Sampled(output.token_ids, output.log_probs, versions, output.finish_reason)
+
+    async with (
+        opened(recorded, sample=sample) as (endpoint, session),
+        clients(endpoint.url, session.key) as (one, other),
+    ):
+        talks = [_talk_chat(one, True), _talk_responses(one, True), _talk_messages(other, True)]
+        await asyncio.gather(*talks, _talk_chat(one, True))
+        conversations = session.model.conversations
+    assert_trained_as_sampled(recorded, conversations)
+    changed = sum(template.encode(template.decode(ids)) != ids for _, ids in recorded.turns)
+    assert changed > 4, "a tokenizer would have made other ids of these responses"
+    assert conversations.counts.breaks == conversations.counts.foreign_responses == 0

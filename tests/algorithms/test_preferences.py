@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -43,59 +44,49 @@ def score(ratio: float, o: PreferenceLossConfig) -> float:
     return ratio
 
 
+class Pair:
+    """The numbers of one pair, as floats."""
+
+    def __init__(self, pair: tuple[Any, ...], o: PreferenceLossConfig) -> None:
+        (pc, pr), (rc, rr), (nc, nr) = pair
+        self.b, self.e, self.o = o.beta, o.label_smoothing, o
+        self.c, self.r = pc - rc, pr - rr
+        self.lead = score(self.c, o) - score(self.r, o)
+        self.mean_lead = score(self.c, o) / nc - score(self.r, o) / nr
+        self.mc, self.mr = pc / nc, pr / nr
+        self.q = sigma(self.b * self.lead)
+        self.w = sigma(self.b * self.lead / o.discopop_tau)
+        self.odds = [math.exp(mean) / (1 - math.exp(mean)) for mean in (self.mc, self.mr)]
+
+
+FORMULAS: dict[str, Callable[[Pair], float]] = {
+    "sigmoid": lambda p: smoothed(p.b * p.lead, p.e),
+    "robust": lambda p: (-(1 - p.e) * log_sigmoid(p.b * p.lead) + p.e * log_sigmoid(-p.b * p.lead)) / (1 - 2 * p.e),
+    "hinge": lambda p: max(0.0, 1 - p.b * p.lead),
+    "ipo": lambda p: ((p.mean_lead if p.o.ipo_length_normalised else p.lead) - 1 / (2 * p.b)) ** 2,
+    "exo_pair": lambda p: p.q * math.log(p.q / (1 - p.e)) + (1 - p.q) * math.log((1 - p.q) / p.e),
+    "discopop": lambda p: (1 - p.w) * -log_sigmoid(p.b * p.lead) + p.w * math.exp(-p.b * p.lead),
+    "sigmoid_norm": lambda p: -log_sigmoid(p.b * p.mean_lead),
+    "nca_pair": lambda p: -log_sigmoid(p.b * p.c) - 0.5 * (log_sigmoid(-p.b * p.c) + log_sigmoid(-p.b * p.r)),
+    "bco_pair": lambda p: -log_sigmoid(p.b * p.c) - log_sigmoid(-p.b * p.r),
+    "sppo_hard": lambda p: (p.c - 1 / (2 * p.b)) ** 2 + (p.r + 1 / (2 * p.b)) ** 2,
+    "apo_zero": lambda p: 1 - sigma(p.b * p.c) + sigma(p.b * p.r),
+    "apo_down": lambda p: sigma(p.b * p.c) + 1 - sigma(p.b * (p.c - p.r)),
+    "simpo": lambda p: smoothed(p.b * (p.mc - p.mr) - p.o.simpo_gamma, p.e),
+    "orpo": lambda p: -p.mc - p.b * log_sigmoid(math.log(p.odds[0] / p.odds[1])),
+    "sft": lambda p: -p.mc,
+}
+
+
 def plain_losses(pairs: list[tuple[Any, ...]], name: str, o: PreferenceLossConfig) -> list[float]:
     """The losses of pairs ``(policy, reference, length)``, each of these (chosen, rejected)."""
-    losses = []
-    for (pc, pr), (rc, rr), (nc, nr) in pairs:
-        b, e = o.beta, o.label_smoothing
-        c, r = pc - rc, pr - rr
-        lead = score(c, o) - score(r, o)
-        mean_lead = score(c, o) / nc - score(r, o) / nr
-        mc, mr = pc / nc, pr / nr
-        match name:
-            case "sigmoid":
-                loss = smoothed(b * lead, e)
-            case "robust":
-                loss = (-(1 - e) * log_sigmoid(b * lead) + e * log_sigmoid(-b * lead)) / (1 - 2 * e)
-            case "hinge":
-                loss = max(0.0, 1 - b * lead)
-            case "ipo":
-                loss = ((mean_lead if o.ipo_length_normalised else lead) - 1 / (2 * b)) ** 2
-            case "exo_pair":
-                q = sigma(b * lead)
-                loss = q * math.log(q / (1 - e)) + (1 - q) * math.log((1 - q) / e)
-            case "discopop":
-                w = sigma(b * lead / o.discopop_tau)
-                loss = (1 - w) * -log_sigmoid(b * lead) + w * math.exp(-b * lead)
-            case "sigmoid_norm":
-                loss = -log_sigmoid(b * mean_lead)
-            case "nca_pair":
-                loss = -log_sigmoid(b * c) - 0.5 * (log_sigmoid(-b * c) + log_sigmoid(-b * r))
-            case "bco_pair":
-                loss = -log_sigmoid(b * c) - log_sigmoid(-b * r)
-            case "sppo_hard":
-                loss = (c - 1 / (2 * b)) ** 2 + (r + 1 / (2 * b)) ** 2
-            case "apo_zero":
-                loss = 1 - sigma(b * c) + sigma(b * r)
-            case "apo_down":
-                loss = sigma(b * c) + 1 - sigma(b * (c - r))
-            case "simpo":
-                loss = smoothed(b * (mc - mr) - o.simpo_gamma, e)
-            case "orpo":
-                odds_c, odds_r = math.exp(mc) / (1 - math.exp(mc)), math.exp(mr) / (1 - math.exp(mr))
-                loss = -mc - b * log_sigmoid(math.log(odds_c / odds_r))
-            case "sft":
-                loss = -mc
-            case "aot":
-                ranks = [sorted(range(len(pairs)), key=lambda i, k=k: pairs[i][k][0] - pairs[i][k][1]) for k in (0, 1)]
-                at = len(losses)
-                (p0, p1), (r0, r1) = pairs[ranks[0][at]][0], pairs[ranks[1][at]][1]
-                loss = smoothed(b * ((p0 - p1) - (r0 - r1)), e)
-            case "aot_unpaired":
-                sides = [sorted(pair[0][k] - pair[1][k] for pair in pairs) for k in (0, 1)]
-                loss = smoothed(b * (sides[0][len(losses)] - sides[1][len(losses)]), e)
-        losses.append(loss)
-    return losses
+    if name in FORMULAS:
+        return [FORMULAS[name](Pair(pair, o)) for pair in pairs]
+    if name == "aot":  # the sorted leads of the policy against those of the reference
+        sides = [sorted(pair[k][0] - pair[k][1] for pair in pairs) for k in (0, 1)]
+    else:  # the sorted log-ratios of the chosen against those of the rejected
+        sides = [sorted(pair[0][k] - pair[1][k] for pair in pairs) for k in (0, 1)]
+    return [smoothed(o.beta * (one - other), o.label_smoothing) for one, other in zip(*sides, strict=True)]
 
 
 def batch(seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -123,6 +123,66 @@ def test_a_dense_model_has_no_experts_to_wrap(folder: Path) -> None:
     assert "which model_type qwen2 is not" in problem.rule
 
 
+EXPERTS = {**DENSE, "model_type": "qwen3_moe", "num_experts": 6}
+TENSOR2 = {**MEGATRON, TRAIN: {"tensor_model_parallel_size": 2}}
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "key", "words"),
+    [
+        (EXPERTS, {**MEGATRON, TRAIN: {"expert_model_parallel_size": 2}}, None, ""),
+        (
+            DENSE,
+            {**MEGATRON, TRAIN: {"expert_model_parallel_size": 2}},
+            f"{TRAIN}.expert_model_parallel_size",
+            "is for",
+        ),
+        (EXPERTS, TENSOR2, f"{TRAIN}.sequence_parallel", "must be true"),
+    ],
+)
+def test_experts_over_ranks(
+    folder: Path, model: dict[str, Any], changes: dict[str, Any], key: str | None, words: str
+) -> None:
+    problems = found(folder, model, **changes)
+    assert [problem.key for problem in problems] == ([key] if key else []), problems
+    assert all(words in problem.rule for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("model", "modes", "more", "key", "words"),
+    [
+        (EXPERTS, ("R3", "R3"), {}, None, ""),
+        (EXPERTS, ("R2", "disabled"), {"enable_old_logprobs_recompute": True}, None, ""),
+        (
+            EXPERTS,
+            ("R2", "disabled"),
+            {"force_disable_old_logprobs_recompute": True},
+            "actor_train.router_replay.mode",
+            "which this run has none of",
+        ),
+        (EXPERTS, ("R3", "disabled"), {}, "actor_infer.router_replay.mode", "set both"),
+        (EXPERTS, ("disabled", "R3"), {}, "actor_infer.router_replay.mode", "set both"),
+        (
+            DENSE,
+            ("R2", "disabled"),
+            {"enable_old_logprobs_recompute": True},
+            "actor_train.router_replay.mode",
+            "is for",
+        ),
+        (EXPERTS, ("R3", "R3"), VLLM, "actor_train.router_replay.mode", "which vllm does not"),
+    ],
+)
+def test_router_replay(
+    folder: Path, model: dict[str, Any], modes: tuple[str, str], more: dict[str, Any], key: str | None, words: str
+) -> None:
+    changes = {
+        f"{role}.router_replay.mode": mode for role, mode in zip(("actor_train", "actor_infer"), modes, strict=True)
+    }
+    problems = found(folder, model, **changes, **more)
+    assert [problem.key for problem in problems] == ([key] if key else []), problems
+    assert all(words in problem.rule for problem in problems)
+
+
 def test_a_judge_by_an_engine_may_be_of_any_family(folder: Path) -> None:
     (folder / "judge").mkdir()
     (folder / "judge" / "config.json").write_text(json.dumps(RECURRENT))

@@ -15,6 +15,7 @@ from roll.algorithms.losses import actor_loss_options
 from roll.pipelines.agentic.config import AgenticConfig
 from roll.pipelines.agentic.learning import EpisodeAdvantageComputer
 from roll.pipelines.policy import actor_keys
+from roll.pipelines.rlvr.phases import shuffled_rows
 from roll.pipelines.row_order import even_mini_batches, num_samples
 from roll.protocol import DataProto
 from roll.rollout.episode_batch import SampleRule, build_episode_batch
@@ -189,3 +190,11 @@ def test_mini_batches_are_of_episodes(trees: list[EpisodeGroup], dp_size: int) -
         assert close(found, update(whole, config))
     assert int(used.sum()) == len(batch)
     assert even_mini_batches(batch[[0]].select(["input_ids"]), 1, 4).batch["input_ids"].shape[0] == 1
+
+
+def test_drawn_mini_batches_keep_episodes_whole(trees: list[EpisodeGroup]) -> None:
+    batch = learned(trees, "step", settings())
+    drawn = batch[shuffled_rows(batch, (1, 2), by_prompt=False)].batch["episode_ids"].tolist()
+    order = list(dict.fromkeys(drawn))
+    assert sorted(order) == list(range(6)) != order
+    assert drawn == [episode for episode in order for _ in range(drawn.count(episode))]

@@ -353,6 +353,15 @@ EXPERTS = (
         megatron_experts("test_weights_are_sent_stored_and_exported_for_transformers"),
     ),
     Feature(
+        "mixture of experts: weights to the engines, matrix by matrix",
+        *[in_file("strategies/test_sync_matrix.py")("test_experts_travel_as_they_are_stored")] * 4,
+    ),
+    Feature(
+        "mixture of experts: router replay (R2, R3)",
+        *[in_file("strategies/test_router_replay.py")("test_replay_equals_a_plain_model_told_what_to_choose")] * 3,
+        megatron_experts("test_replay_equals_a_plain_model_told_what_to_choose"),
+    ),
+    Feature(
         "mixture of experts: LoRA, without routers",
         *[moe_state("test_adapters_next_to_experts_equal_plain_peft")] * 3,
         Other("no: adapters of attention only, refused by name"),

@@ -9,23 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from roll.models.routes import missing_mark, route_dtype
+from roll.models.routes import missing_mark
 from tests.strategies import moe_cases
 from tests.strategies.moe_models import EVERYWHERE, write_moe
+from tests.strategies.routed import routed_results, with_routes
 from tests.strategies.samples import (
     DYNAMIC,
     PACKING,
-    TensorBatch,
     make_batch,
     make_role,
-    plain_model,
-    plain_outputs,
-    policy_loss,
     split_rows,
 )
 
 RunRanks = Callable[..., list[Any]]
-EXPERTS, TOP_K, LAYERS = 6, 2, 2
 RELATIVE = 3e-6
 RECOMPUTE = {"model_args": {"disable_gradient_checkpointing": False}}
 SHARED = {"use_prefix_sharing": True}
@@ -41,52 +37,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return written[family]
 
     return folder
-
-
-def with_routes(batch: TensorBatch, group_size: int = 3) -> TensorBatch:
-    """Random routes; the samples of a group have the same for their prompt. The last token of a row has none."""
-    generator = torch.Generator().manual_seed(3)
-    rows, length = batch["input_ids"].shape
-    order = torch.rand(rows, length, LAYERS, EXPERTS, generator=generator).argsort(-1)
-    routes = order[..., :TOP_K].to(route_dtype(EXPERTS))
-    first = batch["response_mask"].int().argmax(1)
-    for row in range(rows):
-        leader = row - row % group_size
-        routes[row, : first[leader]] = routes[leader, : first[leader]]
-        routes[row, int(batch["attention_mask"][row].sum()) - 1 :] = missing_mark(routes.dtype)
-    return batch | {"routed_experts": routes}
-
-
-def plain_results(folder: Path, batch: TensorBatch) -> dict[str, Any]:
-    """Log-probs and gradients, row by row, of a model whose routers are told what to choose."""
-    model = plain_model(folder)
-    routes = batch["routed_experts"].long()
-    log_probs = []
-    for row in range(len(routes)):
-        one = {name: column[row : row + 1] for name, column in batch.items()}
-        hooks = [_told(layer.mlp.gate, routes[row, :, index]) for index, layer in enumerate(model.model.layers)]
-        log_probs.append(plain_outputs(model, one))
-        for hook in hooks:
-            hook.remove()
-    outputs = {name: torch.cat([part[name] for part in log_probs]) for name in log_probs[0]}
-    policy_loss(outputs, batch)[0].backward()
-    return {
-        "outputs": {name: values.detach() for name, values in outputs.items()},
-        "gradients": {name: parameter.grad for name, parameter in model.named_parameters()},
-    }
-
-
-def _told(router: Any, routes: torch.Tensor) -> Any:
-    def choose(module: Any, args: Any, output: Any) -> Any:
-        logits, _, live = output
-        chosen = torch.where(routes[: len(live)] < EXPERTS, routes[: len(live)], live)
-        probs = logits.float().softmax(-1)
-        weights = torch.stack([probs[token, experts] for token, experts in enumerate(chosen)])
-        if getattr(module, "norm_topk_prob", True):
-            weights = weights / weights.sum(-1, keepdim=True)
-        return logits, weights, chosen
-
-    return router.register_forward_hook(choose)
 
 
 ROWS = [
@@ -116,7 +66,7 @@ def test_replay_equals_a_plain_model_told_what_to_choose(
     if strategy.startswith("deepspeed"):
         pytest.importorskip("deepspeed")
     batch = with_routes(make_batch())
-    wanted = plain_results(folders(family), batch)
+    wanted = routed_results(folders(family), batch)
     role = make_role(folders(family), strategy, config=config, **options)
     shares_rows = "ulysses_size" in options.get("model_args", {})
     rows = [batch] * world if shares_rows else split_rows(batch, (12,) if world == 1 else (6, 6))
@@ -129,8 +79,8 @@ def test_replay_equals_a_plain_model_told_what_to_choose(
         actual = torch.cat([part["outputs"][name] for part in parts])
         torch.testing.assert_close(actual, values, rtol=0, atol=1e-5)
     metrics = results[0]["metrics"]
-    assert metrics["router_replay/missing_share"] == 0.0
-    assert metrics["router_replay/changed_share"] > 0.5, "random routes are not the live ones"
+    assert metrics["moe_replay_missing"] == 0.0
+    assert metrics["moe_replay_changed"] > 0.5, "random routes are not the live ones"
 
 
 @pytest.mark.default_rows("qwen3_moe-shared", "mixtral-ulysses")
@@ -157,7 +107,7 @@ def test_recorded_routes_are_the_live_ones(
     for row, mask in enumerate(batch["response_mask"]):
         inputs = int(mask.nonzero().max()) if mask.any() else 0
         assert (recorded[row, :inputs] != mark).all() and (recorded[row, inputs:] == mark).all()
-    assert metrics["router_replay/missing_share"] == metrics["router_replay/changed_share"] == 0.0
+    assert metrics["moe_replay_missing"] == metrics["moe_replay_changed"] == 0.0
     assert metrics["grad_norm"] == pytest.approx(live["grad_norm"], rel=1e-6)
 
 
@@ -165,9 +115,9 @@ def test_a_missing_record_is_counted_and_said(run_ranks: RunRanks, folders: Call
     batch = with_routes(make_batch())
     batch["routed_experts"][:, 2] = missing_mark(batch["routed_experts"].dtype)
     role = make_role(folders("qwen3_moe"), "fsdp2_train")
-    wanted = plain_results(folders("qwen3_moe"), batch)
+    wanted = routed_results(folders("qwen3_moe"), batch)
     (result,) = run_ranks(1, moe_cases.train, role, batch)
-    assert 0.02 < result["metrics"]["router_replay/missing_share"] < 0.3
+    assert 0.02 < result["metrics"]["moe_replay_missing"] < 0.3
     for name, gradient in wanted["gradients"].items():
         difference = (result["gradients"][name] - gradient).abs().max()
         assert float(difference) <= RELATIVE * max(float(gradient.abs().max()), 1e-2), name

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from roll.algorithms.losses import actor_loss_options
 from roll.config.loader import LoadedConfig
@@ -143,7 +144,7 @@ class ClusterStarter:
         self.models: list[StartingModel] = []
         self.pending: list[PendingCall] = []
 
-    def start_computing(self) -> dict[str, Cluster | None]:
+    def start_computing(self) -> dict[str, Any]:
         """The roles that learn or look at samples, by name."""
         config, plan = self._config, self._plan
         actor = ActorSettings(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,8 +17,9 @@ from torch.distributed import ProcessGroup
 
 from roll.config.plan.micro_batching import MicroBatching
 from roll.models.layouts import AttentionPattern, TokenLayout, padded
+from roll.models.routes import routes_of
 from roll.protocol.metrics import Metrics
-from roll.strategies.base import LossFunction, TensorBatch
+from roll.strategies.base import LossFunction, Output, TensorBatch
 from roll.strategies.training.micro_batches import (
     Rows,
     is_empty,
@@ -48,6 +49,12 @@ class Arrangement:
     """bool (s / ranks, b), for routers."""
     share: float = 1.0
     """Weight of the micro-batch in the balance loss: one of all micro-batches of all replicas."""
+    routes: Tensor | None = None
+    """int64 (s / ranks, b, layers, k), experts that tokens are to go to (:mod:`roll.models.routes`)."""
+    sources: Tensor | None = None
+    """int64 (s / ranks, b), as of the layout."""
+    recorded: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """By layer with experts, what its router notes: its tokens' sources (T,) and their experts (T, k)."""
 
 
 @dataclass(frozen=True)
@@ -155,8 +162,17 @@ class Chunking:
             arrangement = Arrangement(whole.position_ids[0, start : start + chunk], whole.pattern)
         if self.routes:
             positions, pattern = (arrangement.position_ids, arrangement.pattern) if arrangement else (None, None)
-            is_padding = whole.sources[:, start : start + chunk].t() < 0
-            arrangement = Arrangement(positions, pattern, is_padding, 0.0 if is_empty(part) else share)
+            columns = slice(start, start + chunk)
+            sources = whole.sources[:, columns].t()
+            routes = routes_of(whole, part[Output.ROUTES].to(self.device)) if Output.ROUTES in part else None
+            arrangement = Arrangement(
+                positions,
+                pattern,
+                is_padding=sources < 0,
+                share=0.0 if is_empty(part) else share,
+                routes=None if routes is None else routes[:, columns].transpose(0, 1),
+                sources=sources,
+            )
         return MicroBatch(
             rows=rows,
             columns={name: column.to(self.device, non_blocking=True) for name, column in part.items()},

@@ -35,8 +35,10 @@ from torch.distributed import ProcessGroup
 
 from roll.models.log_probs import HeadMemory
 from roll.strategies.base import ModelHead
+from roll.strategies.megatron.experts import RoutedLayer, Router
 from roll.strategies.megatron.layers import RotaryAngles, block
 from roll.strategies.megatron.micro_batches import MicroBatch
+from roll.strategies.megatron.parallel import sparse_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -73,6 +75,12 @@ class ResponseGPT(GPTModel):
             vp_stage=virtual_stage,
         )
         self.rotary_pos_emb = RotaryAngles(inverse_frequencies)
+        self.routers: list[Router] = []
+        sparse = sparse_layers(hf)
+        for layer in self.decoder.layers:
+            if isinstance(layer, RoutedLayer):
+                layer.mlp.router.index = sum(sparse[: layer.layer_number - 1])
+                self.routers.append(layer.mlp.router)
         if self.pre_process:
             self.embedding.register_forward_hook(_start_of_gradients)
 

@@ -26,6 +26,7 @@ from roll.config.strategies.registry import MegatronStrategyConfig, typed_strate
 from roll.models.build import DTYPES
 from roll.models.loading import TensorFiles
 from roll.models.lora import Adapters, base_name
+from roll.models.routes import encoded, with_prompts_of_leaders
 from roll.models.stored import StoredLayout
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import (
@@ -41,7 +42,8 @@ from roll.strategies.base import (
 )
 from roll.strategies.megatron import adapters as megatron_adapters
 from roll.strategies.megatron import cpu_compat
-from roll.strategies.megatron.micro_batches import Chunking, run_forward, run_training
+from roll.strategies.megatron.experts import Router
+from roll.strategies.megatron.micro_batches import Chunking, MicroBatch, run_forward, run_training
 from roll.strategies.megatron.model import ResponseGPT
 from roll.strategies.megatron.optimizer import MasterStates, build_optimizer, load_states, save_states
 from roll.strategies.megatron.parallel import (
@@ -52,6 +54,7 @@ from roll.strategies.megatron.parallel import (
     rank_info,
     rotary_frequencies,
     skeleton,
+    sparse_layers,
     write_export,
 )
 from roll.strategies.megatron.weights import (
@@ -64,7 +67,7 @@ from roll.strategies.megatron.weights import (
 )
 from roll.strategies.training.checkpoint import describe_model
 from roll.strategies.training.gather import ADAPTER_FOLDER, EXPORT_BUCKET_BYTES
-from roll.strategies.training.micro_batches import merged_floats, row_index
+from roll.strategies.training.micro_batches import merged_floats, replay_metrics, row_index
 from roll.strategies.training.optimizer import TrainingProgress, clip_factor, scale_
 
 
@@ -218,12 +221,16 @@ class MegatronStrategy(ModelStrategy):
     def forward(self, batch: TensorBatch, outputs: Collection[Output], temperature: float = 1.0) -> TensorBatch:
         """Collective. All ranks of a replica are given the same rows and return the same outputs."""
         self._check_outputs(outputs)
-        names = [str(name) for name in outputs]
+        names = [str(name) for name in outputs if name is not Output.ROUTES]
         modes = [chunk.training for chunk in self.chunks]
         for chunk in self.chunks:
             chunk.eval()
         parts = self._chunking().micro_batches(batch, micro_batching(self.role, trains=False))
+        for router in self._routers:
+            router.records = Output.ROUTES in outputs
         computed = run_forward(self.chunks, parts, names, temperature)
+        for router in self._routers:
+            router.records = False
         for chunk, mode in zip(self.chunks, modes, strict=True):
             chunk.train(mode)
         shape = batch["input_ids"].shape
@@ -236,7 +243,38 @@ class MegatronStrategy(ModelStrategy):
         if self._info.pp_size > 1:
             group = parallel_state.get_pipeline_model_parallel_group()
             dist.broadcast(whole, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
-        return dict(zip(names, whole.to(batch["input_ids"].device).unbind(), strict=True))
+        results = dict(zip(names, whole.to(batch["input_ids"].device).unbind(), strict=True))
+        if Output.ROUTES in outputs:
+            results[Output.ROUTES] = self._recorded_routes(parts, batch)
+        return results
+
+    @property
+    def _routers(self) -> list[Router]:
+        return [router for chunk in self.gpt_chunks for router in chunk.routers]
+
+    def _recorded_routes(self, parts: list[MicroBatch], batch: TensorBatch) -> torch.Tensor:
+        """Collective over a replica's ranks, of which each has noted some of the layers for some of the tokens."""
+        shape, config = batch["input_ids"].shape, self.transformer_config
+        layers, top_k = sum(sparse_layers(self._skeleton.config)), config.moe_router_topk
+        # Counted from 1, so that ranks' parts can be summed.
+        whole = torch.zeros(*shape, layers, top_k, dtype=torch.int32, device=self.device)
+        for part in parts:
+            if not part.rows or part.arrangement is None:
+                continue
+            rows, width = part.columns["input_ids"].shape
+            own = whole.new_zeros(rows * width, layers, top_k)
+            for layer, (sources, chosen) in part.arrangement.recorded.items():
+                own[sources[sources >= 0], layer] = chosen[sources >= 0].int() + 1
+            whole[row_index(part.rows), :width] = own.view(rows, width, layers, top_k)
+        dist.all_reduce(whole, group=parallel_state.get_model_parallel_group())
+        dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+        column = encoded(whole - 1, self._experts).to(batch["input_ids"].device)
+        for part in parts if self.role.use_prefix_sharing else ():
+            if part.rows:
+                index = row_index(part.rows)
+                ids, mask = batch["input_ids"][index], batch["response_mask"][index]
+                column[index] = with_prompts_of_leaders(column[index].clone(), ids, mask)
+        return column
 
     def named_full_weights(
         self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
@@ -317,7 +355,12 @@ class MegatronStrategy(ModelStrategy):
         for chunk in self.ddp_chunks:
             chunk.zero_grad_buffer()
         parts = self._chunking().micro_batches(batch, micro_batching(self.role, trains=True))
+        for router in self._routers:
+            router.counts = None
         metrics = run_training(self.chunks, parts, [str(name) for name in outputs], temperature, loss_fn)
+        counts = [router.counts for router in self._routers if router.counts is not None]
+        if counts and metrics:
+            metrics.append(replay_metrics(torch.stack(counts).sum(0)))
         norm = self._clip_and_step(self.progress.learning_rate)
         metrics.append(self.progress.finish_step(norm, self._info.dp_size))
         return merged_floats(metrics)

@@ -6,7 +6,6 @@ that they give the same numbers.
 
 from __future__ import annotations
 
-import logging
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -31,7 +30,7 @@ from roll.models.lora import Adapters, MergedWeight, add_adapters, base_name
 from roll.models.routes import encoded, missing_mark, route_dtype, routes_of, with_prompts_of_leaders
 from roll.models.stored import StoredLayout
 from roll.models.vision import FEATURES, ImagePool, with_images
-from roll.protocol.metrics import Mean, Metrics
+from roll.protocol.metrics import Metrics
 from roll.strategies.base import (
     ALL_WEIGHTS,
     LossFunction,
@@ -43,7 +42,7 @@ from roll.strategies.base import (
 )
 from roll.strategies.training.checkpoint import describe_model
 from roll.strategies.training.experts import ExpertBalance, balance_coefficient
-from roll.strategies.training.gather import ADAPTER_FOLDER, EXPORT_BUCKET_BYTES, in_buckets
+from roll.strategies.training.gather import ADAPTER_FOLDER, EXPORT_BUCKET_BYTES, in_buckets, runs_of
 from roll.strategies.training.micro_batches import (
     Rows,
     is_empty,
@@ -52,15 +51,13 @@ from roll.strategies.training.micro_batches import (
     merged_floats,
     micro_batch,
     plan_micro_batches,
+    replay_metrics,
     row_index,
 )
 from roll.strategies.training.optimizer import TrainingProgress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-logger = logging.getLogger(__name__)
 
 
 class DataParallelStrategy(ModelStrategy):
@@ -74,7 +71,6 @@ class DataParallelStrategy(ModelStrategy):
     balance: ExpertBalance | None = None
     mixes_types = True
     """A layer may hold parameters of two types: a frozen base and what is trained."""
-    _said_missing = False
     context_size = 1
     """Consecutive ranks that share each sequence, and so are given the same rows."""
 
@@ -239,7 +235,8 @@ class DataParallelStrategy(ModelStrategy):
         """Collective. Full tensors in the compute dtype (float32 master weights stay here); tied weights come once."""
         for bucket in self._live_weights(bucket_bytes, selection):
             parts = [stored for name, tensor in bucket for stored in self._stored.split(name, tensor)]
-            yield [(name, part.contiguous()) for name, part in parts]
+            whole = [(name, part.contiguous()) for name, part in parts]
+            yield from [whole] if len(whole) == len(bucket) else runs_of(whole, bucket_bytes)
 
     def _live_weights(
         self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
@@ -435,17 +432,8 @@ class DataParallelStrategy(ModelStrategy):
         routing = self.model.routing
         if routing is None or routing.replay_counts is None:
             return {}
-        replayed, missing, changed = (float(count) for count in routing.replay_counts)
-        routing.replay_counts = None
-        if missing and not self._said_missing:
-            self._said_missing = True
-            share = missing / (missing + replayed)
-            logger.warning("router_replay: %.2f%% of the tokens have no recorded route; they choose anew", 100 * share)
-        total = max(1.0, replayed + missing)
-        return {
-            "router_replay/missing_share": Mean(missing, total),
-            "router_replay/changed_share": Mean(changed, replayed),
-        }
+        counts, routing.replay_counts = routing.replay_counts, None
+        return replay_metrics(counts)
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         total = value.to(self.device, copy=True)

@@ -6,8 +6,10 @@ micro-batch, and all ranks make the same number of passes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -19,6 +21,8 @@ from roll.models.partitions import balance_packs, pack_sequences
 from roll.models.vision import PROMPT_KEYS
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
 from roll.strategies.base import TensorBatch
+
+logger = logging.getLogger(__name__)
 
 Rows = Sequence[int]
 """Ascending row indices; a ``range`` where they are consecutive. None of them: a pass without a row."""
@@ -196,6 +200,26 @@ def layout_metrics(layout: TokenLayout) -> Metrics:
     """Tokens that a micro-batch computes, and the share of them that is padding."""
     tokens = layout.input_ids.numel()
     return {"tokens_per_micro_batch": Mean(tokens), "padding_ratio": Mean(layout.num_padding, tokens)}
+
+
+def replay_metrics(counts: torch.Tensor) -> Metrics:
+    """
+    Args:
+        counts: tokens, of each layer with experts, that took recorded routes, that had none, and that went elsewhere
+            than they would have.
+    """
+    replayed, missing, changed = counts.tolist()
+    if missing:
+        _warn_once("router_replay: some tokens have no recorded route and choose anew; see moe_replay_missing")
+    return {
+        "moe_replay_missing": Mean(missing, replayed + missing),
+        "moe_replay_changed": Mean(changed, replayed),
+    }
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
 
 
 def is_empty(batch: TensorBatch) -> bool:

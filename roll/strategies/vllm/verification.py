@@ -83,7 +83,10 @@ class ReloadVerifier:
         def process_watched(layer: Any) -> None:
             self._compare_loaded(layer)
             probe = Probe.of(layer.weight) if is_packed(layer) else None
+            packed_before = getattr(method, "moe_kernel", None)
             process(layer)
+            if packed_before is not None:
+                pack_experts(layer, packed_before)
             self._processed.add(id(layer))
             if probe is not None:
                 check_packing(layer, probe)
@@ -94,14 +97,33 @@ class ReloadVerifier:
 
     def _compare_loaded(self, layer: Any) -> None:
         for parameter_name, bound in get_layerwise_info(layer).loaded_weights:
-            name = self._names.get(id(bound.arguments.get("loaded_weight")))
-            if name is not None:
-                self._compare(name, layer, parameter_name, bound.arguments.get("loaded_shard_id"))
+            arguments = bound.arguments
+            name = self._names.get(id(arguments.get("loaded_weight")))
+            if name is None:
+                continue
+            if "expert_id" in arguments:
+                self._compare_expert(name, layer, parameter_name, arguments["shard_id"], arguments["expert_id"])
+            else:
+                self._compare(name, layer, parameter_name, arguments.get("loaded_shard_id"))
+
+    def _compare_expert(self, name: str, layer: Any, parameter_name: str, shard: str, expert: int) -> None:
+        """One matrix of one expert, of which another rank may have all or a part."""
+        local = layer._map_global_expert_id_to_local_expert_id(expert)
+        sent = self._sent.pop(name)
+        del self._names[id(sent)]
+        if local < 0:
+            return
+        held = expert_part(getattr(layer, parameter_name), local, shard)
+        self._note(name, layer, parameter_name, sent, held)
 
     def _compare(self, name: str, layer: Any, parameter_name: str, shard: Any = None) -> None:
         sent = self._sent.pop(name)
         del self._names[id(sent)]
-        held = held_part(layer, getattr(layer, parameter_name), shard, len(sent))
+        self._note(
+            name, layer, parameter_name, sent, held_part(layer, getattr(layer, parameter_name), shard, len(sent))
+        )
+
+    def _note(self, name: str, layer: Any, parameter_name: str, sent: torch.Tensor, held: torch.Tensor) -> None:
         checksum = tensor_checksum(held)
         meant = meant_part(layer, sent, held).to(held.dtype)
         if meant is not sent and checksum == tensor_checksum(meant):
@@ -174,6 +196,13 @@ def is_packed(layer: Any) -> bool:
     return "cpu_linear" in vars(layer) and getattr(layer, "weight", None) is not None and layer.weight.ndim == 2
 
 
+def pack_experts(layer: Any, kernel: Any) -> None:
+    """Pack reloaded experts for a CPU's kernel. vLLM 0.32 does so when the kernel is made, at the first load only, and
+    after a reload would read the plain matrices as packed ones: other numbers, without an error."""
+    if layer.w13_weight.device.type == "cpu":
+        kernel.fused_experts.process_weights_after_loading(layer)
+
+
 @dataclass(frozen=True)
 class Probe:
     """One product of a matrix (out, in), computed the plain way; float32."""
@@ -236,6 +265,19 @@ def held_part(layer: Any, parameter: torch.Tensor, shard: Any, num_rows: int) ->
         sizes = layer.output_partition_sizes
         begin, size = sum(sizes[:shard]), sizes[shard]
     return parameter.data[begin : begin + size]
+
+
+def expert_part(parameter: torch.Tensor, expert: int, shard: str) -> torch.Tensor:
+    """The part of experts' fused parameter (experts, rows, columns) that one matrix of the checkpoint went to.
+
+    Args:
+        shard: ``w1`` (gate) and ``w3`` (up) are above one another, ``w2`` (down) is by itself.
+    """
+    whole = parameter.data[expert]
+    if shard == "w2":
+        return whole
+    rows = len(whole) // 2
+    return whole[:rows] if shard == "w1" else whole[rows:]
 
 
 def meant_part(layer: Any, whole: torch.Tensor, held: torch.Tensor) -> torch.Tensor:

@@ -234,3 +234,13 @@ def merged_lora(role: WorkerConfig, batch: TensorBatch) -> list[dict[str, torch.
             {name: tensor.clone() for bucket in strategy.named_full_weights(4000, one) for name, tensor in bucket}
             for one in selections
         ]
+
+
+def record_and_replay(role: WorkerConfig, batch: TensorBatch) -> tuple[torch.Tensor, dict[str, float], torch.Tensor]:
+    """The routes of a forward pass, metrics of a step that replays them, and the rows' response masks."""
+    with fresh_groups():
+        strategy = RecordingStrategy(role)
+        strategy.initialize(num_training_steps=10)
+        routes = strategy.forward(batch, (Output.LOG_PROBS, Output.ROUTES))[Output.ROUTES]
+        metrics = strategy.train_step(batch | {"routed_experts": routes}, policy_loss, POLICY)
+        return routes, to_floats(metrics), batch["response_mask"]

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from roll.models.stored import StoredLayout
 from tests.strategies.megatron.layouts import by_replica
+from tests.strategies.routed import routed_results, with_routes
 from tests.strategies.samples import DYNAMIC, make_batch, plain_model, plain_outputs, policy_loss
 
 cases = pytest.importorskip("tests.strategies.megatron.cases", reason="needs megatron-core")
@@ -186,3 +187,44 @@ def test_balance_loss_is_the_mean_over_micro_batches(
 def test_adapters_of_experts_are_refused(run_case: RunCase) -> None:
     message = run_case(cases.refused, 1, {}, "qwen2_moe", model_args={"lora_target": "gate_proj"})[0]
     assert "model_args.lora_target" in message and "shared_expert" in message
+
+
+REPLAYS = [
+    pytest.param(1, {}, "qwen3_moe", {}, id="1-rank"),
+    pytest.param(2, {"ep": 2}, "mixtral", {"use_prefix_sharing": True, **PACKED}, id="ep2-shared-prompts"),
+    pytest.param(2, {"tp": 2, "sp": True}, "olmoe", {"model_args": RECOMPUTE}, id="tp2-recomputed"),
+    pytest.param(2, {"pp": 2, "vpp": 2}, "qwen3_moe", {"model_args": RECOMPUTE}, id="vpp2-recomputed"),
+    pytest.param(2, {"cp": 2}, "qwen2_moe", PACKED, id="cp2-packed"),
+]
+
+
+@pytest.mark.default_rows("tp2-recomputed")
+@pytest.mark.parametrize(("world", "sizes", "model", "options"), REPLAYS)
+def test_replay_equals_a_plain_model_told_what_to_choose(
+    run_case: RunCase,
+    family: Callable[[str], Path],
+    world: int,
+    sizes: dict[str, Any],
+    model: str,
+    options: dict[str, Any],
+) -> None:
+    batch = with_routes(make_batch(), layers=4)
+    results = run_case(cases.train, world, sizes, model, batch=batch, **options)
+    wanted = routed_results(family(model), batch)
+    stored = StoredLayout(plain_model(family(model))).views(wanted["gradients"])
+    assert_same_gradients(results[0]["gradients"], stored)
+    metrics = by_replica(results)[0]["metrics"]
+    assert metrics["moe_replay_missing"] == 0.0 and metrics["moe_replay_changed"] > 0.5
+
+
+@pytest.mark.default_rows("vpp2-recomputed")
+@pytest.mark.parametrize(("world", "sizes", "model", "options"), REPLAYS)
+def test_recorded_routes_are_the_live_ones(
+    run_case: RunCase, world: int, sizes: dict[str, Any], model: str, options: dict[str, Any]
+) -> None:
+    for recorded, metrics, rows in run_case(cases.record_and_replay, world, sizes, model, **options):
+        for row, mask in enumerate(rows):
+            inputs = int(mask.nonzero().max()) if mask.any() else 0
+            assert (recorded[row, :inputs] != 255).all() and (recorded[row, inputs:] == 255).all()
+        if "moe_replay_missing" in metrics:
+            assert metrics["moe_replay_missing"] == metrics["moe_replay_changed"] == 0.0

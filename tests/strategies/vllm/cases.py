@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, Qwen2Config
 
+from roll.models.stored import StoredLayout
 from roll.strategies.engines.base import GenerationStrategy, Quarantine
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams, interrupted
 from roll.weight_sync.encoding import tensor_checksum
@@ -235,3 +236,24 @@ def failing_alone(folder: Path) -> dict[str, Any]:
     ]
     tokens = {key: output.token_ids == alone[key].token_ids for key, output in done.items()}
     return {"failed": failed, "tokens": tokens, "largest": max(close), "left": started.num_unfinished}
+
+
+def experts_after_updates(folder: Path) -> list[tuple[list[str], bool]]:
+    """After 0, 1 and 2 updates of experts: names found wrong, and whether greedy tokens are the model's."""
+    model, found = load(folder), []
+    prompts = helpers.random_prompts([5, 9], seed=4)
+    with engine(folder) as started:
+        for version in range(3):
+            wrong = []
+            if version:
+                jolt(model, version)
+                sent = StoredLayout(model).views(dict(model.named_parameters()))
+                started.start_weight_update(version)
+                started.update_weights(sent)
+                held = started.finish_weight_update()
+                wrong = [name for name, tensor in sent.items() if held.get(name) != tensor_checksum(tensor)]
+            requests = [GenerationRequest(f"{version}.{i}", p, helpers.greedy(10)) for i, p in enumerate(prompts)]
+            outputs = helpers.run(started, requests)
+            tokens = [outputs[f"{version}.{i}", 0].token_ids for i in range(len(prompts))]
+            found.append((wrong, tokens == [helpers.generate_greedy(model, prompt, 10) for prompt in prompts]))
+    return found

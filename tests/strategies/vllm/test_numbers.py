@@ -10,6 +10,8 @@ import pytest
 
 from tests.strategies.engine_cases import SETTINGS
 from tests.strategies.engine_checks import FP32_GAP, check_greedy, check_in_flight, check_interrupted
+from tests.strategies.hf_infer import helpers
+from tests.strategies.moe_models import write_moe
 from tests.strategies.vllm import cases
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -55,3 +57,17 @@ def test_a_sample_does_not_depend_on_its_neighbours(
 def test_stop_strings_end_where_hf_infer_ends(in_engine_process: Callable[..., Any], folders: dict[str, Path]) -> None:
     embedded, ours = in_engine_process(cases.stop_strings, folders["qwen2"])
     assert ours == embedded and ours[1] == "stop" and len(ours[0]) < 20
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_experts_are_computed_with_after_updates(
+    in_engine_process: Callable[..., Any], tmp_path: Path, family: str
+) -> None:
+    """Every matrix of every expert is where it belongs, and packed for the kernel again."""
+    sizes = {"vocab_size": 320, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    widths = {"intermediate_size": 64} | (
+        {"moe_intermediate_size": 32, "head_dim": 32} if family == "qwen3_moe" else {}
+    )
+    folder = write_moe(tmp_path, family, **sizes, **widths)
+    helpers.make_tokenizer().save_pretrained(folder)
+    assert in_engine_process(cases.experts_after_updates, folder) == [([], True)] * 3
