@@ -8,7 +8,8 @@
 ``engine``    turns a second of ``hf_infer`` in this process (136k weights, 8 turns of 29 observation and 3 new tokens),
               with and without its prefix cache, and the share of what it could know that it knew.
 ``latency``   512 episodes at once whose environments take log-normal times: the share of the time in which engines are
-              busy, against a loop that waits for all episodes before each turn. On a simulated clock.
+              busy, against a loop that waits for all episodes before each turn. On a simulated clock, and on a real
+              one (engines that sleep for as long as they would compute).
 ``ahead``     steps a second of asynchronous over synchronous rollout with the same engines and trainer, environments
               of log-normal latency, on the same clock.
 """
@@ -17,9 +18,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,9 +70,10 @@ class Waiter:
     """An agent whose environment takes a while for every step; 0: none."""
 
     seconds: Callable[[random.Random], float] = lambda rng: 0.0
+    numbers: Iterator[int] = field(default_factory=itertools.count)
 
     async def run(self, task: Task, model: Model, episode: Episode) -> float:
-        rng = random.Random(f"{task.seed}/{id(model)}")
+        rng = random.Random(next(self.numbers))
         model.conversations.__class__ = Turns
         for _ in range(TURNS):
             call = model.conversations.ask([])
@@ -181,8 +184,13 @@ async def _bare(engines: Engines) -> None:
 def latency() -> None:
     """Busy share of the engines."""
     shares = {}
-    for name, run in (("each for itself", _free), ("waiting for all before a turn", _barrier)):
-        driver = DriverLoop(Clock())
+    runs = (
+        ("each for itself", _free, True),
+        ("waiting for all before a turn", _barrier, True),
+        ("each for itself, in real time", _free, False),
+    )
+    for name, run, simulated in runs:
+        driver = DriverLoop(Clock() if simulated else None)
         engines = Engines(2, TOKEN_SECONDS)
         try:
             seconds = driver.run(run(engines))
@@ -190,7 +198,7 @@ def latency() -> None:
             driver.close()
         shares[name] = engines.busy / (2 * seconds), seconds
     shown = "; ".join(f"{name}: {share:.1%} busy, {seconds:.1f} s" for name, (share, seconds) in shares.items())
-    print(f"latency (simulated, {EPISODES} episodes, median {MEDIAN} s, sigma {SIGMA}): {shown}")
+    print(f"latency ({EPISODES} episodes, median {MEDIAN} s, sigma {SIGMA}): {shown}")
 
 
 async def _free(engines: Engines) -> float:

@@ -29,8 +29,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from roll.models.loading import TensorFiles
-
 
 @dataclass(frozen=True)
 class Part:
@@ -118,8 +116,8 @@ class StoredLayout:
             live[name] = rows.view(self._shapes[name])
         return live
 
-    def read(self, files: TensorFiles, stored: str) -> Tensor:
-        """A stored tensor from a folder, also from one that holds live tensors.
+    def read(self, files: Any, stored: str) -> Tensor:
+        """A stored tensor from a folder (:class:`~roll.models.loading.TensorFiles`), also one that holds live tensors.
 
         Raises:
             ValueError: the folder lacks it.

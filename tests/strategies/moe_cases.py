@@ -77,3 +77,10 @@ def train_adapters(role: WorkerConfig, batch: TensorBatch, steps: int) -> dict[s
 
         return lora_cases.train(trainer, role, batch, steps)
     return lora_cases.train(sharded_cases.trainer, role, batch, steps)
+
+
+def buckets(role: WorkerConfig, bucket_bytes: int) -> list[dict[str, int]]:
+    """Bytes of every tensor of every bucket that this rank would send."""
+    strategy: Any = create_strategy(role)
+    strategy.initialize()
+    return [{name: t.nbytes for name, t in bucket} for bucket in strategy.named_full_weights(bucket_bytes)]

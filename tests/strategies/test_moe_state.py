@@ -57,7 +57,7 @@ def test_a_bias_that_balances_leaves_in_float32(run_ranks: RunRanks, tmp_path: P
     assert {tensor.dtype for name, tensor in buckets.items() if name not in biases} == {torch.bfloat16}
 
 
-@pytest.mark.default_rows("fsdp2")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "config"),
     [
@@ -109,7 +109,7 @@ def test_all_linear_trains_no_router(run_ranks: RunRanks, tmp_path: Path, strate
     assert not [name for name in trained if "gate." in name or "router" in name or ".experts." in name]
 
 
-@pytest.mark.default_rows("fsdp2_train")
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "fsdp_train", "deepspeed_train"])
 def test_adapters_next_to_experts_equal_plain_peft(run_ranks: RunRanks, tmp_path: Path, strategy: str) -> None:
     """Attention and shared experts; the merged weights are those that peft merges."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.strategies import sync_cases
+from tests.strategies import moe_cases, sync_cases
 from tests.strategies.hf_infer.helpers import make_tokenizer
 from tests.strategies.moe_models import write_moe
 from tests.strategies.samples import make_batch, make_role, split_rows
@@ -109,3 +109,11 @@ def test_adapters_by_themselves(run_ranks: RunRanks, folder: Path, tmp_path: Pat
     )
     assert sent[1][0] == sent[0][0]
     assert sent[1][1] < 0.2 * sent[0][1]
+
+
+def test_experts_travel_in_bounded_buckets(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """A layer's experts are gathered as one tensor that is larger than a bucket."""
+    folder, limit = write_moe(tmp_path, "qwen3_moe"), 2**13
+    (found,) = run_ranks(1, moe_cases.buckets, make_role(folder, "fsdp2_train"), limit)
+    assert all(sum(bucket.values()) <= limit or len(bucket) == 1 for bucket in found)
+    assert {name for bucket in found for name in bucket} == load_file(folder / "model.safetensors").keys()

@@ -42,7 +42,7 @@ from roll.strategies.base import (
 )
 from roll.strategies.training.checkpoint import describe_model
 from roll.strategies.training.experts import ExpertBalance, balance_coefficient
-from roll.strategies.training.gather import ADAPTER_FOLDER, EXPORT_BUCKET_BYTES, in_buckets
+from roll.strategies.training.gather import ADAPTER_FOLDER, EXPORT_BUCKET_BYTES, in_buckets, runs_of
 from roll.strategies.training.micro_batches import (
     Rows,
     is_empty,
@@ -235,7 +235,8 @@ class DataParallelStrategy(ModelStrategy):
         """Collective. Full tensors in the compute dtype (float32 master weights stay here); tied weights come once."""
         for bucket in self._live_weights(bucket_bytes, selection):
             parts = [stored for name, tensor in bucket for stored in self._stored.split(name, tensor)]
-            yield [(name, part.contiguous()) for name, part in parts]
+            whole = [(name, part.contiguous()) for name, part in parts]
+            yield from [whole] if len(whole) == len(bucket) else runs_of(whole, bucket_bytes)
 
     def _live_weights(
         self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS

@@ -42,6 +42,20 @@ def in_buckets(
         yield bucket
 
 
+def runs_of(named: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """The matrices of experts, of which a layer's are gathered as two tensors, in runs of at most ``bucket_bytes``."""
+    run: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in named:
+        if run and size + tensor.nbytes > bucket_bytes:
+            yield run
+            run, size = [], 0
+        run.append((name, tensor))
+        size += tensor.nbytes
+    if run:
+        yield run
+
+
 @dataclass(frozen=True)
 class Pieces:
     """One parameter over the ranks of a shard group."""
