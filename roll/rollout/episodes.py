@@ -217,7 +217,7 @@ class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
         self._settings = settings
         self._slots = asyncio.Semaphore(settings.max_groups)
         self._leaving: set[asyncio.Task[Episode]] = set()
-        self._num_ended = 0
+        self._num_attempts = 0
         self.counts: Counter[str] = Counter()
         """Episodes since the beginning, by what became of them: ``ended``, ``retried`` (an attempt that failed) and
         ``cancelled`` (not needed any more)."""
@@ -249,7 +249,7 @@ class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
 
     @property
     def _moves(self) -> tuple[int, int]:
-        return self._engines.num_turns, self._num_ended
+        return self._engines.num_turns, self._num_attempts
 
     def _take(self, one: OpenTask, recorded: Mapping[str, State] | None = None) -> None:
         group = _OpenGroup(one)
@@ -277,7 +277,6 @@ class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in sorted(done, key=tasks.__getitem__):
                     episode = task.result()
-                    self._num_ended += 1
                     (failed if episode.failed else sound)[tasks[task]] = episode
         finally:
             await self._cancel(running)
@@ -314,6 +313,7 @@ class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
                 episode = await run_episode(task, player.agent, model, player.limits)
             finally:
                 member.sampler.close()
+            self._num_attempts += 1
             if episode.outcome != "environment_error" or attempt == settings.retries:
                 break
             self.counts["retried"] += 1
