@@ -79,7 +79,9 @@ def text_questions(
 ) -> Questions:
     """ROLL's ``roll_qa``: the answer in ``\\boxed{}`` is compared without case, punctuation and articles."""
     boxed = {"source": "boxed"}
-    return Questions(dataset_name, split, question_key, answer_key, "exact_match", boxed, mode, max_steps)
+    return Questions(
+        dataset_name, split, question_key, answer_key, "roll.rewards.text_rules.ExactMatch", boxed, mode, max_steps
+    )
 
 
 @cache

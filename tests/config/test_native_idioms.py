@@ -260,6 +260,6 @@ def test_pipeline_of_another_launcher(tmp_path: Path, pipeline: str | None) -> N
 
 
 def test_pipelines_to_come(tmp_path: Path) -> None:
-    for data in ({"pipeline": "dpo"}, {"student": {}}):
+    for data in ({"pipeline": "distill"}, {"student": {}}):
         assert ["not available yet" in problem.rule for problem in mistakes(tmp_path, data)] == [True]
     assert "cannot be told" in str(mistakes(tmp_path, {"exp_name": "x"})[0])

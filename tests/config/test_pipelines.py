@@ -30,6 +30,8 @@ ASKING = (
 def test_sft_stands_in_its_folder_and_in_the_registry() -> None:
     found = []
     for module in ASKING:
+        if module.name == "preferences.py":
+            continue  # one of its losses is called so
         for number, line in enumerate(module.read_text(encoding="utf-8").splitlines(), 1):
             if re.search(r"sft", line.replace("roll.datasets.sft", "").replace("SftDataset", ""), re.IGNORECASE):
                 found.append(f"{module.name}:{number}: {line.strip()}")
@@ -57,7 +59,7 @@ def test_a_definition_agrees_with_its_configuration(pipeline: object) -> None:
 
 
 def test_registry() -> None:
-    assert NAMES == ("rlvr", "sft") and not set(NAMES) & set(MISSING)
+    assert NAMES == ("agentic", "dpo", "rlvr", "sft") and not set(NAMES) & set(MISSING)
     assert [one.name for one in definitions()] == list(NAMES)
     for entry, pipeline in ((entry, one) for entry in PIPELINES for one in definitions() if one.name == entry.name):
         assert set(entry.start_keys) <= set(known_keys(pipeline.config_class))

@@ -108,11 +108,11 @@ PLANS = {
     ),
 }
 """Backend, devices that learn, devices that generate, and the batch."""
-FOLDERS = sorted(folder.name for folder in EXAMPLES.glob("qwen*"))
+FOLDERS = sorted(folder.name for folder in EXAMPLES.glob("qwen*-rlvr_*"))
 
 
 def test_every_recipe_is_here_and_in_the_table() -> None:
-    files = {str(file.relative_to(EXAMPLES).with_suffix("")) for file in EXAMPLES.glob("qwen*/*.yaml")}
+    files = {str(file.relative_to(EXAMPLES).with_suffix("")) for file in EXAMPLES.glob("qwen*-rlvr_*/*.yaml")}
     assert files == set(PLANS)
     rows = re.findall(r"^\| ([\w.-]*) ?\| `(rlvr_config\w*)` \|", (EXAMPLES / "README.md").read_text("utf-8"), re.M)
     folder, listed = "", set()
