@@ -78,7 +78,7 @@ def changed(changes: Mapping[str, Any], base: Mapping[str, Any] = GOOD) -> dict[
         if value is GONE:
             node.pop(last)
         else:
-            node[last] = value
+            node[last] = copy.deepcopy(value)
     return data
 
 

@@ -82,10 +82,19 @@ def test_faults_of_environments_cost_no_step(run: Run, ratio: int, tmp_path: Pat
     assert len(finished.steps) == 3
     found = episodes(finished)
     assert len(found) == 3 * 16
-    failed = [outcome for _, _, outcome in found.values() if outcome == "environment_error"]
-    assert failed and len(failed) < len(found)
-    assert sum(finished.values("scheduler/episodes_ended")) >= len(found)
-    assert sum(finished.values("scheduler/episodes_retried")) >= len(failed)
+    outcomes = {outcome for _, _, outcome in found.values()}
+    assert "terminated" in outcomes and outcomes <= {"terminated", "environment_error"}
+    drawn, used, failed, ended, retried = (
+        sum(finished.values(f"scheduler/{name}"))
+        for name in (
+            *("collect_query_count", "query_use_count", "group_filter_count"),
+            *("episodes_ended", "episodes_retried"),
+        )
+    )
+    assert used == 12 and failed > 0 and retried > 0
+    if not ratio:
+        assert outcomes == {"terminated"}, "a group that only fails is replaced"
+        assert drawn == used + failed and ended == 4 * drawn and retried == 4 * failed
     assert finished.values("env/process_deaths")[-1] > 0
     assert finished.values("agent/retokenized_tokens") == [0.0] * 3
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roll.algorithms.preferences import PairSums, preference_loss
 from roll.config.preferences import PreferenceLossConfig
+from roll.tracking import METRICS_NAME, read_metrics
 from tests.pipelines.conftest import Run
 from tests.pipelines.tiny_runs import FinishedRun, TinyWorld, constant_rate, role, training_args, untimed
 
@@ -168,7 +169,9 @@ def test_it_goes_on_where_it_was(run: Run, world: TinyWorld) -> None:
     resumed = run(changes | {"resume_from_checkpoint": str(checkpoint)}, pipeline="dpo")
     assert [row["step"] for row in resumed.steps] == [2, 3]
     assert [later(row) for row in resumed.steps] == [later(row) for row in first.steps[2:]]
-    assert first.steps[3]["val/acc"] > 0.5 and first.steps[3]["val/loss"] < 0.69
+    validations = [row for row in read_metrics(first.logs / METRICS_NAME) if "val/acc" in row]
+    assert [row["step"] for row in validations] == [2, 4]
+    assert validations[1]["val/acc"] > 0.5 and validations[1]["val/loss"] < validations[0]["val/loss"] < 0.69
 
 
 def later(row: dict[str, Any]) -> dict[str, Any]:
