@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -102,7 +103,7 @@ class Begun(Protocol):
 BegunT = TypeVar("BegunT", bound=Begun)
 
 
-class GroupFlow(Generic[BegunT, GroupT]):
+class GroupFlow(ABC, Generic[BegunT, GroupT]):
     """The coroutines of groups; what begins them is a subclass's.
 
     Args:
@@ -129,9 +130,9 @@ class GroupFlow(Generic[BegunT, GroupT]):
         return len(self._begun)
 
     @property
+    @abstractmethod
     def _moves(self) -> tuple[int, ...]:
         """Numbers that change when anything moves."""
-        raise NotImplementedError
 
     def take(self) -> Progress[GroupT]:
         """What has happened since the last time.
