@@ -15,6 +15,7 @@ from roll.agents.agent_options import (
 )
 from roll.agents.built_in_tools import ToolSet
 from roll.agents.episode import Agent
+from roll.agents.programs import program_environment
 from roll.agents.tool_agent import FunctionAgent, ToolAgent
 from roll.agents.tools import ToolError
 from roll.agents.verifiers import CommandVerifier, RewardVerifier, Verifier
@@ -42,7 +43,7 @@ def check_agent(agent: str, config: Mapping[str, Any] | None = None) -> None:
     options.check()
     if options.verifier:
         _verifier(options.verifier)
-    if options.command and shutil.which(options.command[0], path=options.env.get("PATH")) is None:
+    if options.command and shutil.which(options.command[0], path=program_environment(options.env)["PATH"]) is None:
         raise AgentOptionError(f"agent_config.command: there is no program {options.command[0]!r} here")
 
 

@@ -8,8 +8,10 @@ import json
 import os
 import re
 import signal
+import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 _KEPT_OUTPUT = 64 * 1024
@@ -44,8 +46,12 @@ class ProgramError(RuntimeError):
 
 
 def program_environment(own: Mapping[str, str], inherit: Sequence[str] = ()) -> dict[str, str]:
-    """The environment of a program: a few variables of this process, those named in ``inherit``, and ``own``."""
+    """The environment of a program: a few variables of this process, those named in ``inherit``, and ``own``.
+
+    ``python`` is the interpreter of this process, whether its virtual environment is activated or not.
+    """
     kept = {name: os.environ[name] for name in (*_INHERITED, *inherit) if name in os.environ}
+    kept["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), kept.get("PATH", os.defpath)))
     return kept | dict(own)
 
 

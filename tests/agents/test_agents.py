@@ -18,7 +18,7 @@ from roll.agents.built_in_tools import SearchIndex, ToolSet
 from roll.agents.chat_ids import ChatTemplate
 from roll.agents.doors import check_agent, make_agent
 from roll.agents.episode import Episode, Limits, Model, Task
-from roll.agents.programs import ProgramError
+from roll.agents.programs import ProgramError, program_environment
 from roll.agents.tool_calls import ToolCall
 from roll.agents.tools import ToolError
 from tests.agents.playing import Recorded, assert_trained_as_sampled, byte_soup, played
@@ -325,6 +325,15 @@ def _runs(pid: int) -> bool:
 def test_agents_that_cannot_be(agent: str, config: dict[str, Any], error: str) -> None:
     with pytest.raises(AgentOptionError, match=f"^{error}" if not error.startswith("either") else error):
         check_agent(agent, config)
+
+
+def test_python_is_the_interpreter_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether its virtual environment is activated or not."""
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    path = program_environment({})["PATH"]
+    assert path.split(os.pathsep)[0] == str(Path(sys.executable).parent)
+    assert program_environment({"PATH": "/opt"})["PATH"] == "/opt"
+    check_agent("black_box", {"command": ["python", "x.py"], "reward": "exit"})
 
 
 def test_agents_that_can_be() -> None:
