@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 from roll.config.data import DataArguments
 from roll.datasets.columns import Columns, Message, as_number, check_messages, is_conversation, require
 from roll.datasets.making import RowMaker
-from roll.datasets.preparation import prepare
+from roll.datasets.preparation import PreparedRows, prepare
 from roll.datasets.reading import SourceRow
 from roll.datasets.templates import Conversation, Renderer, TemplateChoice, tokenize
 from roll.datasets.types import BadRows, DataError
 
 if TYPE_CHECKING:
-    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
-    from roll.datasets.store import RowStore, StoredRow
+    from roll.datasets.store import StoredRow
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +55,8 @@ class PreferenceColumns:
     margin: str | None = None
 
 
-class PreferenceDataset(Sequence[PreferenceRow]):
+class PreferenceDataset(PreparedRows[PreferenceRow]):
     """Pairs in file order; draw from it with :class:`roll.datasets.ShuffledEpochs`."""
-
-    def __init__(self, store: RowStore) -> None:
-        self._store = store
-        self.counts = store.counts
 
     @classmethod
     def build(
@@ -91,28 +86,6 @@ class PreferenceDataset(Sequence[PreferenceRow]):
         files = ", ".join(str(path) for path in paths)
         logger.info("%s: %s (sequence_length %d)", files, store.counts, sequence_length)
         return cls(store)
-
-    @property
-    def ids(self) -> list[str]:
-        """Of all rows, without building them."""
-        return [str(name) for name in self._store.column("id")]
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of prompt and both responses, int32 (rows,)."""
-        return self._store.column("length")
-
-    @property
-    def difficulties(self) -> np.ndarray | None:
-        """float64 (rows,); None without a curriculum."""
-        return self._store.difficulties(self._store.positions())
-
-    def __len__(self) -> int:
-        return len(self._store)
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        positions = range(len(self._store))[index]
-        return self._row(positions) if isinstance(positions, int) else [self._row(position) for position in positions]
 
     def _row(self, position: int) -> PreferenceRow:
         store, extra = self._store, self._store.row(position)

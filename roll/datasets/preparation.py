@@ -9,13 +9,14 @@ import logging
 import os
 import shutil
 import tempfile
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll.config.data import DataArguments
 from roll.datasets.columns import Keep, build_filter, filter_source
@@ -24,6 +25,7 @@ from roll.datasets.reading import SourceRow, data_files, stream_rows
 from roll.datasets.types import BadRows, DataError, LoadCounts
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
     from roll.datasets.store import RowStore
@@ -48,6 +50,46 @@ DATA_KEYS_WITHOUT_EFFECT_ON_ROWS = (
     "domain_interleave_probs",
     "preprocessing_num_workers",
 )
+
+
+RowT = TypeVar("RowT")
+
+
+class PreparedRows(Sequence[RowT]):
+    """Prepared rows in file order, each built when it is asked for."""
+
+    def __init__(self, store: RowStore) -> None:
+        self._store = store
+        self.counts = store.counts
+
+    @abstractmethod
+    def _row(self, position: int) -> RowT:
+        """The row at this position of the store."""
+
+    @property
+    def ids(self) -> list[str]:
+        """Of all rows, without building them."""
+        return [str(name) for name in self._store.column("id")]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of a row, responses included, int32 (rows,)."""
+        return self._store.column("length")
+
+    @property
+    def difficulties(self) -> np.ndarray | None:
+        """float64 (rows,); None without a curriculum."""
+        return self._store.difficulties(self._store.positions())
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        positions = range(len(self._store))[index]
+        return self._row(positions) if isinstance(positions, int) else [self._row(position) for position in positions]
+
+    def __iter__(self) -> Iterator[RowT]:
+        return (self._row(position) for position in range(len(self._store)))
 
 
 def prepare(maker: RowMaker) -> tuple[RowStore, list[Path]]:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from roll.config.data import DataArguments
 from roll.datasets.columns import Columns, Message, require
 from roll.datasets.images import ImageReader, PreparedImages, VisionModel
 from roll.datasets.making import RowMaker
-from roll.datasets.preparation import prepare
+from roll.datasets.preparation import PreparedRows, prepare
 from roll.datasets.reading import SourceRow
 from roll.datasets.templates import Conversation, Renderer, TemplateChoice, tokenize
 from roll.datasets.types import BadRows, DataError, SftRow
 
 if TYPE_CHECKING:
-    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
     from roll.datasets.store import RowStore, StoredRow
@@ -27,13 +26,12 @@ DOMAIN = "sft"
 """Domain that demonstrations are counted under."""
 
 
-class SftDataset(Sequence[SftRow]):
+class SftDataset(PreparedRows[SftRow]):
     """Demonstrations in file order; draw from it with :class:`roll.datasets.ShuffledEpochs`."""
 
     def __init__(self, store: RowStore, images: PreparedImages | None = None) -> None:
-        self._store = store
+        super().__init__(store)
         self._images = images
-        self.counts = store.counts
 
     @classmethod
     def build(
@@ -71,31 +69,6 @@ class SftDataset(Sequence[SftRow]):
         files = ", ".join(str(path) for path in paths)
         logger.info("%s: %s (sequence_length %d)", files, store.counts, sequence_length)
         return cls(store, PreparedImages(images, data_args, paths) if vision is not None else None)
-
-    @property
-    def ids(self) -> list[str]:
-        """Of all rows, without building them."""
-        return [str(name) for name in self._store.column("id")]
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of prompt and response, int32 (rows,)."""
-        return self._store.column("length")
-
-    @property
-    def difficulties(self) -> np.ndarray | None:
-        """float64 (rows,); None without a curriculum."""
-        return self._store.difficulties(self._store.positions())
-
-    def __len__(self) -> int:
-        return len(self._store)
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        positions = range(len(self._store))[index]
-        return self._row(positions) if isinstance(positions, int) else [self._row(position) for position in positions]
-
-    def __iter__(self) -> Iterator[SftRow]:
-        return (self._row(position) for position in range(len(self._store)))
 
     def _row(self, position: int) -> SftRow:
         store = self._store

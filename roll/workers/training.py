@@ -1,4 +1,5 @@
-"""Workers whose model learns: actor, critic and SFT with their losses. The actor sends its weights to the engines."""
+"""Workers whose model learns: actor, critic, SFT and preferences with their losses. The actor sends its weights to the
+engines."""
 
 from __future__ import annotations
 
@@ -19,6 +20,8 @@ from roll.algorithms.aggregation import (
 )
 from roll.algorithms.loss_types import LossInputs
 from roll.algorithms.losses import ActorLossOptions, actor_loss, value_loss
+from roll.algorithms.preferences import pair_sums, preference_loss, preference_metrics
+from roll.config.preferences import PreferenceLossConfig
 from roll.distributed import Dispatch, register
 from roll.platforms import current_platform
 from roll.protocol import DataProto
@@ -320,3 +323,53 @@ def negative_log_likelihood(
     mask = batch["response_mask"]
     total = -(outputs[Output.LOG_PROBS] * mask).sum()
     return total / max(denominators.tokens, 1.0), {"sft_train/loss": Mean(float(total.detach()), float(mask.sum()))}
+
+
+PAIR_COLUMNS = ("unit_ids", "ref_log_probs", "slopes")
+
+
+@dataclass(frozen=True)
+class PreferenceSettings(ModelSettings):
+    """The loss of ``actor_train``."""
+
+    loss: PreferenceLossConfig = field(default_factory=PreferenceLossConfig)
+
+
+class PreferenceWorker(TrainingWorker):
+    """``actor_train`` of a DPO run on one rank."""
+
+    settings_class = PreferenceSettings
+    settings: PreferenceSettings
+
+    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS + PAIR_COLUMNS)
+    def update(self, batch: DataProto) -> Metrics:
+        """Collective. One optimizer step on the mean loss of the pairs of all ranks.
+
+        Args:
+            batch: rows in pairs, the chosen response first; ``unit_ids`` int64 (B,) equal within a pair;
+                ``ref_log_probs`` float32 (B, L) where the loss asks for a reference; ``slopes`` float32 (B,) in place
+                of the loss: the derivative of the mean loss by the sum of each row's log-probs.
+        """
+        options = self.settings.loss
+        pairs = self.strategy.all_reduce_sum(torch.tensor([len(batch) / 2], dtype=torch.float64)).item()
+        outputs = [Output.LOG_PROBS] + ([Output.SUM_OF_SQUARES] if options.use_weighting else [])
+        loss = partial(preference_update_loss, options=options, pairs=pairs)
+        return self.optimizer_step(batch.batch, loss, outputs, 1.0, prefix="actor/")
+
+
+def preference_update_loss(
+    outputs: TensorBatch, batch: TensorBatch, options: PreferenceLossConfig, pairs: float
+) -> tuple[torch.Tensor, Metrics]:
+    """The preference loss as a strategy's :class:`~roll.strategies.base.LossFunction`; ``pairs`` over all ranks."""
+    sums = pair_sums(
+        outputs[Output.LOG_PROBS],
+        batch["response_mask"],
+        batch.get("ref_log_probs"),
+        options,
+        outputs.get(Output.SUM_OF_SQUARES),
+    )
+    slopes = batch.get("slopes")
+    if slopes is not None:  # of the mean over all pairs
+        return (sums.policy * slopes.view(-1, 2)).sum(), preference_metrics(sums, options, None, "actor/")
+    losses = preference_loss(sums, options)
+    return losses.sum() / pairs, preference_metrics(sums, options, losses, "actor/")

@@ -26,7 +26,7 @@ from roll.protocol.metrics import Mean, Metrics, merge_metrics
 from roll.strategies.base import Output
 from roll.workers import PREFERENCE_WORKER, REFERENCE_WORKER
 from roll.workers.model import ModelSettings, ModelWorker
-from roll.workers.preference import PreferenceSettings, PreferenceWorker
+from roll.workers.training import PreferenceSettings, PreferenceWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
