@@ -14,7 +14,9 @@ from roll.pipelines.policy import PolicyPlan
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics
 from roll.rollout.engines import EngineClient
+from roll.rollout.group_flow import GroupT
 from roll.rollout.routing import build_router
+from roll.rollout.scheduling import AsyncScheduler
 from roll.tracking import SampleTable
 
 ValidationT = TypeVar("ValidationT")
@@ -127,3 +129,48 @@ class EngineRollout(ABC, Generic[ValidationT]):
             "scheduler/engine_deaths": Mean(self._engines.num_deaths),
             "scheduler/reissued": Mean(self._engines.num_reissued),
         }
+
+
+class RunsAhead(EngineRollout[ValidationT], Generic[ValidationT, GroupT]):
+    """Asynchronous rollout, mixed into a pipeline's rollout phase: a scheduler makes groups while models learn."""
+
+    _ahead: AsyncScheduler[GroupT]
+    _filtered_key = "scheduler/filtered_query_count"
+    """Metric of groups that filters rejected."""
+
+    def _run_ahead(self, scheduler: AsyncScheduler[GroupT]) -> None:
+        """Begin; from here on ``scheduler`` works whenever the driver waits."""
+        self._ahead = scheduler
+        self._ledger_before = scheduler.buffer.counts()
+        self.driver.spawn(scheduler.keep_going())
+
+    def exchange(self, version: int, transfer: Callable[[], Metrics]) -> Metrics:
+        self.driver.run(self._ahead.pause())
+        result = transfer()
+        self._ahead.exchanged(version)
+        return result
+
+    def validate(self) -> ValidationT:
+        """With the engines free for it: what they have in flight continues afterwards."""
+        self.driver.run(self._ahead.free_engines())
+        return super().validate()
+
+    def _taken(self, step: int) -> tuple[list[GroupT], Metrics]:
+        """The step's groups, and what became of those drawn since the last step."""
+        groups = self.driver.run(self._ahead.collect(step))
+        before, now = self._ledger_before, self._ahead.buffer.counts()
+        self._ledger_before = now
+        return groups, {
+            "scheduler/collect_query_count": Mean(now["drawn"] - before["drawn"]),
+            "scheduler/query_use_count": Mean(len(groups)),
+            self._filtered_key: Mean(now["filtered"] - before["filtered"]),
+            "scheduler/stale_query_count": Mean(now["stale"] - before["stale"]),
+            "scheduler/generating_query_count": Mean(now["generating"]),
+            "scheduler/waiting_query_count": Mean(now["scoring"] + now["ready"]),
+        }
+
+    def _take_up(self, state: dict[str, Any]) -> None:
+        """Continue with what was in flight; nothing was in the checkpoint of a synchronous run."""
+        if "ahead" in state:
+            self.driver.run(self._ahead.load_state_dict(state["ahead"]))
+        self._ledger_before = self._ahead.buffer.counts()

@@ -18,7 +18,7 @@ from roll.pipelines.agentic.metrics import episode_metrics, episode_table, token
 from roll.pipelines.agentic.plan import AgenticPlan, ManagerPlan
 from roll.pipelines.agentic.players import TaskSource, build_players, read_data
 from roll.pipelines.agentic.preflight import own_group_filter
-from roll.pipelines.engine_rollout import EngineRollout
+from roll.pipelines.engine_rollout import EngineRollout, RunsAhead
 from roll.pipelines.files import pad_token_id
 from roll.pipelines.rlvr.clusters import Clusters
 from roll.protocol import DataProto
@@ -183,13 +183,15 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
         self._data.tasks.num_drawn = self._flow.next_order = int(state["num_drawn"])
 
 
-class AsyncEpisodeRollout(EpisodeRollout):
+class AsyncEpisodeRollout(RunsAhead[EpisodeValidation, EpisodeGroup], EpisodeRollout):
     """As :class:`EpisodeRollout`, ahead of training by up to ``async_generation_ratio`` steps."""
+
+    _filtered_key = "scheduler/group_filter_count"
 
     def __init__(self, config: AgenticConfig, plan: AgenticPlan, clusters: Clusters, data: EpisodeData) -> None:
         super().__init__(config, plan, clusters, data)
         ahead = RunAhead.of(plan.async_generation_ratio, plan.prompts_per_step, plan.num_additional_prompts)
-        self._ahead = AsyncScheduler(
+        scheduler = AsyncScheduler(
             self._engines,
             self._flow,
             ReplayBuffer(ahead, EpisodeCodec(data.players)),
@@ -199,32 +201,11 @@ class AsyncEpisodeRollout(EpisodeRollout):
             takes_turns=plan.engines_take_turns,
             rejected_by=FILTER_KEY,
         )
-        self._ledger_before = self._ahead.buffer.counts()
-        self.driver.spawn(self._ahead.keep_going())
-
-    def exchange(self, version: int, transfer: Callable[[], Metrics]) -> Metrics:
-        self.driver.run(self._ahead.pause())
-        result = transfer()
-        self._ahead.exchanged(version)
-        return result
-
-    def validate(self) -> EpisodeValidation:
-        """With the engines free for it: what they have in flight continues afterwards."""
-        self.driver.run(self._ahead.free_engines())
-        return super().validate()
+        self._run_ahead(scheduler)
 
     def _groups_of(self, step: int) -> tuple[list[EpisodeGroup], Metrics]:
-        groups = self.driver.run(self._ahead.collect(step))
-        before, now = self._ledger_before, self._ahead.buffer.counts()
-        self._ledger_before = now
-        return groups, {
-            "scheduler/collect_query_count": Mean(now["drawn"] - before["drawn"]),
-            "scheduler/query_use_count": Mean(len(groups)),
-            "scheduler/group_filter_count": Mean(now["filtered"] - before["filtered"]),
-            "scheduler/stale_query_count": Mean(now["stale"] - before["stale"]),
-            "scheduler/generating_query_count": Mean(now["generating"]),
-            "scheduler/waiting_query_count": Mean(now["scoring"] + now["ready"]),
-        } | staleness_metrics(groups, step)
+        groups, metrics = self._taken(step)
+        return groups, metrics | staleness_metrics(groups, step)
 
     def state_dict(self) -> dict[str, Any]:
         ahead = self.driver.run(self._ahead.state_dict())
@@ -235,9 +216,7 @@ class AsyncEpisodeRollout(EpisodeRollout):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        if "ahead" in state:  # not in the checkpoint of a synchronous run
-            self.driver.run(self._ahead.load_state_dict(state["ahead"]))
-        self._ledger_before = self._ahead.buffer.counts()
+        self._take_up(state)
 
 
 def _settings(manager: ManagerPlan, name: str) -> EpisodeSettings:

@@ -11,7 +11,7 @@ import numpy as np
 
 from roll.config.plan.plan import RunAhead
 from roll.config.rewards import model_inputs
-from roll.pipelines.engine_rollout import EngineRollout
+from roll.pipelines.engine_rollout import EngineRollout, RunsAhead
 from roll.pipelines.files import dumped_table, pad_token_id
 from roll.pipelines.rlvr.clusters import Clusters
 from roll.pipelines.rlvr.config import RLVRConfig
@@ -158,7 +158,7 @@ def reward_metrics(groups: list[SampleGroup]) -> Metrics:
     return metrics
 
 
-class AsyncRolloutPhase(RolloutPhase):
+class AsyncRolloutPhase(RunsAhead[Validation, SampleGroup], RolloutPhase):
     """As :class:`RolloutPhase`, ahead of training by up to ``async_generation_ratio`` steps."""
 
     def __init__(self, config: RLVRConfig, plan: RLVRPlan, clusters: Clusters, data: RunData) -> None:
@@ -166,7 +166,7 @@ class AsyncRolloutPhase(RolloutPhase):
         settings = GroupSettings(plan.group_size, self._params, config.seed, self._filters)
         ahead = RunAhead.of(plan.async_generation_ratio, plan.prompts_per_step, plan.num_additional_prompts)
         self._flow = PromptFlow(self._engines, self._rewards, data.sampler.next_batch, settings, 0, self._loop)
-        self._ahead = AsyncScheduler(
+        scheduler = AsyncScheduler(
             self._engines,
             self._flow,
             ReplayBuffer(ahead, PromptCodec(data.sampler.find)),
@@ -175,32 +175,11 @@ class AsyncRolloutPhase(RolloutPhase):
             in_flight=config.partial_rollout,
             takes_turns=plan.engines_take_turns,
         )
-        self._counts_before = self._ahead.buffer.counts()
-        self.driver.spawn(self._ahead.keep_going())
-
-    def exchange(self, version: int, transfer: Callable[[], Metrics]) -> Metrics:
-        self.driver.run(self._ahead.pause())
-        result = transfer()
-        self._ahead.exchanged(version)
-        return result
-
-    def validate(self) -> Validation:
-        """With the engines free for it: what they have in flight continues afterwards."""
-        self.driver.run(self._ahead.free_engines())
-        return super().validate()
+        self._run_ahead(scheduler)
 
     def _groups_of(self, step: int) -> tuple[list[SampleGroup], Metrics]:
-        groups = self.driver.run(self._ahead.collect(step))
-        before, now = self._counts_before, self._ahead.buffer.counts()
-        self._counts_before = now
-        return groups, {
-            "scheduler/collect_query_count": Mean(now["drawn"] - before["drawn"]),
-            "scheduler/query_use_count": Mean(len(groups)),
-            "scheduler/filtered_query_count": Mean(now["filtered"] - before["filtered"]),
-            "scheduler/stale_query_count": Mean(now["stale"] - before["stale"]),
-            "scheduler/generating_query_count": Mean(now["generating"]),
-            "scheduler/waiting_query_count": Mean(now["scoring"] + now["ready"]),
-        } | staleness_metrics(groups, step)
+        groups, metrics = self._taken(step)
+        return groups, metrics | staleness_metrics(groups, step)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and arrays. Engines are interrupted for it and continue at once."""
@@ -216,9 +195,7 @@ class AsyncRolloutPhase(RolloutPhase):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._flow.next_order = self.num_drawn
-        if "ahead" in state:  # not in the checkpoint of a synchronous run
-            self.driver.run(self._ahead.load_state_dict(state["ahead"]))
-        self._counts_before = self._ahead.buffer.counts()
+        self._take_up(state)
 
 
 def staleness_metrics(groups: Sequence[SampleGroup], step: int) -> Metrics:
