@@ -14,6 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,21 +35,51 @@ EXIT_CONFIG = 2
 EXIT_FAILED = 1
 """Exit status of a run that failed."""
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DATA_SETS = ("gsm8k", "math", "code", "preferences", "chats")
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A command that reads its own arguments.
+
+    Args:
+        module: dotted path; its ``main(words)`` gets what follows the command's name and returns the exit status
+            (None: 0). Imported when the command is given.
+        text: a line of help.
+        keeps_name: ``main`` gets the command's name as well.
+    """
+
+    module: str
+    text: str
+    keeps_name: bool = False
+
+    def main(self, words: Sequence[str]) -> int:
+        return int(importlib.import_module(self.module).main(list(words if self.keeps_name else words[1:])) or 0)
+
+
+TOOLS = {
+    "prepare-data": Tool(
+        "roll.datasets.prepare", f"turn published files into this project's columns: {', '.join(DATA_SETS)}"
+    ),
+    "env": Tool("roll.environments.command", "list, check and play environments"),
+    "play": Tool("roll.environments.command", "play an environment by hand, or watch a random player", keeps_name=True),
+    "translate": Tool(
+        "roll.translation.command", "turn a launch of verl, SkyRL, TRL or OpenRLHF into this project's keys"
+    ),
+}
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the ``roll`` command; the exit status is 0, or 2 for a wrong configuration or command line."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["prepare-data"]:
-        return prepare_data(words[1:])
-    if words[:1] == ["translate"]:
-        return translate(words[1:])
-    if words[:1] == ["env"]:
-        return play_environments(words[1:])
-    if words[:1] == ["play"]:
-        return play_environments(words)
+    tool = TOOLS.get(words[0]) if words else None
+    if tool is not None:
+        try:
+            return tool.main(words)
+        except ConfigError as error:
+            return refuse(error)
     parser = build_parser()
     arguments, rest = parser.parse_known_args(words)
     unknown = [word for word in rest if word.startswith("-")]
@@ -269,25 +300,6 @@ def show_unexpected() -> None:
     sys.stderr.write(masked_text(traceback.format_exc()))
 
 
-def prepare_data(argv: Sequence[str]) -> int:
-    """``roll prepare-data KIND --input ... --output ...``."""
-    module = importlib.import_module("roll.datasets.prepare")
-    return int(module.main(list(argv)) or 0)
-
-
-def translate(argv: Sequence[str]) -> int:
-    """``roll translate [--yaml] FILE | COMMAND``."""
-    from roll.translation.command import main as run_translation
-
-    return run_translation(argv)
-
-
-def play_environments(argv: Sequence[str]) -> int:
-    from roll.environments.command import main as environments
-
-    return environments(argv)
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="roll", description="Train language models by reinforcement.")
     parser.add_argument("--version", action="version", version=f"roll {__version__}")
@@ -312,13 +324,8 @@ def build_parser() -> argparse.ArgumentParser:
     served.add_argument("--model-name", help="name that clients give (default: the last part of the model's path)")
     served.add_argument("--api-key-env", help="environment variable with the token that clients must send")
     served.add_argument("--max-open-requests", type=int, default=1024, help="more are turned away (default: 1024)")
-    prepare = f"turn published files into this project's columns: {', '.join(DATA_SETS)}"
-    commands.add_parser("prepare-data", help=prepare, add_help=False)
-    commands.add_parser("env", help="list, check and play environments", add_help=False)
-    commands.add_parser("play", help="play an environment by hand, or watch a random player", add_help=False)
-    commands.add_parser(
-        "translate", help="turn a launch of verl, SkyRL, TRL or OpenRLHF into this project's keys", add_help=False
-    )
+    for name, tool in TOOLS.items():
+        commands.add_parser(name, help=tool.text, add_help=False)
     explained = commands.add_parser("explain", help="say what a key does, its type and its default")
     explained.add_argument("key", help="a key, also with its section: learning_rate, training_args.learning_rate")
     schema = commands.add_parser("schema", help="print the JSON schema of a configuration, for editors")
