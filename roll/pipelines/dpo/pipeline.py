@@ -115,6 +115,8 @@ class DPOPipeline:
             self.add_reference(batch, rows, "train")
             if couples_pairs(self.config):
                 self.add_slopes(batch)
+            if step % self.config.logging_steps == 0:
+                self.context.samples.pairs(step, rows, batch, self.tokenizer)
         with self.context.phase("step_train"):
             self.residency.bring({"actor_train": TRAINING})
             self.context.record(self.actor_train.call(PreferenceWorker.update, batch).result())

@@ -52,7 +52,7 @@ class SFTPipeline:
             for step in self.context.steps(first_step, self.num_steps):
                 ahead = 1 if self.context.stopping else min(STEPS_IN_FLIGHT, self.steps_until_pause(step))
                 while len(self.in_flight) < ahead:
-                    self.in_flight.append(self.sft_train.call(SftWorker.update, self.next_batch()))
+                    self.in_flight.append(self.sft_train.call(SftWorker.update, self.next_batch(step + len(self.in_flight))))
                 with self.context.phase("step_train"):
                     self.context.record(self.in_flight.popleft().result())
                 self.context.end_step(step)
@@ -94,9 +94,11 @@ class SFTPipeline:
         epochs = config.sft_train.training_args.num_train_epochs
         self.num_steps = config.max_steps or ceil(len(training) * epochs / self.plan.global_batch_size)
 
-    def next_batch(self) -> DataProto:
-        """The demonstrations of one optimizer step, each rank's share as near as may be to the others' work."""
+    def next_batch(self, step: int) -> DataProto:
+        """The demonstrations of optimizer step ``step``, each rank's share as near as may be to the others' work."""
         rows = self.demonstrations.next_batch(self.plan.global_batch_size)
+        if step % self.config.logging_steps == 0:
+            self.context.samples.demonstrations(step, rows, self.tokenizer)
         order = balanced_order([len(row.input_ids) for row in rows], self.plan.training["sft_train"].dp_size)
         return demonstration_batch([rows[index] for index in order.tolist()], self.pad_token_id)
 
