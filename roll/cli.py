@@ -63,8 +63,8 @@ TOOLS = {
     ),
     "env": Tool("roll.environments.command", "list, check and play environments"),
     "play": Tool("roll.environments.command", "play an environment by hand, or watch a random player", keeps_name=True),
-    "report": Tool("roll.report.command", "write one HTML file of runs: curves, timeline, every sample, diagnosis"),
-    "diagnose": Tool("roll.report.diagnose_command", "name what is wrong with a run, with evidence and remedy"),
+    "report": Tool("roll.report.command", "write one HTML file of runs: curves, timeline, samples, diagnosis", True),
+    "diagnose": Tool("roll.report.command", "name what is wrong with a run, with evidence and remedy", True),
     "translate": Tool(
         "roll.translation.command", "turn a launch of verl, SkyRL, TRL or OpenRLHF into this project's keys"
     ),

@@ -243,6 +243,8 @@ class _Block:
         self._places: dict[tuple[str, str, str], int] = {}
         self._samples: list[dict[str, Any]] = []
         self._ids: list[NDArray[np.int64]] = []
+        self._read_back: dict[tuple[str, str], str | None] = {}
+        """By prompt what its ids say, where that is not its text."""
 
     def add(self, prompt: Mapping[str, Any], sample: Mapping[str, Any], ids: Sequence[int] | None = None) -> None:
         """A sample; what is None is left out.
@@ -281,7 +283,15 @@ class _Block:
             return column
 
         about = dict(note.get("prompt", {}))
-        text = about.pop("text", None) or decode(own["input_ids"][:begin].tolist())
+        text = about.pop("text", None)
+        if text is None or (objects["prompt_id"], text) not in self._read_back:
+            decoded = decode(own["input_ids"][:begin].tolist())
+            if text is not None:
+                self._read_back[objects["prompt_id"], text] = None if _alike(text, decoded) else decoded
+            text = decoded if text is None else text
+        read_back = self._read_back.get((objects["prompt_id"], text))
+        if read_back is not None and "images" not in about:
+            about["decoded"] = read_back
         prompt = {"id": objects["prompt_id"], "text": text, "domain": objects["domain"], "tag": objects["tag"], **about}
         sample: dict[str, Any] = {
             "g": str(int(own["group_ids"])),
@@ -318,6 +328,12 @@ class _Block:
         ids = vocabulary.tolist()
         pieces = [self._piece(token) for token in ids]
         return {**self._head, "prompts": self._prompts, "ids": ids, "pieces": pieces, "samples": self._samples}
+
+
+def _alike(text: str, decoded: str) -> bool:
+    """Equal but for white space, which some tokenizers add or drop at the ends, and a token that begins the text."""
+    first, second = "".join(text.split()), "".join(decoded.split())
+    return first == second or (second.endswith(first) and len(second) - len(first) < 24)
 
 
 def _scaled(values: NDArray[Any], scale: float) -> list[int]:

@@ -147,7 +147,9 @@ def read_run(path: Path) -> Run:
         if (log_dir / METRICS_NAME).is_file():
             return Run(folder, log_dir, {})
     rule = f"not a run: there is neither {RECORD_FOLDER}/{ABOUT_NAME} nor {METRICS_NAME} in it"
-    raise ConfigError([Problem("RUN", str(path), f"{rule}; give the output_dir of a run, such as output/tiny_grpo/seed0")])
+    raise ConfigError(
+        [Problem("RUN", str(path), f"{rule}; give the output_dir of a run, such as output/tiny_grpo/seed0")]
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -8,7 +8,8 @@ decompress them by themselves.
 The JSON of a block of samples (:mod:`roll.pipelines.sample_records` makes it)::
 
     {"step": 3, "kind": "train", "time": 1763860000.0,
-     "prompts": [{"id": ..., "text": ..., "domain": ..., "tag": ..., "truth": ..., "images": [...]}],
+     "prompts": [{"id": ..., "text": ..., "domain": ..., "tag": ..., "truth": ..., "images": [...],
+                  "decoded": ...}],            # what the prompt's ids say, where that is another text
      "ids": [...], "pieces": [...],            # the vocabulary of this block: token ids and their texts
      "samples": [{"p": 0, "g": "17", "s": 1.0, ...}]}
 

@@ -17,8 +17,8 @@ from roll.pipelines.rlvr.clusters import Clusters
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.data import RunData
 from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.sample_records import sample_notes
 from roll.pipelines.rlvr.validation import Validation, ValidationPlan, draw_from, validate
+from roll.pipelines.sample_records import sample_notes
 from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics, Min
 from roll.rewards import failure_rates

@@ -52,7 +52,9 @@ class SFTPipeline:
             for step in self.context.steps(first_step, self.num_steps):
                 ahead = 1 if self.context.stopping else min(STEPS_IN_FLIGHT, self.steps_until_pause(step))
                 while len(self.in_flight) < ahead:
-                    self.in_flight.append(self.sft_train.call(SftWorker.update, self.next_batch(step + len(self.in_flight))))
+                    self.in_flight.append(
+                        self.sft_train.call(SftWorker.update, self.next_batch(step + len(self.in_flight)))
+                    )
                 with self.context.phase("step_train"):
                     self.context.record(self.in_flight.popleft().result())
                 self.context.end_step(step)
