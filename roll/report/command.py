@@ -33,9 +33,7 @@ def report(words: Sequence[str]) -> int:
         description="Write one HTML file with everything that runs have recorded: curves, timeline, samples, "
         "configuration, diagnosis. It may be asked for while a run goes on.",
     )
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", type=Path, help="output_dir of a run; several lie over another"
-    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="output_dir of a run; several are laid over")
     parser.add_argument("--out", type=Path, help="the file; without it, report.html in the folder of the first run")
     parser.add_argument(
         "--max-samples",

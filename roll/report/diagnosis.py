@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -88,7 +89,7 @@ def _template_mistakes(text: str, facts: Facts) -> list[str]:
     if starts:
         turns = text.split(starts[0])
         headers = [turn.strip().split("\n")[0].split("<")[0].strip() for turn in turns[1:]]
-        if any(first and first == second for first, second in zip(headers, headers[1:], strict=False)) and any(
+        if any(first and first == second for first, second in pairwise(headers)) and any(
             len(turn.strip()) == len(header) for turn, header in zip(turns[1:-1], headers, strict=False)
         ):
             found.append("open a turn inside a turn: the text was rendered before")
@@ -134,7 +135,8 @@ def end_token(facts: Facts) -> Finding | None:
         "end_token",
         "The engine does not stop at the token with which the model ends its turn",
         (
-            f"{len(passed)} of {len(limited)} responses that ran to the length limit had said {marks.most_common(1)[0][0]} before",
+            f"{len(passed)} of {len(limited)} responses that ran to the length limit had said "
+            f"{marks.most_common(1)[0][0]} before",
             f"for example: {_quoted(passed[0].text)}",
         ),
         "set eos_token of the tokenizer and eos_token_id of generation_config.json to the token that closes a turn, or "
@@ -248,8 +250,8 @@ def mismatch(facts: Facts) -> Finding | None:
             f"correlation of the two {_typical(facts, 'actor/train_infer_pearson')}",
             *_first_wrong_token(facts),
         ),
-        "check weight_sync.verify and the engine's log of the update: tied, quantised or renamed tensors, adapters that "
-        "are merged twice, a prefix cache that outlives the update",
+        "check weight_sync.verify and the engine's log of the update: tied, quantised or renamed tensors, adapters "
+        "that are merged twice, a prefix cache that outlives the update",
     )
 
 
@@ -382,8 +384,8 @@ def learning_rate_low(facts: Facts) -> Finding | None:
         "learning_rate_low",
         "The policy does not move: the learning rate is too low",
         (f"learning rate {max(rates):.3g} at most; gradient norm {median(norms):.3g}", *moved),
-        "raise the learning rate (1e-6 to 1e-5 for full weights of large models, more for adapters and small ones), and "
-        "check schedule and warm-up",
+        "raise the learning rate (1e-6 to 1e-5 for full weights of large models, more for adapters and small ones), "
+        "and check schedule and warm-up",
     )
 
 
@@ -408,8 +410,8 @@ def entropy_collapse(facts: Facts) -> Finding | None:
             f"{ends(scores)[1] if scores else float('nan'):.3g}",
             f"of the samples of a late group {same:.0%} repeat another one, such as {_quoted(late[-1][0].text)}",
         ),
-        "an entropy bonus (entropy_loss_coef, target_entropy), a higher upper clip (pg_clip_high), KL to the reference, a "
-        "lower learning rate; and check that the reward cannot be had by one fixed text",
+        "an entropy bonus (entropy_loss_coef, target_entropy), a higher upper clip (pg_clip_high), KL to the "
+        "reference, a lower learning rate; and check that the reward cannot be had by one fixed text",
     )
 
 
@@ -510,7 +512,7 @@ def straggler(facts: Facts) -> Finding | None:
             f"busy {own:.2f} s a step, the other ranks {others:.2f} s (medians)",
             f"it is the slowest in {times} of {total} steps of {_step_seconds(facts):.2f} s",
         ),
-        "look at that host and device (clocks, other jobs, storage) and at the rank's log; roll report shows its timeline",
+        "look at that host and device (clocks, other jobs, storage) and at the rank's log and timeline",
     )
 
 
@@ -524,7 +526,7 @@ def memory_growth(facts: Facts) -> Finding | None:
         if len(values) < 5:
             continue
         settled = values[1:]  # the first step allocates what stays
-        rises = sum(b > a for a, b in zip(settled, settled[1:], strict=False))
+        rises = sum(b > a for a, b in pairwise(settled))
         growth = settled[-1] - settled[0]
         if rises >= 0.8 * (len(settled) - 1) and growth > 0.25 * settled[0] and growth > 100e6:
             worst = max(worst, (growth, name, settled)) if worst else (growth, name, settled)
@@ -537,7 +539,7 @@ def memory_growth(facts: Facts) -> Finding | None:
         f"The memory of {role} grows from step to step",
         (
             f"{name}: {values[0] / 1e6:.0f} MB, then {values[-1] / 1e6:.0f} MB {len(values) - 1} measurements later",
-            f"it rose in {sum(b > a for a, b in zip(values, values[1:], strict=False))} of {len(values) - 1} intervals",
+            f"it rose in {sum(b > a for a, b in pairwise(values))} of {len(values) - 1} intervals",
         ),
         "something keeps what it should let go: caches and lists in rewards and environments of your own first, then "
         "metrics or tensors that hold on to a graph",
