@@ -83,7 +83,7 @@ def domain(name: str) -> tuple[str, ...]:
     """A reward of one's own in place of the recipe's."""
     return (
         f"rewards.word_problems.worker_cls={PARTS}.{name}",
-        "rewards.word_problems.reward_kwargs={}",
+        "~rewards.word_problems.reward_kwargs",
     )
 
 
@@ -275,7 +275,7 @@ PATHOLOGIES = (
         "ratio_drift",
         "ratio_drift",
         "eight passes over every batch, hardly clipped",
-        (rate(3e-3), "ppo_epochs=8", "pg_clip=5"),
+        (rate(1e-3), "ppo_epochs=8", "pg_clip=5"),
     ),
     Case(
         "length_hacking",

@@ -191,7 +191,8 @@ def reward_constant(facts: Facts) -> Finding | None:
         return None
     low, high = facts.values("critic/score/min"), facts.values("critic/score/max")
     same = [a for a, b in zip(low, high, strict=False) if a == b]
-    if len(low) < LEAST_STEPS or len(same) < 0.8 * len(low):
+    # From the start: scores that become equal later are what something else has done.
+    if len(low) < LEAST_STEPS or len(same) < 0.8 * len(low) or low[0] != high[0]:
         return None
     value = median(same)
     what = {0.0: "no response is ever right", 1.0: "every response is right"}.get(value, "nothing tells them apart")

@@ -44,7 +44,7 @@ def write_page(runs: Sequence[Run], file: Path, max_samples: int = MAX_SAMPLES) 
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f".{file.name}.part")
     try:
-        with part.open("w", encoding="utf-8") as out:
+        with part.open("w", encoding="utf-8", errors="replace") as out:
             count = _write(out, runs, max_samples)
         part.replace(file)
     finally:

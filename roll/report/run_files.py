@@ -146,10 +146,8 @@ def read_run(path: Path) -> Run:
     for log_dir in (folder, folder / "logs"):
         if (log_dir / METRICS_NAME).is_file():
             return Run(folder, log_dir, {})
-    rule = f"not a run: there is neither {RECORD_FOLDER}/{ABOUT_NAME} nor {METRICS_NAME} in it"
-    raise ConfigError(
-        [Problem("RUN", str(path), f"{rule}; give the output_dir of a run, such as output/tiny_grpo/seed0")]
-    )
+    rule = f"must be the output_dir of a run: there is neither {RECORD_FOLDER}/{ABOUT_NAME} nor {METRICS_NAME} in it"
+    raise ConfigError([Problem("RUN", str(path), rule, "output/tiny_grpo/seed0")])
 
 
 def _read_json(path: Path) -> dict[str, Any]:
