@@ -102,7 +102,7 @@ EXTRAS = {
         # Its copies of published chat templates; nothing of it is imported.
         "trl==1.16.0",
     ],
-    "docs": ["mkdocs>=1.6", "mkdocs-material>=9.6"],
+    "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"],
     "bench": ["tensordict>=0.15", "trl==1.16.0"],
 }
 
