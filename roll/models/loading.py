@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from roll.models.build import (
     checked_config,
     freeze_modules,
 )
+from roll.models.expert_parallel import own_rows
 from roll.models.stored import StoredLayout
 
 if TYPE_CHECKING:
@@ -152,11 +153,14 @@ class MetaModel:
     """Parameters of a value head that the files do not have: zero."""
 
     @torch.no_grad()
-    def read(self, root: nn.Module, device: torch.device) -> None:
+    def read(
+        self, root: nn.Module, device: torch.device, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    ) -> None:
         """Allocate the parameters and buffers of ``root`` on ``device`` and read them.
 
         Args:
             root: the language model, or a module around it; its parameters may be sharded (``fully_shard``) by rows.
+            whole: a parameter as a shard of the stored tensor, where that is more than the module knows of.
         """
         computed = {name: buffer for name, buffer in root.named_buffers() if not buffer.is_meta}
         root.to_empty(device=device)
@@ -166,7 +170,8 @@ class MetaModel:
         for name, buffer in root.named_buffers():
             if name in computed:
                 buffer.copy_(computed[name])
-        for name, tensor in _stored_tensors(self.language_model).items():
+        for name, part in _stored_tensors(self.language_model).items():
+            tensor = whole(part)
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if name in self.new_head:
                 local.zero_()
@@ -303,13 +308,6 @@ def _read_generation_config(model: PreTrainedModel, name_or_path: str) -> None:
 
 
 def _own_rows(tensor: Tensor) -> slice:
-    """The rows of a tensor that this rank holds: ``torch.chunk`` over the mesh dimension that shards it."""
-    if isinstance(tensor, DTensor):
-        for mesh_dim, placement in enumerate(tensor.placements):
-            if isinstance(placement, Shard):
-                assert placement.dim == 0, placement
-                mesh, rows = tensor.device_mesh, tensor.shape[0]
-                size = -(-rows // mesh.size(mesh_dim))
-                begin = size * mesh.get_local_rank(mesh_dim)
-                return slice(begin, min(begin + size, rows))
-    return slice(None)
+    """The rows of a tensor that this rank holds."""
+    sharded = isinstance(tensor, DTensor) and any(isinstance(one, Shard) for one in tensor.placements)
+    return own_rows(tensor) if sharded else slice(None)  # type: ignore[arg-type]

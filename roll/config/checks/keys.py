@@ -95,11 +95,9 @@ REFUSALS = (
         Refusal(f"{role}.model_args.model_type", f"{CLASSIFIER} but for reward_model", "~", one_of(CLASSIFIER))
         for role in ("*_train", "*_infer", "reference", "critic", "validation")
     ),
-    Refusal("**.strategy_config.ep_size", "expert parallelism", applies=above(1)),
     Refusal("**.strategy_config.mtp_num_layers", "multi-token prediction", "~"),
     Refusal("**.strategy_config.fp8", "fp8 computation", "~"),
     Refusal("**.strategy_config.optimizer_cpu_offload", "optimizer states in host memory under Megatron", False),
-    Refusal("**.strategy_config.efsdp_size", "expert parallelism", applies=above(1)),
     Refusal(
         "**.strategy_config.tp_size",
         "tensor parallelism in training but by megatron_train (tensor_model_parallel_size)",
