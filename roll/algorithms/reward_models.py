@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -74,14 +75,16 @@ def ranking_losses(lead: Tensor, total: Tensor, margins: Tensor, options: Reward
 
 def point_losses(scores: Tensor, targets: Tensor, options: RewardLossConfig) -> Tensor:
     """Elementwise: (r - y)^2 (HelpSteer2, arXiv 2406.08673, sec. 3); of grades -log P(y), where
-    P(y >= k) = sigmoid(r - k + K / 2) for k = 1 .. K - 1 (the proportional odds model with steps of 1); of labels the
-    cross-entropy, of which a soft label takes both terms (arXiv 2305.20050, sec. 2.4)."""
+    P(y >= k) = sigmoid(r - w (k - K / 2)) for k = 1 .. K - 1 (the proportional odds model, its thresholds w apart and
+    even around 0, so that the head stays one number); of labels the cross-entropy, of which a soft label takes both
+    terms (arXiv 2305.20050, sec. 2.4)."""
     if options.loss_type == "regression":
         return (scores - targets) ** 2
     if options.loss_type == "process":
         return F.binary_cross_entropy_with_logits(scores, targets.to(scores.dtype), reduction="none")
     levels = options.ordinal_levels
     beyond = torch.arange(1, levels, device=scores.device, dtype=scores.dtype) - levels / 2
+    beyond = options.ordinal_spacing * beyond
     at_least = F.pad(torch.sigmoid(scores[..., None] - beyond), (1, 0), value=1.0)
     at_least = F.pad(at_least, (0, 1), value=0.0)
     grade = targets.long()[..., None]
@@ -117,15 +120,17 @@ def reward_model_loss(
     scores = end_scores(values, mask)
     pairs = comparable_pairs(batch["unit_ids"], targets, mask.any(1))
     margins = pair_margins(pairs, targets, batch.get("margins"), options).to(scores.dtype)
+    has_margins = options.margin_from_scores or "margins" in batch
     better, worse = scores[pairs.better], scores[pairs.worse]
     losses = ranking_losses(better - worse, better + worse, margins, options)
     weights = pairs.weights.to(scores.dtype)
-    metrics = ranking_metrics(better.detach(), worse.detach(), margins, losses.detach(), pairs.weights, prefix)
+    by_pair = (better.detach(), worse.detach(), losses.detach(), pairs.weights)
+    metrics = ranking_metrics(*by_pair, margins if has_margins else None, prefix)
     return (losses * weights).sum() / max(units, 1.0), metrics
 
 
 def ranking_metrics(
-    better: Tensor, worse: Tensor, margins: Tensor, losses: Tensor, weights: Tensor, prefix: str
+    better: Tensor, worse: Tensor, losses: Tensor, weights: Tensor, margins: Tensor | None, prefix: str
 ) -> Metrics:
     """Numbers of P pairs; every prompt weighs 1. A tie counts as wrong."""
     total = float(weights.sum())
@@ -143,7 +148,7 @@ def ranking_metrics(
         "chosen_score_std": Deviation.of(better, weights),
         "reject_score_std": Deviation.of(worse, weights),
     }
-    if bool(margins.any()):
+    if margins is not None:
         bounds = torch.tensor(MARGIN_BUCKETS, device=margins.device, dtype=margins.dtype)
         bucket = torch.bucketize(margins, bounds)
         for index, name in enumerate(bucket_names()):
@@ -155,16 +160,17 @@ def ranking_metrics(
 
 def bucket_names() -> list[str]:
     ends = [f"{bound:g}" for bound in MARGIN_BUCKETS]
-    return [f"to_{ends[0]}", *(f"{a}_to_{b}" for a, b in zip(ends[:-1], ends[1:], strict=True)), f"above_{ends[-1]}"]
+    return [f"to_{ends[0]}", *(f"{a}_to_{b}" for a, b in pairwise(ends)), f"above_{ends[-1]}"]
 
 
 def point_metrics(scores: Tensor, targets: Tensor, losses: Tensor, options: RewardLossConfig, prefix: str) -> Metrics:
-    """Numbers of N scores. Right is a regression within half a unit, the most probable grade, or a label's side."""
+    """Numbers of N scores. Right is a regression within half a unit, the median grade, or a label's side."""
     if options.loss_type == "process":
         right = (scores > 0) == (targets > 0.5)
     elif options.loss_type == "ordinal":
-        # Between the thresholds k - K/2 and k + 1 - K/2 lies grade k.
-        grade = torch.floor(scores + options.ordinal_levels / 2).clamp(0, options.ordinal_levels - 1)
+        # Between the thresholds w (k - K/2) and w (k + 1 - K/2) lies grade k.
+        grade = torch.floor(scores / options.ordinal_spacing + options.ordinal_levels / 2)
+        grade = grade.clamp(0, options.ordinal_levels - 1)
         right = grade == targets
     else:
         right = (scores - targets).abs() < 0.5

@@ -39,6 +39,8 @@ class RewardLossConfig:
     """Weight of ``(r_w + r_l)^2``, which keeps scores around zero (0.01 is usual); 0: none."""
     ordinal_levels: int = setting(5, ge=2, read_if={"loss_type": ("ordinal",)})
     """Number of grades, which count from 0."""
+    ordinal_spacing: float = setting(4.0, gt=0, read_if={"loss_type": ("ordinal",)})
+    """Distance in scores from one grade to the next: the larger, the surer a grade can be."""
 
 
 def reward_loss_problems(config: RewardLossConfig, margin_key: str | None) -> list[tuple[str, Any, str]]:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from os.path import commonprefix
+from itertools import accumulate, chain, takewhile
 from typing import TYPE_CHECKING, Any, Literal
 
 from roll.config.data import DataArguments
 from roll.datasets.columns import Columns, Message, as_number, is_conversation, require
 from roll.datasets.making import RowMaker
-from roll.datasets.preparation import PreparedRows, prepare
 from roll.datasets.preferences import PROMPT_COLUMNS, response_of
+from roll.datasets.preparation import PreparedRows, prepare
 from roll.datasets.reading import SourceRow
 from roll.datasets.templates import (
     Conversation,
@@ -244,8 +244,7 @@ class JudgedMaker(RowMaker):
             if isinstance(rendered, DataError):
                 found.append(rendered)
             elif self._judgement == "steps":
-                ends = [sum(map(len, own[: index + 1])) for index in range(len(own))]
-                found.append((rendered.token_ids, [sum(own, [])], ends))
+                found.append((rendered.token_ids, [list(chain.from_iterable(own))], list(accumulate(map(len, own)))))
             else:
                 found.append((rendered.token_ids, own, []))
         return found
@@ -260,7 +259,8 @@ class JudgedMaker(RowMaker):
             return DataError(f"{one.source.place}: the chat template cannot render this conversation: {error}")
         whole = tokenize(tokenizer, texts, [False] * len(texts))
         # At least the last token of each is its own: where one is the beginning of another, its end is scored too.
-        shared = min(len(commonprefix(whole)), min(map(len, whole)) - 1) if len(whole) > 1 else len(whole[0]) - 1
+        together = takewhile(lambda ids: len(set(ids)) == 1, zip(*(ids[:-1] for ids in whole), strict=False))
+        shared = sum(1 for _ in together)
         return whole[0][:shared], [ids[shared:] for ids in whole], []
 
     def _fitting(

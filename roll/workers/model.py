@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from roll.config.reward_models import SCORE_MEAN, SCORE_STD
 from roll.datasets.templates import chat_text
 from roll.distributed import Dispatch, Worker, register
@@ -137,7 +135,9 @@ class RewardModelWorker(ModelWorker):
         usable = [sequence for sequence in sequences if not isinstance(sequence, RewardResult)]
         # A rank with nothing to score takes part in the others' collectives with a row whose score is not used.
         scores = iter(last_token_scores(self.strategy, usable or [[0]]))
-        results = [one if isinstance(one, RewardResult) else RewardResult(next(scores), self._statistics) for one in sequences]
+        results = [
+            one if isinstance(one, RewardResult) else RewardResult(next(scores), self._statistics) for one in sequences
+        ]
         return info.dp_rank, results
 
     def _read(self, given: ModelInput) -> list[int] | RewardResult:

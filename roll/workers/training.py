@@ -1,5 +1,5 @@
-"""Workers whose model learns: actor, critic, SFT, preferences and reward model with their losses. The actor sends its weights to the
-engines."""
+"""Workers whose model learns: actor, critic, SFT, preferences and reward model with their losses. The actor sends its
+weights to the engines."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from tests.pipelines.tiny_runs import (
     grpo_changes,
     load_changed,
     make_world,
-    rm_settings,
     rlvr_settings,
+    rm_settings,
     sft_settings,
 )
 

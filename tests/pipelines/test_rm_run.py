@@ -57,7 +57,7 @@ def plain_rm(world: TinyWorld, pair_ids: list[list[str]]) -> list[dict[str, floa
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         numbers = (loss, (scores[0] > scores[1]).float().mean(), scores[0].mean(), scores[1].mean(), norm)
-        found.append({name: float(value) for name, value in zip(NUMBERS, numbers, strict=True)})
+        found.append({name: float(value.detach()) for name, value in zip(NUMBERS, numbers, strict=True)})
     return found
 
 
