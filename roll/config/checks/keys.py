@@ -93,7 +93,7 @@ REFUSALS = (
     Refusal("**.model_args.num_labels", "classification heads", 1, above(1)),
     *(
         Refusal(f"{role}.model_args.model_type", f"{CLASSIFIER} but for reward_model", "~", one_of(CLASSIFIER))
-        for role in ("*_train", "*_infer", "reference", "critic", "validation")
+        for role in ("actor_train", "sft_train", "*_infer", "reference", "critic", "validation")
     ),
     Refusal("**.strategy_config.mtp_num_layers", "multi-token prediction", "~"),
     Refusal("**.strategy_config.fp8", "fp8 computation", "~"),

@@ -60,7 +60,7 @@ class Fsdp2Strategy(ShardedStrategy):
 
     def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
         """Without weights where each rank can read its own shard of them later."""
-        self._meta = build_on_meta(self.role.model_args, self.head.value, storage_dtype)
+        self._meta = build_on_meta(self.role.model_args, self.head.value, storage_dtype, self.seed)
         if self._meta is None:
             model = super()._build_language_model(storage_dtype)
         else:
