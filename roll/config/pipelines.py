@@ -309,6 +309,7 @@ PIPELINES = (
         ("train_env_manager", "val_env_manager", "custom_envs"),
         "roll.pipelines.agentic.definition.Agentic",
     ),
+    PipelineEntry("rm", ("reward_train",), "roll.pipelines.rm.definition.RewardModel"),
     PipelineEntry("dpo", ("chosen_key", "rejected_key", "ipo", "loss_type"), "roll.pipelines.dpo.definition.DPO"),
     PipelineEntry(
         "distill",

@@ -1,5 +1,5 @@
-"""Workers whose model learns: actor, critic, SFT and preferences with their losses. The actor sends its weights to the
-engines."""
+"""Workers whose model learns: actor, critic, SFT, preferences and reward model with their losses. The actor sends its
+weights to the engines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from roll.algorithms.aggregation import (
 from roll.algorithms.loss_types import LossInputs
 from roll.algorithms.losses import ActorLossOptions, actor_loss, value_loss
 from roll.algorithms.preferences import pair_sums, preference_loss, preference_metrics
+from roll.algorithms.reward_models import reward_model_loss, units_of
 from roll.config.preferences import PreferenceLossConfig
+from roll.config.reward_models import RewardLossConfig
 from roll.distributed import Dispatch, register
 from roll.platforms import current_platform
 from roll.protocol import DataProto
@@ -373,3 +375,47 @@ def preference_update_loss(
         return (sums.policy * slopes.view(-1, 2)).sum(), preference_metrics(sums, options, None, "actor/")
     losses = preference_loss(sums, options)
     return losses.sum() / pairs, preference_metrics(sums, options, losses, "actor/")
+
+
+SCORE_COLUMNS = ("score_mask", "unit_ids", "targets", "margins")
+
+
+@dataclass(frozen=True)
+class RewardTrainSettings(ModelSettings):
+    """The loss of ``reward_train``."""
+
+    loss: RewardLossConfig = field(default_factory=RewardLossConfig)
+
+
+class RewardTrainWorker(TrainingWorker):
+    """``reward_train`` on one rank."""
+
+    settings_class = RewardTrainSettings
+    settings: RewardTrainSettings
+    head = ModelHead.SCORE
+
+    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS + SCORE_COLUMNS)
+    def update(self, batch: DataProto) -> Metrics:
+        """Collective. One optimizer step on the mean loss of the prompts (responses, steps) of all ranks.
+
+        Args:
+            batch: as :func:`roll.algorithms.reward_models.reward_model_loss` takes it; rows of one ``unit_ids`` are
+                adjacent and on one rank.
+        """
+        options = self.settings.loss
+        own = torch.tensor([units_of(batch.batch, options)], dtype=torch.float64)
+        units = self.strategy.all_reduce_sum(own).item()
+        loss = partial(score_update_loss, options=options, units=units)
+        return self.optimizer_step(batch.batch, loss, [Output.VALUES], 1.0, prefix="reward/")
+
+    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
+    def compute_scores(self, batch: DataProto) -> DataProto:
+        """``values`` float32 (B, L); scores are those at ``score_mask``."""
+        return DataProto.from_dict(self.strategy.forward(columns_of(batch), [Output.VALUES]))
+
+
+def score_update_loss(
+    outputs: TensorBatch, batch: TensorBatch, options: RewardLossConfig, units: float
+) -> tuple[torch.Tensor, Metrics]:
+    """A reward model's loss as a strategy's :class:`~roll.strategies.base.LossFunction`; ``units`` over all ranks."""
+    return reward_model_loss(outputs[Output.VALUES], batch, options, units, "reward/")

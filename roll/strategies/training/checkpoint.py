@@ -57,6 +57,7 @@ from roll.checkpoint.contents import (
 )
 from roll.checkpoint.state import capture_rng_state, load_state, restore_rng_state, save_state
 from roll.config.roles import WorkerConfig
+from roll.models.expert_parallel import ExpertMesh
 from roll.models.loading import fingerprint
 
 logger = logging.getLogger(__name__)
@@ -132,6 +133,8 @@ class Checkpointed:
     """Prefix of ``module`` to the Hugging Face names."""
     with_frozen: bool = False
     """Hold frozen parameters too, such as the base under LoRA, though they are what they were loaded as."""
+    experts: ExpertMesh | None = None
+    """The ranks over which experts are divided; None: they are not."""
 
     def state(self, with_optimizer: bool) -> dict[str, Any]:
         """Sharded tensors under Hugging Face names."""
@@ -143,10 +146,12 @@ class Checkpointed:
             if with_optimizer:
                 optimizer = get_optimizer_state_dict(self.module, self.optimizer)
                 state["optimizer"] = _renamed_optimizer(optimizer, self._short)
-        return state
+        return state if self.experts is None else _mapped(state, self.experts.whole)
 
     def restore(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`state`."""
+        if self.experts is not None:
+            state = _mapped(state, self.experts.part)
         with _quiet():
             complete = StateDictOptions(strict=not self._frozen())
             set_model_state_dict(self.module, _renamed(state["model"], self._long), options=complete)
@@ -296,6 +301,13 @@ def _quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", message=r"FSDP\.state_dict_type", category=FutureWarning)
         warnings.filterwarnings("ignore", message="When using ``NO_SHARD``", category=UserWarning)
         yield
+
+
+def _mapped(state: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A tree of dictionaries with ``change`` applied to its tensors."""
+    if isinstance(state, dict):
+        return {name: _mapped(value, change) for name, value in state.items()}
+    return change(state) if isinstance(state, torch.Tensor) else state
 
 
 def _renamed(tensors: dict[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
