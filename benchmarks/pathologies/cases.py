@@ -150,6 +150,13 @@ def other_end_token(model: Path) -> None:
         (model / name).write_text(json.dumps(settings))
 
 
+def lower_case(model: Path) -> None:
+    """The tokenizer of a model without capital letters."""
+    settings = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
+    settings["normalizer"] = {"type": "Lowercase"}
+    (model / "tokenizer.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
 def half_dead_experts(folder: Path) -> list[str]:
     """An untrained mixture whose routers choose among four of eight experts: w and -w for two directions, so that two
     of the four have positive logits, while those of the others are 0."""
@@ -197,11 +204,6 @@ def rendered(question: str) -> str:
     return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def accented(question: str) -> str:
-    """With letters that the tiny tokenizer has never seen."""
-    return question.replace("e", "\u00eb").replace("o", "\u00f6").replace("many", "m\u00e4ny")
-
-
 UNTRAINED_POLICY = (f"pretrain={UNTRAINED}", STOPS)
 
 PATHOLOGIES = (
@@ -227,13 +229,7 @@ PATHOLOGIES = (
         ("prompt_length=96",),
         with_questions(rendered),
     ),
-    Case(
-        "lost_letters",
-        "tokeniser",
-        "letters that the tokenizer does not know",
-        ("prompt_length=160",),
-        with_questions(accented),
-    ),
+    Case("other_tokenizer", "tokeniser", "a tokenizer that knows no capital letters", (), other_model(lower_case)),
     Case("reward_fails", "reward_fails", "a reward that always raises", domain("always_fails")),
     Case(
         "reward_sometimes_fails", "reward_fails", "a reward that raises for one text in four", domain("fails_for_some")

@@ -48,8 +48,6 @@ Rule = Callable[[Facts], Finding | None]
 def diagnose(run: Run) -> list[Finding]:
     """The findings of all rules, the most probable first cause at the front; none for a healthy run."""
     facts = Facts(run)
-    if not facts.num_steps and not facts.samples:
-        return []
     return [finding for rule in RULES if (finding := rule(facts)) is not None]
 
 
@@ -173,9 +171,11 @@ def repeated_prompts(facts: Facts) -> Finding | None:
 def reward_fails(facts: Facts) -> Finding | None:
     rates = facts.matching(r"reward/.+/error_rate")
     bad = {name: fmean(values) for name, values in rates.items() if fmean(values) > 0.02}
-    if not bad:
+    unscored = "no sample could be scored" in facts.outcome
+    if not bad and not unscored:
         return None
-    evidence = [f"{name} is {rate:.1%} on average" for name, rate in bad.items()]
+    evidence = [f"the run ended with {_quoted(facts.outcome, 400)}"] if unscored else []
+    evidence += [f"{name} is {rate:.1%} on average" for name, rate in bad.items()]
     errors = Counter(str(sample.fields["e"]) for sample in facts.sampled if sample.fields.get("e"))
     evidence += [f"{count} times: {_quoted(text)}" for text, count in errors.most_common(2)]
     return Finding(
@@ -328,12 +328,12 @@ def learning_rate_high(facts: Facts) -> Finding | None:
     lost = last < 0.3 * best and best > 0
     if not (lost and (leaps or scrambled)):
         return None
-    evidence = [f"score falls from {best:.3g} to {last:.3g}"]
+    seen = [f"score falls from {best:.3g} to {last:.3g}"]
     if kl:
-        evidence.append(f"KL to the reference reaches {max(kl):.3g}")
+        seen.append(f"KL to the reference reaches {max(kl):.3g}")
     if entropy:
-        evidence.append(f"entropy goes from {entropy[0]:.3g} to {entropy[-1]:.3g} nats a token")
-    return _rate_finding(facts, "actor", (*evidence, *_norms(facts, "actor")))
+        seen.append(f"entropy goes from {entropy[0]:.3g} to {entropy[-1]:.3g} nats a token")
+    return _rate_finding(facts, "actor", (*seen, *_norms(facts, "actor")))
 
 
 def _norms(facts: Facts, family: str) -> list[str]:
@@ -547,6 +547,17 @@ def memory_growth(facts: Facts) -> Finding | None:
     )
 
 
+def ended_early(facts: Facts) -> Finding | None:
+    if facts.outcome in ("", "finished") or facts.outcome.startswith("Interrupted"):
+        return None
+    return Finding(
+        "ended_early",
+        "The run ended with an error",
+        (_quoted(facts.outcome, 600),),
+        "what the message says; run.log and the workers' logs have the tracebacks",
+    )
+
+
 RULES: tuple[Rule, ...] = (
     template,
     tokeniser,
@@ -559,14 +570,15 @@ RULES: tuple[Rule, ...] = (
     sampling_mismatch,
     dead_experts,
     stale,
-    learning_rate_high,
     ratio_drift,
+    learning_rate_high,
     learning_rate_low,
     length_hacking,
     entropy_collapse,
     truncation,
     straggler,
     memory_growth,
+    ended_early,
 )
 
 
