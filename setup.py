@@ -76,6 +76,8 @@ EXTRAS = {
     "agents": ["jsonschema>=4.20", "mcp>=2.0"],
     # Languages of responses, for the reward `ifeval`.
     "ifeval": ["langdetect>=1.0.9"],
+    # Tests of the report in Chromium, which is installed apart from it, with its driver.
+    "browser": ["selenium>=4.40"],
     "wandb": ["wandb>=0.20"],
     # SwanLab wants an older protobuf than constraints/cpu.txt: install it without the constraints.
     "swanlab": ["swanlab>=0.10"],

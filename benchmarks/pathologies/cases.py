@@ -308,6 +308,7 @@ HEALTHY = (
         Case(f"grpo_seed{seed}", None, f"GRPO, seed {seed}", (f"seed={seed}", f"pretrain={MODEL}"), steps=12)
         for seed in (1, 2, 3)
     ),
+    Case("grpo_long", None, "GRPO for 100 steps", steps=100),
     Case("dapo", None, "DAPO", config="algorithms/dapo.yaml", steps=12),
     Case("gspo", None, "GSPO", config="algorithms/gspo.yaml", steps=12),
     Case("tis", None, "truncated importance sampling", config="algorithms/tis.yaml", steps=12),

@@ -400,8 +400,9 @@ def entropy_collapse(facts: Facts) -> Finding | None:
     first, last = entropy[0], ends(entropy)[1]
     late = [members for members in facts.groups if members[0].step >= facts.groups[-1][0].step - len(entropy) // 4]
     same = fmean(1 - (len({s.text for s in members}) - 1) / (len(members) - 1) for members in late)
+    elsewhere = _said_elsewhere(late)
     solved = bool(scores) and ends(scores)[1] > 0.9
-    if last > 0.2 * first or same < 0.5 or solved:
+    if last > 0.4 * first or max(same - 0.3, elsewhere) < 0.5 or solved:
         return None
     return Finding(
         "entropy_collapse",
@@ -409,11 +410,21 @@ def entropy_collapse(facts: Facts) -> Finding | None:
         (
             f"entropy falls from {first:.3g} to {last:.3g} nats a token, the score stands at "
             f"{ends(scores)[1] if scores else float('nan'):.3g}",
-            f"of the samples of a late group {same:.0%} repeat another one, such as {_quoted(late[-1][0].text)}",
+            f"of the samples of a late group {same:.0%} repeat another one, and {elsewhere:.0%} of all are said in "
+            f"answer to another prompt, too: {_quoted(late[-1][0].text)}",
         ),
         "an entropy bonus (entropy_loss_coef, target_entropy), a higher upper clip (pg_clip_high), KL to the "
         "reference, a lower learning rate; and check that the reward cannot be had by one fixed text",
     )
+
+
+def _said_elsewhere(groups: list[list[Sample]]) -> float:
+    """The share of responses that another prompt got as well; of more than a few tokens, since short ones may be."""
+    prompts: dict[str, set[str]] = defaultdict(set)
+    members = [sample for group in groups for sample in group if sample.length >= 8]
+    for sample in members:
+        prompts[sample.text].add(str(sample.prompt.get("text")))
+    return sum(len(prompts[sample.text]) > 1 for sample in members) / max(1, len(members))
 
 
 def length_hacking(facts: Facts) -> Finding | None:
