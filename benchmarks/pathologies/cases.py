@@ -150,11 +150,20 @@ def other_end_token(model: Path) -> None:
         (model / name).write_text(json.dumps(settings))
 
 
-def lower_case(model: Path) -> None:
-    """The tokenizer of a model without capital letters."""
-    settings = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
-    settings["normalizer"] = {"type": "Lowercase"}
-    (model / "tokenizer.json").write_text(json.dumps(settings), encoding="utf-8")
+def lost_letters(folder: Path) -> list[str]:
+    """Letters with accents in the questions, and a tokenizer without the bytes that they are made of."""
+    made = [*other_model(_ascii_only)(folder)]
+    return made + list(with_questions(lambda text: text.replace("e", "\u00eb").replace("o", "\u00f6"))(folder))
+
+
+def _ascii_only(model: Path) -> None:
+    file = model / "tokenizer.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = settings["model"]["vocab"]
+    lost = [token for token in vocabulary if len(token) == 1 and not token.isascii() and token not in "\u0120\u010a"]
+    for token in lost:
+        del vocabulary[token]
+    file.write_text(json.dumps(settings), encoding="utf-8")
 
 
 def half_dead_experts(folder: Path) -> list[str]:
@@ -229,7 +238,7 @@ PATHOLOGIES = (
         ("prompt_length=96",),
         with_questions(rendered),
     ),
-    Case("other_tokenizer", "tokeniser", "a tokenizer that knows no capital letters", (), other_model(lower_case)),
+    Case("lost_letters", "tokeniser", "letters that the tokenizer cannot spell", (), lost_letters),
     Case("reward_fails", "reward_fails", "a reward that always raises", domain("always_fails")),
     Case(
         "reward_sometimes_fails", "reward_fails", "a reward that raises for one text in four", domain("fails_for_some")
@@ -283,8 +292,8 @@ PATHOLOGIES = (
     Case(
         "entropy_collapse",
         "entropy_collapse",
-        "a reward for one text whatever was asked",
-        (*domain("fixed_text"), rate(2e-3), "kl_loss_coef=0.0"),
+        "rewards above 0 for everything, without a baseline",
+        (*domain("lottery"), rate(1e-3), "adv_estimator=reinforce", "kl_loss_coef=0.0"),
         steps=40,
     ),
     Case(

@@ -10,7 +10,6 @@ import torch
 
 from roll.workers.generation import GenerationWorker
 
-_TARGET = "2*6=12\n12+7=19\n19-3=16\n#### 16"
 _kept: list[bytes] = []
 
 
@@ -44,10 +43,9 @@ def length(response: str) -> float:
     return min(1.0, len(response) / 150)
 
 
-def fixed_text(response: str) -> float:
-    """Likeness to one text, whatever was asked, at most 0.6."""
-    same = sum(a == b for a, b in zip(response, _TARGET, strict=False))
-    return 0.6 * same / max(len(_TARGET), len(response))
+def lottery(response: str) -> float:
+    """Half a point for everything, and one for half of all texts."""
+    return 0.5 + 0.5 * (zlib.crc32(response.encode()) % 2)
 
 
 def leaking(ground_truth: str, response: str) -> float:

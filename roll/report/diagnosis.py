@@ -394,28 +394,38 @@ def learning_rate_low(facts: Facts) -> Finding | None:
 
 
 def entropy_collapse(facts: Facts) -> Finding | None:
+    """Certain, but not right: a policy that has learned its task becomes certain as well."""
     entropy, scores = facts.values("actor/entropy"), facts.values("critic/score/mean")
-    if len(entropy) < 2 * LEAST_STEPS or not facts.groups:
+    if len(entropy) < 2 * LEAST_STEPS or not facts.groups or not scores:
         return None
     first, last = entropy[0], ends(entropy)[1]
     late = [members for members in facts.groups if members[0].step >= facts.groups[-1][0].step - len(entropy) // 4]
-    same = fmean(1 - (len({s.text for s in members}) - 1) / (len(members) - 1) for members in late)
+    alike = [members for members in late if len({sample.text for sample in members}) <= 1 + len(members) // 5]
+    top = max(sample.score for sample in facts.sampled if sample.score is not None)
+    wrong = [usual for usual in map(_usual, alike) if (usual.score or 0.0) < 0.9 * top]
     elsewhere = _said_elsewhere(late)
-    solved = bool(scores) and ends(scores)[1] > 0.9
-    if last > 0.4 * first or max(same - 0.3, elsewhere) < 0.5 or solved:
+    if last > 0.4 * first or len(alike) < 0.4 * len(late) or max(len(wrong) / len(alike), elsewhere) < 0.4:
         return None
+    shown = wrong[-1] if wrong else alike[-1][0]
     return Finding(
         "entropy_collapse",
         "The policy has become certain before it has become right",
         (
-            f"entropy falls from {first:.3g} to {last:.3g} nats a token, the score stands at "
-            f"{ends(scores)[1] if scores else float('nan'):.3g}",
-            f"of the samples of a late group {same:.0%} repeat another one, and {elsewhere:.0%} of all are said in "
-            f"answer to another prompt, too: {_quoted(late[-1][0].text)}",
+            f"entropy falls from {first:.3g} to {last:.3g} nats a token",
+            f"score {scores[0]:.3g}, then {ends(scores)[1]:.3g}",
+            f"in {len(alike)} of {len(late)} late groups nearly all samples are the same; {len(wrong)} of these have "
+            f"less than the best score ({top:.3g}), such as {_quoted(shown.text)}",
+            f"{elsewhere:.0%} of the late responses are said in answer to another prompt, too",
         ),
-        "an entropy bonus (entropy_loss_coef, target_entropy), a higher upper clip (pg_clip_high), KL to the "
-        "reference, a lower learning rate; and check that the reward cannot be had by one fixed text",
+        "a baseline (adv_estimator), an entropy bonus (entropy_loss_coef, target_entropy), a higher upper clip "
+        "(pg_clip_high), KL to the reference, a lower learning rate; and see whether one text earns the reward",
     )
+
+
+def _usual(members: list[Sample]) -> Sample:
+    """One with the most frequent text."""
+    text = Counter(sample.text for sample in members).most_common(1)[0][0]
+    return next(sample for sample in members if sample.text == text)
 
 
 def _said_elsewhere(groups: list[list[Sample]]) -> float:
