@@ -113,6 +113,6 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor, DivergenceConfig, bool], Tensor
 def comparison_metrics(outputs: dict[str, Tensor], mask: Tensor, prefix: str) -> Metrics:
     """Means over the tokens in ``mask`` of what the head reports of a comparison: the masses of the compared tokens on
     both sides, and how often both sides have the same most probable token."""
-    tokens = float(mask.sum())
+    tokens = mask.sum()
     names = {"teacher_mass": "teacher_top_k_mass", "student_mass": "student_top_k_mass", "agreement": "agreement@1"}
     return {prefix + shown: Mean((outputs[name] * mask).sum().detach(), tokens) for name, shown in names.items()}

@@ -151,10 +151,17 @@ class ModelStrategy(ABC):
     def rank_info(self) -> RankInfo: ...
 
     @abstractmethod
-    def forward(self, batch: TensorBatch, outputs: Collection[Output], temperature: float = 1.0) -> TensorBatch:
+    def forward(
+        self,
+        batch: TensorBatch,
+        outputs: Collection[Output],
+        temperature: float = 1.0,
+        teachers: Sequence[Comparison] = (),
+    ) -> TensorBatch:
         """Collective. Outputs without gradient, in the batch's own layout.
 
-        Log-probs, entropies and sums of squares are those of ``softmax(logits / temperature)``.
+        Log-probs, entropies and sums of squares are those of ``softmax(logits / temperature)``. With ``teachers`` there
+        is also, for each of them, what :func:`roll.models.distributions.compared` says.
         """
 
     def forward_top_tokens(self, batch: TensorBatch, wanted: TopTokens, temperature: float = 1.0) -> TensorBatch:

@@ -183,8 +183,15 @@ class DataParallelStrategy(ModelStrategy):
         )
 
     @torch.no_grad()
-    def forward(self, batch: TensorBatch, outputs: Collection[Output], temperature: float = 1.0) -> TensorBatch:
+    def forward(
+        self,
+        batch: TensorBatch,
+        outputs: Collection[Output],
+        temperature: float = 1.0,
+        teachers: Sequence[Comparison] = (),
+    ) -> TensorBatch:
         self._check_outputs(outputs)
+        self._comparisons = teachers
         batch, images = with_images(batch, self.model.language_model.config)
         was_training = self.model.training
         self.model.eval()
@@ -205,8 +212,10 @@ class DataParallelStrategy(ModelStrategy):
                 computed[Output.ROUTES] = self._chosen(layout, part)
             if rows:
                 for name, values in computed.items():
-                    results[name][row_index(rows), : shape_of_part[1]] = values.to(device)
+                    whole = results.setdefault(name, torch.zeros(shape, dtype=torch.float32, device=device))
+                    whole[row_index(rows), : shape_of_part[1]] = values.to(device)
         self.model.records_routes = False
+        self._comparisons = ()
         self._reshard()
         self.model.train(was_training)
         return results
