@@ -313,8 +313,8 @@ PIPELINES = (
     PipelineEntry("dpo", ("chosen_key", "rejected_key", "ipo", "loss_type"), "roll.pipelines.dpo.definition.DPO"),
     PipelineEntry(
         "distill",
-        ("student", "kd_objective", "distill_loss_weight", "student_pretrain"),
-        missing="distillation from recorded logits",
+        ("student", "distill_loss_weight", "student_pretrain"),
+        "roll.pipelines.distill.definition.Distill",
     ),
     PipelineEntry(
         "onpolicy_distill",
