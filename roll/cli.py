@@ -61,6 +61,7 @@ TOOLS = {
     "prepare-data": Tool(
         "roll.datasets.prepare", f"turn published files into this project's columns: {', '.join(DATA_SETS)}"
     ),
+    "evaluate": Tool("roll.pipelines.evaluate.command", "ask models and checkpoints the validation prompts of a file"),
     "env": Tool("roll.environments.command", "list, check and play environments"),
     "play": Tool("roll.environments.command", "play an environment by hand, or watch a random player", keeps_name=True),
     "translate": Tool(
@@ -153,7 +154,7 @@ def _run(loaded: LoadedConfig[Any]) -> int:
     from roll.rollout.group_flow import RolloutExhausted, RolloutStalled
 
     try:
-        loaded.pipeline.run(loaded)
+        return int(loaded.pipeline.run(loaded) or 0)
     except RayLost as error:
         show_error(error)
         leave(EXIT_FAILED)
@@ -163,7 +164,6 @@ def _run(loaded: LoadedConfig[Any]) -> int:
     except Exception:
         show_unexpected()
         return EXIT_FAILED
-    return 0
 
 
 def serve(arguments: argparse.Namespace) -> int:

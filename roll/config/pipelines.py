@@ -160,8 +160,8 @@ class PipelineDefinition(ABC):
         """The plan of a configuration without mistakes, on top of :func:`roll.config.plan.planning.shared_plan`."""
 
     @abstractmethod
-    def run(self, loaded: Any) -> None:
-        """Run to the end. Heavy packages are imported here."""
+    def run(self, loaded: Any) -> int | None:
+        """Run to the end; the exit status, None: 0. Heavy packages are imported here."""
 
     # Roles
 
@@ -309,6 +309,7 @@ PIPELINES = (
         ("train_env_manager", "val_env_manager", "custom_envs"),
         "roll.pipelines.agentic.definition.Agentic",
     ),
+    PipelineEntry("evaluate", ("evaluate",), "roll.pipelines.evaluate.definition.Evaluate"),
     PipelineEntry("dpo", ("chosen_key", "rejected_key", "ipo", "loss_type"), "roll.pipelines.dpo.definition.DPO"),
     PipelineEntry(
         "distill",
