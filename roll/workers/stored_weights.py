@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from roll.checkpoint import CheckpointDamagedError
 from roll.checkpoint.contents import CheckpointMismatchError, ModelContents, read_contents, read_trainer_state
-from roll.config.strategies.registry import backend_of
+from roll.checkpoint.tensors import WEIGHT, stored_tensors
 from roll.distributed import Dispatch, Worker, register
 from roll.models.build import DTYPES, build_model
 from roll.models.lora import adapter_names, base_name, merged_weight
@@ -115,43 +114,9 @@ def trained_weights(folder: Path, base: Mapping[str, Tensor]) -> Iterator[tuple[
 
 
 def read_trained(folder: Path, contents: ModelContents) -> dict[str, Tensor]:
-    """The trained parameters of a checkpoint, whole, float32, under the names that it has for them."""
-    tensors = folder / "model_and_optimizer"
-    match backend_of(contents.strategy).checkpoints:
-        case "fsdp":
-            from torch.distributed.checkpoint.state_dict_loader import load
-
-            from roll.strategies.training.checkpoint import SafeReader
-
-            whole = {name: torch.empty(shape) for name, shape in contents.trained.items()}
-            load({"model": whole}, storage_reader=SafeReader(tensors), no_dist=True)
-            return whole
-        case "deepspeed":
-            from roll.strategies.deepspeed.states import read_whole
-
-            return read_whole(tensors, contents.trained)
-        case _:
-            return read_files(tensors, contents)
-
-
-def read_files(folder: Path, contents: ModelContents) -> dict[str, Tensor]:
-    """Of Megatron's checkpoint, whose files hold ``weight/<name>``, parts of it where tensor ranks shared it.
-
-    Raises:
-        CheckpointMismatchError: it was written by several tensor ranks. CheckpointDamagedError: it lacks a weight.
-    """
-    found: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                kind, _, name = key.partition("/")
-                if kind != "weight":
-                    continue
-                if name in found:
-                    rule = "was written by several tensor-parallel ranks; export its model (save_hf_model: true)"
-                    raise CheckpointMismatchError(f"{folder.parent} {rule}, and evaluate that")
-                found[name] = file.get_tensor(key).float()
-    missing = [name for name in contents.trained if name not in found and contents.scalings]
-    if missing or not found:
-        raise CheckpointDamagedError(f"{folder} has no weight of {missing[0] if missing else 'the model'}")
-    return found
+    """The trained parameters of a checkpoint, whole, float32, and the persistent buffers, by name."""
+    with stored_tensors(folder) as stored:
+        whole = {
+            name: stored.read(WEIGHT, name, 0, prod(shape)).view(*shape) for name, shape in contents.trained.items()
+        }
+        return whole | stored.buffers()

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 def check_evaluation(config: EvaluateConfig, checks: Checks) -> None:
     """Every check; mistakes and notes go to ``checks.problems``."""
+    check_models(config, checks)
     options = check_roles(config, checks)
     check_lengths(config, checks)
-    check_models(config, checks)
     if not checks.broken("prompt_length", "response_length", "sequence_length"):
         val_prompt, val_sequence = longest_in_validation(config)
         prompt, longest = max(config.prompt_length, val_prompt), max(lengths(config)[1], val_sequence)

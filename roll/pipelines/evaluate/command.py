@@ -43,9 +43,14 @@ def evaluate(config_path: str, config_name: str | None, overrides: Sequence[str]
 
 
 def load_evaluation(
-    config_path: str, config_name: str | None, overrides: Sequence[str], keys: Mapping[str, Any]
+    config_path: str,
+    config_name: str | None,
+    overrides: Sequence[str],
+    keys: Mapping[str, Any],
+    check_files: bool = True,
 ) -> LoadedConfig[Any]:
-    """The configuration of an evaluation from an RLVR file.
+    """The configuration of an evaluation from an RLVR file; the arguments are those of
+    :func:`~roll.config.loader.load_config` and :func:`evaluate`.
 
     Raises:
         ConfigError: every mistake.
@@ -57,7 +62,7 @@ def load_evaluation(
         data = data | {"pipeline": EVALUATE}
     if keys and isinstance(data.get(EVALUATE) or {}, Mapping):
         data = data | {EVALUATE: {**(data.get(EVALUATE) or {}), **keys}}
-    loaded = load_composed(EvaluateConfig, replace(composed, data=data), problems)
+    loaded = load_composed(EvaluateConfig, replace(composed, data=data), problems, check_files=check_files)
     return replace(loaded, overrides=tuple(overrides))
 
 

@@ -12,10 +12,9 @@ DeepSpeed's own files are pickles, which run code when they are read, and tied t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -322,13 +321,3 @@ def _opened(folder: Path) -> Iterator[_WrittenRuns]:
             for name, start in json.loads(starts).items():
                 written.runs.setdefault(name, []).append((int(start), file))
         yield written
-
-
-def read_whole(folder: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """The float32 weights that :func:`save_states` wrote into ``folder``, by name, without a process group.
-
-    Raises:
-        CheckpointDamagedError: the files lack some of them.
-    """
-    with _opened(folder) as written:
-        return {name: written.read(_WEIGHT, name, 0, prod(shape)).view(*shape) for name, shape in shapes.items()}
