@@ -27,7 +27,6 @@ from roll.models.log_probs import ResponseModel, output_matrices
 from roll.models.vision import vision_modules
 from roll.platforms import current_platform
 from roll.strategies.fsdp.sharded import ShardedStrategy, build_mesh, compute_dtype, wrapped_units
-from roll.strategies.training.checkpoint import Checkpointed
 from roll.strategies.training.gather import Pieces
 
 if TYPE_CHECKING:
@@ -81,8 +80,10 @@ class Fsdp2Strategy(ShardedStrategy):
         elif self.mesh.ndim == 2:
             self.root.set_requires_all_reduce(last)
 
-    def _checkpointed(self, optimizer: torch.optim.Optimizer) -> Checkpointed:
-        return Checkpointed(self.model.language_model, optimizer)
+    def _start_of(self, parameter: torch.Tensor) -> int:
+        if not isinstance(parameter, DTensor):
+            return 0
+        return sum(row_pieces(parameter).sizes[: self.mesh.get_local_rank("fsdp")])
 
     def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         by_dtype: dict[torch.dtype, list[tuple[int, torch.Tensor, Pieces]]] = {}
