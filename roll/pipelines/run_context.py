@@ -17,6 +17,7 @@ from roll.config.loader import LoadedConfig
 from roll.config.reading.masking import masked
 from roll.distributed import Cluster, Interrupted, RemoteError, ResourceManager, Worker, ray_runtime
 from roll.distributed.guard import Guard
+from roll.distributed.profiling import Profiling
 from roll.distributed.signals import ending
 from roll.pipelines.files import PendingCheckpoint, write_samples
 from roll.pipelines.interruption import Interruption, command_to_go_on
@@ -91,7 +92,7 @@ class RunContext:
                 ray_runtime(
                     self.plan.num_devices_per_node,
                     self.plan.num_nodes,
-                    self.config.system_envs,
+                    self._profiling().environment() | self.config.system_envs,
                     log_dir / "workers",
                 )
             )
@@ -191,6 +192,11 @@ class RunContext:
             hook()
         for cluster in self._clusters:
             cluster.shutdown(graceful=graceful)
+
+    def _profiling(self) -> Profiling:
+        config = self.config
+        folder = Path(config.profiler_output_dir or self.plan.log_dir / "profiler").resolve()
+        return Profiling(str(folder), config.profiler_timeline, config.profiler_memory, config.profiler_calls)
 
     def _tracked_run(self) -> TrackedRun:
         return TrackedRun(
