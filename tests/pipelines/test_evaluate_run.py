@@ -77,9 +77,7 @@ def test_weights_swapped_in_answer_as_those_loaded_at_the_start(
     for model in ("first", "second"):
         assert samples(swapped, model) == samples(both, model)
     found = results(both)["metrics"]
-    assert found["second"] == results(swapped)["metrics"]["second"], (
-        "the second is the baseline in both"
-    )
+    assert found["second"] == results(swapped)["metrics"]["second"], "the second is the baseline in both"
     compared = found["first"]
     assert (
         compared["compare/second/t1/wins"] + compared["compare/second/t1/losses"] + compared["compare/second/t1/ties"]
@@ -117,12 +115,13 @@ def test_a_checkpoint_is_the_model_that_was_exported(run: Run, world: TinyWorld,
     assert len({str(samples(done, one)) for one in ("run-1", "run-2", "start")}) == 3
 
 
-def test_a_killed_evaluation_continues_where_it_was(
+def test_a_killed_evaluation_continues_where_it_was_and_misses_its_threshold(
     start: Start, run: Run, world: TinyWorld, other: Path, both: FinishedRun, tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
     models = {"first": world.model, "second": other}
-    changes = evaluation(world, models, temperatures=[1.0, 0.5, 0], baseline="second") | {
+    thresholds = {"first/val_correct/all/mean": 0.99, "second/val/t1/reward": 0.0}
+    changes = evaluation(world, models, temperatures=[1.0, 0.5, 0], baseline="second", thresholds=thresholds) | {
         "val_batch_size": 2,
         "rewards.digits.worker_cls": "tests.pipelines.rewards.slow_digit_share",
     }
@@ -137,19 +136,10 @@ def test_a_killed_evaluation_continues_where_it_was(
     assert left.startswith(before) and left.count(b"\n") < 2 * PROMPTS * 9
     driver = start(file, output)
     status, errors = driver.finish(240)
-    assert status == 0, errors
+    assert status == 3, errors
     finished = FinishedRun(output)
     assert written.read_bytes().startswith(before), "what was there has not been asked again"
     for model in models:
         assert samples(finished, model) == samples(both, model)
-    assert results(finished) == results(both)
-
-
-def test_a_threshold_that_is_missed_is_an_exit_status(start: Start, world: TinyWorld, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    changes = evaluation(world, {"only": world.model}, thresholds={"val_correct/all/mean": 0.99})
-    file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump(changed(changes, rlvr_settings(world, output))))
-    status, _ = start(file, output).finish(240)
-    assert status == 3
-    assert results(FinishedRun(output))["below_threshold"] == ["only: val_correct/all/mean is 0.0000, below 0.99"]
+    below = ["first: val_correct/all/mean is 0.0000, below 0.99"]
+    assert results(finished) == results(both) | {"below_threshold": below}

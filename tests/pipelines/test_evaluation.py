@@ -13,7 +13,7 @@ import yaml
 from roll.config.reading.errors import ConfigError
 from roll.pipelines.evaluate.command import load_evaluation, main
 from roll.pipelines.evaluate.plan import EvaluatePlan, models_of
-from roll.pipelines.evaluate.samples import SampleFile, answers_of, differing
+from roll.pipelines.evaluate.samples import SampleFile, answers_of, differing, sample_records
 from roll.pipelines.evaluate.statistics import (
     Answers,
     bootstrap,
@@ -108,7 +108,8 @@ def test_samples_are_taken_up_by_whole_prompts(tmp_path: Path) -> None:
     settings = {"seed": 1}
     file = SampleFile(tmp_path, settings, resume=True)
     for order in (2, 0):
-        file.write("m", "sampled", make_group(order, [1], [[1], [2, 2]], [1.0, 0.5]), temperature=1.0)
+        group = make_group(order, [1], [[1], [2, 2]], [1.0, 0.5])
+        file.write("m", "sampled", order, list(sample_records(group, {"model": "m", "pass": "sampled"})))
     before = file.records("m", "sampled")
     file.close()
     text = file.path.read_text()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from roll.config.checks.base import Checks
 from roll.config.checks.models import note_positions
@@ -11,7 +12,7 @@ from roll.config.model_files import CONFIG, looks_like_folder, model_folder
 from roll.config.reading.errors import ConfigError, Problem, closest
 from roll.config.reading.yaml_files import shown
 from roll.pipelines.evaluate.config import EvaluateConfig, temperature_problem
-from roll.pipelines.evaluate.plan import EvaluatedModel, EvaluatePlan, read_entry
+from roll.pipelines.evaluate.plan import read_entry
 from roll.pipelines.rlvr.checks import SET_NAME, check_lengths, check_templates, check_validation, longest_in_validation
 from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
 from roll.pipelines.rlvr.planning import lengths
@@ -38,14 +39,15 @@ def check_evaluation(config: EvaluateConfig, checks: Checks) -> None:
         )
     check_validation(config, checks)
     check_templates(config, checks)
-    for index, value in enumerate(config.evaluate.temperatures):
-        problem = temperature_problem(value)
-        if problem is not None:
-            checks.add(f"evaluate.temperatures.{index}", value, problem, 1.0)
 
 
-def check_models(config: EvaluateConfig, checks: Checks) -> None:
-    """Models are there, of a form that can be read, and their names can be told apart."""
+def check_models(config: Any, checks: Checks) -> None:
+    """Models are there, of a form that can be read, and their names can be told apart; the other keys of ``evaluate``
+    as well.
+
+    Args:
+        config: with the section ``evaluate``.
+    """
     keys, own = config.evaluate, config.actor_infer.model_args.model_name_or_path or config.pretrain
     names: list[str] = []
     for name, path in keys.models.items():
@@ -71,29 +73,27 @@ def check_models(config: EvaluateConfig, checks: Checks) -> None:
     if keys.baseline is not None and names and keys.baseline not in names:
         rule = f"must be a model of evaluate.models: {', '.join(names)}"
         checks.add("evaluate.baseline", keys.baseline, rule, closest(keys.baseline, names) or names[0])
+    for index, value in enumerate(keys.temperatures):
+        problem = temperature_problem(value)
+        if problem is not None:
+            checks.add(f"evaluate.temperatures.{index}", value, problem, 1.0)
 
 
-def check_taken_up(loaded: LoadedConfig[EvaluateConfig]) -> None:
-    """The samples in the output folder, if any, are those of this evaluation.
+def check_taken_up(loaded: LoadedConfig[Any], settings: Callable[[], dict[str, Any]]) -> None:
+    """The samples in the output folder, if any, are those of an evaluation with these settings.
 
     Raises:
         ConfigError: they are of another, and would be mixed with it.
     """
-    from roll.pipelines.evaluate.samples import SAMPLES, differing, settings_of
+    from roll.pipelines.evaluate.samples import SAMPLES, differing
 
-    plan, config = loaded.plan, loaded.config
-    assert isinstance(plan, EvaluatePlan)
-    if not config.evaluate.resume:
+    plan = loaded.plan
+    if not loaded.config.evaluate.resume:
         return
-    found = differing(plan.output_dir, settings_of(config, plan))
+    found = differing(plan.output_dir, settings())
     if found:
         rule = (
             f"{plan.output_dir / SAMPLES} holds samples of an evaluation with other settings ({'; '.join(found)}); "
             "begin anew (the file is kept as .previous), or choose another output_dir"
         )
         raise ConfigError([Problem("evaluate.resume", True, rule, False, shown(loaded.source))])
-
-
-def describe(model: EvaluatedModel) -> str:
-    """Name and origin of a model, for logs."""
-    return model.name if model.name == model.path else f"{model.name} ({model.path})"

@@ -93,7 +93,9 @@ class Evaluate(RLVR):
         return ""
 
     def check_host(self, loaded: LoadedConfig[Any]) -> None:
-        check_taken_up(loaded)
+        from roll.pipelines.evaluate.samples import settings_of
+
+        check_taken_up(loaded, partial(settings_of, loaded.config, loaded.plan))
 
     def own_functions(self, loaded: LoadedConfig[Any]) -> Iterator[tuple[str, Any, Callable[[], object]]]:
         yield from ()

@@ -47,6 +47,11 @@ class EvaluatedModel:
     checkpoint: Path | None = None
     """Of a training checkpoint: the folder of the role that holds the weights."""
 
+    @property
+    def description(self) -> str:
+        """Name and origin, for logs."""
+        return self.name if self.name == self.path else f"{self.name} ({self.path})"
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -64,11 +69,10 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class EvaluatePlan(Plan):
-    """Plan of an evaluation. A step is a model."""
+class ModelsPlan(Plan):
+    """Plan of several models, one after the other. A step is a model."""
 
     models: tuple[EvaluatedModel, ...]
-    validation_sets: tuple[ValidationSet, ...]
     passes: tuple[Pass, ...]
     baseline: str
     """Name of the model that others are compared with."""
@@ -81,6 +85,13 @@ class EvaluatePlan(Plan):
         return list(found.values())
 
 
+@dataclass(frozen=True)
+class EvaluatePlan(ModelsPlan):
+    """Plan of an evaluation on prompts."""
+
+    validation_sets: tuple[ValidationSet, ...]
+
+
 def plan_evaluation(
     definition: PipelineDefinition, config: EvaluateConfig, exp_name: str, written: Written
 ) -> EvaluatePlan:
@@ -90,10 +101,8 @@ def plan_evaluation(
     longest = max(one.sequence_length for one in sets)
     models = tuple(models_of(config))
     plan = shared_plan(definition, config, exp_name, written, partial(finished_role, config, longest))
-    folders: Folders = plan["folders"]
-    plan["folders"] = replace(folders, output_dir=folders.output_dir / FOLDER, log_dir=folders.log_dir / FOLDER)
     return EvaluatePlan(
-        **plan | {"sequence_length": longest, "save_steps": 0},
+        **plan | {"sequence_length": longest, "save_steps": 0, "folders": own_folders(plan["folders"])},
         training={},
         max_steps=len(models),
         eval_steps=0,
@@ -102,6 +111,11 @@ def plan_evaluation(
         passes=tuple(passes_of(config, sets)),
         baseline=config.evaluate.baseline or models[0].name,
     )
+
+
+def own_folders(folders: Folders) -> Folders:
+    """Those of an evaluation, below those of the file."""
+    return replace(folders, output_dir=folders.output_dir / FOLDER, log_dir=folders.log_dir / FOLDER)
 
 
 def finished_role(config: EvaluateConfig, longest: int, name: str, section: WorkerConfig) -> WorkerConfig:
@@ -126,16 +140,18 @@ def passes_of(config: EvaluateConfig, sets: tuple[ValidationSet, ...]) -> Iterat
             yield Pass(f"{prefix}{name}", one.name, value, 1 if greedy else count_of, greedy, not number)
 
 
-def models_of(config: EvaluateConfig) -> Iterator[EvaluatedModel]:
+def models_of(config: Any) -> Iterator[EvaluatedModel]:
     """The models that ``evaluate.models`` names, checkpoints of folders one by one.
+
+    Args:
+        config: with the section ``evaluate``.
 
     Raises:
         ValueError: a folder that holds neither a model nor a checkpoint.
     """
     own = config.actor_infer.model_args.model_name_or_path or config.pretrain
     for name, path in (config.evaluate.models or {Path(own).name: own}).items():
-        found = list(read_entry(name, path, own))
-        yield from found
+        yield from read_entry(name, path, own)
 
 
 def read_entry(name: str, path: str, base: str) -> Iterator[EvaluatedModel]:
@@ -188,7 +204,7 @@ def signature(base: str) -> str:
     return json.dumps(texts, sort_keys=True)
 
 
-def evaluation_facts(plan: EvaluatePlan) -> list[tuple[str, str]]:
+def evaluation_facts(plan: ModelsPlan) -> list[tuple[str, str]]:
     """Label and sentence of models and passes."""
     swaps = len(plan.models) - len(plan.groups())
     starts = count(len(plan.groups()), "engine start")

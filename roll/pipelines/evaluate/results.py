@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from roll.datasets.types import DataError
-from roll.pipelines.evaluate.config import EvaluateConfig
-from roll.pipelines.evaluate.plan import EvaluatePlan
+from roll.pipelines.evaluate.config import EvaluationConfig
+from roll.pipelines.evaluate.plan import ModelsPlan
 from roll.pipelines.evaluate.samples import RESULTS, SampleFile, answers_of
 from roll.pipelines.evaluate.statistics import Answers, compare, missed, overall, pass_metrics
 
@@ -25,8 +25,8 @@ COLUMNS = (("accuracy", "accuracy"), ("reward", "mean reward"))
 class Results:
     """Metrics by model, in the order in which models are done."""
 
-    def __init__(self, config: EvaluateConfig, plan: EvaluatePlan, samples: SampleFile) -> None:
-        self._config, self._plan, self._samples = config.evaluate, plan, samples
+    def __init__(self, keys: EvaluationConfig, plan: ModelsPlan, samples: SampleFile) -> None:
+        self._config, self._plan, self._samples = keys, plan, samples
         self.metrics: dict[str, dict[str, float]] = {}
         self._answers: dict[str, dict[str, list[Answers]]] = {}
 

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from roll.config.model_files import model_folder
+from roll.config.policy import PolicyRunConfig
+from roll.config.roles import DataArguments
 from roll.pipelines.evaluate.config import EvaluateConfig
-from roll.pipelines.evaluate.plan import EvaluatedModel, EvaluatePlan
+from roll.pipelines.evaluate.plan import EvaluatedModel, EvaluatePlan, ModelsPlan
 from roll.pipelines.evaluate.statistics import Answers
 from roll.pipelines.rlvr.accuracy import voted_answer
 from roll.rollout.groups import SampleGroup
@@ -27,28 +29,34 @@ Place = tuple[str, str]
 
 def settings_of(config: EvaluateConfig, plan: EvaluatePlan) -> dict[str, Any]:
     """Everything that the samples depend on: equal for evaluations of which one may take up the other's samples."""
-    sets = [asdict(one) for one in plan.validation_sets]
-    files = [name for one in plan.validation_sets for name in _names(one.data_args.file_name)]
-    return json.loads(
-        json.dumps(
-            {
-                "models": {one.name: _model_state(one) for one in plan.models},
-                "data files": {name: _state(Path(name).expanduser()) for name in files},
-                "validation": sets,
-                "evaluate.num_samples, evaluate.temperatures": [asdict(one) for one in plan.passes],
-                "rewards": {name: asdict(one) for name, one in config.rewards.items()},
-                "seed": config.seed,
-                "actor_infer.strategy_args.strategy_name": config.actor_infer.strategy_args.strategy_name,
-                "actor_infer.model_args.dtype": config.actor_infer.model_args.dtype,
-                "templates": [config.global_template, config.tag_to_template],
-            },
-            default=str,
-        )
-    )
+    own = {
+        "validation": [asdict(one) for one in plan.validation_sets],
+        "rewards": {name: asdict(one) for name, one in config.rewards.items()},
+        "templates": [config.global_template, config.tag_to_template],
+    }
+    return shared_settings(config, plan, [one.data_args for one in plan.validation_sets], own)
 
 
-def _names(written: Any) -> list[str]:
-    return [written] if isinstance(written, str) else list(written or ())
+def shared_settings(
+    config: PolicyRunConfig, plan: ModelsPlan, data: Sequence[DataArguments], own: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Settings of every evaluation with an evaluation's ``own``, as plain JSON values.
+
+    Args:
+        data: sections whose files are read.
+    """
+    written = [one.file_name for one in data]
+    files = [name for names in written for name in ([names] if isinstance(names, str) else names or ())]
+    shared = {
+        "models": {one.name: _model_state(one) for one in plan.models},
+        "data files": {name: _state(Path(name).expanduser()) for name in files},
+        "evaluate.num_samples, evaluate.temperatures": [asdict(one) for one in plan.passes],
+        "seed": config.seed,
+        "actor_infer.strategy_args.strategy_name": config.actor_infer.strategy_args.strategy_name,
+        "actor_infer.model_args.dtype": config.actor_infer.model_args.dtype,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps({**shared, **own}, default=str))
+    return plain
 
 
 def _model_state(model: EvaluatedModel) -> list[Any]:
@@ -109,13 +117,16 @@ class SampleFile:
         """The samples of a pass by prompt, in the order of the set."""
         return [group for _, group in sorted(self._groups[model, name].items())]
 
-    def write(self, model: str, name: str, group: SampleGroup, **more: Any) -> None:
-        """Add the samples of a prompt, in one piece."""
-        records = list(sample_records(group, {"model": model, "pass": name, **more}))
+    def write(self, model: str, name: str, order: int, records: Sequence[Record]) -> None:
+        """Add the samples of a prompt, in one piece.
+
+        Args:
+            records: with ``model``, ``pass``, ``order``, and ``of``, the number of samples.
+        """
         self._file.write("".join(map(_line, records)))
         self._file.flush()
         # Numbers as they are read back: a resumed evaluation gives the same results, bit for bit.
-        self._groups[model, name][group.order] = [json.loads(_line(record)) for record in records]
+        self._groups[model, name][order] = [json.loads(_line(record)) for record in records]
 
     def close(self) -> None:
         self._file.close()
@@ -165,6 +176,14 @@ def sample_records(group: SampleGroup, shared: Mapping[str, Any]) -> Iterator[Re
         }
 
 
+def _is_correct(record: Record, correct_from: float) -> bool:
+    """As the environment says, if there is one that does; else by the score."""
+    success = record.get("success")
+    if success is not None:
+        return bool(success)
+    return record["score"] is not None and record["score"] >= correct_from
+
+
 def answers_of(groups: Iterable[Sequence[Record]], correct_from: float, select_by: str) -> list[Answers]:
     """The samples of each prompt as numbers.
 
@@ -185,7 +204,7 @@ def answers_of(groups: Iterable[Sequence[Record]], correct_from: float, select_b
                 tag=group[0]["tag"],
                 scores=scores,
                 ranks=scores if select_by == "score" else ranks,
-                correct=scores >= correct_from,
+                correct=np.array([_is_correct(one, correct_from) for one in group]),
                 votes=[one["vote"] for one in group],
                 lengths=np.array([one["tokens"] for one in group]),
                 truncated=np.array([one["finish_reason"] == "length" for one in group]),
