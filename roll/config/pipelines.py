@@ -310,6 +310,7 @@ PIPELINES = (
         "roll.pipelines.agentic.definition.Agentic",
     ),
     PipelineEntry("evaluate", ("evaluate",), "roll.pipelines.evaluate.definition.Evaluate"),
+    PipelineEntry("agentic_rollout", (), "roll.pipelines.agentic_rollout.definition.AgenticRollout"),
     PipelineEntry("dpo", ("chosen_key", "rejected_key", "ipo", "loss_type"), "roll.pipelines.dpo.definition.DPO"),
     PipelineEntry(
         "distill",

@@ -143,3 +143,21 @@ def test_a_killed_evaluation_continues_where_it_was_and_misses_its_threshold(
         assert samples(finished, model) == samples(both, model)
     below = ["first: val_correct/all/mean is 0.0000, below 0.99"]
     assert results(finished) == results(both) | {"below_threshold": below}
+
+
+def test_episodes_are_those_of_a_training_runs_validation(run: Run) -> None:
+    """The exported model and its checkpoint play what the run itself played after its last step, token for token."""
+    players = {"num_env_groups": 2, "group_size": 2, "tags": ["game"], "generating_args": GENERATING}
+    changes = {"val_env_manager": players, "val_batch_size": 8}
+    arguments = training_args(8, 2, 3e-3) | {"save_hf_model": True}
+    more = {"max_steps": 1, "save_steps": 1, "eval_steps": 1, "actor_train.training_args": arguments}
+    trained = run(changes | more, "agentic")
+    models = {"run": str(trained.output), "exported": str(trained.output / "model")}
+    done = run(changes | {"pipeline": "agentic_rollout", "evaluate": {"models": models}}, "agentic")
+    assert samples(done, "run-1") == samples(done, "exported") and len(samples(done, "exported")) == 8
+    last = [row for row in read_metrics(trained.logs / METRICS_NAME) if "val/score/mean" in row][-1]
+    found = results(done)["metrics"]["exported"]
+    assert found["val/episodes/reward"] == pytest.approx(last["val/score/mean"], abs=1e-9)
+    rows = list(read_samples(done.output / "evaluation" / SAMPLES))
+    assert {row["prompt_id"] for row in rows} == {f"game/{number}" for number in range(4)}
+    assert all(row["turns"] and row["numbers"]["turns"] == len(row["turns"]) for row in rows)

@@ -1,4 +1,5 @@
-"""``roll evaluate FILE``: models and checkpoints on the validation prompts of an RLVR file."""
+"""``roll evaluate FILE``: models and checkpoints on the prompts of an RLVR file's validation, or in the environments of
+an agentic file."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from roll.config.loader import LoadedConfig, find_file, load_composed
+from roll.config.pipelines import definition_of
 from roll.config.reading.compose import compose_file
 from roll.config.reading.errors import ConfigError, Problem, Problems
-from roll.pipelines.evaluate.config import EvaluateConfig
 
-EVALUATE = "evaluate"
+EVALUATE, AGENTIC = "evaluate", "agentic_rollout"
+AGENTIC_KEYS = ("train_env_manager", "val_env_manager", "custom_envs")
+"""A file with one of these plays environments."""
 EPILOG = "Exit status: 0; 3 where a model stays below a threshold; 2 for a wrong configuration; 1 for a failure."
 
 
@@ -49,7 +52,7 @@ def load_evaluation(
     keys: Mapping[str, Any],
     check_files: bool = True,
 ) -> LoadedConfig[Any]:
-    """The configuration of an evaluation from an RLVR file; the arguments are those of
+    """The configuration of an evaluation from an RLVR or an agentic file; the arguments are those of
     :func:`~roll.config.loader.load_config` and :func:`evaluate`.
 
     Raises:
@@ -58,11 +61,13 @@ def load_evaluation(
     problems = Problems()
     composed = compose_file(find_file(Path(config_path), config_name), overrides, problems)
     data = composed.data
-    if data.get("pipeline") in ("rlvr", None):
-        data = data | {"pipeline": EVALUATE}
+    is_agentic = "agentic" in str(data.get("pipeline")) or any(key in data for key in AGENTIC_KEYS)
+    if data.get("pipeline") in ("rlvr", "agentic", None):
+        data = data | {"pipeline": AGENTIC if is_agentic else EVALUATE}
     if keys and isinstance(data.get(EVALUATE) or {}, Mapping):
         data = data | {EVALUATE: {**(data.get(EVALUATE) or {}), **keys}}
-    loaded = load_composed(EvaluateConfig, replace(composed, data=data), problems, check_files=check_files)
+    config_class: Any = definition_of(AGENTIC if is_agentic else EVALUATE).config_class
+    loaded = load_composed(config_class, replace(composed, data=data), problems, check_files=check_files)
     return replace(loaded, overrides=tuple(overrides))
 
 

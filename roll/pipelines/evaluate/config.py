@@ -21,12 +21,14 @@ class EvaluationConfig:
     (``.../checkpoints/checkpoint-200``), or a folder of checkpoints, all of which are evaluated in order. Empty: the
     model of ``actor_infer``. Models of one architecture and tokenizer share an engine start: weights are swapped."""
     num_samples: int | None = setting(None, ge=1)
-    """Samples of every prompt; null: ``num_return_sequences`` of each set."""
+    """Samples of every prompt, or episodes of every task; null: ``num_return_sequences`` of each set, or
+    ``group_size``."""
     temperatures: list[float] = field(default_factory=list)
     """Answer every prompt at each of these; 0 is greedy, with one answer. Empty: as the sets' ``generating_args`` and
     ``greedy`` say."""
     correct_from: float = 1.0
-    """A response with at least this score is correct."""
+    """A response with at least this score is correct; an episode, where its environment does not say itself whether it
+    succeeded."""
     select_by: str = "score"
     """The number by which ``chosen@k`` chooses the best of k samples: ``score``, or another that the reward returns,
     such as the component of a reward model."""
