@@ -23,12 +23,13 @@ from rich.console import Console
 
 from roll import __version__
 from roll.config.loader import LoadedConfig, load_config
-from roll.config.pipelines import NAMES, definition_of
+from roll.config.pipelines import definition_of
 from roll.config.plan.render import filled_in, render_plan
 from roll.config.reading.compose import parse_launcher_args
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.masking import dump_yaml, masked_text
 from roll.preflight import check_parts, check_resumption, find_models, require_packages
+from roll.translation.engine import NAMES
 
 EXIT_CONFIG = 2
 """Exit status of a configuration that cannot be run."""
@@ -61,6 +62,7 @@ TOOLS = {
     "prepare-data": Tool(
         "roll.datasets.prepare", f"turn published files into this project's columns: {', '.join(DATA_SETS)}"
     ),
+    "evaluate": Tool("roll.pipelines.evaluate.command", "ask models and checkpoints the validation prompts of a file"),
     "env": Tool("roll.environments.command", "list, check and play environments"),
     "play": Tool("roll.environments.command", "play an environment by hand, or watch a random player", keeps_name=True),
     "translate": Tool(
@@ -153,7 +155,7 @@ def _run(loaded: LoadedConfig[Any]) -> int:
     from roll.rollout.group_flow import RolloutExhausted, RolloutStalled
 
     try:
-        loaded.pipeline.run(loaded)
+        return int(loaded.pipeline.run(loaded) or 0)
     except RayLost as error:
         show_error(error)
         leave(EXIT_FAILED)
@@ -163,7 +165,6 @@ def _run(loaded: LoadedConfig[Any]) -> int:
     except Exception:
         show_unexpected()
         return EXIT_FAILED
-    return 0
 
 
 def serve(arguments: argparse.Namespace) -> int:

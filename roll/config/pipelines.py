@@ -160,8 +160,8 @@ class PipelineDefinition(ABC):
         """The plan of a configuration without mistakes, on top of :func:`roll.config.plan.planning.shared_plan`."""
 
     @abstractmethod
-    def run(self, loaded: Any) -> None:
-        """Run to the end. Heavy packages are imported here."""
+    def run(self, loaded: Any) -> int | None:
+        """Run to the end; the exit status, None: 0. Heavy packages are imported here."""
 
     # Roles
 
@@ -310,6 +310,8 @@ PIPELINES = (
         "roll.pipelines.agentic.definition.Agentic",
     ),
     PipelineEntry("rm", ("reward_train",), "roll.pipelines.rm.definition.RewardModel"),
+    PipelineEntry("evaluate", ("evaluate",), "roll.pipelines.evaluate.definition.Evaluate"),
+    PipelineEntry("agentic_rollout", (), "roll.pipelines.agentic_rollout.definition.AgenticRollout"),
     PipelineEntry("dpo", ("chosen_key", "rejected_key", "ipo", "loss_type"), "roll.pipelines.dpo.definition.DPO"),
     PipelineEntry(
         "distill",
