@@ -65,6 +65,7 @@ TOOLS = {
     "evaluate": Tool("roll.pipelines.evaluate.command", "ask models and checkpoints the validation prompts of a file"),
     "env": Tool("roll.environments.command", "list, check and play environments"),
     "play": Tool("roll.environments.command", "play an environment by hand, or watch a random player", keeps_name=True),
+    "export": Tool("roll.checkpoint.export", "turn a training checkpoint into a Hugging Face model, adapter or GGUF"),
     "translate": Tool(
         "roll.translation.command", "turn a launch of verl, SkyRL, TRL or OpenRLHF into this project's keys"
     ),
