@@ -17,6 +17,7 @@ from roll.config.loader import LoadedConfig
 from roll.config.reading.masking import masked
 from roll.distributed import Cluster, Interrupted, RemoteError, ResourceManager, Worker, ray_runtime
 from roll.distributed.guard import Guard
+from roll.distributed.restarts import supervised
 from roll.distributed.signals import ending
 from roll.pipelines.files import PendingCheckpoint, write_samples
 from roll.pipelines.interruption import Interruption, command_to_go_on
@@ -96,6 +97,7 @@ class RunContext:
                 )
             )
             self._guard = runtime.guard
+            supervised.tell(mark=runtime.mark)
             ending.on_first = self._interruption.begin
             self._write_config()
             self._tracker = build_trackers(self.config.track_with, self.config.tracker_kwargs, self._tracked_run())
@@ -159,20 +161,28 @@ class RunContext:
         return f"{steps}; newest checkpoint: {newest}\nto go on: {command_to_go_on(self._loaded)}"
 
     def _newest_checkpoint(self) -> Path | None:
+        places = self._places_of_newest()
+        return next((folder for folder in places if folder.is_dir()), places[0]) if places else None
+
+    def _places_of_newest(self) -> list[Path]:
+        """Where the newest checkpoint may be: it may move when it is copied away."""
         step = self._interruption.saved_steps
         if step is None:
-            return None
+            return []
         name = f"checkpoint-{step}"
         upload = self.config.checkpoint_config.output_dir
         folders = [self._checkpoints.root, *([Path(upload)] if upload else [])]
-        candidates = [folder / name for folder in folders]
+        places = [folder / name for folder in folders]
         if self._resume is not None and self._resume.step == step:
-            candidates.append(self._resume.path)
-        return next((folder for folder in candidates if folder.is_dir()), candidates[0])
+            places.append(self._resume.path)
+        return places
 
     def _leave_account(self) -> None:
         """Have the guard speak for this process, should that end hard."""
         assert self._guard is not None
+        supervised.tell(reached=self._interruption.steps_done)
+        if places := self._places_of_newest():
+            supervised.tell(checkpoint=list(map(str, places)))
         metrics, plot = self.plan.log_dir / METRICS_NAME, self.plan.output_dir / PLOT
         self._guard.tell(
             {
