@@ -63,6 +63,7 @@ TOOLS = {
     ),
     "env": Tool("roll.environments.command", "list, check and play environments"),
     "play": Tool("roll.environments.command", "play an environment by hand, or watch a random player", keeps_name=True),
+    "replay": Tool("roll.replay", "take the step of a recorded batch again and compare its metrics"),
     "translate": Tool(
         "roll.translation.command", "turn a launch of verl, SkyRL, TRL or OpenRLHF into this project's keys"
     ),

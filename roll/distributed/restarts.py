@@ -203,9 +203,7 @@ class Supervisor:
             environment[LEFT_OUT_ENV] = ",".join(map(str, sorted(self._left_out)))
         with ours:
             with theirs:
-                self._child = subprocess.Popen(
-                    self._command(checkpoint), env=environment, pass_fds=[theirs.fileno()]
-                )
+                self._child = subprocess.Popen(self._command(checkpoint), env=environment, pass_fds=[theirs.fileno()])
             attempt = Attempt()
             for facts in _messages(ours):
                 attempt.take(facts)

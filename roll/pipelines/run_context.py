@@ -19,8 +19,11 @@ from roll.distributed import Cluster, Interrupted, RemoteError, ResourceManager,
 from roll.distributed.guard import Guard
 from roll.distributed.restarts import supervised
 from roll.distributed.signals import ending
+from roll.pipelines.batches import FOLDER as BATCHES
+from roll.pipelines.batches import BatchRecorder
 from roll.pipelines.files import PendingCheckpoint, write_samples
 from roll.pipelines.interruption import Interruption, command_to_go_on
+from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, merge_metrics, to_floats
 from roll.tracking import (
     ENDING_LOGGER,
@@ -66,6 +69,10 @@ class RunContext:
         self._measures_memory = False
         self._pending: PendingCheckpoint | None = None
         self._interruption = Interruption(self.config.interrupt_timeout)
+        config = self.config
+        self._batches = BatchRecorder(
+            self.plan.output_dir / BATCHES, loaded.pipeline.name, config.dump_batches, config.on_nonfinite
+        )
         self._guard: Guard | None = None
         self._total_steps = 0
         self._drawn = False
@@ -288,8 +295,25 @@ class RunContext:
         """Metrics of the current step."""
         self._recorded.append(metrics)
 
+    def recorded(self) -> dict[str, float]:
+        """The metrics of the current step so far, which become those of no step."""
+        metrics, self._recorded = to_floats(merge_metrics(self._recorded)), []
+        return metrics
+
+    def hold_batch(self, step: int, batch: DataProto, state: Mapping[str, Any] | None = None) -> None:
+        """Keep the batch of the current step, to be written with its metrics where that is asked for.
+
+        Args:
+            state: of the driver before the step.
+        """
+        self._batches.hold(step, batch, state or {})
+
     def end_step(self, step: int) -> None:
-        """Write what was recorded since the last step."""
+        """Write what was recorded since the last step.
+
+        Raises:
+            NotFinite: a loss or gradient was not finite, and ``on_nonfinite`` says that this ends the run.
+        """
         self._publish_if_written()
         seconds = time.perf_counter() - self._step_began
         metrics = to_floats(merge_metrics(self._recorded)) | self._timer.pop()
@@ -300,6 +324,7 @@ class RunContext:
         if step % self.config.logging_steps == 0:
             self._tracker.log(metrics, step)
             self._progress.update(metrics, done=step + 1)
+        self._batches.end_step(step, metrics)
 
     def record_validation(self, metrics: Mapping[str, float], steps_done: int) -> None:
         """Metrics of a validation after ``steps_done`` steps."""

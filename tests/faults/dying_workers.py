@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from roll.distributed import Dispatch, register
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics
+from roll.strategies.base import LossFunction, TensorBatch
+from roll.weight_sync.messages import BucketHeader
+from roll.workers.generation import GenerationWorker
 from roll.workers.model import MODEL_COLUMNS, POLICY_COLUMNS
 from roll.workers.training import LOSS_COLUMNS, PAIR_COLUMNS, ActorWorker, PreferenceWorker, SftWorker
 
@@ -62,3 +69,39 @@ class DyingPreference(PreferenceWorker):
         if self.context.rank == self.context.world_size - 1:
             die_if_due(self.calls)
         return super().update(batch)
+
+
+SIGNPOSTS_ENV = "SIGNPOSTS"
+"""A folder; what is going on there touches a file of that name."""
+
+
+def signpost(name: str) -> None:
+    (Path(os.environ[SIGNPOSTS_ENV]) / name).write_text(str(time.monotonic()))
+
+
+class SignpostedEngine(GenerationWorker):
+    """Says when weights arrive, and takes its time with them."""
+
+    def update_weights(self, header: BucketHeader, payload: Any) -> None:
+        signpost("weights")
+        time.sleep(0.02)
+        super().update_weights(header, payload)
+
+
+def signposted_digit_share(response: str) -> float:
+    """Share of the characters that are digits; says when samples are scored, and takes its time."""
+    signpost("samples")
+    time.sleep(0.01)
+    return sum(character.isdigit() for character in response) / max(len(response), 1)
+
+
+class InfiniteLoss(SftWorker):
+    """The last rank's loss is infinite in the second step that the model takes, with a finite gradient."""
+
+    def optimizer_step(self, batch: TensorBatch, loss: LossFunction, *arguments: Any, **options: Any) -> Metrics:
+        def infinite(outputs: TensorBatch, rows: TensorBatch) -> tuple[torch.Tensor, Metrics]:
+            value, metrics = loss(outputs, rows)
+            is_due = self.strategy.progress.step == 1 and self.context.rank == self.context.world_size - 1
+            return value + (math.inf if is_due else 0.0), metrics
+
+        return super().optimizer_step(batch, infinite, *arguments, **options)

@@ -11,7 +11,6 @@ import pytest
 
 from roll.distributed.restarts import RECORD_NAME
 from tests.faults.dying_workers import DEATHS_ENV
-from tests.pipelines.conftest import *  # noqa: F403  the tiny world and its runs
 from tests.pipelines.conftest import Run
 from tests.pipelines.subprocess_runs import Start
 from tests.pipelines.tiny_runs import (
@@ -51,18 +50,14 @@ def records(output: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("pipeline", ["rlvr", "sft", "dpo", "agentic"])
-def test_a_killed_rank_costs_no_number(
-    start: Start, run: Run, world: TinyWorld, tmp_path: Path, pipeline: str
-) -> None:
+def test_a_killed_rank_costs_no_number(start: Start, run: Run, world: TinyWorld, tmp_path: Path, pipeline: str) -> None:
     """A rank is killed in the fourth update, or the third; the metrics are those of the run that nobody disturbed."""
     changes = RUNS[pipeline]
     deaths = tmp_path / "deaths"
     undisturbed = run(changes | {"system_envs": {DEATHS_ENV: str(deaths)}}, pipeline, tmp_path / "whole")
     deaths.write_text("3" if pipeline in ("dpo", "agentic") else "4")
     output = tmp_path / "killed"
-    load_changed(
-        SETTINGS[pipeline](world, output), changes | SURVIVES | {"system_envs": {DEATHS_ENV: str(deaths)}}
-    )
+    load_changed(SETTINGS[pipeline](world, output), changes | SURVIVES | {"system_envs": {DEATHS_ENV: str(deaths)}})
     status, errors = start(output / "input" / "config.yaml", output).finish(240)
     assert status == 0, errors
     assert deaths.read_text() == "", "the rank was killed"

@@ -16,6 +16,7 @@ from roll.config.roles import DataArguments
 from roll.datasets import EpochOrder, ShuffledEpochs
 from roll.datasets.preferences import PreferenceColumns, PreferenceDataset, PreferenceRow
 from roll.distributed import Cluster, ResourceManager
+from roll.pipelines.batches import RecordedBatch, is_left_out
 from roll.pipelines.dpo.config import DPOConfig, DPOPlan, has_base
 from roll.pipelines.files import export_model, load_tokenizer, pad_token_id
 from roll.pipelines.residency import TRAINING, WEIGHTS, Residency, moves_states
@@ -115,11 +116,27 @@ class DPOPipeline:
             self.add_reference(batch, rows, "train")
             if couples_pairs(self.config):
                 self.add_slopes(batch)
+        self.context.hold_batch(step, batch)
+        if not is_left_out(step):
+            self.update(batch)
+        self.context.record(self.residency.metrics())
+        self.context.end_step(step)
+
+    def update(self, batch: DataProto) -> None:
+        """One optimizer step."""
         with self.context.phase("step_train"):
             self.residency.bring({"actor_train": TRAINING})
             self.context.record(self.actor_train.call(PreferenceWorker.update, batch).result())
-        self.context.record(self.residency.metrics())
-        self.context.end_step(step)
+
+    def replay(self, recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
+        """Take the step of a recorded batch again; the steps that the model had done before, and the metrics."""
+        with self.context.running() as resources:
+            steps = self.start(resources)
+            self.context.recorded()
+            if couples_pairs(self.config):
+                self.add_slopes(recorded.batch)
+            self.update(recorded.batch)
+            return steps, self.context.recorded()
 
     def add_reference(self, batch: DataProto, rows: Sequence[PreferenceRow], of_set: str) -> None:
         """``ref_log_probs`` float32 (B, L), computed where they are not known."""
