@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from roll.checkpoint import Checkpoint
@@ -78,6 +79,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         self.context.watch(starting.clusters.all())
         for judge in starting.clusters.judges.values():
             self.context.at_end(judge.close)
+        self.models = {model.cluster.name: model for model in starting.models}
         starting.begin(self.residency)
         self.load_data()
         self.clusters = starting.finish(self.residency)
@@ -171,7 +173,11 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
             without_adapters = reference is self.clusters.actor_train
             with self.context.phase("ref_log_probs_values"):
                 self.residency.bring({reference.name: WEIGHTS})
-                add_reference_log_probs(batch, reference, self.temperature, without_adapters)
+                work = partial(add_reference_log_probs, batch, reference, self.temperature, without_adapters)
+                if without_adapters:
+                    work()
+                else:
+                    self.context.replacing(reference, self.models[reference.name].initialize, work)
         if self.plan.needs_old_log_probs:
             with self.context.phase("old_log_probs"):
                 self.residency.bring({"actor_train": WEIGHTS})
@@ -209,6 +215,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
             self.clusters = Clusters(**computing, actor_infer=computing["actor_train"])
             self.context.watch(self.clusters.computing())
             starting = StartingClusters(self.clusters, starter.models, starter.pending)
+            self.models = {model.cluster.name: model for model in starting.models}
             starting.begin(self.residency)
             starting.finish(self.residency)
             checkpoint = self.restore_models()

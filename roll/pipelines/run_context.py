@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -15,7 +15,16 @@ from roll.checkpoint import Checkpoint, CheckpointManager
 from roll.checkpoint.state import load_state, save_state
 from roll.config.loader import LoadedConfig
 from roll.config.reading.masking import masked
-from roll.distributed import Cluster, Interrupted, RemoteError, ResourceManager, Worker, ray_runtime
+from roll.distributed import (
+    Cluster,
+    Interrupted,
+    PendingCall,
+    RemoteError,
+    ResourceManager,
+    Worker,
+    WorkerDied,
+    ray_runtime,
+)
 from roll.distributed.guard import Guard
 from roll.distributed.restarts import supervised
 from roll.distributed.signals import ending
@@ -24,7 +33,7 @@ from roll.pipelines.batches import BatchRecorder
 from roll.pipelines.files import PendingCheckpoint, write_samples
 from roll.pipelines.interruption import Interruption, command_to_go_on
 from roll.protocol import DataProto
-from roll.protocol.metrics import Metrics, merge_metrics, to_floats
+from roll.protocol.metrics import Metrics, Sum, merge_metrics, to_floats
 from roll.tracking import (
     ENDING_LOGGER,
     LOG_NAME,
@@ -46,6 +55,7 @@ STATE_FOLDER = "pipeline"
 RESOLVED_CONFIG = "config.yaml"
 PLOT = "curves.png"
 SHOWN_SAMPLES = 8
+R = TypeVar("R")
 MEMORY_SECONDS = 30.0
 """For a worker to say how much memory it has used."""
 
@@ -346,13 +356,34 @@ class RunContext:
         if kind == "validation":
             self._tracker.log_samples(name, list(table())[:SHOWN_SAMPLES], step)
 
+    def replacing(self, cluster: Cluster, initialize: Callable[[], PendingCall], work: Callable[[], R]) -> R:
+        """Have work done by a role that never learns: when one of its workers dies, they are all started again, and
+        the work is done again.
+
+        Args:
+            initialize: starts to build the role's model.
+
+        Raises:
+            WorkerDied: it died again at the same work.
+        """
+        try:
+            return work()
+        except WorkerDied as death:
+            logger.warning("the workers of %s are replaced, and their work done again:\n%s", cluster.name, death)
+        cluster.start_again()
+        initialize().result()
+        self.record({f"system/{cluster.name}_deaths": Sum(1.0)})
+        return work()
+
     def _peak_memory(self) -> dict[str, float]:
         """Peak bytes of the worker that used most, by role, since the last call; nothing in steps that do not measure,
         since asking every worker at every phase would cost more than a small step."""
         if not self._measures_memory:
             return {}
         calls = [
-            (cluster.name, cluster.call_all(Worker.peak_memory).within(MEMORY_SECONDS)) for cluster in self._clusters
+            (cluster.name, cluster.call_all(Worker.peak_memory).within(MEMORY_SECONDS))
+            for cluster in self._clusters
+            if cluster.live_ranks
         ]
         peaks = {}
         for name, call in calls:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -175,8 +176,16 @@ class DPOPipeline:
         cluster = self.reference if of_reference and self.reference is not None else self.actor_train
         assert not without_adapters or has_base(self.config), "checked when the file is loaded"
         self.residency.bring({cluster.name: WEIGHTS})
-        call = cluster.call(ModelWorker.compute_log_probs, batch, without_adapters=without_adapters, outputs=outputs)
-        return call.result()
+
+        def work() -> DataProto:
+            call = cluster.call(
+                ModelWorker.compute_log_probs, batch, without_adapters=without_adapters, outputs=outputs
+            )
+            return call.result()
+
+        if cluster is self.actor_train:
+            return work()
+        return self.context.replacing(cluster, partial(cluster.call_all, ModelWorker.initialize, 0), work)
 
     def sums_of(self, batch: DataProto) -> PairSums:
         """The pairs of a batch as numbers under the present policy."""
