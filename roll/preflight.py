@@ -34,7 +34,7 @@ from roll.config.reading.yaml_files import shown
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import BACKENDS, checkpoint_readers, typed_strategy_config
 
-TRACKERS = {"wandb": "wandb", "swanlab": "swanlab"}
+TRACKERS = {"wandb": "wandb", "swanlab": "swanlab", "prometheus": "prometheus_client"}
 """By tracker: its package, of the same name at the index."""
 
 

@@ -68,8 +68,8 @@ class RunConfig:
     track_with: str | list[str] = field(
         default="tensorboard", metadata=rules(choices=TRACKERS, planned=PLANNED_TRACKERS, example="tensorboard")
     )
-    """Tracker or list of trackers: ``tensorboard``, ``stdout``, ``jsonl``, ``wandb``, ``swanlab``; ``ml_tracker`` of
-    ROLL's files, which is not public, is taken as ``tensorboard``."""
+    """Tracker or list of trackers: ``tensorboard``, ``stdout``, ``jsonl``, ``prometheus``, ``wandb``, ``swanlab``;
+    ``ml_tracker`` of ROLL's files, which is not public, is taken as ``tensorboard``."""
     tracker_kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the tracker, such as ``log_dir`` or ``project``. Keys and tokens come from the environment."""
     save_steps: int = setting(50, ge=-1)
@@ -119,11 +119,13 @@ class RunConfig:
     is_offload_optimizer_states_in_train_step: bool = False
     """Also move optimizer states off the devices during the forward and backward passes."""
     profiler_timeline: bool = False
-    """Write a PyTorch timeline of each phase."""
+    """Write PyTorch timelines of what the workers of the training roles, the reference and the critic compute."""
     profiler_memory: bool = False
-    """Write memory snapshots of each phase."""
+    """Write what their operators allocate; on an accelerator snapshots of its allocator, too."""
     profiler_output_dir: str | None = None
-    """Folder of the profiler's files; null: a folder under ``logging_dir``."""
+    """Folder of the profiler's files; null: ``profiler`` in the run's log folder."""
+    profiler_calls: list[int] = field(default_factory=lambda: [1])
+    """Calls of each worker's methods that are recorded, from 0. Most methods are called once a step."""
     otlp_output_dir: str | None = None
     """Folder of OpenTelemetry traces."""
     rollout_mock: RolloutMockConfig = field(default_factory=RolloutMockConfig)

@@ -26,6 +26,7 @@ from roll.distributed import (
     ray_runtime,
 )
 from roll.distributed.guard import Guard
+from roll.distributed.profiling import Profiling
 from roll.distributed.restarts import supervised
 from roll.distributed.signals import ending
 from roll.pipelines.batches import FOLDER as BATCHES
@@ -109,7 +110,7 @@ class RunContext:
                 ray_runtime(
                     self.plan.num_devices_per_node,
                     self.plan.num_nodes,
-                    self.config.system_envs,
+                    self._profiling().environment() | self.config.system_envs,
                     log_dir / "workers",
                 )
             )
@@ -218,6 +219,11 @@ class RunContext:
             hook()
         for cluster in self._clusters:
             cluster.shutdown(graceful=graceful)
+
+    def _profiling(self) -> Profiling:
+        config = self.config
+        folder = Path(config.profiler_output_dir or self.plan.log_dir / "profiler").resolve()
+        return Profiling(str(folder), config.profiler_timeline, config.profiler_memory, config.profiler_calls)
 
     def _tracked_run(self) -> TrackedRun:
         return TrackedRun(

@@ -24,7 +24,6 @@ REFUSED: list[tuple[str, Any]] = [
     ("teacher", {"device_mapping": [0]}),
     ("actor_infer.model_update_frequency", 2),
     ("transfer_backend.backend_name", "TransferQueue"),
-    ("profiler_timeline", True),
     ("track_with", ["stdout", "trackio"]),
     ("actor_train.data_args.video_folder", "videos"),
     ("router_args.router_name", "EnvAffinityRouter"),
@@ -46,7 +45,6 @@ NEUTRAL = {
     "rollout_mock": {"enable": True, "mode": "dump", "dump_dir": "x"},
     "router_args.router_name": "PromptAffinityRouter",
     "teacher": None,
-    "profiler_memory": False,
     "lora_rank": 8,
 }
 

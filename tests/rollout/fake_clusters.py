@@ -95,6 +95,10 @@ class FakeRestart:
         if self.error is not None:
             raise self.error
 
+    def __await__(self) -> Generator[Any, None, None]:
+        yield from settle().__await__()
+        self.result()
+
 
 @dataclass
 class FakeEngines:
