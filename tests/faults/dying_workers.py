@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -17,7 +18,7 @@ from roll.protocol.metrics import Metrics
 from roll.strategies.base import LossFunction, TensorBatch
 from roll.weight_sync.messages import BucketHeader
 from roll.workers.generation import GenerationWorker
-from roll.workers.model import MODEL_COLUMNS, POLICY_COLUMNS
+from roll.workers.model import MODEL_COLUMNS, POLICY_COLUMNS, ModelWorker
 from roll.workers.training import LOSS_COLUMNS, PAIR_COLUMNS, ActorWorker, PreferenceWorker, SftWorker
 
 DEATHS_ENV = "DEATHS"
@@ -105,3 +106,31 @@ class InfiniteLoss(SftWorker):
             return value + (math.inf if is_due else 0.0), metrics
 
         return super().optimizer_step(batch, infinite, *arguments, **options)
+
+
+class DyingReference(ModelWorker):
+    """The last rank is killed in a call."""
+
+    calls = 0
+
+    @register(Dispatch.DP_MP_COMPUTE, columns=POLICY_COLUMNS)
+    def compute_log_probs(self, batch: DataProto, **arguments: Any) -> DataProto:
+        self.calls += 1
+        if self.context.rank == self.context.world_size - 1:
+            die_if_due(self.calls)
+        return super().compute_log_probs(batch, **arguments)
+
+
+def digit_share(response: str) -> float:
+    """Share of the characters that are digits; a response that stands in the file ``KILLERS`` kills its worker, each
+    time that it stands there."""
+    file = Path(os.environ[KILLERS_ENV])
+    killers = json.loads(file.read_text()) if file.exists() else []
+    if response in killers:
+        killers.remove(response)
+        file.write_text(json.dumps(killers))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sum(character.isdigit() for character in response) / max(len(response), 1)
+
+
+KILLERS_ENV = "KILLERS"
