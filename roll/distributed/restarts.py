@@ -179,7 +179,9 @@ class Supervisor:
         with self._signals():
             while True:
                 attempt = self._attempt(checkpoint)
-                if self._signal is not None or attempt.end in (DONE, INTERRUPTED, WRONG):
+                if attempt.end == DONE:  # whatever became of the process afterwards
+                    return 0
+                if self._signal is not None or attempt.end in (INTERRUPTED, WRONG):
                     return attempt.exit_status
                 if not attempt.end and attempt.status == 0:  # a further node of the run
                     return 0

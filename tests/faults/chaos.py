@@ -99,8 +99,8 @@ class Chain:
                 if not self._reach(process, moment):
                     break  # the run was done before its moment came
                 steps = self._steps_done()
-                killed = time.time()
                 self._kill(process)
+                killed = time.time()
                 # What stands in a checkpoint is not lost; a hidden folder is no checkpoint.
                 row = {"kind": self.kind, "victim": self.victim, "moment": moment, "lost_steps": steps - self._saved()}
                 if self.victim == "tree":
