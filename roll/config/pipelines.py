@@ -16,6 +16,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from roll.config.names import PUBLISHED_PREFIX, PUBLISHED_REWARDS, PUBLISHED_WORKERS
+from roll.config.reading.errors import ConfigError, Problem
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.strategies.base import own_weights
 from roll.config.strategies.registry import generation_strategies, infer_strategies, train_strategies
@@ -162,6 +163,17 @@ class PipelineDefinition(ABC):
     @abstractmethod
     def run(self, loaded: Any) -> int | None:
         """Run to the end; the exit status, None: 0. Heavy packages are imported here."""
+
+    def replay(self, loaded: Any, recorded: Any) -> tuple[int, dict[str, float]]:
+        """Take the step of a recorded batch (:class:`roll.pipelines.batches.RecordedBatch`) again.
+
+        Returns:
+            The steps that the models had done before, and the metrics of the step.
+
+        Raises:
+            ConfigError: this pipeline records no batches.
+        """
+        raise ConfigError([Problem("pipeline", self.name, "records no batches that could be replayed")])
 
     # Roles
 

@@ -82,8 +82,11 @@ class TrainingWorker(ModelWorker):
         prefix: str,
         teachers: Sequence[Comparison] = (),
     ) -> Metrics:
-        """Collective. One optimizer step; what the strategy itself reports stands under ``prefix``."""
-        metrics = self.strategy.train_step(batch, loss, outputs, temperature, teachers)
+        """Collective. One optimizer step; what the strategy itself reports stands under ``prefix``.
+
+        A loss that is not finite on any rank drops the step on all, as a gradient does.
+        """
+        metrics = self.strategy.train_step(batch, partial(watched_loss, loss=loss), outputs, temperature, teachers)
         return {prefix + name if name.startswith(STEP_METRICS) else name: metric for name, metric in metrics.items()}
 
     @register(Dispatch.ONE_TO_ALL)
@@ -100,6 +103,30 @@ class TrainingWorker(ModelWorker):
     def load_checkpoint(self, path: str) -> None:
         """Collective. The inverse of :meth:`save_checkpoint`."""
         self.strategy.load(Path(path))
+
+
+def watched_loss(outputs: TensorBatch, batch: TensorBatch, loss: LossFunction) -> tuple[torch.Tensor, Metrics]:
+    """``loss``, whose gradient is nan where its value is not finite.
+
+    Such a loss may have a finite gradient (the infinity of a masked term, say), and only on one rank. The norm of the
+    gradient is what all ranks know and agree on.
+    """
+    value, metrics = loss(outputs, batch)
+    return _NanGradient.apply(value), metrics  # type: ignore[no-untyped-call]
+
+
+class _NanGradient(torch.autograd.Function):
+    """The identity; without a wait for the device, and exact where the value is finite (a factor of 1)."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.ones_like(value).masked_fill(~value.isfinite(), torch.nan))
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (factor,) = ctx.saved_tensors
+        return gradient * factor
 
 
 def equal_parts(batch: TensorBatch, count: int) -> list[TensorBatch]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
     from roll.config.roles import DataArguments
     from roll.datasets.preferences import PreferenceDataset
+    from roll.pipelines.batches import RecordedBatch
 
 
 class DPO(PipelineDefinition):
@@ -54,6 +55,11 @@ class DPO(PipelineDefinition):
         from roll.pipelines.dpo.pipeline import DPOPipeline
 
         DPOPipeline(loaded).run()
+
+    def replay(self, loaded: LoadedConfig[DPOConfig], recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
+        from roll.pipelines.dpo.pipeline import DPOPipeline
+
+        return DPOPipeline(loaded).replay(recorded)
 
     def models(self, config: DPOConfig) -> dict[str, WorkerConfig]:
         found = super().models(config)

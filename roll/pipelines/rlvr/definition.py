@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
     from roll.config.roles import DataArguments
     from roll.datasets import PromptDataset
+    from roll.pipelines.batches import RecordedBatch
 
 
 class RLVR(PipelineDefinition):
@@ -107,6 +108,11 @@ class RLVR(PipelineDefinition):
         from roll.pipelines.rlvr.pipeline import RLVRPipeline
 
         RLVRPipeline(loaded).run()
+
+    def replay(self, loaded: LoadedConfig[RLVRConfig], recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
+        from roll.pipelines.rlvr.pipeline import RLVRPipeline
+
+        return RLVRPipeline(loaded).replay(recorded)
 
     def models(self, config: RLVRConfig) -> dict[str, WorkerConfig]:
         return model_roles(config)
