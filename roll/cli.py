@@ -62,6 +62,9 @@ TOOLS = {
         "roll.datasets.prepare", f"turn published files into this project's columns: {', '.join(DATA_SETS)}"
     ),
     "env": Tool("roll.environments.command", "list, check and play environments"),
+    "rehearse": Tool(
+        "roll.rehearsal.command", "say what a recipe's step needs at its full size, without weights and devices"
+    ),
     "play": Tool("roll.environments.command", "play an environment by hand, or watch a random player", keeps_name=True),
     "translate": Tool(
         "roll.translation.command", "turn a launch of verl, SkyRL, TRL or OpenRLHF into this project's keys"
