@@ -154,7 +154,7 @@ def rehearse_recipe(
         key = (repr(task), json.dumps(configs[name], sort_keys=True))
         if key not in known:
             say(f"rehearsing {name} ({role.strategy_name}, {role.world_size} ranks)")
-            known[key] = _rehearse_role(role, task, configs[name], shapes[name])
+            known[key] = rehearse_role(role, task, configs[name])
         runs[name] = known[key]
     phases = _phases(loaded, runs, engines)
     offloads = loaded.config.is_offload_states is not False
@@ -238,7 +238,13 @@ def _looks_back(loaded: Any, name: str) -> bool:
     return bool(getattr(plan, "needs_old_log_probs", False) or reference)
 
 
-def _rehearse_role(role: RolePlan, task: Task, config: Mapping[str, Any], shape: ModelShape | None) -> RoleRun:
+def rehearse_role(role: RolePlan, task: Task, config: Mapping[str, Any]) -> RoleRun:
+    """One role by its strategy: executed, or with what its backend keeps by arithmetic.
+
+    Args:
+        config: the ``config.json`` of its model.
+    """
+    shape = model_shape(config)
     options = typed_strategy_config(role.section.strategy_args)
     with tempfile.TemporaryDirectory() as folder:
 
@@ -252,7 +258,7 @@ def _rehearse_role(role: RolePlan, task: Task, config: Mapping[str, Any], shape:
             return replace(task, role=replace(task.role, model_args=args))
 
         if isinstance(options, DeepSpeedStrategyConfig):
-            return with_deepspeed(role, options, shape, at(config), task)
+            return with_deepspeed(role, options, shape, at(config))
         if isinstance(options, MegatronStrategyConfig):
             return with_megatron(role, options, shape, config, at, task)
         if isinstance(options, HfInferStrategyConfig):
@@ -402,6 +408,8 @@ def _page(
         run = runs[name]
         if StateKind.MODEL_PARAMS in there:
             parts[name, "parameters"] = run.states[StateKind.MODEL_PARAMS]
+        if StateKind.OTHER_PARAMS in there:
+            parts[name, "gradient buffers"] = run.states.get(StateKind.OTHER_PARAMS, 0)
         if StateKind.OPTIMIZER_STATES in there:
             parts[name, "optimizer states"] = run.states[StateKind.OPTIMIZER_STATES]
         work = run.works.get(phase.works.get(name, ""))

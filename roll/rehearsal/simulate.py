@@ -94,6 +94,12 @@ class RoleRun:
     method: str = "executed"
     """``executed``, or what of it was computed by a formula."""
 
+    @property
+    def peak(self) -> int:
+        """Most bytes at any time, if nothing is ever offloaded."""
+        working = max(sum(work.working.values()) for work in self.works.values())
+        return sum(self.states.values()) + working
+
 
 @dataclass(frozen=True)
 class Task:
