@@ -61,6 +61,7 @@ TOOLS = {
     "prepare-data": Tool(
         "roll.datasets.prepare", f"turn published files into this project's columns: {', '.join(DATA_SETS)}"
     ),
+    "doctor": Tool("roll.doctor.command", "see whether runs work on this host, and why not"),
     "env": Tool("roll.environments.command", "list, check and play environments"),
     "play": Tool("roll.environments.command", "play an environment by hand, or watch a random player", keeps_name=True),
     "translate": Tool(
@@ -149,7 +150,7 @@ def run(loaded: LoadedConfig[Any]) -> int:
 def _run(loaded: LoadedConfig[Any]) -> int:
     render_plan(loaded, Console(emoji=False))
     from roll.datasets.types import DataError
-    from roll.distributed.failures import RayLost, RemoteError
+    from roll.distributed.failures import NodeError, RayLost, RemoteError
     from roll.rollout.group_flow import RolloutExhausted, RolloutStalled
 
     try:
@@ -157,7 +158,9 @@ def _run(loaded: LoadedConfig[Any]) -> int:
     except RayLost as error:
         show_error(error)
         leave(EXIT_FAILED)
-    except (DataError, RemoteError, RolloutExhausted, RolloutStalled) as error:
+    except ConfigError as error:  # of the environment, or of what this host gives
+        return refuse(error)
+    except (DataError, NodeError, RemoteError, RolloutExhausted, RolloutStalled) as error:
         show_error(error)
         return EXIT_FAILED
     except Exception:

@@ -35,6 +35,10 @@ class RayLost(RuntimeError):
         )
 
 
+class NodeError(RuntimeError):
+    """Nodes that do not come, that cannot be reached any more, or that are not like the others; each by name."""
+
+
 class RemoteError(RuntimeError):
     """A call to a cluster that did not end well.
 
