@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ from roll.models.build import (
     freeze_modules,
     new_head,
 )
+from roll.models.expert_parallel import own_rows
 from roll.models.stored import StoredLayout
 
 if TYPE_CHECKING:
@@ -94,12 +95,21 @@ class TensorFiles:
         Raises:
             ValueError: the folder lacks the tensor.
         """
+        return self.read_region(name, rows, slice(None))
+
+    def read_region(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
+        """``tensor[rows, columns]`` likewise.
+
+        Raises:
+            ValueError: the folder lacks the tensor.
+        """
         if name not in self._files:
             raise ValueError(f"model_args.model_name_or_path: {self.folder} has no tensor {name}")
         with safe_open(self._files[name], framework="pt") as file:
-            if rows == slice(None):
+            if rows == columns == slice(None):
                 return file.get_tensor(name)
-            return file.get_slice(name)[rows]
+            held = file.get_slice(name)
+            return held[rows] if columns == slice(None) else held[rows, columns]
 
 
 def _sample(tensor: Any) -> bytes:
@@ -155,11 +165,14 @@ class MetaModel:
     seed: int
 
     @torch.no_grad()
-    def read(self, root: nn.Module, device: torch.device) -> None:
+    def read(
+        self, root: nn.Module, device: torch.device, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    ) -> None:
         """Allocate the parameters and buffers of ``root`` on ``device`` and read them.
 
         Args:
             root: the language model, or a module around it; its parameters may be sharded (``fully_shard``) by rows.
+            whole: a parameter as a shard of the stored tensor, where that is more than the module knows of.
         """
         computed = {name: buffer for name, buffer in root.named_buffers() if not buffer.is_meta}
         root.to_empty(device=device)
@@ -169,7 +182,8 @@ class MetaModel:
         for name, buffer in root.named_buffers():
             if name in computed:
                 buffer.copy_(computed[name])
-        for name, tensor in _stored_tensors(self.language_model).items():
+        for name, part in _stored_tensors(self.language_model).items():
+            tensor = whole(part)
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if name in self.new_head:
                 local.copy_(new_head(self.head, tensor, self.seed)[_own_rows(tensor)])
@@ -308,13 +322,6 @@ def _read_generation_config(model: PreTrainedModel, name_or_path: str) -> None:
 
 
 def _own_rows(tensor: Tensor) -> slice:
-    """The rows of a tensor that this rank holds: ``torch.chunk`` over the mesh dimension that shards it."""
-    if isinstance(tensor, DTensor):
-        for mesh_dim, placement in enumerate(tensor.placements):
-            if isinstance(placement, Shard):
-                assert placement.dim == 0, placement
-                mesh, rows = tensor.device_mesh, tensor.shape[0]
-                size = -(-rows // mesh.size(mesh_dim))
-                begin = size * mesh.get_local_rank(mesh_dim)
-                return slice(begin, min(begin + size, rows))
-    return slice(None)
+    """The rows of a tensor that this rank holds."""
+    sharded = isinstance(tensor, DTensor) and any(isinstance(one, Shard) for one in tensor.placements)
+    return own_rows(tensor) if sharded else slice(None)  # type: ignore[arg-type]
