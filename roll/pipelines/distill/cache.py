@@ -1,5 +1,5 @@
-"""A teacher's log-probs on disk: a folder of safetensors shards and ``index.json``, so that one pass of the teacher serves
-many epochs and many students.
+"""A teacher's log-probs on disk: a folder of safetensors shards and ``index.json``, so that one pass of the teacher
+serves many epochs and many students.
 
 A row is found by its token ids and the positions that count, not by its place in a file. Per token that counts a shard
 holds ``log_probs`` (k), ``ids`` int32 (k) and ``tail`` float32; per row ``keys`` uint8 (16) and ``starts`` int64, where
@@ -108,7 +108,9 @@ class TeacherCache:
         self._folder.mkdir(parents=True, exist_ok=True)
         rows, number = list(self._unwritten.items()), len(self._shards)
         lengths = [len(one["tail"]) for _, one in rows]
-        tensors = {name: torch.cat([one[name] for _, one in rows]).contiguous() for name in ("log_probs", "ids", "tail")}
+        tensors = {
+            name: torch.cat([one[name] for _, one in rows]).contiguous() for name in ("log_probs", "ids", "tail")
+        }
         tensors["keys"] = torch.from_numpy(np.stack([np.frombuffer(key, dtype=np.uint8) for key, _ in rows]))
         tensors["starts"] = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
         name = f"shard-{number:05d}.safetensors"

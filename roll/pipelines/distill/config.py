@@ -112,7 +112,9 @@ def check_distill(config: DistillConfig, checks: Checks) -> None:
         check_data_files("validation.data_args", config.validation.data_args, checks)
         check_columns("validation.data_args", config.validation.data_args, checks)
     if config.teacher is None and not has_index(config.teacher_cache):
-        rule = "is needed: a section with the strategy and devices of the teacher, or a teacher_cache that it has filled"
+        rule = (
+            "is needed: a section with the strategy and devices of the teacher, or a teacher_cache that it has filled"
+        )
         checks.missing("teacher", rule, "{strategy_args: {strategy_name: fsdp2_infer}, device_mapping: [0]}")
     check_schedule("student", config.student, config.max_steps, checks)
     check_resume(config, checks)

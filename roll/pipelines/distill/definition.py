@@ -18,8 +18,8 @@ from roll.config.pipelines import (
     Written,
 )
 from roll.config.run import RunConfig
-from roll.pipelines.distill.config import DistillConfig, DistillPlan, check_distill, plan_distill
 from roll.config.vocabularies import check_vocabularies
+from roll.pipelines.distill.config import DistillConfig, DistillPlan, check_distill, plan_distill
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig

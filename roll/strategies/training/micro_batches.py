@@ -203,9 +203,7 @@ def lay_out(part: TensorBatch, rule: MicroBatching, shares_prompts: bool) -> Tok
     return packed_layout(ids, mask) if rule.removes_padding else row_layout(ids, mask, rule.width_multiple)
 
 
-def targets_of(
-    layout: TokenLayout, part: TensorBatch, teachers: Sequence[Comparison]
-) -> tuple[TeacherTargets, ...]:
+def targets_of(layout: TokenLayout, part: TensorBatch, teachers: Sequence[Comparison]) -> tuple[TeacherTargets, ...]:
     """What each teacher thinks of a layout's response tokens, from its columns (B, L, ...) of a micro-batch."""
     found = []
     for one in teachers:
