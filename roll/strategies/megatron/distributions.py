@@ -1,9 +1,9 @@
 """Whole distributions from an output matrix whose rows are dealt out to tensor-parallel ranks: what
 :mod:`roll.models.distributions` computes, without gathering logits.
 
-Each rank has the logits of its own tokens. Ranks sum normalisers, the listed tokens' log-probs (0 but on the rank that has
-the token) and the mass of the rest; everything after that they all compute alike. In the backward pass the normaliser's
-gradient is summed over ranks, since each uses it for its own tokens.
+Each rank has the logits of its own tokens. Ranks sum normalisers, the listed tokens' log-probs (0 but on the rank that
+has the token) and the mass of the rest; everything after that they all compute alike. In the backward pass the
+normaliser's gradient is summed over ranks, since each uses it for its own tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from roll.models.log_probs import EXCLUDED_LOGIT, HeadMemory
 
 @dataclass(frozen=True)
 class OwnTokens:
-    """The tokens of one rank: ids from ``start`` on, ``count`` of them, rows of its matrix; further rows are padding."""
+    """The tokens of one rank: ids from ``start`` on, ``count`` of them, rows of its matrix; further rows are
+    padding."""
 
     group: ProcessGroup
     start: int
