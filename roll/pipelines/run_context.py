@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -15,12 +15,29 @@ from roll.checkpoint import Checkpoint, CheckpointManager
 from roll.checkpoint.state import load_state, save_state
 from roll.config.loader import LoadedConfig
 from roll.config.reading.masking import masked
-from roll.distributed import Cluster, Interrupted, RemoteError, ResourceManager, Worker, ray_runtime
+from roll.distributed import (
+    Cluster,
+    Interrupted,
+    PendingCall,
+    RemoteError,
+    ResourceManager,
+    Worker,
+    WorkerDied,
+    ray_runtime,
+)
 from roll.distributed.guard import Guard
+from roll.distributed.profiling import Profiling
+from roll.distributed.restarts import supervised
 from roll.distributed.signals import ending
+from roll.pipelines.batches import FOLDER as BATCHES
+from roll.pipelines.batches import BatchRecorder
 from roll.pipelines.files import PendingCheckpoint, write_samples
 from roll.pipelines.interruption import Interruption, command_to_go_on
-from roll.protocol.metrics import Metrics, merge_metrics, to_floats
+from roll.pipelines.sample_records import SampleRecorder
+from roll.protocol import DataProto
+from roll.protocol.metrics import Metrics, Sum, merge_metrics, to_floats
+from roll.report.at_end import ending_command, write_report
+from roll.report.run_files import REPORT_NAME, RunFiles
 from roll.tracking import (
     ENDING_LOGGER,
     LOG_NAME,
@@ -34,7 +51,9 @@ from roll.tracking import (
     setup_logging,
 )
 from roll.tracking.console import INTERVAL_ENDS
-from roll.tracking.plots import drawing_command, plot_run
+from roll.tracking.plots import plot_run
+from roll.tracking.sample_log import RECORD_FOLDER, SAMPLES_NAME, SampleLog
+from roll.tracking.timeline import TIMELINE_NAME, TimelineLog
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +61,7 @@ STATE_FOLDER = "pipeline"
 RESOLVED_CONFIG = "config.yaml"
 PLOT = "curves.png"
 SHOWN_SAMPLES = 8
+R = TypeVar("R")
 MEMORY_SECONDS = 30.0
 """For a worker to say how much memory it has used."""
 
@@ -65,6 +85,10 @@ class RunContext:
         self._measures_memory = False
         self._pending: PendingCheckpoint | None = None
         self._interruption = Interruption(self.config.interrupt_timeout)
+        config = self.config
+        self._batches = BatchRecorder(
+            self.plan.output_dir / BATCHES, loaded.pipeline.name, config.dump_batches, config.on_nonfinite
+        )
         self._guard: Guard | None = None
         self._total_steps = 0
         self._drawn = False
@@ -77,6 +101,7 @@ class RunContext:
             keep_local_file=upload.keep_local_file,
         )
         self._resume = self._checkpoints.resolve(self.config.resume_from_checkpoint)
+        self._files = RunFiles.of(loaded, resumed=self._resume is not None)
 
     # Start and end
 
@@ -91,16 +116,18 @@ class RunContext:
                 ray_runtime(
                     self.plan.num_devices_per_node,
                     self.plan.num_nodes,
-                    self.config.system_envs,
+                    self._profiling().environment() | self.config.system_envs,
                     log_dir / "workers",
                 )
             )
             self._guard = runtime.guard
+            supervised.tell(mark=runtime.mark)
             ending.on_first = self._interruption.begin
             self._write_config()
             self._tracker = build_trackers(self.config.track_with, self.config.tracker_kwargs, self._tracked_run())
             stack.callback(self._tracker.close)
             stack.callback(self._checkpoints.close)
+            self._begin_record(stack)
             resources = ResourceManager(self.plan.num_devices_per_node, self.plan.num_nodes)
             stack.callback(resources.close)
             self._leave_account()
@@ -118,6 +145,17 @@ class RunContext:
             self._interruption.end()
             self._shut_down(graceful=True)
 
+    def _begin_record(self, stack: ExitStack) -> None:
+        """Open what reports are made of."""
+        folder, settings = self.plan.output_dir / RECORD_FOLDER, self.config.sample_log
+        last_step = None if self._resume is None else self._resume.step - 1
+        self._timeline = TimelineLog(folder / TIMELINE_NAME, resumed=last_step is not None)
+        log = SampleLog(folder / SAMPLES_NAME, settings.max_megabytes << 20, last_step) if settings.enabled else None
+        self.samples = SampleRecorder(log, settings)
+        stack.callback(self._timeline.close)
+        stack.callback(self.samples.close)
+        self._files.write()
+
     def _end_early(self, error: BaseException) -> BaseException:
         """Save what there is to save, and end the clusters; ``error`` with an account of where the run stands."""
         if isinstance(error, Interrupted):
@@ -127,6 +165,7 @@ class RunContext:
         self._shut_down(graceful=False)
         if self._pending is not None:
             self._pending.discard()
+        self._files.write(outcome=f"{type(error).__name__}: {error}")
         error.add_note(self._account())
         logging.getLogger(ENDING_LOGGER).error("%s: %s\n%s", type(error).__name__, error, self._account())
         return error
@@ -141,6 +180,7 @@ class RunContext:
             if self._guard is not None and not self._drawn and metrics.exists():
                 with ending.holding(then_raise=False):
                     self._draw_curves()
+                    self._write_report()
 
     def _draw_curves(self) -> None:
         self._drawn = True
@@ -149,6 +189,10 @@ class RunContext:
             plot_run(metrics, plot, self.plan.exp_name, self._loaded.pipeline.panels)
         except (OSError, ValueError, RuntimeError) as error:
             logger.warning("the curves could not be drawn: %s", error)
+
+    def _write_report(self) -> None:
+        if self.config.report_at_end:
+            write_report(self.plan.output_dir)
 
     def _account(self) -> str:
         """The progress of the run, and how to go on."""
@@ -159,26 +203,40 @@ class RunContext:
         return f"{steps}; newest checkpoint: {newest}\nto go on: {command_to_go_on(self._loaded)}"
 
     def _newest_checkpoint(self) -> Path | None:
+        places = self._places_of_newest()
+        return next((folder for folder in places if folder.is_dir()), places[0]) if places else None
+
+    def _places_of_newest(self) -> list[Path]:
+        """Where the newest checkpoint may be: it may move when it is copied away."""
         step = self._interruption.saved_steps
         if step is None:
-            return None
+            return []
         name = f"checkpoint-{step}"
         upload = self.config.checkpoint_config.output_dir
         folders = [self._checkpoints.root, *([Path(upload)] if upload else [])]
-        candidates = [folder / name for folder in folders]
+        places = [folder / name for folder in folders]
         if self._resume is not None and self._resume.step == step:
-            candidates.append(self._resume.path)
-        return next((folder for folder in candidates if folder.is_dir()), candidates[0])
+            places.append(self._resume.path)
+        return places
 
     def _leave_account(self) -> None:
         """Have the guard speak for this process, should that end hard."""
         assert self._guard is not None
+        supervised.tell(reached=self._interruption.steps_done)
+        if places := self._places_of_newest():
+            supervised.tell(checkpoint=list(map(str, places)))
         metrics, plot = self.plan.log_dir / METRICS_NAME, self.plan.output_dir / PLOT
         self._guard.tell(
             {
                 "account": self._account(),
                 "log": str((self.plan.log_dir / LOG_NAME).resolve()),
-                "command": drawing_command(metrics, plot, self.plan.exp_name, self._loaded.pipeline.panels),
+                "command": ending_command(
+                    metrics,
+                    plot,
+                    self.plan.exp_name,
+                    self._loaded.pipeline.panels,
+                    self.plan.output_dir if self.config.report_at_end else None,
+                ),
             }
         )
 
@@ -191,6 +249,11 @@ class RunContext:
             hook()
         for cluster in self._clusters:
             cluster.shutdown(graceful=graceful)
+
+    def _profiling(self) -> Profiling:
+        config = self.config
+        folder = Path(config.profiler_output_dir or self.plan.log_dir / "profiler").resolve()
+        return Profiling(str(folder), config.profiler_timeline, config.profiler_memory, config.profiler_calls)
 
     def _tracked_run(self) -> TrackedRun:
         return TrackedRun(
@@ -212,10 +275,15 @@ class RunContext:
         self._clusters += clusters
 
     def finish(self, steps: int) -> None:
-        """Draw the curves and show what came of the run."""
+        """Draw the curves, write the report and show what came of the run."""
+        self._record_phases(steps)
+        self._files.write(outcome="finished")
         self._draw_curves()
+        self._write_report()
         plot = self.plan.output_dir / PLOT
         files = {"log": self.plan.log_dir / LOG_NAME, **self._tracker.files(), "curves": plot}
+        if self.config.report_at_end:
+            files["report"] = self.plan.output_dir / REPORT_NAME
         validations = sorted(self._validations)
         RunSummary(
             title=self.plan.exp_name,
@@ -245,6 +313,7 @@ class RunContext:
                 if step == end:
                     break
                 self._step_began = time.perf_counter()
+                self._record_phases(step - 1)
                 self._measures_memory = bool(self.config.memory_steps) and step % self.config.memory_steps == 0
                 yield step
 
@@ -278,8 +347,25 @@ class RunContext:
         """Metrics of the current step."""
         self._recorded.append(metrics)
 
+    def recorded(self) -> dict[str, float]:
+        """The metrics of the current step so far, which become those of no step."""
+        metrics, self._recorded = to_floats(merge_metrics(self._recorded)), []
+        return metrics
+
+    def hold_batch(self, step: int, batch: DataProto, state: Mapping[str, Any] | None = None) -> None:
+        """Keep the batch of the current step, to be written with its metrics where that is asked for.
+
+        Args:
+            state: of the driver before the step.
+        """
+        self._batches.hold(step, batch, state or {})
+
     def end_step(self, step: int) -> None:
-        """Write what was recorded since the last step."""
+        """Write what was recorded since the last step.
+
+        Raises:
+            NotFinite: a loss or gradient was not finite, and ``on_nonfinite`` says that this ends the run.
+        """
         self._publish_if_written()
         seconds = time.perf_counter() - self._step_began
         metrics = to_floats(merge_metrics(self._recorded)) | self._timer.pop()
@@ -287,9 +373,17 @@ class RunContext:
         if "system/tokens" in metrics:
             metrics["system/tps"] = metrics["system/tokens"] / seconds
         self._recorded = []
+        self._record_phases(step)
         if step % self.config.logging_steps == 0:
             self._tracker.log(metrics, step)
             self._progress.update(metrics, done=step + 1)
+        self._batches.end_step(step, metrics)
+
+    def _record_phases(self, step: int) -> None:
+        """Phases since the last call, as those of ``step``."""
+        spans = self._timer.pop_spans()
+        if spans:
+            self._timeline.append(step, min(begin for _, begin, _ in spans), time.time(), spans)
 
     def record_validation(self, metrics: Mapping[str, float], steps_done: int) -> None:
         """Metrics of a validation after ``steps_done`` steps."""
@@ -309,7 +403,28 @@ class RunContext:
         if self.plan.dump_dir is not None:
             write_samples(self.plan.dump_dir / f"{name}-{step:06d}.jsonl", table())
         if kind == "validation":
-            self._tracker.log_samples(name, list(table())[:SHOWN_SAMPLES], step)
+            rows = list(table())
+            self._tracker.log_samples(name, rows[:SHOWN_SAMPLES], step)
+            self.samples.texts(kind, step, rows, part)
+
+    def replacing(self, cluster: Cluster, initialize: Callable[[], PendingCall], work: Callable[[], R]) -> R:
+        """Have work done by a role that never learns: when one of its workers dies, they are all started again, and
+        the work is done again.
+
+        Args:
+            initialize: starts to build the role's model.
+
+        Raises:
+            WorkerDied: it died again at the same work.
+        """
+        try:
+            return work()
+        except WorkerDied as death:
+            logger.warning("the workers of %s are replaced, and their work done again:\n%s", cluster.name, death)
+        cluster.start_again()
+        initialize().result()
+        self.record({f"system/{cluster.name}_deaths": Sum(1.0)})
+        return work()
 
     def _peak_memory(self) -> dict[str, float]:
         """Peak bytes of the worker that used most, by role, since the last call; nothing in steps that do not measure,
@@ -317,7 +432,9 @@ class RunContext:
         if not self._measures_memory:
             return {}
         calls = [
-            (cluster.name, cluster.call_all(Worker.peak_memory).within(MEMORY_SECONDS)) for cluster in self._clusters
+            (cluster.name, cluster.call_all(Worker.peak_memory).within(MEMORY_SECONDS))
+            for cluster in self._clusters
+            if cluster.live_ranks
         ]
         peaks = {}
         for name, call in calls:

@@ -38,6 +38,8 @@ TensorBatch = dict[str, torch.Tensor]
 class ModelHead(StrEnum):
     CAUSAL_LM = "causal_lm"
     VALUE = "value"
+    SCORE = "score"
+    """A reward model's: read like a critic's values."""
 
 
 class Output(StrEnum):
@@ -277,7 +279,7 @@ class ModelStrategy(ABC):
 
     def _check_outputs(self, outputs: Collection[Output]) -> None:
         wants_values = Output.VALUES in outputs
-        assert wants_values == (self.head is ModelHead.VALUE) or not outputs, (self.head, outputs)
+        assert wants_values == (self.head is not ModelHead.CAUSAL_LM) or not outputs, (self.head, outputs)
 
 
 class OffloadedStorages:

@@ -156,11 +156,11 @@ class DataParallelStrategy(ModelStrategy):
         would only be rounded to the compute dtype in every pass, so it is held in that."""
         args = self.role.model_args
         if not uses_lora(args):
-            language_model = build_model(args, self.head.value, storage_dtype)
+            language_model = build_model(args, self.head.value, storage_dtype, self.seed)
             self.sparse_layers = sparse_layers(language_model)
             return language_model
         base_dtype = self.compute_dtype if self.mixes_types else storage_dtype
-        language_model = build_model(args, self.head.value, base_dtype)
+        language_model = build_model(args, self.head.value, base_dtype, self.seed)
         self.sparse_layers = sparse_layers(language_model)  # before adapters wrap some of it
         self.adapters = add_adapters(language_model, args, self.seed, storage_dtype)
         return language_model
