@@ -145,6 +145,7 @@ class AgenticRollout(Agentic):
         check_chat_template(loaded)
         from roll.pipelines.agentic_rollout.pipeline import settings_of
 
+        assert isinstance(loaded.plan, AgenticRolloutPlan)
         check_taken_up(loaded, partial(settings_of, loaded.config, loaded.plan))
 
     def own_functions(self, loaded: LoadedConfig[Any]) -> Iterator[tuple[str, Any, Callable[[], object]]]:
