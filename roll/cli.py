@@ -132,8 +132,8 @@ def ready(load: Callable[[], LoadedConfig[Any]]) -> LoadedConfig[Any]:
     return load() if find_models(loaded, say) else loaded
 
 
-def run(loaded: LoadedConfig[Any]) -> int:
-    """Show the plan and hand over to the pipeline; the exit status.
+def run(loaded: LoadedConfig[Any], work: Callable[[], int | None] | None = None) -> int:
+    """Show the plan and hand over to the pipeline, or to ``work``; the exit status.
 
     A run that fails says why and gives ``EXIT_FAILED``; one that a signal ends, 128 plus the signal's number.
     """
@@ -141,20 +141,20 @@ def run(loaded: LoadedConfig[Any]) -> int:
 
     with ending.handled():
         try:
-            return _run(loaded)
+            return _run(loaded, work or partial(loaded.pipeline.run, loaded))
         except Interrupted as interruption:
             show_error(interruption)
             return int(interruption.code or 0)
 
 
-def _run(loaded: LoadedConfig[Any]) -> int:
+def _run(loaded: LoadedConfig[Any], work: Callable[[], int | None]) -> int:
     render_plan(loaded, Console(emoji=False))
     from roll.datasets.types import DataError
     from roll.distributed.failures import RayLost, RemoteError
     from roll.rollout.group_flow import RolloutExhausted, RolloutStalled
 
     try:
-        return int(loaded.pipeline.run(loaded) or 0)
+        return int(work() or 0)
     except RayLost as error:
         show_error(error)
         leave(EXIT_FAILED)
