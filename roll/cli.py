@@ -61,7 +61,7 @@ TOOLS = {
     "prepare-data": Tool(
         "roll.datasets.prepare", f"turn published files into this project's columns: {', '.join(DATA_SETS)}"
     ),
-    "evaluate": Tool("roll.pipelines.evaluate.command", "ask models and checkpoints the validation prompts of a file"),
+    "evaluate": Tool("roll.evaluate", "ask models and checkpoints the validation prompts of a file"),
     "env": Tool("roll.environments.command", "list, check and play environments"),
     "play": Tool("roll.environments.command", "play an environment by hand, or watch a random player", keeps_name=True),
     "translate": Tool(
