@@ -73,7 +73,8 @@ def evaluate(config_path: str, config_name: str | None, overrides: Sequence[str]
     """
     from roll.cli import ready, run
 
-    return run(ready(partial(load_evaluation, config_path, config_name, overrides, keys)))
+    loaded = ready(partial(load_evaluation, config_path, config_name, overrides, keys))
+    return run(loaded, partial(loaded.pipeline.run, loaded))
 
 
 def load_evaluation(

@@ -42,6 +42,8 @@ class ModelContents:
     """The factor of ``B A`` for every weight that has an adapter."""
     base: str | None = None
     """Fingerprint of the model folder, where parameters are frozen and it has safetensors files."""
+    path: str | None = None
+    """``model_name_or_path`` of the role that wrote it."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

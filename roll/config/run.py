@@ -91,6 +91,18 @@ class RunConfig:
     interrupt_timeout: float = setting(300.0, ge=0)
     """Seconds after the first SIGINT (Ctrl-C), SIGTERM or SIGHUP within which a training step that has begun to change
     the models may end and a checkpoint be written; then the run ends without. 0: no checkpoint is written."""
+    max_restarts: int = setting(0, ge=0)
+    """How often the run goes on by itself, from its newest checkpoint, after a worker, an engine beyond its own
+    replacements, a node or its own process has died or hangs. It ends for good when it dies twice in the same place."""
+    restart_backoff: float = setting(10.0, ge=0, read_if={"max_restarts": ()})
+    """Seconds before the first restart; twice as many before each further one from the same checkpoint, at most 600."""
+    on_nonfinite: Literal["skip", "stop", "rewind"] = "skip"
+    """Reaction to a loss or gradient that is not finite; the models do not learn from it in any case, and the batch is
+    written into the folder ``batches`` under ``output_dir``. ``skip``: the run goes on; ``stop``: it ends;
+    ``rewind``: it goes back to its newest checkpoint and on from there without the batch of that step."""
+    dump_batches: int = setting(0, ge=0)
+    """Steps between batches that are written into the folder ``batches`` under ``output_dir``, with the metrics of
+    their step, for ``roll replay``; 0: none."""
     system_envs: dict[str, str] = field(default_factory=dict)
     """Environment variables of all workers."""
     model_update_buffer_size_mb: int = setting(1024, ge=1)

@@ -243,6 +243,13 @@ class Renderer:
             return DataError(f"{one.source.place}: template {name!r} cannot render this conversation: {error}")
 
 
+def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], response: str) -> str:
+    """A finished conversation by the tokenizer's own template, as a reward model is trained on it and scores it; its
+    special tokens are in the text."""
+    conversation = [*messages, {"role": "assistant", "content": response}]
+    return str(tokenizer.apply_chat_template(conversation, tokenize=False))
+
+
 def tokenize(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], add_special_tokens: Sequence[bool]
 ) -> list[list[int]]:

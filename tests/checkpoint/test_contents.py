@@ -64,9 +64,8 @@ def test_the_same_goes_on() -> None:
         check_contents(again, contents, Path())
     for strategy in train_strategies():
         check_contents(PLAIN, ModelContents(strategy, PLAIN.trained), Path())
-        check_contents(
-            ModelContents(strategy, PLAIN.trained), ModelContents(strategy, PLAIN.trained), Path(), format_=2
-        )
+        own = ModelContents(strategy, PLAIN.trained)
+        check_contents(own, own, Path(), format_=2)
     check_contents(FROZEN, ModelContents("fsdp2_train", FROZEN.trained, FROZEN.frozen, base=None), Path())
 
 

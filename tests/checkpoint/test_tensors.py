@@ -58,7 +58,7 @@ def test_missing_elements_are_named(tmp_path: Path) -> None:
         pass
     save_file({"x": WHOLE}, tmp_path / FOLDER / "rank00001.safetensors")
     with (
-        pytest.raises(CheckpointDamagedError, match="rank00001.safetensors does not say which"),
+        pytest.raises(CheckpointDamagedError, match=r"rank00001\.safetensors does not say which"),
         stored_tensors(tmp_path),
     ):
         pass

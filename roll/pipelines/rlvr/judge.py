@@ -25,7 +25,14 @@ class JudgeService:
     def __init__(self, config: RLVRConfig, plan: Plan, name: str) -> None:
         key = secrets.token_urlsafe(32)
         limit = config.router_args.max_running_requests or config.max_running_requests
-        options = FrontOptions(model=name, api_key=key, max_running_requests=limit, max_open_requests=1 << 20)
+        options = FrontOptions(
+            model=name,
+            api_key=key,
+            max_running_requests=limit,
+            max_open_requests=1 << 20,
+            # A new process would load its model while others have the devices.
+            max_restarts=0 if plan.roles[name].colocated_with else config.actor_infer.max_restarts,
+        )
         # Reward workers of several nodes must reach it; else nobody outside this host needs to.
         self._front = HttpFront(options, ray.util.get_node_ip_address() if plan.num_nodes > 1 else "127.0.0.1")
         self._key = key

@@ -19,12 +19,13 @@ from roll.datasets.store import StoredRow
 from roll.datasets.streaming import Drawn, StreamedEpochs
 from roll.datasets.templates import TemplateChoice
 from roll.distributed import Cluster, PendingCall, ResourceManager
+from roll.pipelines.batches import RecordedBatch, is_left_out
 from roll.pipelines.files import export_model, load_tokenizer, pad_token_id
 from roll.pipelines.row_order import balanced_order
 from roll.pipelines.run_context import RunContext
 from roll.pipelines.sft.config import SFTConfig, SFTPlan
 from roll.protocol import DataProto
-from roll.protocol.metrics import Metrics, merge_metrics
+from roll.protocol.metrics import Metrics, merge_metrics, to_floats
 from roll.protocol.vision import IMAGES
 from roll.workers import SFT_WORKER
 from roll.workers.model import ModelSettings
@@ -47,7 +48,8 @@ class SFTPipeline:
         self.context = RunContext(loaded)
         self.held_out: Sequence[SftRow] = ()
         self.demonstrations: Drawn[SftRow]
-        self.in_flight: deque[PendingCall[Metrics]] = deque()
+        self.in_flight: deque[tuple[DataProto, PendingCall[Metrics] | None]] = deque()
+        """The next steps' batches, and their updates; None: the batch is left out."""
 
     def run(self) -> None:
         """Train for all steps; everything that was started is stopped again, however it ends."""
@@ -57,12 +59,26 @@ class SFTPipeline:
             for step in self.context.steps(first_step, self.num_steps):
                 ahead = 1 if self.context.stopping else min(STEPS_IN_FLIGHT, self.steps_until_pause(step))
                 while len(self.in_flight) < ahead:
-                    self.in_flight.append(self.sft_train.call(SftWorker.update, self.next_batch()))
+                    self.begin_step(step + len(self.in_flight))
+                batch, update = self.in_flight.popleft()
+                self.context.hold_batch(step, batch)
                 with self.context.phase("step_train"):
-                    self.context.record(self.in_flight.popleft().result())
+                    self.context.record(update.result() if update is not None else {})
                 self.context.end_step(step)
                 self.pause(step + 1)
             self.finish()
+
+    def begin_step(self, step: int) -> None:
+        """Send the batch of a step to the workers."""
+        batch = self.next_batch()
+        update = None if is_left_out(step) else self.sft_train.call(SftWorker.update, batch)
+        self.in_flight.append((batch, update))
+
+    def replay(self, recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
+        """Take the step of a recorded batch again; the steps that the model had done before, and the metrics."""
+        with self.context.running() as resources:
+            steps = self.start(resources)
+            return steps, to_floats(self.sft_train.call(SftWorker.update, recorded.batch).result())
 
     def start(self, resources: ResourceManager) -> int:
         """Start the cluster, read the data, continue from a checkpoint if there is one; the steps already done."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +31,7 @@ from roll.models.stored import StoredLayout
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import (
     ALL_WEIGHTS,
+    Comparison,
     LossFunction,
     ModelHead,
     ModelStrategy,
@@ -218,7 +219,13 @@ class MegatronStrategy(ModelStrategy):
             balances=bool(self.transformer_config.moe_aux_loss_coeff),
         )
 
-    def forward(self, batch: TensorBatch, outputs: Collection[Output], temperature: float = 1.0) -> TensorBatch:
+    def forward(
+        self,
+        batch: TensorBatch,
+        outputs: Collection[Output],
+        temperature: float = 1.0,
+        teachers: Sequence[Comparison] = (),
+    ) -> TensorBatch:
         """Collective. All ranks of a replica are given the same rows and return the same outputs."""
         self._check_outputs(outputs)
         names = [str(name) for name in outputs if name is not Output.ROUTES]
@@ -347,6 +354,7 @@ class MegatronStrategy(ModelStrategy):
         loss_fn: LossFunction,
         outputs: Collection[Output],
         temperature: float = 1.0,
+        teachers: Sequence[Comparison] = (),
     ) -> Metrics:
         """Collective. All ranks of a replica are given the same rows; the loss function runs on the last stage, whose
         metrics are complete (other stages return ``grad_norm`` and ``lr``)."""

@@ -57,6 +57,7 @@ def describe_model(
         frozen=frozen,
         scalings=scalings,
         base=fingerprint(role.model_args.model_name_or_path) if frozen else None,
+        path=role.model_args.model_name_or_path,
     )
 
 
