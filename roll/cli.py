@@ -148,7 +148,8 @@ def run(loaded: LoadedConfig[Any], work: Callable[[], int | None] | None = None)
     from roll.distributed.signals import Interrupted, ending
 
     supervised.attach()
-    if work is None and not supervised.is_attached and (loaded.config.max_restarts or loaded.config.on_nonfinite == "rewind"):
+    starts_again = loaded.config.max_restarts or loaded.config.on_nonfinite == "rewind"
+    if work is None and not supervised.is_attached and starts_again:
         return run_supervised(loaded)
     with ending.handled():
         try:
