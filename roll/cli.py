@@ -61,7 +61,7 @@ TOOLS = {
     "prepare-data": Tool(
         "roll.datasets.prepare", f"turn published files into this project's columns: {', '.join(DATA_SETS)}"
     ),
-    "evaluate": Tool("roll.pipelines.evaluate.command", "ask models and checkpoints the validation prompts of a file"),
+    "evaluate": Tool("roll.evaluate", "ask models and checkpoints the validation prompts of a file"),
     "doctor": Tool("roll.doctor.command", "see whether runs work on this host, and why not"),
     "env": Tool("roll.environments.command", "list, check and play environments"),
     "rehearse": Tool(
@@ -140,8 +140,8 @@ def ready(load: Callable[[], LoadedConfig[Any]]) -> LoadedConfig[Any]:
     return load() if find_models(loaded, say) else loaded
 
 
-def run(loaded: LoadedConfig[Any]) -> int:
-    """Show the plan and hand over to the pipeline; the exit status.
+def run(loaded: LoadedConfig[Any], work: Callable[[], int | None] | None = None) -> int:
+    """Show the plan and hand over to the pipeline, or to ``work``; the exit status.
 
     A run that fails says why and gives ``EXIT_FAILED``; one that a signal ends, 128 plus the signal's number.
     """
@@ -149,21 +149,22 @@ def run(loaded: LoadedConfig[Any]) -> int:
     from roll.distributed.signals import Interrupted, ending
 
     supervised.attach()
-    if not supervised.is_attached and (loaded.config.max_restarts or loaded.config.on_nonfinite == "rewind"):
+    starts_again = loaded.config.max_restarts or loaded.config.on_nonfinite == "rewind"
+    if work is None and not supervised.is_attached and starts_again:
         return run_supervised(loaded)
     with ending.handled():
         try:
-            status = _run(loaded)
+            status = _run(loaded, work or partial(loaded.pipeline.run, loaded))
         except Interrupted as interruption:
             supervised.tell(end=INTERRUPTED)
             show_error(interruption)
             return int(interruption.code or 0)
-    if status == 0:
+    if status not in (EXIT_FAILED, EXIT_CONFIG):
         supervised.tell(end=DONE)
     return status
 
 
-def _run(loaded: LoadedConfig[Any]) -> int:
+def _run(loaded: LoadedConfig[Any], work: Callable[[], int | None]) -> int:
     render_plan(loaded, Console(emoji=False))
     from roll.datasets.types import DataError
     from roll.distributed.failures import NodeError, NotFinite, RayLost, RemoteError
@@ -171,7 +172,7 @@ def _run(loaded: LoadedConfig[Any]) -> int:
     from roll.rollout.group_flow import RolloutExhausted, RolloutStalled
 
     try:
-        return int(loaded.pipeline.run(loaded) or 0)
+        return int(work() or 0)
     except RayLost as error:
         supervised.tell(end=FAILED, cause=str(error))
         show_error(error)
