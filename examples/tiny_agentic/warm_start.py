@@ -20,8 +20,8 @@ sys.path[:0] = [str(FOLDER), str(TINY)]
 import demonstrations  # noqa: E402  found next to this file, whatever script was started
 import tiny_model  # noqa: E402
 
+from roll.cli import run  # noqa: E402
 from roll.config.loader import load_config  # noqa: E402
-from roll.rewards.sandbox.harness import run
 
 ARTIFACTS = FOLDER / "artifacts"
 FINGERPRINT = "fingerprint.json"

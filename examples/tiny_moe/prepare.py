@@ -18,8 +18,8 @@ sys.path.insert(0, str(FOLDER.parent / "tiny"))
 
 import prepare as tiny  # noqa: E402  the tiny example's
 
+from roll.cli import run  # noqa: E402
 from roll.config.loader import load_config  # noqa: E402
-from roll.rewards.sandbox.harness import run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Qwen3MoeForCausalLM

@@ -15,8 +15,8 @@ sys.path.insert(0, str(FOLDER))
 
 import make_shapes  # noqa: E402  found next to this file, whatever script was started
 
+from roll.cli import run  # noqa: E402
 from roll.config.loader import load_config  # noqa: E402
-from roll.rewards.sandbox.harness import run
 
 
 def make_warm_start(seed: int) -> Path:

@@ -117,6 +117,8 @@ class DPOPipeline:
             self.add_reference(batch, rows, "train")
             if couples_pairs(self.config):
                 self.add_slopes(batch)
+            if step % self.config.logging_steps == 0:
+                self.context.samples.pairs(step, rows, batch, self.tokenizer)
         self.context.hold_batch(step, batch)
         if not is_left_out(step):
             self.update(batch)
