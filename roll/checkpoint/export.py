@@ -184,7 +184,7 @@ def write_hf(trained: TrainedModel, folder: Path, dtype: torch.dtype) -> None:
     if len(shards) == 1:
         (folder / "part00000").rename(folder / "model.safetensors")
     else:
-        files = {}
+        files: dict[str, str] = {}
         for index, names in enumerate(shards):
             file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
             (folder / f"part{index:05d}").rename(folder / file)
@@ -243,7 +243,8 @@ def write_peft(trained: TrainedModel, folder: Path) -> None:
     config.save_pretrained(str(folder))
 
 
-def _plain(number: float) -> float:
+def _plain(number: float) -> Any:
+    """Without a fraction of 0."""
     return int(number) if number == int(number) else number
 
 
@@ -305,7 +306,7 @@ def loaded_again(trained: TrainedModel, form: str, path: Path) -> PreTrainedMode
 
         config = checked_config(trained.args, trained.head)
         base = auto_class(config, trained.head).from_pretrained(trained.model, config=config, dtype=torch.float32)
-        adapted: PreTrainedModel = PeftModel.from_pretrained(base, str(path)).eval()
+        adapted: Any = PeftModel.from_pretrained(base, str(path)).eval()
         return adapted
     config = checked_config(trained.args, trained.head)
     source: dict[str, Any] = {"pretrained_model_name_or_path": path}

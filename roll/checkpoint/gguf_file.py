@@ -126,7 +126,7 @@ def _add_tokenizer(gguf: Any, writer: Any, folder: Path, vocab_size: int, splitt
 
 def _import_gguf() -> Any:
     try:
-        import gguf
+        import gguf  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
         raise _problem("--to", "gguf", "needs the package gguf: pip install 'roll-rl[gguf]'") from error
     return gguf

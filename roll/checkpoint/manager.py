@@ -133,11 +133,11 @@ class CheckpointManager:
             OSError: the store does not answer.
         """
         found = _latest(self._folders())
-        for name in [] if self.store is None else _later(self.store, found):
+        for store, name in [] if self.store is None else [(self.store, name) for name in _later(self.store, found)]:
             try:
-                return Checkpoint(self.store.fetch(name, self.root), _step(name))
+                return Checkpoint(store.fetch(name, self.root), _step(name))
             except CheckpointDamagedError as error:
-                logger.warning("skipped a damaged checkpoint in %s: %s", self.store, error)
+                logger.warning("skipped a damaged checkpoint in %s: %s", store, error)
         return found
 
     def resolve(self, resume_from_checkpoint: bool | str) -> Checkpoint | None:

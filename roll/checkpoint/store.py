@@ -36,7 +36,7 @@ def is_url(place: str | Path) -> bool:
 
 def store_problem(url: str) -> str | None:
     """Why this host cannot open a store, in words; None: it can."""
-    import fsspec
+    import fsspec  # type: ignore[import-untyped, unused-ignore]
 
     protocol = url.split("://")[0]
     try:

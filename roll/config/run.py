@@ -115,8 +115,8 @@ class RunConfig:
     rpc_timeout: float = setting(3600.0, gt=0)
     """Seconds that a remote call may take before the run ends with a diagnosis."""
     interrupt_timeout: float = setting(300.0, ge=0)
-    """Seconds after the first SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1 within which a training step that has begun to
-    change the models may end and a checkpoint be written; then the run ends without. 0: no checkpoint is written."""
+    """Seconds after the first SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1 within which a training step that has begun
+    to change the models may end and a checkpoint be written; then the run ends without. 0: none is written."""
     on_usr1: Literal["end", "save"] = "end"
     """Reaction to SIGUSR1, which Slurm's ``--signal`` sends some time before a job's limit. ``end``: as to SIGTERM, a
     checkpoint is written and the run ends; ``save``: a checkpoint follows the step in flight, and the run goes on."""
