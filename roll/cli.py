@@ -201,6 +201,8 @@ def _run(loaded: LoadedConfig[Any], work: Callable[[], int | None]) -> int:
 def run_supervised(loaded: LoadedConfig[Any]) -> int:
     """Have the run done by a process of its own, which is started again when it dies; its exit status."""
     from roll.checkpoint.folders import CheckpointDamagedError, verify_folder
+    from roll.checkpoint.manager import newest_at
+    from roll.checkpoint.store import is_url
     from roll.distributed.restarts import RestartPolicy, Supervisor, python_path
 
     os.environ["PYTHONPATH"] = python_path()
@@ -214,7 +216,10 @@ def run_supervised(loaded: LoadedConfig[Any]) -> int:
 
     def is_whole(checkpoint: str) -> bool:
         try:
-            verify_folder(Path(checkpoint))
+            if is_url(checkpoint):
+                newest_at(checkpoint, loaded.config.checkpoint_config.storage_options)
+            else:
+                verify_folder(Path(checkpoint))
         except (CheckpointDamagedError, OSError):
             return False
         return True
