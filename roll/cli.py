@@ -23,12 +23,13 @@ from rich.console import Console
 
 from roll import __version__
 from roll.config.loader import LoadedConfig, load_config
-from roll.config.pipelines import NAMES, definition_of
+from roll.config.pipelines import definition_of
 from roll.config.plan.render import filled_in, render_plan
 from roll.config.reading.compose import parse_launcher_args
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.masking import dump_yaml, masked_text
 from roll.preflight import check_parts, check_resumption, find_models, require_packages
+from roll.translation.engine import NAMES
 
 EXIT_CONFIG = 2
 """Exit status of a configuration that cannot be run."""
@@ -61,8 +62,14 @@ TOOLS = {
     "prepare-data": Tool(
         "roll.datasets.prepare", f"turn published files into this project's columns: {', '.join(DATA_SETS)}"
     ),
+    "evaluate": Tool("roll.pipelines.evaluate.command", "ask models and checkpoints the validation prompts of a file"),
+    "doctor": Tool("roll.doctor.command", "see whether runs work on this host, and why not"),
     "env": Tool("roll.environments.command", "list, check and play environments"),
+    "rehearse": Tool(
+        "roll.rehearsal.command", "say what a recipe's step needs at its full size, without weights and devices"
+    ),
     "play": Tool("roll.environments.command", "play an environment by hand, or watch a random player", keeps_name=True),
+    "export": Tool("roll.checkpoint.export", "turn a training checkpoint into a Hugging Face model, adapter or GGUF"),
     "replay": Tool("roll.replay", "take the step of a recorded batch again and compare its metrics"),
     "translate": Tool(
         "roll.translation.command", "turn a launch of verl, SkyRL, TRL or OpenRLHF into this project's keys"
@@ -158,17 +165,17 @@ def run(loaded: LoadedConfig[Any]) -> int:
 def _run(loaded: LoadedConfig[Any]) -> int:
     render_plan(loaded, Console(emoji=False))
     from roll.datasets.types import DataError
-    from roll.distributed.failures import NotFinite, RayLost, RemoteError
+    from roll.distributed.failures import NodeError, NotFinite, RayLost, RemoteError
     from roll.distributed.restarts import FAILED, REWIND, WRONG, supervised
     from roll.rollout.group_flow import RolloutExhausted, RolloutStalled
 
     try:
-        loaded.pipeline.run(loaded)
+        return int(loaded.pipeline.run(loaded) or 0)
     except RayLost as error:
         supervised.tell(end=FAILED, cause=str(error))
         show_error(error)
         leave(EXIT_FAILED)
-    except RemoteError as error:
+    except (NodeError, RemoteError) as error:
         supervised.tell(end=FAILED, cause=str(error))
         show_error(error)
         return EXIT_FAILED
@@ -176,6 +183,9 @@ def _run(loaded: LoadedConfig[Any]) -> int:
         supervised.tell(end=REWIND if error.rewinds else WRONG, cause=str(error))
         show_error(error)
         return EXIT_FAILED
+    except ConfigError as error:  # of the environment, or of what this host gives
+        supervised.tell(end=WRONG)
+        return refuse(error)
     except (DataError, RolloutExhausted, RolloutStalled) as error:
         supervised.tell(end=WRONG)
         show_error(error)
@@ -184,7 +194,6 @@ def _run(loaded: LoadedConfig[Any]) -> int:
         supervised.tell(end=WRONG)
         show_unexpected()
         return EXIT_FAILED
-    return 0
 
 
 def run_supervised(loaded: LoadedConfig[Any]) -> int:

@@ -14,7 +14,6 @@ from tests.config.good import GOOD, changed, mistakes
 SHARD = "actor_train.strategy_args.strategy_config"
 REFUSED: list[tuple[str, Any]] = [
     ("actor_infer.model_args.ulysses_size", 2),
-    (f"{SHARD}.ep_size", 2),
     (f"{SHARD}.tp_size", 2),
     ("actor_infer.generating_args.num_beams", 4),
     ("rewards.math.worker_cls", "roll.pipeline.rlvr.rewards.video_r1_reward_worker.VideoR1RewardWorker"),
@@ -28,7 +27,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("actor_train.data_args.video_folder", "videos"),
     ("router_args.router_name", "EnvAffinityRouter"),
 ]
-NO_WAY_OUT = ("ep_size", "video_folder")
+NO_WAY_OUT = ("video_folder",)
 """Keys of files for models that are not trained yet, whatever is written there."""
 NEUTRAL = {
     "actor_train.model_args.lora_target": None,
@@ -38,8 +37,6 @@ NEUTRAL = {
     "actor_infer.generating_args.num_beams": 1,
     "actor_train.data_args.image_folder": "images",
     "actor_train.data_args.image_max_pixels": 1024 * 1024,
-    f"{SHARD}.ep_size": 1,
-    f"{SHARD}.efsdp_size": 1,
     "use_opd": False,
     f"{SHARD}.apply_expert_patch": False,
     "rollout_mock": {"enable": True, "mode": "dump", "dump_dir": "x"},

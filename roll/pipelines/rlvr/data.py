@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from roll.config.names import REWARDS
 from roll.config.pipelines import worker_name
+from roll.config.plan.plan import Plan
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import count
 from roll.config.rewards import RewardConfig
@@ -58,7 +59,7 @@ def load_data(config: RLVRConfig, plan: RLVRPlan) -> RunData:
 
 def read_prompts(
     config: RLVRConfig,
-    plan: RLVRPlan,
+    plan: Plan,
     data_args: DataArguments,
     prompt_length: int,
     tokenizer: PreTrainedTokenizerBase,
@@ -68,7 +69,8 @@ def read_prompts(
     Raises:
         DataError: as :func:`load_data`, or a domain none of whose rows can be scored.
     """
-    path = plan.roles["actor_train"].model_path
+    policy = plan.roles.get("actor_train") or plan.roles["actor_infer"]
+    model_args = policy.section.model_args
     dataset = PromptDataset.build(
         data_args,
         tokenizer,
@@ -76,7 +78,7 @@ def read_prompts(
         {name: section.tag_included for name, section in config.rewards.items()},
         global_template=config.global_template,
         tag_to_template=config.tag_to_template,
-        vision=VisionModel.load(str(path), tokenizer, config.actor_train.model_args.trust_remote_code),
+        vision=VisionModel.load(str(policy.model_path), tokenizer, model_args.trust_remote_code),
     )
     for remark in remarks(config, dataset.counts):
         logger.warning("%s: %s", data_args.file_name, remark)

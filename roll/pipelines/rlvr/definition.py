@@ -6,21 +6,21 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from roll.agents.episode import Task
 from roll.config.algorithm import PolicyLossConfig, PPOConfig
 from roll.config.checks.base import Checks
+from roll.config.checks.keys import TRAINS
 from roll.config.pipelines import (
     COMPUTES_LOG_PROBS,
     GENERATES,
     POLICY_KEYS,
     READ_KEYS,
     SCORES,
-    TRAINS,
     Headline,
     Panel,
     PipelineDefinition,
     ReadableSet,
     Role,
-    Task,
     Written,
 )
 from roll.config.plan.planning import finished_section, with_cache_length

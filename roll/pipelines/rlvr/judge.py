@@ -6,10 +6,10 @@ import secrets
 
 import ray
 
+from roll.config.plan.plan import Plan
 from roll.distributed import Cluster
 from roll.pipelines.files import load_tokenizer
 from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.serving.server import FrontOptions, HttpFront
 
 
@@ -22,7 +22,7 @@ class JudgeService:
         name: the role, ``reward_model`` or one that belongs to a single domain.
     """
 
-    def __init__(self, config: RLVRConfig, plan: RLVRPlan, name: str) -> None:
+    def __init__(self, config: RLVRConfig, plan: Plan, name: str) -> None:
         key = secrets.token_urlsafe(32)
         limit = config.router_args.max_running_requests or config.max_running_requests
         options = FrontOptions(
