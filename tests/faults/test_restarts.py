@@ -49,6 +49,17 @@ def records(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "logs" / RECORD_NAME).read_text().splitlines()]
 
 
+def differences(ours: FinishedRun, theirs: FinishedRun) -> list[str]:
+    """Steps and metrics that are not the same."""
+    assert [row["step"] for row in ours.steps] == [row["step"] for row in theirs.steps]
+    return [
+        f"step {mine['step']}: {name} is {mine.get(name)}, not {value}"
+        for mine, their in zip(map(untimed, ours.steps), map(untimed, theirs.steps), strict=True)
+        for name, value in their.items()
+        if mine.get(name) != value
+    ]
+
+
 @pytest.mark.parametrize(
     "pipeline", ["rlvr", "sft", *(["dpo", "agentic"] if os.environ.get("TEST_FAULTS") else [])]
 )  # `make test-faults` sets it
@@ -66,8 +77,7 @@ def test_a_killed_rank_costs_no_number(start: Start, run: Run, world: TinyWorld,
     assert [row["event"] for row in records(output)] == ["ended", "restarted", "recovered"]
     assert "restart 1 of 3 in 0.1 s, from" in errors, errors
     assert pipeline != "rlvr" or "checkpoint-2:" in errors, errors  # short steps may end before a checkpoint is written
-    killed = FinishedRun(output)
-    assert [untimed(row) for row in killed.steps] == [untimed(row) for row in undisturbed.steps]
+    assert differences(FinishedRun(output), undisturbed) == []
 
 
 def test_a_run_that_dies_twice_in_the_same_place_ends(start: Start, world: TinyWorld, tmp_path: Path) -> None:
