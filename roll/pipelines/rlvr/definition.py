@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from roll.agents.episode import Task
 from roll.config.algorithm import PolicyLossConfig, PPOConfig
 from roll.config.checks.base import Checks
-from roll.config.checks.keys import TRAINS
 from roll.config.pipelines import (
     COMPUTES_LOG_PROBS,
     GENERATES,
     POLICY_KEYS,
     READ_KEYS,
     SCORES,
+    TRAINS,
     Headline,
     Panel,
     PipelineDefinition,
