@@ -32,9 +32,10 @@ from roll.distributed.restarts import supervised
 from roll.distributed.signals import ending
 from roll.pipelines.batches import FOLDER as BATCHES
 from roll.pipelines.batches import BatchRecorder
-from roll.pipelines.files import PendingCheckpoint, write_samples
+from roll.pipelines.files import PendingCheckpoint, is_disk_full, write_samples
 from roll.pipelines.interruption import Interruption, command_to_go_on
 from roll.pipelines.sample_records import SampleRecorder
+from roll.pipelines.stragglers import StragglerWatch
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, Sum, merge_metrics, to_floats
 from roll.report.at_end import ending_command, write_report
@@ -83,6 +84,7 @@ class RunContext:
         self._validations: dict[int, dict[str, float]] = {}
         self._began = time.perf_counter()
         self._timer = PhaseTimer(self._peak_memory if self.config.memory_steps else None)
+        self._stragglers = StragglerWatch(lambda: self._clusters)
         self._measures_memory = False
         self._pending: PendingCheckpoint | None = None
         self._interruption = Interruption(self.config.interrupt_timeout)
@@ -352,7 +354,13 @@ class RunContext:
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Time the block as ``time/<name>``."""
         self._publish_if_written()
-        return self._timer.phase(name)
+        return self._measured(name) if self._measures_memory else self._timer.phase(name)
+
+    @contextmanager
+    def _measured(self, name: str) -> Iterator[None]:
+        """As :meth:`phase`, in steps in which all workers are asked for their memory anyway."""
+        with self._stragglers.phase(name), self._timer.phase(name):
+            yield
 
     def record(self, metrics: Metrics) -> None:
         """Metrics of the current step."""
@@ -379,7 +387,7 @@ class RunContext:
         """
         self._publish_if_written()
         seconds = time.perf_counter() - self._step_began
-        metrics = to_floats(merge_metrics(self._recorded)) | self._timer.pop()
+        metrics = to_floats(merge_metrics(self._recorded)) | self._timer.pop() | self._stragglers.pop()
         metrics |= {"time/step_total": seconds, "system/global_step": float(step)}
         if "system/tokens" in metrics:
             metrics["system/tps"] = metrics["system/tokens"] / seconds
@@ -414,7 +422,11 @@ class RunContext:
         """
         name = f"{kind}-{part}" if part else kind
         if self.plan.dump_dir is not None:
-            write_samples(self.plan.dump_dir / f"{name}-{step:06d}.jsonl", table())
+            file = self.plan.dump_dir / f"{name}-{step:06d}.jsonl"
+            try:
+                write_samples(file, table())
+            except OSError as error:
+                logger.error("%s was not written: %s", file, error)
         if kind == "validation":
             rows = list(table())
             self._tracker.log_samples(name, rows[:SHOWN_SAMPLES], step)
@@ -484,22 +496,49 @@ class RunContext:
             try:
                 yield pending.path
                 save_state(pending.path / STATE_FOLDER, dict(state) | {"validations": self._validation_state()})
-            except BaseException:
+            except BaseException as error:
                 pending.discard()
-                raise
+                self._go_on_without(pending, error)
+                return
             self._pending = pending
             self._publish_if_written()
 
     def _publish_if_written(self) -> None:
-        if self._pending is not None and self._pending.is_written():
+        pending = self._pending
+        try:
+            written = pending is not None and pending.is_written()
+        except RemoteError as error:
+            assert pending is not None
+            if is_disk_full(error):
+                self._pending = None
+                pending.discard()
+            self._go_on_without(pending, error)
+            return
+        if written:
             self._publish_checkpoint()
 
     def _publish_checkpoint(self) -> None:
         pending, self._pending = self._pending, None
-        if pending is not None:
+        if pending is None:
+            return
+        try:
             pending.publish()
-            self._interruption.saved_steps = pending.steps_done
-            self._leave_account()
+        except (RemoteError, OSError) as error:
+            self._go_on_without(pending, error)
+            return
+        self._interruption.saved_steps = pending.steps_done
+        self._leave_account()
+
+    def _go_on_without(self, pending: PendingCheckpoint, error: BaseException) -> None:
+        """A full disk costs a checkpoint, nothing else; any other error is raised."""
+        if not is_disk_full(error):
+            raise error
+        self.record({"system/lost_checkpoints": Sum(1.0)})
+        logger.error(
+            "the disk is full: the checkpoint after %d steps is lost, and the run goes on without it: %s",
+            pending.steps_done,
+            error,
+        )
 
     def _validation_state(self) -> dict[str, dict[str, float]]:
         return {str(steps): metrics for steps, metrics in self._validations.items()}

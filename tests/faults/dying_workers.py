@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -134,3 +135,24 @@ def digit_share(response: str) -> float:
 
 
 KILLERS_ENV = "KILLERS"
+
+
+class FullDiskSft(SftWorker):
+    """The last rank finds no room for its second checkpoint; in every update it is slow, and the others are not."""
+
+    saves = 0
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str) -> None:
+        self.saves += 1
+        unlimited = resource.RLIM_INFINITY
+        if self.context.rank == self.context.world_size - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096 if self.saves == 2 else unlimited, unlimited))
+        super().save_checkpoint(path)
+
+    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
+    def update(self, batch: DataProto) -> Metrics:
+        until = time.process_time() + 0.5 * (self.context.rank == self.context.world_size - 1)
+        while time.process_time() < until:
+            pass
+        return super().update(batch)
