@@ -72,6 +72,8 @@ EXTRAS = {
     "deepspeed": ["deepspeed==0.19.8"],
     "megatron": ["megatron-core==0.16.1"],
     "peft": ["peft==0.21.2"],
+    # `roll export --to gguf`.
+    "gguf": ["gguf>=0.19"],
     # Tools of agents: MCP servers, and checks of arguments. The clients of black boxes are their programs' own.
     "agents": ["jsonschema>=4.20", "mcp>=2.0"],
     # Languages of responses, for the reward `ifeval`.
@@ -79,7 +81,8 @@ EXTRAS = {
     "wandb": ["wandb>=0.20"],
     # SwanLab wants an older protobuf than constraints/cpu.txt: install it without the constraints.
     "swanlab": ["swanlab>=0.10"],
-    "trackers": ["wandb>=0.20", "swanlab>=0.10"],
+    "prometheus": ["prometheus-client>=0.20"],
+    "trackers": ["wandb>=0.20", "swanlab>=0.10", "prometheus-client>=0.20"],
     "gpu": ["deepspeed==0.19.8", "megatron-core==0.16.1", "peft==0.21.2", "vllm==0.32.0"],
     "test": [
         "anthropic==2.12.0",
@@ -102,7 +105,7 @@ EXTRAS = {
         # Its copies of published chat templates; nothing of it is imported.
         "trl==1.16.0",
     ],
-    "docs": ["mkdocs>=1.6", "mkdocs-material>=9.6"],
+    "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"],
     "bench": ["tensordict>=0.15", "trl==1.16.0"],
 }
 

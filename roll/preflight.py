@@ -19,6 +19,7 @@ from roll.checkpoint.contents import (
     frozen_mismatches,
     read_contents,
     read_trainer_state,
+    strategy_problem,
     trained_under,
 )
 from roll.checkpoint.folders import CheckpointDamagedError
@@ -32,9 +33,9 @@ from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.masking import masked
 from roll.config.reading.yaml_files import shown
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.registry import BACKENDS, checkpoint_readers, typed_strategy_config
+from roll.config.strategies.registry import BACKENDS, typed_strategy_config
 
-TRACKERS = {"wandb": "wandb", "swanlab": "swanlab"}
+TRACKERS = {"wandb": "wandb", "swanlab": "swanlab", "prometheus": "prometheus_client"}
 """By tracker: its package, of the same name at the index."""
 
 
@@ -249,16 +250,14 @@ def _resumption_problems(folder: Path, section: WorkerConfig) -> Iterator[tuple[
     """Keys of a role's section that do not go with the checkpoint in ``folder``, and why."""
     args, strategy = section.model_args, section.strategy_args.strategy_name
     try:
-        written = read_contents(read_trainer_state(folder), folder)
+        state = read_trainer_state(folder)
+        written = read_contents(state, folder)
     except CheckpointMismatchError as error:
         yield "strategy_args.strategy_name", str(error)
         return
-    if strategy not in checkpoint_readers(written.strategy):
-        readers = " and ".join(checkpoint_readers(written.strategy))
-        yield (
-            "strategy_args.strategy_name",
-            f"{folder} was written by {written.strategy}, which {readers} can go on from",
-        )
+    problem = strategy_problem(written, strategy, state["format"])
+    if problem is not None:
+        yield "strategy_args.strategy_name", f"{folder} {problem}"
         return
     had_adapters = any(".lora_" in name for name in written.trained)
     if had_adapters != uses_lora(args):

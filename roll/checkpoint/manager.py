@@ -136,17 +136,29 @@ class CheckpointManager:
             if found is None:
                 logger.info("resume_from_checkpoint: no checkpoint under %s yet, so the run starts anew", self.root)
             return found
-        path = Path(resume_from_checkpoint).expanduser()
-        if not path.is_dir():
+        try:
+            return self.find(Path(resume_from_checkpoint).expanduser())
+        except FileNotFoundError as error:
             raise FileNotFoundError(
-                f"resume_from_checkpoint: {path} is not a folder; name one such as {self.root / 'checkpoint-100'}, "
-                "or write true for the latest"
-            )
+                f"resume_from_checkpoint: {error}; name one such as {self.root / 'checkpoint-100'}, or write true for "
+                "the latest"
+            ) from error
+
+    @staticmethod
+    def find(path: Path) -> Checkpoint:
+        """A whole checkpoint, or the latest one in a folder of them; reads every byte of it.
+
+        Raises:
+            FileNotFoundError: the path is not there, or no checkpoint is in it.
+            CheckpointDamagedError: the path is a checkpoint that is torn.
+        """
+        if not path.is_dir():
+            raise FileNotFoundError(f"{path} is not a folder")
         if _NAME.fullmatch(path.name) or (path / MANIFEST_NAME).exists():
             return Checkpoint(path, verify_folder(path).step)
         found = _latest([path])
         if found is None:
-            raise FileNotFoundError(f"resume_from_checkpoint: {path} holds no whole checkpoint-<step> folder")
+            raise FileNotFoundError(f"{path} holds no whole checkpoint-<step> folder")
         return found
 
     def set_aside_after(self, step: int) -> None:

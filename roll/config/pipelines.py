@@ -16,6 +16,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from roll.config.names import PUBLISHED_PREFIX, PUBLISHED_REWARDS, PUBLISHED_WORKERS
+from roll.config.reading.errors import ConfigError, Problem
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.strategies.base import own_weights
 from roll.config.strategies.registry import generation_strategies, infer_strategies, train_strategies
@@ -160,8 +161,19 @@ class PipelineDefinition(ABC):
         """The plan of a configuration without mistakes, on top of :func:`roll.config.plan.planning.shared_plan`."""
 
     @abstractmethod
-    def run(self, loaded: Any) -> None:
-        """Run to the end. Heavy packages are imported here."""
+    def run(self, loaded: Any) -> int | None:
+        """Run to the end; the exit status, None: 0. Heavy packages are imported here."""
+
+    def replay(self, loaded: Any, recorded: Any) -> tuple[int, dict[str, float]]:
+        """Take the step of a recorded batch (:class:`roll.pipelines.batches.RecordedBatch`) again.
+
+        Returns:
+            The steps that the models had done before, and the metrics of the step.
+
+        Raises:
+            ConfigError: this pipeline records no batches.
+        """
+        raise ConfigError([Problem("pipeline", self.name, "records no batches that could be replayed")])
 
     # Roles
 
@@ -309,11 +321,14 @@ PIPELINES = (
         ("train_env_manager", "val_env_manager", "custom_envs"),
         "roll.pipelines.agentic.definition.Agentic",
     ),
+    PipelineEntry("rm", ("reward_train",), "roll.pipelines.rm.definition.RewardModel"),
+    PipelineEntry("evaluate", ("evaluate",), "roll.pipelines.evaluate.definition.Evaluate"),
+    PipelineEntry("agentic_rollout", (), "roll.pipelines.agentic_rollout.definition.AgenticRollout"),
     PipelineEntry("dpo", ("chosen_key", "rejected_key", "ipo", "loss_type"), "roll.pipelines.dpo.definition.DPO"),
     PipelineEntry(
         "distill",
-        ("student", "kd_objective", "distill_loss_weight", "student_pretrain"),
-        missing="distillation from recorded logits",
+        ("student", "distill_loss_weight", "student_pretrain"),
+        "roll.pipelines.distill.definition.Distill",
     ),
     PipelineEntry(
         "onpolicy_distill",

@@ -68,8 +68,8 @@ class RunConfig:
     track_with: str | list[str] = field(
         default="tensorboard", metadata=rules(choices=TRACKERS, planned=PLANNED_TRACKERS, example="tensorboard")
     )
-    """Tracker or list of trackers: ``tensorboard``, ``stdout``, ``jsonl``, ``wandb``, ``swanlab``; ``ml_tracker`` of
-    ROLL's files, which is not public, is taken as ``tensorboard``."""
+    """Tracker or list of trackers: ``tensorboard``, ``stdout``, ``jsonl``, ``prometheus``, ``wandb``, ``swanlab``;
+    ``ml_tracker`` of ROLL's files, which is not public, is taken as ``tensorboard``."""
     tracker_kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the tracker, such as ``log_dir`` or ``project``. Keys and tokens come from the environment."""
     save_steps: int = setting(50, ge=-1)
@@ -91,6 +91,18 @@ class RunConfig:
     interrupt_timeout: float = setting(300.0, ge=0)
     """Seconds after the first SIGINT (Ctrl-C), SIGTERM or SIGHUP within which a training step that has begun to change
     the models may end and a checkpoint be written; then the run ends without. 0: no checkpoint is written."""
+    max_restarts: int = setting(0, ge=0)
+    """How often the run goes on by itself, from its newest checkpoint, after a worker, an engine beyond its own
+    replacements, a node or its own process has died or hangs. It ends for good when it dies twice in the same place."""
+    restart_backoff: float = setting(10.0, ge=0, read_if={"max_restarts": ()})
+    """Seconds before the first restart; twice as many before each further one from the same checkpoint, at most 600."""
+    on_nonfinite: Literal["skip", "stop", "rewind"] = "skip"
+    """Reaction to a loss or gradient that is not finite; the models do not learn from it in any case, and the batch is
+    written into the folder ``batches`` under ``output_dir``. ``skip``: the run goes on; ``stop``: it ends;
+    ``rewind``: it goes back to its newest checkpoint and on from there without the batch of that step."""
+    dump_batches: int = setting(0, ge=0)
+    """Steps between batches that are written into the folder ``batches`` under ``output_dir``, with the metrics of
+    their step, for ``roll replay``; 0: none."""
     system_envs: dict[str, str] = field(default_factory=dict)
     """Environment variables of all workers."""
     model_update_buffer_size_mb: int = setting(1024, ge=1)
@@ -107,11 +119,13 @@ class RunConfig:
     is_offload_optimizer_states_in_train_step: bool = False
     """Also move optimizer states off the devices during the forward and backward passes."""
     profiler_timeline: bool = False
-    """Write a PyTorch timeline of each phase."""
+    """Write PyTorch timelines of what the workers of the training roles, the reference and the critic compute."""
     profiler_memory: bool = False
-    """Write memory snapshots of each phase."""
+    """Write what their operators allocate; on an accelerator snapshots of its allocator, too."""
     profiler_output_dir: str | None = None
-    """Folder of the profiler's files; null: a folder under ``logging_dir``."""
+    """Folder of the profiler's files; null: ``profiler`` in the run's log folder."""
+    profiler_calls: list[int] = field(default_factory=lambda: [1])
+    """Calls of each worker's methods that are recorded, from 0. Most methods are called once a step."""
     otlp_output_dir: str | None = None
     """Folder of OpenTelemetry traces."""
     rollout_mock: RolloutMockConfig = field(default_factory=RolloutMockConfig)

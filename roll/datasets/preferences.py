@@ -184,8 +184,8 @@ class PreferenceMaker(RowMaker):
                 before their last message.
         """
         names = self._preferences
-        chosen, chosen_before = self._response(source, names.chosen)
-        rejected, rejected_before = self._response(source, names.rejected)
+        chosen, chosen_before = response_of(source, names.chosen, require(source, names.chosen))
+        rejected, rejected_before = response_of(source, names.rejected, require(source, names.rejected))
         if names.chosen in (self.columns.prompt, self.columns.messages):
             if chosen_before is None or rejected_before is None:
                 raise DataError(
@@ -206,18 +206,22 @@ class PreferenceMaker(RowMaker):
             raise DataError(f"{source.place}: the prompt ends with an assistant's message; expected the user's turn")
         return messages, chosen, rejected
 
-    def _response(self, source: SourceRow, column: str) -> tuple[str, list[Message] | None]:
-        """The text of a response, and the messages before it where the column is a conversation."""
-        value = require(source, column)
-        before: list[Message] | None = None
-        if isinstance(value, Mapping):
-            value = [value]
-        if is_conversation(value):
-            check_messages(source, column, value)
-            if value[-1]["role"] != "assistant":
-                role = value[-1]["role"]
-                raise DataError(f"{source.place}: {column} ends with a message of {role}, expected the assistant's")
-            before, value = list(value[:-1]) or None, value[-1]["content"]
-        if not isinstance(value, str) or not value:
-            raise DataError(f"{source.place}: {column} must be a non-empty text or conversation, found {value!r}")
-        return value, before
+
+def response_of(source: SourceRow, column: str, value: Any) -> tuple[str, list[Message] | None]:
+    """The text of a response, and the messages before it where the ``value`` is a conversation.
+
+    Raises:
+        DataError: it is neither a text nor a conversation that ends with one.
+    """
+    before: list[Message] | None = None
+    if isinstance(value, Mapping):
+        value = [value]
+    if is_conversation(value):
+        check_messages(source, column, value)
+        if value[-1]["role"] != "assistant":
+            role = value[-1]["role"]
+            raise DataError(f"{source.place}: {column} ends with a message of {role}, expected the assistant's")
+        before, value = list(value[:-1]) or None, value[-1]["content"]
+    if not isinstance(value, str) or not value:
+        raise DataError(f"{source.place}: {column} must be a non-empty text or conversation, found {value!r}")
+    return value, before

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,17 @@ from typing import Any
 import ray
 
 from roll.config.reading.masking import masked_text, register_secrets
-from roll.distributed.worker import Registration, Worker, WorkerContext, registrations
+from roll.distributed.profiling import Profiler
+from roll.distributed.worker import Dispatch, Registration, Worker, WorkerContext, registrations
 
 LOG_DIR_ENV = "ROLL_LOG_DIR"
 """The folder of worker logs; without it they lie in Ray's session folder and go with it."""
 
 STACK_SIGNAL = signal.SIGUSR2
 """On this signal a worker writes the Python stacks of its threads to its log, even when stuck in a C call."""
+
+COMPUTES = (Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST)
+"""Of the methods that compute a batch, which are those that a profiler looks at."""
 
 STACK_HEADER = "Current thread"
 
@@ -119,10 +124,12 @@ class WorkerActor:
     def __init__(self, worker_name: str, environment: dict[str, str], local_devices: tuple[int, ...] | None) -> None:
         self._listener: socket.socket | None = None
         self._worker: Worker | None = None
+        self._profiled: set[str] = set()
         os.environ.update(environment)
         _leave_signals_to_the_driver()
         if local_devices is not None:
             _show_devices(local_devices)
+        self._profiler = Profiler(worker_name)
         log_dir = os.environ.get(LOG_DIR_ENV)
         log_file = open_worker_log(worker_name, Path(log_dir) if log_dir else None)
         node_ip = ray.util.get_node_ip_address()
@@ -163,7 +170,9 @@ class WorkerActor:
             register_secrets(dataclasses.asdict(context.role))
             cls = load_worker_class(worker_class)
             self._worker = cls(context)
-            return registrations(cls)
+            registered = registrations(cls)
+            self._profiled = {name for name, one in registered.items() if one.dispatch in COMPUTES}
+            return registered
         except Exception as error:
             raise _described(error) from None
 
@@ -176,7 +185,8 @@ class WorkerActor:
             assert self._worker is not None, "the worker was not built: its log says why"
             positional = len(values) - len(names)
             kwargs = dict(zip(names, values[positional:], strict=True))
-            return getattr(self._worker, method)(*values[:positional], **kwargs)
+            with self._profiler.around(method) if method in self._profiled else nullcontext():
+                return getattr(self._worker, method)(*values[:positional], **kwargs)
         except Exception as error:
             raise _described(error) from None
         finally:

@@ -6,13 +6,13 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.checkpoint.folders import atomic_folder
-from roll.config.model_files import model_folder
+from roll.config.model_files import CONFIG, model_folder
 from roll.rollout.groups import SampleGroup
 from roll.tracking import SampleTable
 
@@ -25,14 +25,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def export_model(cluster: Cluster, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write weights, config and tokenizer into ``folder``, which is there whole or not at all."""
+def export_model(
+    cluster: Cluster, tokenizer: PreTrainedTokenizerBase, folder: Path, facts: Mapping[str, Any] | None = None
+) -> None:
+    """Write weights, config and tokenizer into ``folder``, which is there whole or not at all.
+
+    Args:
+        facts: further entries of ``config.json``.
+    """
     from roll.workers.model import ModelWorker
 
     with atomic_folder(folder) as path:
         cluster.call_all(ModelWorker.save_hf, str(path)).result()
         tokenizer.save_pretrained(path)
         copy_processor(tokenizer.name_or_path, path)
+        if facts:
+            config = path / CONFIG
+            config.write_text(json.dumps(json.loads(config.read_text()) | dict(facts), indent=2) + "\n")
     logger.info("model written to %s", folder)
 
 

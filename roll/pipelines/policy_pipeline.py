@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from roll.checkpoint import Checkpoint
@@ -16,11 +17,12 @@ from roll.config.loader import LoadedConfig
 from roll.config.policy import PolicyRunConfig
 from roll.config.rewards import REWARD_MODEL
 from roll.distributed import ResourceManager
+from roll.pipelines.batches import RecordedBatch, is_left_out
 from roll.pipelines.engine_rollout import EngineRollout
 from roll.pipelines.files import export_model
 from roll.pipelines.policy import PolicyPlan
 from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency, moves_states
-from roll.pipelines.rlvr.clusters import Clusters, StartingClusters
+from roll.pipelines.rlvr.clusters import Clusters, ClusterStarter, StartingClusters
 from roll.pipelines.rlvr.data import RecordedRollouts
 from roll.pipelines.rlvr.phases import (
     ROUTES,
@@ -77,6 +79,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         self.context.watch(starting.clusters.all())
         for judge in starting.clusters.judges.values():
             self.context.at_end(judge.close)
+        self.models = {model.cluster.name: model for model in starting.models}
         starting.begin(self.residency)
         self.load_data()
         self.clusters = starting.finish(self.residency)
@@ -115,12 +118,14 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
             if self.is_validation_due(step) and not concurrent:
                 self.validate(step)
             batch = self.generate(step)
+        self.context.hold_batch(step, batch, self.scoring.state_dict())
         with self.validating(step) if concurrent else nullcontext():
             with self.context.interruptible():
                 self.look_at(batch)
                 with self.context.phase("adv"):
                     self.context.record(self.scoring(batch))
-            self.learn(batch, step)
+            if not is_left_out(step):
+                self.learn(batch, step)
         self.context.record(self.residency.metrics())
         self.context.end_step(step)
         if self.context.is_save_due(step):
@@ -168,7 +173,11 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
             without_adapters = reference is self.clusters.actor_train
             with self.context.phase("ref_log_probs_values"):
                 self.residency.bring({reference.name: WEIGHTS})
-                add_reference_log_probs(batch, reference, self.temperature, without_adapters)
+                work = partial(add_reference_log_probs, batch, reference, self.temperature, without_adapters)
+                if without_adapters:
+                    work()
+                else:
+                    self.context.replacing(reference, self.models[reference.name].initialize, work)
         if self.plan.needs_old_log_probs:
             with self.context.phase("old_log_probs"):
                 self.residency.bring({"actor_train": WEIGHTS})
@@ -194,6 +203,28 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
                 self.residency.bring({"actor_train": TRAINING})
                 actor, entropy_coef = self.clusters.actor_train, self.scoring.entropy_coef
                 self.context.record(update_actor(batch, actor, self.plan, self.temperature, entropy_coef, seed))
+
+    def replay(self, recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
+        """Take the step of a recorded batch again, without engines and rewards; the steps that the models had done
+        before, and the metrics."""
+        with self.context.running() as resources:
+            self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
+            starter = ClusterStarter(self.config, self.plan, resources)
+            computing = starter.start_computing()
+            # Nothing generates: the engines' place is held by a role that is there.
+            self.clusters = Clusters(**computing, actor_infer=computing["actor_train"])
+            self.context.watch(self.clusters.computing())
+            starting = StartingClusters(self.clusters, starter.models, starter.pending)
+            self.models = {model.cluster.name: model for model in starting.models}
+            starting.begin(self.residency)
+            starting.finish(self.residency)
+            checkpoint = self.restore_models()
+            self.scoring = self.build_scoring()
+            self.scoring.load_state_dict(recorded.state)
+            self.look_at(recorded.batch)
+            self.context.record(self.scoring(recorded.batch))
+            self.learn(recorded.batch, recorded.step)
+            return checkpoint.step if checkpoint is not None else 0, self.context.recorded()
 
     @abstractmethod
     def is_validation_due(self, step: int) -> bool:
@@ -257,17 +288,24 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
 
     def restore(self) -> int:
         """Continue from a checkpoint if the configuration asks for it; the number of steps already done."""
-        checkpoint: Checkpoint | None = self.context.checkpoint_to_resume()
+        checkpoint = self.restore_models()
         if checkpoint is None:
             return 0
+        self.load_state_dict(self.context.load_state(checkpoint))
+        return checkpoint.step
+
+    def restore_models(self) -> Checkpoint | None:
+        """Load the models that learn from the checkpoint that the configuration asks for, if it does."""
+        checkpoint = self.context.checkpoint_to_resume()
+        if checkpoint is None:
+            return None
         self.residency.bring({"actor_train": TRAINING})
         folder = str(checkpoint.role("actor_train"))
         self.clusters.actor_train.call_all(TrainingWorker.load_checkpoint, folder).result()
         if self.clusters.critic is not None:
             self.residency.bring({"critic": TRAINING})
             self.clusters.critic.call_all(TrainingWorker.load_checkpoint, str(checkpoint.role("critic"))).result()
-        self.load_state_dict(self.context.load_state(checkpoint))
-        return checkpoint.step
+        return checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         """What the driver must remember: plain JSON values."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -15,12 +15,26 @@ from roll.checkpoint import Checkpoint, CheckpointManager
 from roll.checkpoint.state import load_state, save_state
 from roll.config.loader import LoadedConfig
 from roll.config.reading.masking import masked
-from roll.distributed import Cluster, Interrupted, RemoteError, ResourceManager, Worker, ray_runtime
+from roll.distributed import (
+    Cluster,
+    Interrupted,
+    PendingCall,
+    RemoteError,
+    ResourceManager,
+    Worker,
+    WorkerDied,
+    ray_runtime,
+)
 from roll.distributed.guard import Guard
+from roll.distributed.profiling import Profiling
+from roll.distributed.restarts import supervised
 from roll.distributed.signals import ending
+from roll.pipelines.batches import FOLDER as BATCHES
+from roll.pipelines.batches import BatchRecorder
 from roll.pipelines.files import PendingCheckpoint, write_samples
 from roll.pipelines.interruption import Interruption, command_to_go_on
-from roll.protocol.metrics import Metrics, merge_metrics, to_floats
+from roll.protocol import DataProto
+from roll.protocol.metrics import Metrics, Sum, merge_metrics, to_floats
 from roll.tracking import (
     ENDING_LOGGER,
     LOG_NAME,
@@ -42,6 +56,7 @@ STATE_FOLDER = "pipeline"
 RESOLVED_CONFIG = "config.yaml"
 PLOT = "curves.png"
 SHOWN_SAMPLES = 8
+R = TypeVar("R")
 MEMORY_SECONDS = 30.0
 """For a worker to say how much memory it has used."""
 
@@ -65,6 +80,10 @@ class RunContext:
         self._measures_memory = False
         self._pending: PendingCheckpoint | None = None
         self._interruption = Interruption(self.config.interrupt_timeout)
+        config = self.config
+        self._batches = BatchRecorder(
+            self.plan.output_dir / BATCHES, loaded.pipeline.name, config.dump_batches, config.on_nonfinite
+        )
         self._guard: Guard | None = None
         self._total_steps = 0
         self._drawn = False
@@ -91,11 +110,12 @@ class RunContext:
                 ray_runtime(
                     self.plan.num_devices_per_node,
                     self.plan.num_nodes,
-                    self.config.system_envs,
+                    self._profiling().environment() | self.config.system_envs,
                     log_dir / "workers",
                 )
             )
             self._guard = runtime.guard
+            supervised.tell(mark=runtime.mark)
             ending.on_first = self._interruption.begin
             self._write_config()
             self._tracker = build_trackers(self.config.track_with, self.config.tracker_kwargs, self._tracked_run())
@@ -159,20 +179,28 @@ class RunContext:
         return f"{steps}; newest checkpoint: {newest}\nto go on: {command_to_go_on(self._loaded)}"
 
     def _newest_checkpoint(self) -> Path | None:
+        places = self._places_of_newest()
+        return next((folder for folder in places if folder.is_dir()), places[0]) if places else None
+
+    def _places_of_newest(self) -> list[Path]:
+        """Where the newest checkpoint may be: it may move when it is copied away."""
         step = self._interruption.saved_steps
         if step is None:
-            return None
+            return []
         name = f"checkpoint-{step}"
         upload = self.config.checkpoint_config.output_dir
         folders = [self._checkpoints.root, *([Path(upload)] if upload else [])]
-        candidates = [folder / name for folder in folders]
+        places = [folder / name for folder in folders]
         if self._resume is not None and self._resume.step == step:
-            candidates.append(self._resume.path)
-        return next((folder for folder in candidates if folder.is_dir()), candidates[0])
+            places.append(self._resume.path)
+        return places
 
     def _leave_account(self) -> None:
         """Have the guard speak for this process, should that end hard."""
         assert self._guard is not None
+        supervised.tell(reached=self._interruption.steps_done)
+        if places := self._places_of_newest():
+            supervised.tell(checkpoint=list(map(str, places)))
         metrics, plot = self.plan.log_dir / METRICS_NAME, self.plan.output_dir / PLOT
         self._guard.tell(
             {
@@ -191,6 +219,11 @@ class RunContext:
             hook()
         for cluster in self._clusters:
             cluster.shutdown(graceful=graceful)
+
+    def _profiling(self) -> Profiling:
+        config = self.config
+        folder = Path(config.profiler_output_dir or self.plan.log_dir / "profiler").resolve()
+        return Profiling(str(folder), config.profiler_timeline, config.profiler_memory, config.profiler_calls)
 
     def _tracked_run(self) -> TrackedRun:
         return TrackedRun(
@@ -278,8 +311,25 @@ class RunContext:
         """Metrics of the current step."""
         self._recorded.append(metrics)
 
+    def recorded(self) -> dict[str, float]:
+        """The metrics of the current step so far, which become those of no step."""
+        metrics, self._recorded = to_floats(merge_metrics(self._recorded)), []
+        return metrics
+
+    def hold_batch(self, step: int, batch: DataProto, state: Mapping[str, Any] | None = None) -> None:
+        """Keep the batch of the current step, to be written with its metrics where that is asked for.
+
+        Args:
+            state: of the driver before the step.
+        """
+        self._batches.hold(step, batch, state or {})
+
     def end_step(self, step: int) -> None:
-        """Write what was recorded since the last step."""
+        """Write what was recorded since the last step.
+
+        Raises:
+            NotFinite: a loss or gradient was not finite, and ``on_nonfinite`` says that this ends the run.
+        """
         self._publish_if_written()
         seconds = time.perf_counter() - self._step_began
         metrics = to_floats(merge_metrics(self._recorded)) | self._timer.pop()
@@ -290,6 +340,7 @@ class RunContext:
         if step % self.config.logging_steps == 0:
             self._tracker.log(metrics, step)
             self._progress.update(metrics, done=step + 1)
+        self._batches.end_step(step, metrics)
 
     def record_validation(self, metrics: Mapping[str, float], steps_done: int) -> None:
         """Metrics of a validation after ``steps_done`` steps."""
@@ -311,13 +362,34 @@ class RunContext:
         if kind == "validation":
             self._tracker.log_samples(name, list(table())[:SHOWN_SAMPLES], step)
 
+    def replacing(self, cluster: Cluster, initialize: Callable[[], PendingCall], work: Callable[[], R]) -> R:
+        """Have work done by a role that never learns: when one of its workers dies, they are all started again, and
+        the work is done again.
+
+        Args:
+            initialize: starts to build the role's model.
+
+        Raises:
+            WorkerDied: it died again at the same work.
+        """
+        try:
+            return work()
+        except WorkerDied as death:
+            logger.warning("the workers of %s are replaced, and their work done again:\n%s", cluster.name, death)
+        cluster.start_again()
+        initialize().result()
+        self.record({f"system/{cluster.name}_deaths": Sum(1.0)})
+        return work()
+
     def _peak_memory(self) -> dict[str, float]:
         """Peak bytes of the worker that used most, by role, since the last call; nothing in steps that do not measure,
         since asking every worker at every phase would cost more than a small step."""
         if not self._measures_memory:
             return {}
         calls = [
-            (cluster.name, cluster.call_all(Worker.peak_memory).within(MEMORY_SECONDS)) for cluster in self._clusters
+            (cluster.name, cluster.call_all(Worker.peak_memory).within(MEMORY_SECONDS))
+            for cluster in self._clusters
+            if cluster.live_ranks
         ]
         peaks = {}
         for name, call in calls:

@@ -1,9 +1,9 @@
-"""Workers whose model learns: actor, critic, SFT and preferences with their losses. The actor sends its weights to the
-engines."""
+"""Workers whose model learns, with their losses: actor, critic, SFT, preferences, reward model, distillation. The actor
+sends its weights to the engines."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,15 +18,27 @@ from roll.algorithms.aggregation import (
     group_tokens_of,
     needs_groups,
 )
+from roll.algorithms.distillation import comparison_metrics, divergence
 from roll.algorithms.loss_types import LossInputs
 from roll.algorithms.losses import ActorLossOptions, actor_loss, value_loss
 from roll.algorithms.preferences import pair_sums, preference_loss, preference_metrics
+from roll.algorithms.reward_models import reward_model_loss, units_of
+from roll.config.distillation import DivergenceConfig
 from roll.config.preferences import PreferenceLossConfig
+from roll.config.reward_models import RewardLossConfig
 from roll.distributed import Dispatch, register
 from roll.platforms import current_platform
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
-from roll.strategies.base import LossFunction, ModelHead, Output, TensorBatch, WeightSelection
+from roll.strategies.base import (
+    Comparison,
+    LossFunction,
+    ModelHead,
+    Output,
+    TensorBatch,
+    WeightSelection,
+    teacher_columns,
+)
 from roll.weight_sync.messages import LostEngines, SyncOptions, SyncReport, WeightSyncError
 from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
 from roll.workers.model import MODEL_COLUMNS, POLICY_COLUMNS, ModelSettings, ModelWorker, columns_of
@@ -62,10 +74,19 @@ class TrainingWorker(ModelWorker):
         return [replace(total, group_tokens=summed) for total, summed in by_mini_batch]
 
     def optimizer_step(
-        self, batch: TensorBatch, loss: LossFunction, outputs: Collection[Output], temperature: float, prefix: str
+        self,
+        batch: TensorBatch,
+        loss: LossFunction,
+        outputs: Collection[Output],
+        temperature: float,
+        prefix: str,
+        teachers: Sequence[Comparison] = (),
     ) -> Metrics:
-        """Collective. One optimizer step; what the strategy itself reports stands under ``prefix``."""
-        metrics = self.strategy.train_step(batch, loss, outputs, temperature)
+        """Collective. One optimizer step; what the strategy itself reports stands under ``prefix``.
+
+        A loss that is not finite on any rank drops the step on all, as a gradient does.
+        """
+        metrics = self.strategy.train_step(batch, partial(watched_loss, loss=loss), outputs, temperature, teachers)
         return {prefix + name if name.startswith(STEP_METRICS) else name: metric for name, metric in metrics.items()}
 
     @register(Dispatch.ONE_TO_ALL)
@@ -82,6 +103,30 @@ class TrainingWorker(ModelWorker):
     def load_checkpoint(self, path: str) -> None:
         """Collective. The inverse of :meth:`save_checkpoint`."""
         self.strategy.load(Path(path))
+
+
+def watched_loss(outputs: TensorBatch, batch: TensorBatch, loss: LossFunction) -> tuple[torch.Tensor, Metrics]:
+    """``loss``, whose gradient is nan where its value is not finite.
+
+    Such a loss may have a finite gradient (the infinity of a masked term, say), and only on one rank. The norm of the
+    gradient is what all ranks know and agree on.
+    """
+    value, metrics = loss(outputs, batch)
+    return _NanGradient.apply(value), metrics  # type: ignore[no-untyped-call]
+
+
+class _NanGradient(torch.autograd.Function):
+    """The identity; without a wait for the device, and exact where the value is finite (a factor of 1)."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.ones_like(value).masked_fill(~value.isfinite(), torch.nan))
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (factor,) = ctx.saved_tensors
+        return gradient * factor
 
 
 def equal_parts(batch: TensorBatch, count: int) -> list[TensorBatch]:
@@ -373,3 +418,107 @@ def preference_update_loss(
         return (sums.policy * slopes.view(-1, 2)).sum(), preference_metrics(sums, options, None, "actor/")
     losses = preference_loss(sums, options)
     return losses.sum() / pairs, preference_metrics(sums, options, losses, "actor/")
+
+
+SCORE_COLUMNS = ("score_mask", "unit_ids", "targets", "margins")
+
+
+@dataclass(frozen=True)
+class RewardTrainSettings(ModelSettings):
+    """The loss of ``reward_train``."""
+
+    loss: RewardLossConfig = field(default_factory=RewardLossConfig)
+
+
+class RewardTrainWorker(TrainingWorker):
+    """``reward_train`` on one rank."""
+
+    settings_class = RewardTrainSettings
+    settings: RewardTrainSettings
+    head = ModelHead.SCORE
+
+    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS + SCORE_COLUMNS)
+    def update(self, batch: DataProto) -> Metrics:
+        """Collective. One optimizer step on the mean loss of the prompts (responses, steps) of all ranks.
+
+        Args:
+            batch: as :func:`roll.algorithms.reward_models.reward_model_loss` takes it; rows of one ``unit_ids`` are
+                adjacent and on one rank.
+        """
+        options = self.settings.loss
+        own = torch.tensor([units_of(batch.batch, options)], dtype=torch.float64)
+        units = self.strategy.all_reduce_sum(own).item()
+        loss = partial(score_update_loss, options=options, units=units)
+        return self.optimizer_step(batch.batch, loss, [Output.VALUES], 1.0, prefix="reward/")
+
+    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
+    def compute_scores(self, batch: DataProto) -> DataProto:
+        """``values`` float32 (B, L); scores are those at ``score_mask``."""
+        return DataProto.from_dict(self.strategy.forward(columns_of(batch), [Output.VALUES]))
+
+
+def score_update_loss(
+    outputs: TensorBatch, batch: TensorBatch, options: RewardLossConfig, units: float
+) -> tuple[torch.Tensor, Metrics]:
+    """A reward model's loss as a strategy's :class:`~roll.strategies.base.LossFunction`; ``units`` over all ranks."""
+    return reward_model_loss(outputs[Output.VALUES], batch, options, units, "reward/")
+
+
+TEACHER = "teacher"
+
+
+@dataclass(frozen=True)
+class DistillSettings(ModelSettings):
+    """The loss of ``student``."""
+
+    loss: DivergenceConfig = field(default_factory=DivergenceConfig)
+    weight: float = 0.5
+    """Of the divergence; the rest is that of the negative log-likelihood."""
+
+
+class DistillWorker(TrainingWorker):
+    """``student`` on one rank."""
+
+    settings_class = DistillSettings
+    settings: DistillSettings
+
+    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS + teacher_columns(TEACHER))
+    def update(self, batch: DataProto) -> Metrics:
+        """Collective. One optimizer step on the mean over the response tokens of all ranks."""
+        (denominators,) = self.denominators([batch.batch["response_mask"]])
+        loss = partial(distillation_loss, weight=self.settings.weight, denominators=denominators)
+        return self.optimizer_step(
+            columns_of(batch), loss, [Output.LOG_PROBS], 1.0, prefix="student/", teachers=self.comparisons()
+        )
+
+    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS + teacher_columns(TEACHER))
+    def evaluate(self, batch: DataProto) -> Metrics:
+        """Collective. The terms of the loss, without gradient."""
+        outputs = self.strategy.forward(columns_of(batch), [Output.LOG_PROBS], 1.0, self.comparisons())
+        _, metrics = distillation_loss(outputs, batch.batch, self.settings.weight, LossDenominators(1.0, 1.0), "val/")
+        return {name: replace(metric, total=float(metric.total)) for name, metric in metrics.items()}
+
+    def comparisons(self) -> list[Comparison]:
+        options = self.settings.loss
+        return [Comparison(TEACHER, options.kd_temperature, partial(options_divergence, options))]
+
+
+def options_divergence(
+    options: DivergenceConfig, student: torch.Tensor, teacher: torch.Tensor, has_tail: bool
+) -> torch.Tensor:
+    """As :class:`~roll.strategies.base.Comparison` wants it."""
+    return divergence(student, teacher, options, has_tail)
+
+
+def distillation_loss(
+    outputs: TensorBatch, batch: TensorBatch, weight: float, denominators: LossDenominators, prefix: str = "student/"
+) -> tuple[torch.Tensor, Metrics]:
+    """(1 - w) NLL + w divergence, each a token mean, as a strategy's :class:`~roll.strategies.base.LossFunction`."""
+    mask = batch["response_mask"]
+    nll = -(outputs[Output.LOG_PROBS] * mask).sum()
+    kd = (outputs[f"{TEACHER}/divergence"] * mask).sum()
+    total, tokens = (1.0 - weight) * nll + weight * kd, mask.sum()
+    sums = {"loss": total, "nll": nll, "kd_loss": kd}
+    metrics: Metrics = {prefix + name: Mean(value.detach(), tokens) for name, value in sums.items()}
+    of_teacher = {name.removeprefix(f"{TEACHER}/"): value for name, value in outputs.items()}
+    return total / max(denominators.tokens, 1.0), metrics | comparison_metrics(of_teacher, mask, prefix)

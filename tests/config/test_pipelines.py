@@ -12,9 +12,10 @@ import pytest
 import yaml
 
 from roll import cli
-from roll.config.pipelines import MISSING, NAMES, PIPELINES, definitions
+from roll.config.pipelines import MISSING, PIPELINES, definitions
 from roll.config.reading.schema import known_keys, nested_section, type_hints
 from roll.config.roles import WorkerConfig
+from roll.translation.engine import NAMES
 from tests.config.good import changed, load
 
 PACKAGE = Path(__file__).parents[2] / "roll"
@@ -59,7 +60,7 @@ def test_a_definition_agrees_with_its_configuration(pipeline: object) -> None:
 
 
 def test_registry() -> None:
-    assert NAMES == ("agentic", "dpo", "rlvr", "sft") and not set(NAMES) & set(MISSING)
+    assert NAMES == ("agentic", "dpo", "rlvr", "rm", "sft") and not set(NAMES) & set(MISSING)
     assert [one.name for one in definitions()] == list(NAMES)
     for entry, pipeline in ((entry, one) for entry in PIPELINES for one in definitions() if one.name == entry.name):
         assert set(entry.start_keys) <= set(known_keys(pipeline.config_class))

@@ -21,6 +21,7 @@ from tests.pipelines.tiny_runs import (
     load_changed,
     make_world,
     rlvr_settings,
+    rm_settings,
     sft_settings,
 )
 
@@ -47,6 +48,7 @@ def run(shared_ray: str, world: TinyWorld, tmp_path_factory: pytest.TempPathFact
         "rlvr": rlvr_settings,
         "sft": sft_settings,
         "dpo": dpo_settings,
+        "rm": rm_settings,
         "agentic": agentic_settings,
     }
 

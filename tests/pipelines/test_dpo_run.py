@@ -76,11 +76,11 @@ def plain_dpo(world: TinyWorld, pair_ids: list[list[str]], options: PreferenceLo
     return found
 
 
-def drawn_pairs(run: FinishedRun) -> list[list[str]]:
+def drawn_pairs(run: FinishedRun, stream: str = "preferences") -> list[list[str]]:
     """The pairs of each step, drawn as the run draws them."""
     from roll.datasets import EpochOrder
 
-    order = EpochOrder(64, 7, "preferences", True).of_epoch(0)
+    order = EpochOrder(64, 7, stream, True).of_epoch(0)
     return [[f"pair-{row}" for row in order[step * PAIRS : (step + 1) * PAIRS]] for step in range(STEPS)]
 
 

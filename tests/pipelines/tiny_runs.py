@@ -249,6 +249,14 @@ def dpo_settings(world: TinyWorld, output: Path) -> dict[str, Any]:
     }
 
 
+def rm_settings(world: TinyWorld, output: Path) -> dict[str, Any]:
+    """A reward model on one rank, 8 pairs a step."""
+    shared = dpo_settings(world, output)
+    role_args = shared["actor_train"]
+    del shared["reference"], shared["actor_train"]
+    return shared | {"pipeline": "rm", "exp_name": "tiny_rm", "reward_train": role_args}
+
+
 def load_changed(base: Mapping[str, Any], changes: Mapping[str, Any]) -> LoadedConfig[Any]:
     """The configuration with dotted keys set, loaded from a file in the folder ``input`` of the run's output."""
     data = changed(changes, base)

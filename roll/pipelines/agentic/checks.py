@@ -30,7 +30,7 @@ LENGTHS = ("sequence_length", "custom_envs")
 def check_agentic(config: AgenticConfig, checks: Checks) -> None:
     """Every check; mistakes and notes go to ``checks.problems``."""
     if not checks.written("actor_train"):
-        rule = "is needed: a run that only plays, without training, is not available yet"
+        rule = "is needed: to play without training, run `roll evaluate` on the file"
         checks.missing("actor_train", rule, "actor_train.device_mapping: [0]")
         return
     options = check_roles(config, checks)

@@ -7,12 +7,12 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from roll.config.checks.base import Checks
+from roll.config.checks.keys import TRAINS
 from roll.config.pipelines import (
     COMPUTES_LOG_PROBS,
     GENERATES,
     POLICY_KEYS,
     READ_KEYS,
-    TRAINS,
     Headline,
     Panel,
     PipelineDefinition,
@@ -41,6 +41,7 @@ from roll.pipelines.policy_preflight import check_transport
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
+    from roll.pipelines.batches import RecordedBatch
 
 MANAGER_KEYS = frozenset(("generating_args", "system_envs"))
 
@@ -96,6 +97,11 @@ class Agentic(PipelineDefinition):
         from roll.pipelines.agentic.pipeline import AgenticPipeline
 
         AgenticPipeline(loaded).run()
+
+    def replay(self, loaded: LoadedConfig[AgenticConfig], recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
+        from roll.pipelines.agentic.pipeline import AgenticPipeline
+
+        return AgenticPipeline(loaded).replay(recorded)
 
     def models(self, config: AgenticConfig) -> dict[str, WorkerConfig]:
         return model_roles(config)

@@ -6,16 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from roll.config.checks.base import Checks
-from roll.config.pipelines import (
-    COMPUTES_LOG_PROBS,
-    TRAINS,
-    Headline,
-    Panel,
-    PipelineDefinition,
-    ReadableSet,
-    Role,
-    Written,
-)
+from roll.config.checks.keys import TRAINS
+from roll.config.pipelines import COMPUTES_LOG_PROBS, Headline, Panel, PipelineDefinition, ReadableSet, Role, Written
 from roll.config.preferences import PreferenceLossConfig
 from roll.config.roles import WorkerConfig
 from roll.config.run import RunConfig
@@ -25,6 +17,7 @@ if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
     from roll.config.roles import DataArguments
     from roll.datasets.preferences import PreferenceDataset
+    from roll.pipelines.batches import RecordedBatch
 
 
 class DPO(PipelineDefinition):
@@ -62,6 +55,11 @@ class DPO(PipelineDefinition):
         from roll.pipelines.dpo.pipeline import DPOPipeline
 
         DPOPipeline(loaded).run()
+
+    def replay(self, loaded: LoadedConfig[DPOConfig], recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
+        from roll.pipelines.dpo.pipeline import DPOPipeline
+
+        return DPOPipeline(loaded).replay(recorded)
 
     def models(self, config: DPOConfig) -> dict[str, WorkerConfig]:
         found = super().models(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from roll.config.roles import DataArguments
 from roll.datasets import EpochOrder, ShuffledEpochs
 from roll.datasets.preferences import PreferenceColumns, PreferenceDataset, PreferenceRow
 from roll.distributed import Cluster, ResourceManager
+from roll.pipelines.batches import RecordedBatch, is_left_out
 from roll.pipelines.dpo.config import DPOConfig, DPOPlan, has_base
 from roll.pipelines.files import export_model, load_tokenizer, pad_token_id
 from roll.pipelines.residency import TRAINING, WEIGHTS, Residency, moves_states
@@ -115,11 +117,27 @@ class DPOPipeline:
             self.add_reference(batch, rows, "train")
             if couples_pairs(self.config):
                 self.add_slopes(batch)
+        self.context.hold_batch(step, batch)
+        if not is_left_out(step):
+            self.update(batch)
+        self.context.record(self.residency.metrics())
+        self.context.end_step(step)
+
+    def update(self, batch: DataProto) -> None:
+        """One optimizer step."""
         with self.context.phase("step_train"):
             self.residency.bring({"actor_train": TRAINING})
             self.context.record(self.actor_train.call(PreferenceWorker.update, batch).result())
-        self.context.record(self.residency.metrics())
-        self.context.end_step(step)
+
+    def replay(self, recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
+        """Take the step of a recorded batch again; the steps that the model had done before, and the metrics."""
+        with self.context.running() as resources:
+            steps = self.start(resources)
+            self.context.recorded()
+            if couples_pairs(self.config):
+                self.add_slopes(recorded.batch)
+            self.update(recorded.batch)
+            return steps, self.context.recorded()
 
     def add_reference(self, batch: DataProto, rows: Sequence[PreferenceRow], of_set: str) -> None:
         """``ref_log_probs`` float32 (B, L), computed where they are not known."""
@@ -158,8 +176,16 @@ class DPOPipeline:
         cluster = self.reference if of_reference and self.reference is not None else self.actor_train
         assert not without_adapters or has_base(self.config), "checked when the file is loaded"
         self.residency.bring({cluster.name: WEIGHTS})
-        call = cluster.call(ModelWorker.compute_log_probs, batch, without_adapters=without_adapters, outputs=outputs)
-        return call.result()
+
+        def work() -> DataProto:
+            call = cluster.call(
+                ModelWorker.compute_log_probs, batch, without_adapters=without_adapters, outputs=outputs
+            )
+            return call.result()
+
+        if cluster is self.actor_train:
+            return work()
+        return self.context.replacing(cluster, partial(cluster.call_all, ModelWorker.initialize, 0), work)
 
     def sums_of(self, batch: DataProto) -> PairSums:
         """The pairs of a batch as numbers under the present policy."""

@@ -6,21 +6,21 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from roll.agents.episode import Task
 from roll.config.algorithm import PolicyLossConfig, PPOConfig
 from roll.config.checks.base import Checks
+from roll.config.checks.keys import TRAINS
 from roll.config.pipelines import (
     COMPUTES_LOG_PROBS,
     GENERATES,
     POLICY_KEYS,
     READ_KEYS,
     SCORES,
-    TRAINS,
     Headline,
     Panel,
     PipelineDefinition,
     ReadableSet,
     Role,
-    Task,
     Written,
 )
 from roll.config.plan.planning import finished_section, with_cache_length
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
     from roll.config.roles import DataArguments
     from roll.datasets import PromptDataset
+    from roll.pipelines.batches import RecordedBatch
 
 
 class RLVR(PipelineDefinition):
@@ -107,6 +108,11 @@ class RLVR(PipelineDefinition):
         from roll.pipelines.rlvr.pipeline import RLVRPipeline
 
         RLVRPipeline(loaded).run()
+
+    def replay(self, loaded: LoadedConfig[RLVRConfig], recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
+        from roll.pipelines.rlvr.pipeline import RLVRPipeline
+
+        return RLVRPipeline(loaded).replay(recorded)
 
     def models(self, config: RLVRConfig) -> dict[str, WorkerConfig]:
         return model_roles(config)

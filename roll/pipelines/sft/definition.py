@@ -6,7 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from roll.config.checks.base import Checks
-from roll.config.pipelines import TRAINS, Headline, Panel, PipelineDefinition, ReadableSet, Role, Written
+from roll.config.checks.keys import TRAINS
+from roll.config.pipelines import Headline, Panel, PipelineDefinition, ReadableSet, Role, Written
 from roll.config.run import RunConfig
 from roll.pipelines.sft.config import SFTConfig, SFTPlan, check_sft, plan_sft
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
     from roll.config.roles import DataArguments
     from roll.datasets import SftDataset
+    from roll.pipelines.batches import RecordedBatch
 
 
 class SFT(PipelineDefinition):
@@ -47,6 +49,11 @@ class SFT(PipelineDefinition):
         from roll.pipelines.sft.pipeline import SFTPipeline
 
         SFTPipeline(loaded).run()
+
+    def replay(self, loaded: LoadedConfig[SFTConfig], recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
+        from roll.pipelines.sft.pipeline import SFTPipeline
+
+        return SFTPipeline(loaded).replay(recorded)
 
     def readable_sets(self, loaded: LoadedConfig[SFTConfig]) -> dict[str, ReadableSet]:
         from roll.pipelines.sft.pipeline import read_demonstrations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +31,7 @@ from roll.models.stored import StoredLayout
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import (
     ALL_WEIGHTS,
+    Comparison,
     LossFunction,
     ModelHead,
     ModelStrategy,
@@ -45,7 +46,7 @@ from roll.strategies.megatron import cpu_compat
 from roll.strategies.megatron.experts import Router
 from roll.strategies.megatron.micro_batches import Chunking, MicroBatch, run_forward, run_training
 from roll.strategies.megatron.model import ResponseGPT
-from roll.strategies.megatron.optimizer import MasterStates, build_optimizer, load_states, save_states
+from roll.strategies.megatron.optimizer import MasterStates, Named, build_optimizer, load_states, save_states
 from roll.strategies.megatron.parallel import (
     ParallelSizes,
     build_transformer_config,
@@ -218,7 +219,13 @@ class MegatronStrategy(ModelStrategy):
             balances=bool(self.transformer_config.moe_aux_loss_coeff),
         )
 
-    def forward(self, batch: TensorBatch, outputs: Collection[Output], temperature: float = 1.0) -> TensorBatch:
+    def forward(
+        self,
+        batch: TensorBatch,
+        outputs: Collection[Output],
+        temperature: float = 1.0,
+        teachers: Sequence[Comparison] = (),
+    ) -> TensorBatch:
         """Collective. All ranks of a replica are given the same rows and return the same outputs."""
         self._check_outputs(outputs)
         names = [str(name) for name in outputs if name is not Output.ROUTES]
@@ -347,6 +354,7 @@ class MegatronStrategy(ModelStrategy):
         loss_fn: LossFunction,
         outputs: Collection[Output],
         temperature: float = 1.0,
+        teachers: Sequence[Comparison] = (),
     ) -> Metrics:
         """Collective. All ranks of a replica are given the same rows; the loss function runs on the last stage, whose
         metrics are complete (other stages return ``grad_norm`` and ``lr``)."""
@@ -387,11 +395,24 @@ class MegatronStrategy(ModelStrategy):
 
     def save(self, path: Path) -> None:
         assert self.masters is not None
-        save_states(path, self.parameters, self.masters, self._info, self.contents, self.progress.state())
+        save_states(path, self.parameters, self.masters, self._named, self.contents, self.progress.state())
 
     def load(self, path: Path) -> None:
         assert self.masters is not None
-        self.progress.restore(load_states(path, self.parameters, self.masters, self.contents))
+        self.progress.restore(load_states(path, self.parameters, self.masters, self._named, self.contents))
+
+    def _named(self, source: str) -> Named:
+        """The tensor of a checkpoint that holds a source: experts are fused there, and what is trained alongside
+        adapters has the name that peft gives it."""
+        part = self._stored.part(source)
+        assert not part.is_transposed, source
+        live = self._stored.live_name(source)
+        return Named(self._live_names.get(live, live), part.begin, torch.Size(self._shapes[source]))
+
+    @cached_property
+    def _live_names(self) -> dict[str, str]:
+        named = self._skeleton.named_parameters()
+        return {base_name(name): name for name, parameter in named if parameter.requires_grad}
 
     @cached_property
     def contents(self) -> ModelContents:
