@@ -64,6 +64,7 @@ TOOLS = {
         "roll.datasets.prepare", f"turn published files into this project's columns: {', '.join(DATA_SETS)}"
     ),
     "evaluate": Tool("roll.pipelines.evaluate.command", "ask models and checkpoints the validation prompts of a file"),
+    "doctor": Tool("roll.doctor.command", "see whether runs work on this host, and why not"),
     "env": Tool("roll.environments.command", "list, check and play environments"),
     "rehearse": Tool(
         "roll.rehearsal.command", "say what a recipe's step needs at its full size, without weights and devices"
@@ -165,7 +166,7 @@ def run(loaded: LoadedConfig[Any]) -> int:
 def _run(loaded: LoadedConfig[Any]) -> int:
     render_plan(loaded, Console(emoji=False))
     from roll.datasets.types import DataError
-    from roll.distributed.failures import NotFinite, RayLost, RemoteError
+    from roll.distributed.failures import NodeError, NotFinite, RayLost, RemoteError
     from roll.distributed.restarts import FAILED, REWIND, WRONG, supervised
     from roll.rollout.group_flow import RolloutExhausted, RolloutStalled
 
@@ -175,7 +176,7 @@ def _run(loaded: LoadedConfig[Any]) -> int:
         supervised.tell(end=FAILED, cause=str(error))
         show_error(error)
         leave(EXIT_FAILED)
-    except RemoteError as error:
+    except (NodeError, RemoteError) as error:
         supervised.tell(end=FAILED, cause=str(error))
         show_error(error)
         return EXIT_FAILED
@@ -183,6 +184,9 @@ def _run(loaded: LoadedConfig[Any]) -> int:
         supervised.tell(end=REWIND if error.rewinds else WRONG, cause=str(error))
         show_error(error)
         return EXIT_FAILED
+    except ConfigError as error:  # of the environment, or of what this host gives
+        supervised.tell(end=WRONG)
+        return refuse(error)
     except (DataError, RolloutExhausted, RolloutStalled) as error:
         supervised.tell(end=WRONG)
         show_error(error)

@@ -46,6 +46,10 @@ class NotFinite(RuntimeError):
         self.rewinds = rewinds
 
 
+class NodeError(RuntimeError):
+    """Nodes that do not come, that cannot be reached any more, or that are not like the others; each by name."""
+
+
 class RemoteError(RuntimeError):
     """A call to a cluster that did not end well.
 

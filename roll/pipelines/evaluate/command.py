@@ -40,8 +40,7 @@ def evaluate(config_path: str, config_name: str | None, overrides: Sequence[str]
     Raises:
         ConfigError: every mistake.
     """
-    from roll.cli import ready
-    from roll.cli import run
+    from roll.cli import ready, run
 
     return run(ready(partial(load_evaluation, config_path, config_name, overrides, keys)))
 
