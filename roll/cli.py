@@ -23,14 +23,13 @@ from rich.console import Console
 
 from roll import __version__
 from roll.config.loader import LoadedConfig, load_config
-from roll.config.pipelines import definition_of
+from roll.config.pipelines import NAMES, definition_of
 from roll.config.plan.render import filled_in, line, render_plan
 from roll.config.reading.compose import parse_launcher_args
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.masking import dump_yaml, masked_text
 from roll.preflight import check_parts, check_resumption, find_models, require_packages
 from roll.rehearsal.formulas import quick_lines
-from roll.translation.engine import NAMES
 
 EXIT_CONFIG = 2
 """Exit status of a configuration that cannot be run."""

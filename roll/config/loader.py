@@ -13,7 +13,15 @@ from typing import Any, Generic, TypeVar, cast
 
 from roll.config.checks.base import Checks
 from roll.config.checks.keys import refuse_unavailable
-from roll.config.pipelines import MISSING, PIPELINES, PipelineDefinition, definition_of, definitions, own_definition
+from roll.config.pipelines import (
+    MISSING,
+    NAMES,
+    PIPELINES,
+    PipelineDefinition,
+    definition_of,
+    definitions,
+    own_definition,
+)
 from roll.config.plan.plan import Plan
 from roll.config.reading.compose import Composed, compose_file
 from roll.config.reading.errors import ConfigError, Notice, Problem, Problems, closest
@@ -22,7 +30,6 @@ from roll.config.reading.masking import register_secrets
 from roll.config.reading.schema import SchemaReader, build, known_keys
 from roll.config.reading.yaml_files import SourceFile
 from roll.config.run import RunConfig
-from roll.translation.engine import NAMES
 
 C = TypeVar("C", bound=RunConfig)
 EXTENSION = ".yaml"

@@ -323,7 +323,7 @@ def _first_micro_batches(strategy: Any, task: Task, rows: int, trains: bool) -> 
 
 def _train(strategy: Any, task: Task) -> Work:
     batch, count = _first_micro_batches(strategy, task, task.rows_per_update, trains=True)
-    outputs = [Output.VALUES] if task.head is ModelHead.VALUE else [Output.LOG_PROBS]
+    outputs = [Output.LOG_PROBS] if task.head is ModelHead.CAUSAL_LM else [Output.VALUES]
     strategy.passes = []
     with strategy.tracker.counting() as step:
         strategy.train_step(batch, sum_of_outputs, outputs)
@@ -341,7 +341,7 @@ def _train(strategy: Any, task: Task) -> Work:
 
 def _forward(strategy: Any, task: Task) -> Work:
     batch, count = _first_micro_batches(strategy, task, task.forward_rows, trains=False)
-    outputs = [Output.VALUES] if task.head is ModelHead.VALUE else [Output.LOG_PROBS]
+    outputs = [Output.LOG_PROBS] if task.head is ModelHead.CAUSAL_LM else [Output.VALUES]
     strategy.passes = []
     with strategy.tracker.counting() as tally:
         strategy.forward(batch, outputs)
