@@ -120,7 +120,7 @@ setup(
     license_files=["LICENSE"],
     cmdclass={"build_py": BuildWithRecipes},
     packages=find_packages(include=["roll", "roll.*"]),
-    package_data={"roll": ["py.typed", "**/*.yaml", "**/*.json", "**/*.jinja", "**/*.table"]},
+    package_data={"roll": ["py.typed", "**/*.yaml", "**/*.json", "**/*.jinja", "**/*.table", "report/static/*"]},
     python_requires=">=3.11",
     install_requires=BASE,
     extras_require=EXTRAS,

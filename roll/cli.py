@@ -71,6 +71,8 @@ TOOLS = {
     "play": Tool("roll.environments.command", "play an environment by hand, or watch a random player", keeps_name=True),
     "export": Tool("roll.checkpoint.export", "turn a training checkpoint into a Hugging Face model, adapter or GGUF"),
     "replay": Tool("roll.replay", "take the step of a recorded batch again and compare its metrics"),
+    "report": Tool("roll.report.command", "write one HTML file of runs: curves, timeline, samples, diagnosis", True),
+    "diagnose": Tool("roll.report.command", "name what is wrong with a run, with evidence and remedy", True),
     "translate": Tool(
         "roll.translation.command", "turn a launch of verl, SkyRL, TRL or OpenRLHF into this project's keys"
     ),

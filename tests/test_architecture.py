@@ -26,7 +26,7 @@ FLOORS = {
         "tracking",
         "serving",
     },
-    4: {"workers"},
+    4: {"workers", "report"},
     5: {"pipelines"},
     6: {"cli", "doctor", "preflight", "rehearsal", "replay", "translation"},
 }
@@ -36,7 +36,7 @@ OPTIONAL = {"vllm", "sglang", "deepspeed", "megatron", "peft", "gguf", "wandb", 
 BACKEND_FOLDERS = {name: f"strategies/{name}" for name in ("megatron", "vllm", "sglang")}
 """Packages whose classes a backend derives its own from: the modules of its folder import them, and no module outside
 imports that folder before the backend is chosen."""
-WITHOUT_RAY = FLOORS[1] | FLOORS[2]
+WITHOUT_RAY = FLOORS[1] | FLOORS[2] | {"report"}
 
 
 def area_of(module: Path) -> str:

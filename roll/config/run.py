@@ -39,6 +39,20 @@ class RolloutMockConfig:
 
 
 @dataclass(frozen=True)
+class SampleLogConfig:
+    """``sample_log``: the record of samples that ``roll report`` and ``roll diagnose`` read."""
+
+    enabled: bool = True
+    """Keep samples in ``record`` under ``output_dir``: text, tokens with log-probs and advantages, rewards."""
+    max_samples_per_step: int = setting(256, ge=1, read_if={"enabled": (True,)})
+    """Samples of a step that are kept, in whole groups; of a validation as many."""
+    max_tokens: int = setting(4096, ge=1, read_if={"enabled": (True,)})
+    """Tokens of a sample that are kept, from its first prompt's end on."""
+    max_megabytes: int = setting(1024, ge=1, read_if={"enabled": (True,)})
+    """MiB of the record, compressed; later samples are not kept."""
+
+
+@dataclass(frozen=True)
 class TransferBackendConfig:
     """``transfer_backend``: how batches travel between roles."""
 
@@ -65,6 +79,10 @@ class RunConfig:
     """Folder of logs, used as written; the default ``./output/logs`` becomes ``./output/logs/<exp_name>``."""
     rollout_dump_dir: str | None = None
     """Folder for the sampled texts of every step; null: none are written."""
+    sample_log: SampleLogConfig = field(default_factory=SampleLogConfig)
+    """The record of samples that ``roll report`` and ``roll diagnose`` read."""
+    report_at_end: bool = True
+    """Write ``report.html`` into ``output_dir`` when the run ends, however it ends."""
     track_with: str | list[str] = field(
         default="tensorboard", metadata=rules(choices=TRACKERS, planned=PLANNED_TRACKERS, example="tensorboard")
     )

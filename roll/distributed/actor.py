@@ -7,6 +7,7 @@ import dataclasses
 import faulthandler
 import gc
 import importlib
+import json
 import logging
 import os
 import pickle
@@ -86,6 +87,48 @@ def tail(path: Path, lines: int = 20, begin: int = 0) -> list[str]:
 
 logger = logging.getLogger(__name__)
 
+CALLS_SUFFIX = ".calls.jsonl"
+_JOINED_GAP, _JOINED_SECONDS = 0.01, 0.5
+_SHORTEST = 0.0005
+
+
+class CallTimes:
+    """Writes when the calls of a worker began and ended, next to its log; :mod:`roll.tracking.timeline` reads it.
+
+    Calls of the same method that follow one another at once, as the turns of an engine do, become one of up to half a
+    second; calls of less than half a millisecond are left out.
+
+    Args:
+        path: the file, which is appended to.
+    """
+
+    def __init__(self, path: Path, context: WorkerContext) -> None:
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._lock = threading.Lock()
+        self._open: tuple[str, float, float] | None = None
+        who = {"role": context.cluster_name, "rank": context.rank, "devices": list(context.device_ids)}
+        self._file.write(json.dumps({**who, "host": socket.gethostname()}) + "\n")
+
+    def add(self, method: str, began: float, ended: float) -> None:
+        """Seconds since the epoch."""
+        if ended - began < _SHORTEST:
+            return
+        with self._lock:
+            last = self._open
+            if last is not None:
+                if last[0] == method and 0 <= began - last[2] < _JOINED_GAP and ended - last[1] < _JOINED_SECONDS:
+                    self._open = (method, last[1], ended)
+                    return
+                self._write(last)
+            self._open = (method, began, ended)
+            if ended - began >= _JOINED_SECONDS or method == "shutdown":
+                self._write(self._open)
+                self._open = None
+
+    def _write(self, span: tuple[str, float, float]) -> None:
+        self._file.write(f'["{span[0]}", {span[1]:.4f}, {span[2]:.4f}]\n')
+
+
 _STACK_FRAMES = 6
 _DRIVERS_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -125,6 +168,7 @@ class WorkerActor:
     def __init__(self, worker_name: str, environment: dict[str, str], local_devices: tuple[int, ...] | None) -> None:
         self._listener: socket.socket | None = None
         self._worker: Worker | None = None
+        self._times: CallTimes | None = None
         self._profiled: set[str] = set()
         os.environ.update(environment)
         _leave_signals_to_the_driver()
@@ -132,6 +176,7 @@ class WorkerActor:
             _show_devices(local_devices)
         self._profiler = Profiler(worker_name)
         log_dir = os.environ.get(LOG_DIR_ENV)
+        self._calls_file = Path(log_dir) / f"{worker_name}{CALLS_SUFFIX}" if log_dir else None
         log_file = open_worker_log(worker_name, Path(log_dir) if log_dir else None)
         node_ip = ray.util.get_node_ip_address()
         interface = interface_of(node_ip)
@@ -171,6 +216,8 @@ class WorkerActor:
             )
             os.environ.update(MASTER_ADDR=rendezvous.host, MASTER_PORT=str(rendezvous.port))
             register_secrets(dataclasses.asdict(context.role))
+            if self._calls_file is not None:
+                self._times = CallTimes(self._calls_file, context)
             cls = load_worker_class(worker_class)
             self._worker = cls(context)
             registered = registrations(cls)
@@ -184,6 +231,7 @@ class WorkerActor:
 
         Values stand directly in the call (not in a list), so that Ray replaces references by what they refer to.
         """
+        began = time.time()
         try:
             assert self._worker is not None, "the worker was not built: its log says why"
             positional = len(values) - len(names)
@@ -194,6 +242,8 @@ class WorkerActor:
             raise _described(error) from None
         finally:
             gc.enable()
+            if self._times is not None:
+                self._times.add(method, began, time.time())
 
     def rank_info(self) -> Any:
         assert self._worker is not None

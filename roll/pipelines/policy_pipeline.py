@@ -124,6 +124,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
                 self.look_at(batch)
                 with self.context.phase("adv"):
                     self.context.record(self.scoring(batch))
+                self.record_samples(batch, step)
             if not is_left_out(step):
                 self.learn(batch, step)
         self.context.record(self.residency.metrics())
@@ -191,6 +192,11 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
             with self.context.phase("values"):
                 self.residency.bring({"critic": WEIGHTS})
                 add_values(batch, self.clusters.critic)
+
+    def record_samples(self, batch: DataProto, step: int) -> None:
+        """Keep samples for reports; before the models learn, so that those of a step that fails are there too."""
+        notes = list if self.recorded.replays else self.rollout.notes
+        self.context.samples.policy(step, batch, notes, self.tokenizer, self.plan.needs_old_log_probs)
 
     def learn(self, batch: DataProto, step: int) -> None:
         """All optimizer steps of actor and critic on this batch."""

@@ -33,8 +33,11 @@ from roll.pipelines.batches import FOLDER as BATCHES
 from roll.pipelines.batches import BatchRecorder
 from roll.pipelines.files import PendingCheckpoint, write_samples
 from roll.pipelines.interruption import Interruption, command_to_go_on
+from roll.pipelines.sample_records import SampleRecorder
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, Sum, merge_metrics, to_floats
+from roll.report.at_end import ending_command, write_report
+from roll.report.run_files import REPORT_NAME, RunFiles
 from roll.tracking import (
     ENDING_LOGGER,
     LOG_NAME,
@@ -48,7 +51,9 @@ from roll.tracking import (
     setup_logging,
 )
 from roll.tracking.console import INTERVAL_ENDS
-from roll.tracking.plots import drawing_command, plot_run
+from roll.tracking.plots import plot_run
+from roll.tracking.sample_log import RECORD_FOLDER, SAMPLES_NAME, SampleLog
+from roll.tracking.timeline import TIMELINE_NAME, TimelineLog
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +101,7 @@ class RunContext:
             keep_local_file=upload.keep_local_file,
         )
         self._resume = self._checkpoints.resolve(self.config.resume_from_checkpoint)
+        self._files = RunFiles.of(loaded, resumed=self._resume is not None)
 
     # Start and end
 
@@ -121,6 +127,7 @@ class RunContext:
             self._tracker = build_trackers(self.config.track_with, self.config.tracker_kwargs, self._tracked_run())
             stack.callback(self._tracker.close)
             stack.callback(self._checkpoints.close)
+            self._begin_record(stack)
             resources = ResourceManager(self.plan.num_devices_per_node, self.plan.num_nodes)
             stack.callback(resources.close)
             self._leave_account()
@@ -138,6 +145,17 @@ class RunContext:
             self._interruption.end()
             self._shut_down(graceful=True)
 
+    def _begin_record(self, stack: ExitStack) -> None:
+        """Open what reports are made of."""
+        folder, settings = self.plan.output_dir / RECORD_FOLDER, self.config.sample_log
+        last_step = None if self._resume is None else self._resume.step - 1
+        self._timeline = TimelineLog(folder / TIMELINE_NAME, resumed=last_step is not None)
+        log = SampleLog(folder / SAMPLES_NAME, settings.max_megabytes << 20, last_step) if settings.enabled else None
+        self.samples = SampleRecorder(log, settings)
+        stack.callback(self._timeline.close)
+        stack.callback(self.samples.close)
+        self._files.write()
+
     def _end_early(self, error: BaseException) -> BaseException:
         """Save what there is to save, and end the clusters; ``error`` with an account of where the run stands."""
         if isinstance(error, Interrupted):
@@ -147,6 +165,7 @@ class RunContext:
         self._shut_down(graceful=False)
         if self._pending is not None:
             self._pending.discard()
+        self._files.write(outcome=f"{type(error).__name__}: {error}")
         error.add_note(self._account())
         logging.getLogger(ENDING_LOGGER).error("%s: %s\n%s", type(error).__name__, error, self._account())
         return error
@@ -161,6 +180,7 @@ class RunContext:
             if self._guard is not None and not self._drawn and metrics.exists():
                 with ending.holding(then_raise=False):
                     self._draw_curves()
+                    self._write_report()
 
     def _draw_curves(self) -> None:
         self._drawn = True
@@ -169,6 +189,10 @@ class RunContext:
             plot_run(metrics, plot, self.plan.exp_name, self._loaded.pipeline.panels)
         except (OSError, ValueError, RuntimeError) as error:
             logger.warning("the curves could not be drawn: %s", error)
+
+    def _write_report(self) -> None:
+        if self.config.report_at_end:
+            write_report(self.plan.output_dir)
 
     def _account(self) -> str:
         """The progress of the run, and how to go on."""
@@ -206,7 +230,13 @@ class RunContext:
             {
                 "account": self._account(),
                 "log": str((self.plan.log_dir / LOG_NAME).resolve()),
-                "command": drawing_command(metrics, plot, self.plan.exp_name, self._loaded.pipeline.panels),
+                "command": ending_command(
+                    metrics,
+                    plot,
+                    self.plan.exp_name,
+                    self._loaded.pipeline.panels,
+                    self.plan.output_dir if self.config.report_at_end else None,
+                ),
             }
         )
 
@@ -245,10 +275,15 @@ class RunContext:
         self._clusters += clusters
 
     def finish(self, steps: int) -> None:
-        """Draw the curves and show what came of the run."""
+        """Draw the curves, write the report and show what came of the run."""
+        self._record_phases(steps)
+        self._files.write(outcome="finished")
         self._draw_curves()
+        self._write_report()
         plot = self.plan.output_dir / PLOT
         files = {"log": self.plan.log_dir / LOG_NAME, **self._tracker.files(), "curves": plot}
+        if self.config.report_at_end:
+            files["report"] = self.plan.output_dir / REPORT_NAME
         validations = sorted(self._validations)
         RunSummary(
             title=self.plan.exp_name,
@@ -278,6 +313,7 @@ class RunContext:
                 if step == end:
                     break
                 self._step_began = time.perf_counter()
+                self._record_phases(step - 1)
                 self._measures_memory = bool(self.config.memory_steps) and step % self.config.memory_steps == 0
                 yield step
 
@@ -337,10 +373,17 @@ class RunContext:
         if "system/tokens" in metrics:
             metrics["system/tps"] = metrics["system/tokens"] / seconds
         self._recorded = []
+        self._record_phases(step)
         if step % self.config.logging_steps == 0:
             self._tracker.log(metrics, step)
             self._progress.update(metrics, done=step + 1)
         self._batches.end_step(step, metrics)
+
+    def _record_phases(self, step: int) -> None:
+        """Phases since the last call, as those of ``step``."""
+        spans = self._timer.pop_spans()
+        if spans:
+            self._timeline.append(step, min(begin for _, begin, _ in spans), time.time(), spans)
 
     def record_validation(self, metrics: Mapping[str, float], steps_done: int) -> None:
         """Metrics of a validation after ``steps_done`` steps."""
@@ -360,7 +403,9 @@ class RunContext:
         if self.plan.dump_dir is not None:
             write_samples(self.plan.dump_dir / f"{name}-{step:06d}.jsonl", table())
         if kind == "validation":
-            self._tracker.log_samples(name, list(table())[:SHOWN_SAMPLES], step)
+            rows = list(table())
+            self._tracker.log_samples(name, rows[:SHOWN_SAMPLES], step)
+            self.samples.texts(kind, step, rows, part)
 
     def replacing(self, cluster: Cluster, initialize: Callable[[], PendingCall], work: Callable[[], R]) -> R:
         """Have work done by a role that never learns: when one of its workers dies, they are all started again, and

@@ -21,6 +21,7 @@ from roll.pipelines.agentic.preflight import own_group_filter
 from roll.pipelines.engine_rollout import EngineRollout, RunsAhead
 from roll.pipelines.files import pad_token_id
 from roll.pipelines.rlvr.clusters import Clusters
+from roll.pipelines.sample_records import episode_notes
 from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics
 from roll.rollout.episode_batch import build_episode_batch
@@ -109,6 +110,7 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
         metrics |= self._size_metrics(len(batch), sampled, given) | self._loss_metrics()
         metrics |= episode_metrics(groups) | token_checks(batch, groups) | self._what_became()
         templates = {tag: player.template for tag, player in self._data.players.items()}
+        self.notes = partial(episode_notes, groups)
         return batch, partial(episode_table, groups, templates), metrics
 
     def _groups_of(self, step: int) -> tuple[list[EpisodeGroup], Metrics]:

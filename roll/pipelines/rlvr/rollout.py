@@ -18,6 +18,7 @@ from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.data import RunData
 from roll.pipelines.rlvr.plan import RLVRPlan
 from roll.pipelines.rlvr.validation import Validation, ValidationPlan, draw_from, validate
+from roll.pipelines.sample_records import sample_notes
 from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics, Min
 from roll.rewards import failure_rates
@@ -63,6 +64,7 @@ class RolloutPhase(EngineRollout[Validation]):
             batch.batch["reward_components"] = reward_components(groups, list(self._config.reward_weights))
         if self._plan.needs_greedy_baseline:
             metrics |= self._add_greedy_baseline(batch, groups)
+        self.notes = partial(sample_notes, groups)
         return batch, partial(dumped_table, groups, self._plan.dump_dir), metrics
 
     def _death_metrics(self) -> Metrics:

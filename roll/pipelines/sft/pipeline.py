@@ -70,7 +70,7 @@ class SFTPipeline:
 
     def begin_step(self, step: int) -> None:
         """Send the batch of a step to the workers."""
-        batch = self.next_batch()
+        batch = self.next_batch(step)
         update = None if is_left_out(step) else self.sft_train.call(SftWorker.update, batch)
         self.in_flight.append((batch, update))
 
@@ -120,9 +120,11 @@ class SFTPipeline:
         epochs = config.sft_train.training_args.num_train_epochs
         self.num_steps = config.max_steps or ceil(len(training) * epochs / self.plan.global_batch_size)
 
-    def next_batch(self) -> DataProto:
-        """The demonstrations of one optimizer step, each rank's share as near as may be to the others' work."""
+    def next_batch(self, step: int) -> DataProto:
+        """The demonstrations of optimizer step ``step``, each rank's share as near as may be to the others' work."""
         rows = self.demonstrations.next_batch(self.plan.global_batch_size)
+        if step % self.config.logging_steps == 0:
+            self.context.samples.demonstrations(step, rows, self.tokenizer)
         order = balanced_order([len(row.input_ids) for row in rows], self.plan.training["sft_train"].dp_size)
         return demonstration_batch([rows[index] for index in order.tolist()], self.pad_token_id)
 
