@@ -168,7 +168,7 @@ def rows(args: argparse.Namespace) -> list[Row]:
     return found
 
 
-HEAD = "| model | strategy | ranks | program (MiB) | measured (MiB) | predicted (MiB) | error | error of the model's part |"
+HEAD = "| model | strategy | ranks | program (MiB) | measured (MiB) | predicted (MiB) | error | of the model alone |"
 
 
 def _cells(row: Row) -> str:
