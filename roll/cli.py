@@ -24,11 +24,12 @@ from rich.console import Console
 from roll import __version__
 from roll.config.loader import LoadedConfig, load_config
 from roll.config.pipelines import NAMES, definition_of
-from roll.config.plan.render import filled_in, render_plan
+from roll.config.plan.render import filled_in, line, render_plan
 from roll.config.reading.compose import parse_launcher_args
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.masking import dump_yaml, masked_text
 from roll.preflight import check_parts, check_resumption, find_models, require_packages
+from roll.rehearsal.formulas import quick_lines
 
 EXIT_CONFIG = 2
 """Exit status of a configuration that cannot be run."""
@@ -274,7 +275,10 @@ def check(arguments: argparse.Namespace) -> int:
     if arguments.resolved:
         sys.stdout.write(dump_yaml(loaded.resolved) + filled_in(loaded))
     else:
-        render_plan(loaded, Console(emoji=False))
+        console = Console(emoji=False)
+        render_plan(loaded, console)
+        for role, text in quick_lines(loaded.plan):
+            console.print(line("memory      ", "bold", f"{role}: {text}"), soft_wrap=True)
     return 0
 
 
