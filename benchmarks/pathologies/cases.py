@@ -297,6 +297,23 @@ PATHOLOGIES = (
         steps=40,
     ),
     Case(
+        "one_text",
+        "entropy_collapse",
+        "a reward for one text whatever was asked",
+        (*domain("fixed_text"), rate(2e-3), "kl_loss_coef=0.0"),
+        steps=40,
+    ),
+    Case(
+        "slow_trainer",
+        "straggler",
+        "a rank of the trainer that computes for nearly a second more than the other",
+        (
+            f"actor_train.worker_cls={PARTS}.SlowTrainer",
+            "actor_train.device_mapping=[0,1]",
+            "actor_train.training_args.per_device_train_batch_size=32",
+        ),
+    ),
+    Case(
         "straggler",
         "straggler",
         "an engine that is a second late with everything",

@@ -41,9 +41,14 @@ class PreferenceRow:
     """How much better the chosen response is, where the row says it."""
 
     @property
-    def sides(self) -> tuple[list[int], list[int]]:
+    def responses(self) -> list[list[int]]:
+        """Both, the chosen one first."""
+        return [self.chosen_ids, self.rejected_ids]
+
+    @property
+    def sides(self) -> list[list[int]]:
         """The two sequences, the chosen one first."""
-        return self.prompt_ids + self.chosen_ids, self.prompt_ids + self.rejected_ids
+        return [self.prompt_ids + response for response in self.responses]
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from typing import Any
 import ray
 
 from roll.config.reading.masking import masked_text, register_secrets
+from roll.distributed.nodes import interface_of
 from roll.distributed.profiling import Profiler
 from roll.distributed.worker import Dispatch, Registration, Worker, WorkerContext, registrations
 
@@ -178,9 +179,11 @@ class WorkerActor:
         self._calls_file = Path(log_dir) / f"{worker_name}{CALLS_SUFFIX}" if log_dir else None
         log_file = open_worker_log(worker_name, Path(log_dir) if log_dir else None)
         node_ip = ray.util.get_node_ip_address()
-        if node_ip.startswith("127."):
-            # Without this gloo asks the resolver for the host's name, which an offline machine may not know.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        interface = interface_of(node_ip)
+        if interface is not None:
+            # Without this gloo asks the resolver for the host's name, which an offline machine may not know, and which
+            # on a host with several networks may belong to another one than the nodes meet on.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._address = WorkerAddress(
             pid=os.getpid(),
             node_id=ray.get_runtime_context().get_node_id(),

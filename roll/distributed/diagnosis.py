@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +50,7 @@ def death_cause(error: Exception) -> str:
 
 
 def _on_node(address: WorkerAddress, look: Callable[[WorkerAddress, int], list[str]], lines: int) -> list[str]:
-    if address.hostname == socket.gethostname():
+    if address.node_id == ray.get_runtime_context().get_node_id():
         return look(address, lines)
     strategy = NodeAffinitySchedulingStrategy(address.node_id, soft=False)
     task = ray.remote(look).options(num_cpus=0, scheduling_strategy=strategy)

@@ -10,6 +10,7 @@ public way to any of this:
 - ``Node``, ``RayParams``: start a node without those three processes, and learn the daemons' process ids. They are
   behind ``ray start``, which starts the processes too.
 - ``Config``, ``AuthenticationTokenLoader``: read the access token again, which Ray does when it is imported.
+- ``GcsClient``: leave a word with the head before a node joins it.
 - ``worker.print_to_stdstream``: keep notices of dead workers off the driver's standard output.
 - ``ray_constants.ENABLE_RAY_CLUSTER``: join a cluster at a loopback address.
 - the arguments ``_system_config`` and ``_node_ip_address``.
@@ -36,10 +37,10 @@ import ray._private.ray_constants
 import ray._private.worker
 from ray._private.node import Node
 from ray._private.parameter import RayParams
-from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ignore[attr-defined]
 
 from roll.distributed.actor import tail
-from roll.distributed.failures import RayLost
+from roll.distributed.failures import NodeError, RayLost
 from roll.platforms import Platform
 
 if TYPE_CHECKING:
@@ -242,6 +243,48 @@ def reload_auth() -> None:
     AuthenticationTokenLoader.instance().reset_cache()
 
 
+class Board:
+    """Short texts that the nodes of a run leave for each other with the head, which need not have joined yet.
+
+    Args:
+        address: ``host:port`` of the head.
+    """
+
+    _NAMESPACE = b"roll"
+
+    def __init__(self, address: str) -> None:
+        self._client = GcsClient(address=address)
+
+    def put(self, key: str, text: bytes) -> None:
+        """
+        Raises:
+            NodeError: the head does not know the token of this node.
+        """
+        with _token_known():
+            self._client.internal_kv_put(key.encode(), text, True, self._NAMESPACE)
+
+    def get(self, key: str) -> bytes | None:
+        """None: there is nothing of this name.
+
+        Raises:
+            NodeError: the head does not know the token of this node.
+        """
+        with _token_known():
+            found: bytes | None = self._client.internal_kv_get(key.encode(), self._NAMESPACE)
+        return found
+
+
+@contextlib.contextmanager
+def _token_known() -> Iterator[None]:
+    try:
+        yield
+    except ray.exceptions.AuthenticationError as error:
+        raise NodeError(
+            "the head refuses this node's token: RAY_AUTH_TOKEN (or the file RAY_AUTH_TOKEN_PATH) and RAY_AUTH_MODE "
+            "must be the same on all nodes"
+        ) from error
+
+
 def connect(address: str, node_ip: str | None, runtime_env: Mapping[str, Any] | None = None) -> None:
     """Make this process the driver of the cluster at ``address``."""
     # Ray prints its notices of dead workers to the driver's standard output, through a progress bar and ahead of the
@@ -268,11 +311,16 @@ def _allow_loopback(address: str) -> None:
 
 def reachable(host: str, port: int) -> bool:
     """True if something listens at this address."""
+    return connection_error(host, port) is None
+
+
+def connection_error(host: str, port: int) -> OSError | None:
+    """Why nothing at this address answers; None: something listens there."""
     try:
         with socket.create_connection((host, port), timeout=2.0):
-            return True
-    except OSError:
-        return False
+            return None
+    except OSError as error:
+        return error
 
 
 def _log_notice(data: Mapping[str, Any], ignore_prefix: bool) -> None:

@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import sys
 import time
 import uuid
@@ -19,17 +18,28 @@ from typing import TYPE_CHECKING, NoReturn
 
 import ray
 
+from roll.config.reading.errors import ConfigError, Problem
 from roll.distributed.actor import LOG_DIR_ENV
-from roll.distributed.failures import RayLost
+from roll.distributed.failures import NodeError, RayLost
 from roll.distributed.guard import MARK_ENV, Guard, end_run
+from roll.distributed.nodes import (
+    NodeCard,
+    NodeEnvironment,
+    check_all_present,
+    check_same_versions,
+    own_address,
+    require_token,
+)
 from roll.distributed.ray_node import (
     LOOPBACK,
+    NODE_RANK_LABEL,
+    Board,
     NodeOptions,
     RayWatch,
     connect,
+    connection_error,
     daemon_pids,
     ray_lost,
-    reachable,
     reload_auth,
     session_dir,
     set_current,
@@ -40,60 +50,6 @@ from roll.platforms import current_platform
 
 if TYPE_CHECKING:
     from ray._private.node import Node
-
-
-@dataclass(frozen=True)
-class NodeEnvironment:
-    """``RANK`` and ``WORLD_SIZE`` count nodes here; in workers they have torch's meaning."""
-
-    rank: int = 0
-    world_size: int = 1
-    master_addr: str = "127.0.0.1"
-    master_port: int = 6379
-    worker_id: str | None = None
-    dashboard_port: int | None = None
-    ray_address: str | None = None
-    """A Ray cluster that is already running (``RAY_ADDRESS``); it is used and left running."""
-
-    @classmethod
-    def from_environ(cls, environ: Mapping[str, str]) -> NodeEnvironment:
-        """Read the variables.
-
-        Raises:
-            ValueError: one that is not a number or out of range; the message names it.
-        """
-        world_size = _number(environ, "WORLD_SIZE", 1, 1, 1 << 16)
-        rank = _number(environ, "RANK", 0, 0, world_size - 1)
-        master_addr = environ.get("MASTER_ADDR") or ("127.0.0.1" if world_size == 1 else "")
-        if not master_addr:
-            raise ValueError(
-                f"WORLD_SIZE={world_size} nodes, but MASTER_ADDR is not set: give every node the address of node 0, "
-                "for example MASTER_ADDR=10.0.0.4"
-            )
-        return cls(
-            rank=rank,
-            world_size=world_size,
-            master_addr=master_addr,
-            master_port=_number(environ, "MASTER_PORT", 6379, 1, 65535),
-            worker_id=environ.get("WORKER_ID"),
-            dashboard_port=_number(environ, "DASHBOARD_PORT", 0, 0, 65535) or None,
-            ray_address=environ.get("RAY_ADDRESS") or None,
-        )
-
-
-def _number(environ: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
-    text = environ.get(name, "")
-    if not text:
-        return default
-    try:
-        value = int(text)
-    except ValueError:
-        value = low - 1
-    if not low <= value <= high:
-        raise ValueError(
-            f"{name}={text!r} in the environment: must be a whole number from {low} to {high}, like {default}"
-        )
-    return value
 
 
 logger = logging.getLogger(__name__)
@@ -122,6 +78,7 @@ DRIVER_SETTINGS = {
 _JOIN_SECONDS = 600.0
 _HEAD_POLL_SECONDS = 1.0
 _HEAD_MISSES = 3
+_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -156,7 +113,7 @@ def ray_runtime(
     * otherwise a private Ray is started on the loopback interface with ports and a folder of its own.
 
     Leaving the block (by success, exception or signal) ends every process of the run on this node, and so does the
-    hard end of this process (kill -9, out of memory, a second Ctrl-C). SIGINT, SIGTERM and SIGHUP raise
+    hard end of this process (kill -9, out of memory, a second Ctrl-C). SIGINT, SIGTERM, SIGHUP and SIGUSR1 raise
     :class:`~roll.distributed.signals.Interrupted` in the block; Ray and the workers are not reached by them.
 
     Args:
@@ -168,11 +125,13 @@ def ray_runtime(
         join_timeout: Seconds that nodes wait for each other.
 
     Raises:
-        ValueError: environment variables that make no sense.
-        TimeoutError: the other nodes, or the head, did not come in time.
+        ConfigError: environment variables that make no sense; several nodes without a secret between them.
+        NodeError: the other nodes, or the head, did not come in time, or have other versions than this one; on a
+            further node also: the network to the head is lost.
         RayLost: a daemon of the Ray started here has ended; whatever came of that in the block is its cause.
     """
     nodes = NodeEnvironment.from_environ(os.environ)
+    require_token(nodes, os.environ)
     log_dir = log_dir or (Path(os.environ[LOG_DIR_ENV]) if os.environ.get(LOG_DIR_ENV) else None)
     exported = {**(system_envs or {}), **({LOG_DIR_ENV: str(log_dir.resolve())} if log_dir else {})}
     mark = uuid.uuid4().hex
@@ -191,14 +150,14 @@ def ray_runtime(
         with session_dir() as folder, _guarded(mark, folder) as guard, _own_node(options, inherited, folder) as node:
             guard.tell({"daemons": daemon_pids(node)})
             with _watched(node, folder, guard), _connected(node.address, options.address, passed_on):
-                _wait_for_nodes(nodes.world_size, num_nodes, join_timeout)
+                _wait_for_nodes(node.address, options.address, nodes.world_size, num_nodes, join_timeout)
                 yield RayRuntime(node.address, owned=True, log_dir=log_dir, mark=mark, guard=guard)
 
 
 def _node_options(nodes: NodeEnvironment, num_devices: int, object_store_bytes: int | None) -> NodeOptions:
     alone = nodes.world_size == 1
     return NodeOptions(
-        address=LOOPBACK if alone else _own_address(nodes),
+        address=LOOPBACK if alone else own_address(nodes),
         num_devices=num_devices,
         platform=current_platform(),
         rank=nodes.rank,
@@ -207,15 +166,6 @@ def _node_options(nodes: NodeEnvironment, num_devices: int, object_store_bytes: 
         dashboard_port=nodes.dashboard_port if nodes.rank == 0 else None,
         object_store_bytes=object_store_bytes,
     )
-
-
-def _own_address(nodes: NodeEnvironment) -> str:
-    """The address by which other nodes reach this one: the master's own on node 0, else the one that faces it."""
-    if nodes.rank == 0:
-        return socket.gethostbyname(nodes.master_addr)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((nodes.master_addr, nodes.master_port))  # sends nothing; picks the outgoing interface
-        return str(probe.getsockname()[0])
 
 
 @contextlib.contextmanager
@@ -301,51 +251,100 @@ def _connected(address: str, node_ip: str | None, passed_on: Mapping[str, str] |
 def _serve(options: NodeOptions, inherited: Mapping[str, str], mark: str, join_timeout: float) -> NoReturn:
     """Be a node of somebody else's run until its head is gone."""
     assert options.gcs_address is not None
-    host, _, port = options.gcs_address.rpartition(":")
+    host, _, text = options.gcs_address.rpartition(":")
+    port = int(text)
     give_up = time.monotonic() + join_timeout
-    while not reachable(host, int(port)):
+    while (error := connection_error(host, port)) is not None:
         if time.monotonic() > give_up:
-            raise TimeoutError(
-                f"no Ray head at {options.gcs_address} after {join_timeout:g} s: is the command running with RANK=0 on "
-                "that host, with the same MASTER_ADDR and MASTER_PORT?"
+            raise NodeError(
+                f"no Ray head at {options.gcs_address} after {join_timeout:g} s ({error}): is the command running with "
+                "RANK=0 on that host, with the same MASTER_ADDR and MASTER_PORT?"
             )
         time.sleep(_HEAD_POLL_SECONDS)
+    _answer_roll_call(options, give_up)
     with session_dir() as folder, _guarded(mark, folder), _own_node(options, inherited, folder) as node:
         logger.info("node %d serves the run of %s", options.rank, options.gcs_address)
         misses = 0
         while misses < _HEAD_MISSES:
             time.sleep(_HEAD_POLL_SECONDS)
-            misses = 0 if reachable(host, int(port)) else misses + 1
+            error = connection_error(host, port)
+            misses = 0 if error is None else misses + 1
             if node.dead_processes():
-                raise RuntimeError(f"Ray's processes on node {options.rank} ended while the head still runs")
+                raise NodeError(
+                    f"Ray's processes on node {options.rank} ended while the head still runs: node 0 may have given "
+                    "this node up after it could not reach it for a while"
+                )
+    if not isinstance(error, ConnectionRefusedError):  # the head's host would refuse, if it could be reached
+        raise NodeError(f"node {options.rank} has lost the network to the head at {options.gcs_address}: {error}")
     raise SystemExit(0)
 
 
-def _wait_for_nodes(world_size: int, num_nodes: int, join_timeout: float) -> None:
-    if num_nodes > world_size:
-        raise ValueError(
-            f"the device ids need {num_nodes} nodes, but WORLD_SIZE={world_size}: start the command on {num_nodes} "
-            f"nodes with WORLD_SIZE={num_nodes}, or use fewer devices"
-        )
-    give_up = time.monotonic() + join_timeout
-    while (present := sum(node["Alive"] for node in ray.nodes())) < world_size:
+def _answer_roll_call(options: NodeOptions, give_up: float) -> None:
+    """Say what this node is made of, and see that it is what the head is made of.
+
+    Raises:
+        NodeError: it is not, or the head does not say.
+    """
+    assert options.gcs_address is not None
+    card, board = NodeCard.of_this_node(options.rank, options.address), Board(options.gcs_address)
+    board.put(f"node/{options.rank}", card.to_bytes())
+    while (head := board.get("node/0")) is None:
         if time.monotonic() > give_up:
-            raise TimeoutError(f"{present} of WORLD_SIZE={world_size} nodes joined within {join_timeout:g} s")
-        time.sleep(0.1)
+            raise NodeError(f"the head at {options.gcs_address} does not say what it is: does it run this package?")
+        time.sleep(_POLL_SECONDS)
+    check_same_versions(NodeCard.from_bytes(head), [card])
+
+
+def _wait_for_nodes(gcs_address: str, address: str, world_size: int, num_nodes: int, join_timeout: float) -> None:
+    """Wait until every node has joined, on node 0.
+
+    Raises:
+        ConfigError: the run needs more nodes than there will be.
+        NodeError: some did not come in time, came twice, or have other versions than this one.
+    """
+    if num_nodes > world_size:
+        rule = (
+            f"the device ids need {num_nodes} nodes: start the command on {num_nodes} nodes with "
+            f"WORLD_SIZE={num_nodes}, or use fewer devices"
+        )
+        raise ConfigError([Problem("WORLD_SIZE", world_size, rule, source="environment")])
+    if world_size == 1:
+        return
+    board, head = Board(gcs_address), NodeCard.of_this_node(0, address)
+    board.put("node/0", head.to_bytes())
+    cards: dict[int, NodeCard] = {}
+    give_up = time.monotonic() + join_timeout
+    while True:
+        for rank in range(1, world_size):
+            if rank not in cards and (text := board.get(f"node/{rank}")) is not None:
+                cards[rank] = NodeCard.from_bytes(text)
+        check_same_versions(head, list(cards.values()))
+        ranks = [int(node["Labels"].get(NODE_RANK_LABEL, -1)) for node in ray.nodes() if node["Alive"]]
+        twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+        if twice:
+            raise NodeError(f"two nodes have joined as RANK={twice[0]}: every node needs a RANK of its own")
+        if len(set(ranks)) == world_size:
+            return
+        if time.monotonic() > give_up:
+            check_all_present(world_size, set(ranks), cards, join_timeout)
+        time.sleep(_POLL_SECONDS)
 
 
 @contextlib.contextmanager
 def _private_auth(nodes: NodeEnvironment) -> Iterator[None]:
     """A private Ray answers to this run only, whoever else is on the host, by a token that only its processes know.
 
-    Where the user has chosen, or an existing cluster or several nodes are concerned, Ray's own variables hold.
+    Several nodes have the token that they were given (:func:`~roll.distributed.nodes.require_token`). Where the user
+    has chosen otherwise, or an existing cluster is concerned, Ray's own variables hold.
     """
     chosen = any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-    if chosen or nodes.ray_address is not None or nodes.world_size > 1:
+    several = nodes.world_size > 1
+    if nodes.ray_address is not None or "RAY_AUTH_MODE" in os.environ or (chosen and not several):
         yield
         return
+    own = {} if several else {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
     try:
-        with _environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}):
+        with _environment({"RAY_AUTH_MODE": "token", **own}):
             reload_auth()
             yield
     finally:

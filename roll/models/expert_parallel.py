@@ -75,15 +75,6 @@ class ExpertMesh:
             tensor.to_local(), self.mesh, placements, run_check=False, shape=shape, stride=tensor.stride()
         )
 
-    def part(self, tensor: Tensor) -> Tensor:
-        """The inverse of :meth:`whole`."""
-        if not (isinstance(tensor, DTensor) and tensor.device_mesh == self.mesh):
-            return tensor
-        shape = torch.Size((tensor.shape[0] // self.mesh.size(0), *tensor.shape[1:]))
-        return DTensor.from_local(
-            tensor.to_local(), self.sharding, [Shard(0)], run_check=False, shape=shape, stride=tensor.stride()
-        )
-
 
 def row_runs(tensor: DTensor) -> list[slice]:
     """The rows of a tensor that is sharded along its first dimension, for each rank of its sharding mesh dimensions in

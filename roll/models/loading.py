@@ -95,12 +95,21 @@ class TensorFiles:
         Raises:
             ValueError: the folder lacks the tensor.
         """
+        return self.read_region(name, rows, slice(None))
+
+    def read_region(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
+        """``tensor[rows, columns]`` likewise.
+
+        Raises:
+            ValueError: the folder lacks the tensor.
+        """
         if name not in self._files:
             raise ValueError(f"model_args.model_name_or_path: {self.folder} has no tensor {name}")
         with safe_open(self._files[name], framework="pt") as file:
-            if rows == slice(None):
+            if rows == columns == slice(None):
                 return file.get_tensor(name)
-            return file.get_slice(name)[rows]
+            held = file.get_slice(name)
+            return held[rows] if columns == slice(None) else held[rows, columns]
 
 
 def _sample(tensor: Any) -> bytes:

@@ -525,7 +525,7 @@ def straggler(facts: Facts) -> Finding | None:
         if times >= 0.8 * len(rows) and own > 2 * others and own - others > 0.2 * _step_seconds(facts):
             found.append((own - others, role, rank, own, others, times, len(rows)))
     if not found:
-        return None
+        return _slow_processor(facts)
     _, role, rank, own, others, times, total = max(found)
     return Finding(
         "straggler",
@@ -536,6 +536,35 @@ def straggler(facts: Facts) -> Finding | None:
         ),
         "look at that host and device (clocks, other jobs, storage) and at the rank's log and timeline",
     )
+
+
+def _slow_processor(facts: Facts) -> Finding | None:
+    """Of ranks that wait for one another in every call the processor time tells them apart (with ``memory_steps``)."""
+    by_phase: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(dict)
+    for name, values in facts.matching(r"time/[^/]+/.+/rank_\d+").items():
+        _, phase, rest = name.split("/", 2)
+        role, _, rank = rest.rpartition("/rank_")
+        by_phase[phase, role][int(rank)] = values
+    for (phase, role), ranks in by_phase.items():
+        steps = list(zip(*ranks.values(), strict=False))[1:]
+        if len(ranks) < 2 or len(steps) < LEAST_STEPS:
+            continue
+        slowest = Counter(max(range(len(row)), key=row.__getitem__) for row in steps)
+        place, times = slowest.most_common(1)[0]
+        own = median(row[place] for row in steps)
+        others = median(median(value for other, value in enumerate(row) if other != place) for row in steps)
+        if times >= 0.8 * len(steps) and own > 2 * others and own - others > 0.2 * _step_seconds(facts):
+            rank = list(ranks)[place]
+            return Finding(
+                "straggler",
+                f"Rank {rank} of {role} is slower than the others, which wait for it",
+                (
+                    f"processor time in {phase}: {own:.2f} s, the other ranks {others:.2f} s (medians)",
+                    f"it is the slowest in {times} of {len(steps)} steps that were measured",
+                ),
+                "look at that host and process: other jobs, threads, preparation of data, its log and timeline",
+            )
+    return None
 
 
 def _step_seconds(facts: Facts) -> float:

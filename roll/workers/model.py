@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from roll.config.reward_models import SCORE_MEAN, SCORE_STD
 from roll.datasets.templates import chat_text
 from roll.distributed import Dispatch, Worker, register
 from roll.models.build import load_config
+from roll.models.layouts import TopTokens
 from roll.models.scoring import end_scores, scoring_batch
 from roll.protocol import DataProto
 from roll.protocol.metrics import RankInfo
@@ -33,6 +36,9 @@ def columns_of(batch: DataProto) -> TensorBatch:
     """A batch as strategies take it: its tensors, and its images where rows have some."""
     images: Any = batch.non_tensor_batch.get(IMAGES)
     return batch.batch if images is None else {**batch.batch, IMAGES: images}
+
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,21 @@ class ModelWorker(Worker):
         wanted = [Output.LOG_PROBS, *map(Output, outputs)]
         with self.strategy.without_adapters() if without_adapters else nullcontext():
             return DataProto.from_dict(self.strategy.forward(columns_of(batch), wanted, temperature))
+
+    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
+    def compute_top_tokens(
+        self, batch: DataProto, *, count: int, limit: int, temperature: float = 1.0, dtype: str = "fp32"
+    ) -> DataProto:
+        """The columns :data:`~roll.strategies.base.TEACHER_COLUMNS` in place of every response token, of
+        ``softmax(logits / temperature)``.
+
+        Args:
+            count: tokens of each distribution, the most probable of those with an id below ``limit``; 0: all of those.
+            dtype: of the log-probs; the tail's is float32.
+        """
+        columns = self.strategy.forward_top_tokens(columns_of(batch), TopTokens(count, limit), temperature)
+        columns["top_log_probs"] = columns["top_log_probs"].to(DTYPES[dtype])
+        return DataProto.from_dict(columns)
 
     @register(Dispatch.ONE_TO_ALL)
     def offload_states(self, include: list[StateKind]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,9 +14,19 @@ from pathlib import Path
 
 import pytest
 
+from roll.config.reading.errors import ConfigError
+from roll.distributed.failures import NodeError
 from roll.distributed.guard import is_alive, run_processes
+from roll.distributed.nodes import (
+    NodeCard,
+    NodeEnvironment,
+    auth_problem,
+    check_all_present,
+    check_same_versions,
+    interface_of,
+    require_token,
+)
 from roll.distributed.ray_node import PREFIX, remove_abandoned, session_dir
-from roll.distributed.runtime import NodeEnvironment
 from roll.distributed.signals import SAME_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -148,7 +159,7 @@ def test_two_nodes_join_and_leave():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RAY_AUTH_TOKEN": "1f" * 32}
     command = [sys.executable, "-c", NODE_SCRIPT]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     follower = subprocess.Popen(command, env=_environment(RANK="1", **shared), **pipes)
@@ -207,16 +218,53 @@ def test_environment_of_nodes():
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0'.* from 1 "),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "RANK='2'.* from 0 to 1"),
-        ({"WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT='70000'"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE = 'two'"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE = '0'.* from 1 "),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "RANK = '2'.* from 0 to 1"),
+        ({"WORLD_SIZE": "2"}, "MASTER_ADDR: is not set"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT = '70000'"),
     ],
 )
 def test_environment_that_makes_no_sense(environ, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         NodeEnvironment.from_environ(environ)
+
+
+def test_several_nodes_share_a_secret(tmp_path, monkeypatch):
+    """Without one nothing starts, unless the user says so."""
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    nodes = NodeEnvironment(world_size=2)
+    with pytest.raises(ConfigError, match=r"RAY_AUTH_TOKEN: .*openssl rand -hex 32"):
+        require_token(nodes, {})
+    with pytest.raises(ConfigError, match="RAY_AUTH_TOKEN_PATH=/no/file is no file"):
+        require_token(nodes, {"RAY_AUTH_TOKEN_PATH": "/no/file"})
+    for environ in ({"RAY_AUTH_TOKEN": "x"}, {"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN_PATH": __file__}):
+        require_token(nodes, environ)
+    require_token(NodeEnvironment(), {})
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").touch()
+    assert auth_problem({}) is None
+
+
+def test_other_versions_and_missing_nodes_are_named():
+    head = NodeCard(0, "a", "10.0.0.4", {"python": "3.11.7", "torch": "2.13.0"})
+    same, other = NodeCard(1, "b", "10.0.0.5", head.versions), NodeCard(2, "c", "10.0.0.6", {"python": "3.11.7"})
+    assert NodeCard.from_bytes(same.to_bytes()) == same
+    check_same_versions(head, [same])
+    with pytest.raises(NodeError, match=re.escape("node 2 (c, 10.0.0.6) has torch unknown (node 0: 2.13.0)\nAll")):
+        check_same_versions(head, [same, other])
+    check_all_present(2, {0, 1}, {}, 5)
+    with pytest.raises(NodeError) as caught:
+        check_all_present(5, {0, 1}, {1: same, 2: other}, 5)
+    text = str(caught.value)
+    assert "2 of WORLD_SIZE=5 nodes joined within 5 s" in text
+    assert "never heard of: node 3, 4." in text and "did not join: node 2 (c, 10.0.0.6)." in text
+
+
+def test_the_interface_of_an_address():
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.250") is None
+    assert interface_of("no address") is None
 
 
 def test_session_folders(tmp_path, monkeypatch):

@@ -18,10 +18,13 @@ work_dir=$(cd "$work_dir" && pwd)
 base_image=localhost/roll-base:bookworm
 image=localhost/roll:test
 container=
+# Layers over each other where the kernel can (an eighth of the disk and of the time), else a copy for each.
+driver=overlay
+buildah_can() { buildah --root "$work_dir/storage" --runroot "$work_dir/run" --storage-driver "$1" info >/dev/null 2>&1; }
 
 step() { printf '== %s\n' "$*"; }
 
-images() { buildah --root "$work_dir/storage" --runroot "$work_dir/run" --storage-driver vfs "$@"; }
+images() { buildah --root "$work_dir/storage" --runroot "$work_dir/run" --storage-driver "$driver" "$@"; }
 
 cleanup() {
     [[ -z $container ]] || images rm "$container" >/dev/null
@@ -73,7 +76,7 @@ build_image() {
     write_pip_configuration
     local mounts
     mapfile -t mounts < <(local_mounts)
-    images build --isolation chroot --build-arg "BASE_IMAGE=$base_image" --secret "id=pip.conf,src=$work_dir/pip.conf" \
+    images build --layers --isolation chroot --build-arg "BASE_IMAGE=$base_image" --secret "id=pip.conf,src=$work_dir/pip.conf" \
         "${mounts[@]}" --tag "$image" "$repository"
 }
 
@@ -91,6 +94,7 @@ run_image() {
 }
 
 install_tools
+buildah_can overlay || driver=vfs
 make_base_image
 build_image
 run_image "$@"

@@ -218,7 +218,7 @@ FSDP2 = Backend(
     Fsdp2StrategyConfig,
     computes="roll.strategies.fsdp.fsdp2.Fsdp2Strategy",
     trains=True,
-    checkpoints="fsdp",
+    checkpoints="pieces",
     ulysses=True,
 )
 FSDP1 = Backend(
@@ -226,6 +226,6 @@ FSDP1 = Backend(
     Fsdp1StrategyConfig,
     computes="roll.strategies.fsdp.fsdp1.FsdpStrategy",
     trains=True,
-    checkpoints="fsdp",
+    checkpoints="pieces",
     ulysses=True,
 )

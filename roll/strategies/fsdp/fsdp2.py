@@ -28,7 +28,6 @@ from roll.models.log_probs import ResponseModel, output_matrices
 from roll.models.vision import vision_modules
 from roll.platforms import current_platform
 from roll.strategies.fsdp.sharded import ShardedStrategy, build_mesh, compute_dtype, wrapped_units
-from roll.strategies.training.checkpoint import Checkpointed
 from roll.strategies.training.gather import Pieces
 
 if TYPE_CHECKING:
@@ -89,9 +88,6 @@ class Fsdp2Strategy(ShardedStrategy):
         elif self.mesh.ndim == 2:
             self.root.set_requires_all_reduce(last)
 
-    def _checkpointed(self, optimizer: torch.optim.Optimizer) -> Checkpointed:
-        return Checkpointed(self.model.language_model, optimizer, experts=self._expert_mesh)
-
     def _decay_groups(self) -> list[dict[str, Any]]:
         """Groups of parameters on one mesh each: a fused step takes no others."""
         groups = super()._decay_groups()
@@ -110,6 +106,12 @@ class Fsdp2Strategy(ShardedStrategy):
 
     def _full_size(self, tensor: torch.Tensor) -> int:
         return self._whole(tensor).numel()
+
+    def _start_of(self, parameter: torch.Tensor) -> int:
+        whole = self._whole(parameter)
+        if not isinstance(whole, DTensor):
+            return 0
+        return sum(row_pieces(whole).sizes[: self.mesh.get_local_rank("fsdp")])
 
     def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         by_dtype: dict[torch.dtype, list[tuple[int, torch.Tensor, Pieces]]] = {}
