@@ -131,7 +131,6 @@ def picture(run: Path) -> None:
         opened(session, file)
         session.find_element("id", "tab-samples").click()
         time.sleep(0.5)
-        session.find_element("css selector", "#f-kind option[value='train']").click()
         head = session.find_elements("css selector", ".row.head span")
         next(column for column in head if column.text == "advantage").click()
         time.sleep(0.5)
