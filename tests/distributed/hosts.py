@@ -24,7 +24,7 @@ def missing() -> str | None:
     """Why there can be no namespaces here; None: there can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    absent = [name for name in ("ip", "tc", "unshare") if shutil.which(name) is None]
+    absent = [name for name in ("ip", "ss", "tc", "unshare") if shutil.which(name) is None]
     if absent:
         return f"{', '.join(absent)} not found: apt-get install iproute2"
     name = f"roll-try-{os.getpid()}"
@@ -85,6 +85,11 @@ class Host:
                 check=True,
                 capture_output=True,
             )
+
+    def listens(self) -> set[str]:
+        """The addresses at which something on it listens; ``*`` and ``0.0.0.0`` are all that it has."""
+        sockets = subprocess.check_output(["ip", "netns", "exec", self.name, "ss", "-Hltn"], text=True)
+        return {line.split()[3].rpartition(":")[0] for line in sockets.splitlines()}
 
     def sent(self) -> int:
         """Bytes that it has sent over its cable."""

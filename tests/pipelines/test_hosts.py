@@ -26,6 +26,7 @@ from tests.pipelines.tiny_runs import (
     training_args,
 )
 
+LOOPBACK = ("127.0.0.1", "[::1]", "[::ffff:127.0.0.1]")
 REASON = missing()
 pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
 
@@ -107,9 +108,12 @@ def test_two_hosts_compute_what_one_does(three_hosts: list[Host], run: Run, worl
     """Trainers and engines on both; gloo over the hosts' own cable, the hosts' names being in no resolver."""
     config = spread(world, tmp_path, {})
     there = HostsRun(three_hosts[:2], config, tmp_path)
+    there.wait_for(lambda: there.steps_done() >= 1)
+    beyond = {at for host in three_hosts[:2] for at in host.listens() if at not in (host.address, *LOOPBACK)}
     status, errors = there.finish(seconds=180)
     assert status == 0, errors
     assert there.finish(1)[0] == 0, "the further node leaves in good order"
+    assert beyond == set(), "nothing listens on other addresses than the host's own and loopback"
     assert "process group of 2 ranks on gloo" in (tmp_path / "logs/workers/actor_train-1.log").read_text()
     assert three_hosts[1].sent() > 1 << 20, "gradients and responses have crossed the cable"
     here = run(
@@ -149,10 +153,11 @@ def test_a_dead_engine_host_is_survived_and_a_cut_off_trainer_is_named(
 
 def test_a_slow_host_is_named(three_hosts: list[Host], world: TinyWorld, tmp_path: Path) -> None:
     """Collectives over its cable take longer than the deadline; the rate to it is in the message."""
-    there = HostsRun(three_hosts[:2], spread(world, tmp_path, {"max_steps": 500, "rpc_timeout": 30}), tmp_path)
+    changes = {"max_steps": 500, "rpc_timeout": 30, "actor_infer.device_mapping": [0]}
+    there = HostsRun(three_hosts[:2], spread(world, tmp_path, changes), tmp_path)
     there.wait_for(lambda: there.steps_done() >= 1)
     three_hosts[1].slow_down(kilobits=64)
-    status, errors = there.finish()
+    status, errors = there.finish(seconds=120)
     assert status == 1
     assert "was not done after 30" in errors, errors
     slow = rf"{three_hosts[1].name} \({three_hosts[1].address}\): (0\.\d+ MB/s|has not taken 1 MiB)"
