@@ -86,16 +86,6 @@ def test_ray_job(stand_ins: dict[str, str]) -> None:
     assert status == 0
     words = "job submit --address http://head:8265 -- roll run c.yaml max_steps=1"
     assert sent["argv"][1:] == words.split()
-        "job",
-        "submit",
-        "--address",
-        "http://head:8265",
-        "--",
-        "roll",
-        "run",
-        "c.yaml",
-        "max_steps=1",
-    ]
 
 
 def test_skypilot(stand_ins: dict[str, str], tmp_path: Path) -> None:
