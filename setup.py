@@ -78,6 +78,8 @@ EXTRAS = {
     "agents": ["jsonschema>=4.20", "mcp>=2.0"],
     # Languages of responses, for the reward `ifeval`.
     "ifeval": ["langdetect>=1.0.9"],
+    # Ray's dashboard, which takes jobs (`ray job submit`, KubeRay).
+    "cluster": ["ray[default]>=2.60,<2.61"],
     "wandb": ["wandb>=0.20"],
     # SwanLab wants an older protobuf than constraints/cpu.txt: install it without the constraints.
     "swanlab": ["swanlab>=0.10"],
