@@ -80,6 +80,8 @@ EXTRAS = {
     "ifeval": ["langdetect>=1.0.9"],
     # Ray's dashboard, which takes jobs (`ray job submit`, KubeRay).
     "cluster": ["ray[default]>=2.60,<2.61"],
+    # Tests of the report in Chromium, which is installed apart from it, with its driver.
+    "browser": ["selenium>=4.40"],
     "wandb": ["wandb>=0.20"],
     # SwanLab wants an older protobuf than constraints/cpu.txt: install it without the constraints.
     "swanlab": ["swanlab>=0.10"],
