@@ -28,7 +28,11 @@ FLOORS = {
     },
     4: {"workers", "report"},
     5: {"pipelines"},
-    6: {"cli", "doctor", "preflight", "replay", "translation"},
+<<<<<<< HEAD
+    6: {"cli", "doctor", "evaluate", "preflight", "replay", "translation"},
+=======
+    6: {"cli", "doctor", "preflight", "rehearsal", "replay", "translation"},
+>>>>>>> rehearse
 }
 FLOOR_OF = {area: floor for floor, areas in FLOORS.items() for area in areas}
 STRANGERS = {("algorithms", "strategies"), ("strategies", "algorithms")}

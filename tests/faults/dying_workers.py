@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 
 import torch
 
-from roll.datasets.converters.conversations import PAIR_COLUMNS
 from roll.distributed import Dispatch, register
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics
@@ -20,7 +20,7 @@ from roll.strategies.base import LossFunction, TensorBatch
 from roll.weight_sync.messages import BucketHeader
 from roll.workers.generation import GenerationWorker
 from roll.workers.model import MODEL_COLUMNS, POLICY_COLUMNS, ModelWorker
-from roll.workers.training import LOSS_COLUMNS, ActorWorker, PreferenceWorker, SftWorker
+from roll.workers.training import LOSS_COLUMNS, PAIR_COLUMNS, ActorWorker, PreferenceWorker, SftWorker
 
 DEATHS_ENV = "DEATHS"
 
@@ -135,3 +135,24 @@ def digit_share(response: str) -> float:
 
 
 KILLERS_ENV = "KILLERS"
+
+
+class FullDiskSft(SftWorker):
+    """The last rank finds no room for its second checkpoint; in every update it is slow, and the others are not."""
+
+    saves = 0
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str) -> None:
+        self.saves += 1
+        unlimited = resource.RLIM_INFINITY
+        if self.context.rank == self.context.world_size - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096 if self.saves == 2 else unlimited, unlimited))
+        super().save_checkpoint(path)
+
+    @register(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
+    def update(self, batch: DataProto) -> Metrics:
+        until = time.process_time() + 0.5 * (self.context.rank == self.context.world_size - 1)
+        while time.process_time() < until:
+            pass
+        return super().update(batch)

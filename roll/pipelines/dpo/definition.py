@@ -6,8 +6,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from roll.config.checks.base import Checks
-from roll.config.checks.keys import TRAINS
-from roll.config.pipelines import COMPUTES_LOG_PROBS, Headline, Panel, PipelineDefinition, ReadableSet, Role, Written
+from roll.config.pipelines import (
+    COMPUTES_LOG_PROBS,
+    TRAINS,
+    Headline,
+    Panel,
+    PipelineDefinition,
+    ReadableSet,
+    Role,
+    Written,
+)
 from roll.config.preferences import PreferenceLossConfig
 from roll.config.roles import WorkerConfig
 from roll.config.run import RunConfig
