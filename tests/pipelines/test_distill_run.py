@@ -216,7 +216,7 @@ def test_a_teacher_of_another_vocabulary_is_refused_before_anything_starts(world
     other = tmp_path / "other"
     other.mkdir()
     for file in world.teacher.iterdir():
-        renamed = file.read_bytes().replace(b'"content":"', b'"content":"x', 1)
+        renamed = file.read_bytes().replace(b'"content": "', b'"content": "x', 1)
         (other / file.name).write_bytes(renamed if file.suffix == ".json" else file.read_bytes())
     loaded = load_changed(distill_settings(world, tmp_path / "out"), {"teacher_pretrain": str(other)})
     with pytest.raises(ConfigError, match="has another vocabulary"):
