@@ -82,6 +82,9 @@ EXTRAS = {
     "cluster": ["ray[default]>=2.60,<2.61"],
     # Tests of the report in Chromium, which is installed apart from it, with its driver.
     "browser": ["selenium>=4.40"],
+    # Programs of `roll evaluate --harness`. They want an older fsspec and python-dateutil than constraints/cpu.txt:
+    # install them without the constraints.
+    "harness": ["inspect-ai==0.3.285", "lm-eval==0.4.13"],
     "wandb": ["wandb>=0.20"],
     # SwanLab wants an older protobuf than constraints/cpu.txt: install it without the constraints.
     "swanlab": ["swanlab>=0.10"],
