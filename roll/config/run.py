@@ -67,8 +67,8 @@ class RunConfig:
     """Keys at the top of every pipeline's configuration."""
 
     pipeline: str | None = None
-    """Which pipeline the file is for: ``rlvr``, ``agentic``, ``sft``, ``dpo``, or the dotted path of a pipeline of your
-    own; null: determined by its sections."""
+    """Which pipeline the file is for: ``rlvr``, ``agentic``, ``sft``, ``dpo``, ``distill``, ``opd``, or the dotted path
+    of a pipeline of your own; null: determined by its sections."""
     exp_name: str = ""
     """Name of the experiment, used in folder names; empty: the name of the file."""
     seed: int = setting(42, ge=0)

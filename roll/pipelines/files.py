@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll.checkpoint.folders import atomic_folder
 from roll.config.model_files import CONFIG, model_folder
+from roll.distributed.failures import WorkerFailed
 from roll.rollout.groups import SampleGroup
 from roll.tracking import SampleTable
 

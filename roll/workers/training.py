@@ -49,6 +49,10 @@ from roll.weight_sync.messages import LostEngines, SyncOptions, SyncReport, Weig
 from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
 from roll.workers.model import MODEL_COLUMNS, POLICY_COLUMNS, ModelSettings, ModelWorker, columns_of
 
+TEACHER = "teacher"
+"""Begins the names of a teacher's columns and outputs."""
+TEACHER_INDEX, TEACHER_WEIGHTS = f"{TEACHER}/index", f"{TEACHER}/weights"
+"""Columns of on-policy distillation by a divergence: the number of a row's teacher, and its weight."""
 STEP_METRICS = ("grad_norm", "lr", "loss_scale", "tokens_per_micro_batch", "padding_ratio", "moe_")
 """Beginnings of the names of what a strategy itself reports."""
 
@@ -118,7 +122,7 @@ def watched_loss(outputs: TensorBatch, batch: TensorBatch, loss: LossFunction) -
     gradient is what all ranks know and agree on.
     """
     value, metrics = loss(outputs, batch)
-    return _NanGradient.apply(value), metrics  # type: ignore[no-untyped-call]
+    return _NanGradient.apply(value), metrics
 
 
 class _NanGradient(torch.autograd.Function):
@@ -130,7 +134,7 @@ class _NanGradient(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         (factor,) = ctx.saved_tensors
         return gradient * factor
 
@@ -157,6 +161,9 @@ LOSS_COLUMNS = (
 )
 
 
+TAUGHT_COLUMNS = (*teacher_columns(TEACHER), TEACHER_INDEX, TEACHER_WEIGHTS)
+
+
 @dataclass(frozen=True)
 class ActorSettings(ModelSettings):
     """The loss of ``actor_train``."""
@@ -164,6 +171,10 @@ class ActorSettings(ModelSettings):
     loss: ActorLossOptions = field(default_factory=ActorLossOptions)
     old_is_rollout: bool = False
     """Its old log-probs are the engine's."""
+    divergence: DivergenceConfig | None = None
+    """Of teachers that a term of the loss compares the policy with; None: there are none."""
+    teachers: tuple[str, ...] = ()
+    """Their names, by number."""
 
 
 class ActorWorker(TrainingWorker):
@@ -173,7 +184,7 @@ class ActorWorker(TrainingWorker):
     settings: ActorSettings
     _sender: WeightSender | None = None
 
-    @register(Dispatch.DP_MP_COMPUTE, columns=POLICY_COLUMNS + LOSS_COLUMNS)
+    @register(Dispatch.DP_MP_COMPUTE, columns=POLICY_COLUMNS + LOSS_COLUMNS + TAUGHT_COLUMNS)
     def update(
         self,
         batch: DataProto,
@@ -204,6 +215,9 @@ class ActorWorker(TrainingWorker):
         masks = [share["loss_mask"] for share in shares]
         denominators = self.denominators(masks, norm_length, groups, sequence_tokens)
         outputs = [Output.LOG_PROBS] + ([Output.ENTROPY] if options.needs_entropy or options.log_entropy else [])
+        compared = []
+        if self.settings.divergence is not None:
+            compared = [Comparison(TEACHER, temperature, partial(options_divergence, self.settings.divergence))]
         metrics = []
         for _ in range(epochs):
             for share, denominator in zip(shares, denominators, strict=True):
@@ -212,8 +226,9 @@ class ActorWorker(TrainingWorker):
                     options=options,
                     denominators=denominator,
                     old_is_rollout=self.settings.old_is_rollout,
+                    teachers=self.settings.teachers,
                 )
-                metrics.append(self.optimizer_step(share, loss, outputs, temperature, prefix="actor/"))
+                metrics.append(self.optimizer_step(share, loss, outputs, temperature, "actor/", compared))
         return merge_metrics(metrics)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -258,6 +273,7 @@ def policy_update_loss(
     options: ActorLossOptions,
     denominators: LossDenominators,
     old_is_rollout: bool = False,
+    teachers: tuple[str, ...] = (),
 ) -> tuple[torch.Tensor, Metrics]:
     """The actor's loss as a strategy's :class:`~roll.strategies.base.LossFunction`."""
     inputs = LossInputs(
@@ -267,9 +283,21 @@ def policy_update_loss(
         **{name: batch.get(name) for name in LOSS_COLUMNS if name not in ("loss_mask", "advantages")},
         advantages=batch["advantages"],
         old_is_rollout=old_is_rollout,
+        teacher_divergence=outputs[f"{TEACHER}/divergence"] * batch[TEACHER_WEIGHTS][:, None] if teachers else None,
     )
     result = actor_loss(inputs, options, denominators)
-    return result.loss, result.metrics
+    return result.loss, result.metrics | teacher_metrics(outputs, batch, teachers)
+
+
+def teacher_metrics(outputs: TensorBatch, batch: TensorBatch, teachers: tuple[str, ...]) -> Metrics:
+    """Of each teacher over the response tokens of its rows: the divergence, and how the distributions compare."""
+    metrics: Metrics = {}
+    of_teacher = {name.removeprefix(f"{TEACHER}/"): values for name, values in outputs.items()}
+    for number, name in enumerate(teachers):
+        mask = batch["response_mask"] & (batch[TEACHER_INDEX] == number)[:, None]
+        metrics[f"opd/{name}/kl"] = Mean((of_teacher["divergence"] * mask).sum().detach(), mask.sum())
+        metrics |= comparison_metrics(of_teacher, mask, f"opd/{name}/")
+    return metrics
 
 
 @dataclass(frozen=True)
@@ -488,9 +516,6 @@ def score_update_loss(
 ) -> tuple[torch.Tensor, Metrics]:
     """A reward model's loss as a strategy's :class:`~roll.strategies.base.LossFunction`; ``units`` over all ranks."""
     return reward_model_loss(outputs[Output.VALUES], batch, options, units, "reward/")
-
-
-TEACHER = "teacher"
 
 
 @dataclass(frozen=True)

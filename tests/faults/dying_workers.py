@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from roll.datasets.converters.conversations import PAIR_COLUMNS
 from roll.distributed import Dispatch, register
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics
@@ -21,7 +20,7 @@ from roll.strategies.base import LossFunction, TensorBatch
 from roll.weight_sync.messages import BucketHeader
 from roll.workers.generation import GenerationWorker
 from roll.workers.model import MODEL_COLUMNS, POLICY_COLUMNS, ModelWorker
-from roll.workers.training import LOSS_COLUMNS, ActorWorker, PreferenceWorker, SftWorker
+from roll.workers.training import LOSS_COLUMNS, PAIR_COLUMNS, ActorWorker, PreferenceWorker, SftWorker
 
 DEATHS_ENV = "DEATHS"
 
