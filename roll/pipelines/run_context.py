@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import yaml
 
 from roll.checkpoint import Checkpoint, CheckpointManager
+from roll.checkpoint.best import BestCheckpoint
 from roll.checkpoint.state import load_state, save_state
 from roll.config.loader import LoadedConfig
 from roll.config.reading.masking import masked
@@ -101,6 +102,12 @@ class RunContext:
             upload_dir=upload.output_dir,
             async_upload=upload.async_upload,
             keep_local_file=upload.keep_local_file,
+            storage_options=upload.storage_options,
+            best=(
+                BestCheckpoint(self.plan.checkpoint_dir, upload.keep_best_metric, upload.keep_best_mode)
+                if upload.keep_best_metric
+                else None
+            ),
         )
         self._resume = self._checkpoints.resolve(self.config.resume_from_checkpoint)
         self._files = RunFiles.of(loaded, resumed=self._resume is not None)
@@ -125,6 +132,7 @@ class RunContext:
             self._guard = runtime.guard
             supervised.tell(mark=runtime.mark)
             ending.on_first = self._interruption.begin
+            ending.saves_on_usr1 = self.config.on_usr1 == "save"
             self._write_config()
             self._tracker = build_trackers(self.config.track_with, self.config.tracker_kwargs, self._tracked_run())
             stack.callback(self._tracker.close)
@@ -214,9 +222,8 @@ class RunContext:
         if step is None:
             return []
         name = f"checkpoint-{step}"
-        upload = self.config.checkpoint_config.output_dir
-        folders = [self._checkpoints.root, *([Path(upload)] if upload else [])]
-        places = [folder / name for folder in folders]
+        upload = self._checkpoints.upload_dir
+        places = [folder / name for folder in (self._checkpoints.root, *([upload] if upload else []))]
         if self._resume is not None and self._resume.step == step:
             places.append(self._resume.path)
         return places
@@ -226,7 +233,11 @@ class RunContext:
         assert self._guard is not None
         supervised.tell(reached=self._interruption.steps_done)
         if places := self._places_of_newest():
-            supervised.tell(checkpoint=list(map(str, places)))
+            if self._checkpoints.store is not None:
+                copies = [f"{self._checkpoints.store}/{places[0].name}"]
+            else:
+                copies = []
+            supervised.tell(checkpoint=[*map(str, places), *copies])
         metrics, plot = self.plan.log_dir / METRICS_NAME, self.plan.output_dir / PLOT
         self._guard.tell(
             {
@@ -333,8 +344,8 @@ class RunContext:
 
     @property
     def stopping(self) -> bool:
-        """A signal has asked the run to end: nothing new is to be begun."""
-        return ending.received is not None
+        """A signal has asked the run to end, or for a checkpoint: nothing new is to be begun before that."""
+        return ending.received is not None or ending.save_requested
 
     def interruptible(self) -> AbstractContextManager[None]:
         """The block changes no model: a signal may end it at any point, and what was before it is saved."""
@@ -381,6 +392,7 @@ class RunContext:
         if "system/tokens" in metrics:
             metrics["system/tps"] = metrics["system/tokens"] / seconds
         self._recorded = []
+        self._checkpoints.measured(step, metrics)
         self._record_phases(step)
         if step % self.config.logging_steps == 0:
             self._tracker.log(metrics, step)
@@ -397,6 +409,7 @@ class RunContext:
         """Metrics of a validation after ``steps_done`` steps."""
         self._validations[steps_done] = dict(metrics)
         self._tracker.log(metrics, steps_done)
+        self._checkpoints.measured(steps_done, metrics)
         shown = ", ".join(f"{name} {value:.3f}" for name, value in _overall(metrics).items())
         logger.info("validation after %d steps: %s", steps_done, shown)
 
@@ -458,9 +471,14 @@ class RunContext:
 
     # Checkpoints
 
-    def is_save_due(self, step: int) -> bool:
-        """True when a checkpoint follows step ``step``."""
-        return bool(self.plan.save_steps) and (step + 1) % self.plan.save_steps == 0
+    def is_save_due(self, step: int, can_save: bool = True) -> bool:
+        """True when a checkpoint follows step ``step``: it is its turn, or a signal has asked for one.
+
+        Args:
+            can_save: the driver's state is that of the steps done; a checkpoint that was asked for waits for that.
+        """
+        is_turn = bool(self.plan.save_steps) and (step + 1) % self.plan.save_steps == 0
+        return is_turn or (can_save and ending.save_requested)
 
     @contextmanager
     def writing_checkpoint(
@@ -471,6 +489,7 @@ class RunContext:
         It appears when ``writers`` have all of it on disk: at the end of the block, else at the beginning of a later
         phase, at the latest before the next checkpoint or the end of the run.
         """
+        ending.save_requested = False
         with self._timer.phase("save"):
             self._publish_checkpoint()
             pending = PendingCheckpoint(self._checkpoints.writing(steps_done), writers, steps_done)

@@ -36,6 +36,7 @@ from roll.models.build import (
     checked_config,
     enable_gradient_checkpointing,
     freeze_modules,
+    tile_mlp_layers,
 )
 from roll.models.experts import sparse_layers
 from roll.models.layouts import PackedSequences, TokenLayout
@@ -143,7 +144,7 @@ class _FakeWeights:
     def __init__(self, tracker: Tracker, language_model: Any) -> None:
         self._tracker, self._language_model = tracker, language_model
 
-    def read(self, root: nn.Module, device: torch.device) -> None:
+    def read(self, root: nn.Module, device: torch.device, *_: Any) -> None:
         with self._tracker:
             root.to_empty(device=device)
             if not any(hasattr(parameter, "device_mesh") for parameter in root.parameters()):
@@ -201,6 +202,12 @@ class _Rehearsed(DataParallelStrategy):
 
 class RehearsedFsdp2(_Rehearsed, Fsdp2Strategy):
     """``fsdp2_*`` without weights."""
+
+    def _build_language_model(self, storage_dtype: torch.dtype) -> Any:
+        model = super()._build_language_model(storage_dtype)
+        if self.config.apply_tiled_mlp:
+            tile_mlp_layers(model, self.config.tiled_num_shards)
+        return model
 
 
 class RehearsedModule(_Rehearsed):
@@ -316,7 +323,7 @@ def _first_micro_batches(strategy: Any, task: Task, rows: int, trains: bool) -> 
 
 def _train(strategy: Any, task: Task) -> Work:
     batch, count = _first_micro_batches(strategy, task, task.rows_per_update, trains=True)
-    outputs = [Output.VALUES] if task.head is ModelHead.VALUE else [Output.LOG_PROBS]
+    outputs = [Output.LOG_PROBS] if task.head is ModelHead.CAUSAL_LM else [Output.VALUES]
     strategy.passes = []
     with strategy.tracker.counting() as step:
         strategy.train_step(batch, sum_of_outputs, outputs)
@@ -334,7 +341,7 @@ def _train(strategy: Any, task: Task) -> Work:
 
 def _forward(strategy: Any, task: Task) -> Work:
     batch, count = _first_micro_batches(strategy, task, task.forward_rows, trains=False)
-    outputs = [Output.VALUES] if task.head is ModelHead.VALUE else [Output.LOG_PROBS]
+    outputs = [Output.LOG_PROBS] if task.head is ModelHead.CAUSAL_LM else [Output.VALUES]
     strategy.passes = []
     with strategy.tracker.counting() as tally:
         strategy.forward(batch, outputs)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from roll.distributed import Cluster, PendingCall, RemoteError
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
 from roll.rollout.routing import EngineAccount, PromptAffinityRouter, Router, num_unfinished
-from roll.strategies.engines.requests import GenerationOutput, GenerationRequest
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PromptScore
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +88,8 @@ class EngineWorker(Protocol):
     """An engine's worker (:class:`roll.workers.generation.GenerationWorker`)."""
 
     def advance(self, command: EngineCommand) -> EngineReport: ...
+
+    def prompt_score(self, asked: tuple[Sequence[int], int]) -> PromptScore | str: ...
 
 
 class EngineClient:
@@ -182,6 +184,17 @@ class EngineClient:
         finished = await self.submit(request, listener)
         assert finished is not None, "only its owner could have aborted it"
         return finished
+
+    async def prompt_score(self, token_ids: Sequence[int], top: int) -> PromptScore | str:
+        """Log-probs of a prompt's own tokens, from the engine with the fewest samples; or why there are none.
+
+        Raises:
+            RemoteError: the engine is lost.
+        """
+        if self.failure is not None:
+            raise self.failure
+        engine = min(self._engines, key=lambda one: one.num_samples)
+        return await self._cluster.submit(engine.rank, EngineWorker.prompt_score, (token_ids, top))
 
     def submit(
         self,

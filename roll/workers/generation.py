@@ -11,7 +11,13 @@ import torch
 from roll.distributed import Dispatch, Worker, register
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
 from roll.strategies.engines.base import GenerationStrategy, Quarantine
-from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, interrupted, visible_text
+from roll.strategies.engines.requests import (
+    GenerationOutput,
+    GenerationRequest,
+    PromptScore,
+    interrupted,
+    visible_text,
+)
 from roll.strategies.factory import create_generation_strategy
 from roll.weight_sync.encoding import ChecksumKind
 from roll.weight_sync.messages import BucketHeader, Checksum, UpdateStart
@@ -157,6 +163,13 @@ class GenerationWorker(Worker):
             FinishedGroup.from_samples(samples, [visible_text(next(texts), request.params) for _ in samples])
             for request, samples in complete
         ]
+
+    def prompt_score(self, asked: tuple[Sequence[int], int]) -> PromptScore | str:
+        """:meth:`GenerationStrategy.prompt_score` of token ids and a number of tokens; or why there is none."""
+        try:
+            return self.engine.prompt_score(*asked)
+        except ValueError as error:
+            return str(error)
 
     def start_weight_update(self, start: UpdateStart) -> ChecksumKind:
         return self.receiver.start(start)

@@ -95,7 +95,7 @@ def test_a_run_that_dies_twice_in_the_same_place_ends(start: Start, world: TinyW
 
 @only_test_faults
 def test_a_rewound_run_leaves_a_batch_out(start: Start, world: TinyWorld, tmp_path: Path) -> None:
-    """The loss of the third step is infinite; the run goes back to the second's checkpoint, and on without that batch."""
+    """The loss of the third step is infinite; the run goes back to a checkpoint, and on without that batch."""
     deaths = tmp_path / "deaths"
     deaths.write_text("3")
     changes = {"sft_train.worker_cls": f"{DYING}.InfiniteOnce", "on_nonfinite": "rewind", "save_steps": 1}
