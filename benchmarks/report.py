@@ -76,7 +76,7 @@ def recording(groups: int, size: int, response: int) -> tuple[float, float, int]
         waits, times = [], []
         for step in range(REPEATS):
             begin, cpu = time.perf_counter(), time.process_time()
-            recorder.policy(step, batch, list, tokenizer, True)
+            recorder.policy(step, batch, list, tokenizer, batch.batch["old_log_probs"])
             waits.append(time.perf_counter() - begin)
             recorder.flush()
             times.append(time.process_time() - cpu)
