@@ -40,7 +40,7 @@ from roll.config.run import OlderRLVRKeys, RunConfig
 from roll.config.strategies.base import own_weights
 from roll.config.vocabularies import check_vocabularies
 from roll.config.weight_sync import WeightSyncConfig
-from roll.pipelines.policy import is_taught, needs_critic, needs_reference, pg_variant
+from roll.pipelines.policy import is_taught, needs_critic, needs_reference, pg_variant, taught_by_advantage
 from roll.pipelines.policy_preflight import check_transport
 from roll.pipelines.rlvr.checks import check_rlvr
 from roll.pipelines.rlvr.config import RLVRConfig, ValidationConfig, ValidationSetConfig
@@ -158,7 +158,7 @@ class RLVR(PipelineDefinition):
         return {
             "pg_variant": pg_variant(config),
             "critic": needs_critic(config) and config.critic is not None,
-            "reference": needs_reference(config),
+            "reference": needs_reference(config) or taught_by_advantage(config),
             "teacher": config.teacher if is_taught(config) else {},
         }
 
