@@ -95,8 +95,8 @@ def add_teacher_targets(
             continue
 
         def compute(some: DataProto, cluster: Cluster = cluster) -> PendingCall[DataProto]:
-            asked = {"count": wanted.count, "limit": wanted.limit, "temperature": temperature}
-            return cluster.call(ModelWorker.compute_top_tokens, some, **asked)
+            compute_top_tokens, count, limit = ModelWorker.compute_top_tokens, wanted.count, wanted.limit
+            return cluster.call(compute_top_tokens, some, count=count, limit=limit, temperature=temperature)
 
         enter(cluster)
         part = batch if rows.all() else batch[rows]
