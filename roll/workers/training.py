@@ -21,10 +21,16 @@ from roll.algorithms.aggregation import (
 from roll.algorithms.distillation import comparison_metrics, divergence
 from roll.algorithms.loss_types import LossInputs
 from roll.algorithms.losses import ActorLossOptions, actor_loss, value_loss
-from roll.algorithms.preferences import pair_sums, preference_loss, preference_metrics
+from roll.algorithms.preferences import (
+    pair_sums,
+    preference_loss,
+    preference_metrics,
+    unpaired_loss,
+    unpaired_metrics,
+)
 from roll.algorithms.reward_models import reward_model_loss, units_of
 from roll.config.distillation import DivergenceConfig
-from roll.config.preferences import PreferenceLossConfig
+from roll.config.preferences import PreferenceLossConfig, is_unpaired
 from roll.config.reward_models import RewardLossConfig
 from roll.distributed import Dispatch, register
 from roll.platforms import current_platform
@@ -117,7 +123,7 @@ def watched_loss(outputs: TensorBatch, batch: TensorBatch, loss: LossFunction) -
     gradient is what all ranks know and agree on.
     """
     value, metrics = loss(outputs, batch)
-    return _NanGradient.apply(value), metrics  # type: ignore[no-untyped-call]
+    return _NanGradient.apply(value), metrics
 
 
 class _NanGradient(torch.autograd.Function):
@@ -129,7 +135,7 @@ class _NanGradient(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         (factor,) = ctx.saved_tensors
         return gradient * factor
 
@@ -401,7 +407,7 @@ def negative_log_likelihood(
     return total / max(denominators.tokens, 1.0), {"sft_train/loss": Mean(float(total.detach()), float(mask.sum()))}
 
 
-PAIR_COLUMNS = ("unit_ids", "ref_log_probs", "slopes")
+PAIR_COLUMNS = ("unit_ids", "ref_log_probs", "slopes", "desirable", "kl")
 
 
 @dataclass(frozen=True)
@@ -424,9 +430,15 @@ class PreferenceWorker(TrainingWorker):
         Args:
             batch: rows in pairs, the chosen response first; ``unit_ids`` int64 (B,) equal within a pair;
                 ``ref_log_probs`` float32 (B, L) where the loss asks for a reference; ``slopes`` float32 (B,) in place
-                of the loss: the derivative of the mean loss by the sum of each row's log-probs.
+                of the loss: the derivative of the mean loss by the sum of each row's log-probs.  Of a loss of single
+                responses: ``desirable`` bool (B,), and ``kl`` float32 (B,), the same for all.
         """
         options = self.settings.loss
+        if is_unpaired(options):
+            answered = batch.batch["response_mask"].any(1).sum().double()
+            rows = self.strategy.all_reduce_sum(answered[None]).item()
+            single = partial(unpaired_update_loss, options=options, rows=rows)
+            return self.optimizer_step(batch.batch, single, [Output.LOG_PROBS], 1.0, prefix="actor/")
         pairs = self.strategy.all_reduce_sum(torch.tensor([len(batch) / 2], dtype=torch.float64)).item()
         outputs = [Output.LOG_PROBS] + ([Output.SUM_OF_SQUARES] if options.use_weighting else [])
         loss = partial(preference_update_loss, options=options, pairs=pairs)
@@ -449,6 +461,20 @@ def preference_update_loss(
         return (sums.policy * slopes.view(-1, 2)).sum(), preference_metrics(sums, options, None, "actor/")
     losses = preference_loss(sums, options)
     return losses.sum() / pairs, preference_metrics(sums, options, losses, "actor/")
+
+
+def unpaired_update_loss(
+    outputs: TensorBatch, batch: TensorBatch, options: PreferenceLossConfig, rows: float
+) -> tuple[torch.Tensor, Metrics]:
+    """A loss of single responses as a strategy's :class:`~roll.strategies.base.LossFunction`; ``rows`` over all
+    ranks, without those that only fill a batch."""
+    mask = batch["response_mask"]
+    real, kl = mask.any(1), batch.get("kl")
+    log_probs = (outputs[Output.LOG_PROBS] * mask).sum(1)[real]
+    ratios = log_probs - (batch["ref_log_probs"] * mask).sum(1)[real]
+    desirable = batch["desirable"][real]
+    losses = unpaired_loss(ratios, desirable, None if kl is None else kl[real], options)
+    return losses.sum() / rows, unpaired_metrics(log_probs, ratios, desirable, losses, options, "actor/")
 
 
 SCORE_COLUMNS = ("score_mask", "unit_ids", "targets", "margins")

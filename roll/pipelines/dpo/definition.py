@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
     from roll.config.roles import DataArguments
     from roll.datasets.preferences import PreferenceDataset
+    from roll.datasets.rankings import JudgedDataset
     from roll.pipelines.batches import RecordedBatch
 
 
@@ -83,7 +84,7 @@ class DPO(PipelineDefinition):
     def readable_sets(self, loaded: LoadedConfig[DPOConfig]) -> dict[str, ReadableSet]:
         from roll.pipelines.dpo.pipeline import read_pairs
 
-        def read(data_args: DataArguments, tokenizer: Any) -> PreferenceDataset:
+        def read(data_args: DataArguments, tokenizer: Any) -> PreferenceDataset | JudgedDataset:
             return read_pairs(loaded.config, data_args, tokenizer)
 
         assert isinstance(loaded.plan, DPOPlan)

@@ -61,7 +61,7 @@ class RLVR(PipelineDefinition):
 
     name = "rlvr"
     config_class: ClassVar[type] = RLVRConfig
-    roles = (
+    roles: ClassVar[tuple[Role, ...]] = (
         Role("actor_train", TRAINS),
         Role("actor_infer", GENERATES),
         Role("reference", COMPUTES_LOG_PROBS, optional=True),
@@ -107,10 +107,11 @@ class RLVR(PipelineDefinition):
     def plan(self, config: RLVRConfig, exp_name: str, written: Written) -> RLVRPlan:
         return plan_rlvr(self, config, exp_name, written)
 
-    def run(self, loaded: LoadedConfig[RLVRConfig]) -> None:
+    def run(self, loaded: LoadedConfig[RLVRConfig]) -> int | None:
         from roll.pipelines.rlvr.pipeline import RLVRPipeline
 
         RLVRPipeline(loaded).run()
+        return None
 
     def replay(self, loaded: LoadedConfig[RLVRConfig], recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
         from roll.pipelines.rlvr.pipeline import RLVRPipeline
