@@ -5,21 +5,28 @@
     python -m benchmarks.rehearsal --write               # and put the table into docs/rehearsal.md
     python -m benchmarks.rehearsal --recipes --write     # the table of the recipes of examples/ for real models
 
-Measured is the highest resident memory of a process (``VmHWM``) over loading the model and three training steps, of the
+Measured is the highest resident memory of a process (``VmHWM``) over loading the model and two training steps, of the
 rank with the most.  A process without a model has some already: interpreter, PyTorch, transformers, the strategy's
-package.  That is measured with the same strategy and a model of 136 thousand weights; a prediction is this plus what
-the rehearsal says, less what it says of the small model.
+package.  That is measured with the first strategy of each package and a model of 136 thousand weights; a prediction is
+this plus what the rehearsal says, less what it says of the small model.
+
+glibc keeps freed blocks, in pieces that do not fit what is asked for next, and these count as resident.  A rehearsal
+counts what is in use, as ``torch.cuda.max_memory_allocated`` does.  So ``measured`` is with blocks of more than 64 KiB
+returned to the system as they are freed (``MALLOC_MMAP_THRESHOLD_``); ``--glibc`` leaves it to glibc.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
+import os
 import re
 import tempfile
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,8 +34,31 @@ import torch.distributed as dist
 from benchmarks.train_step import CONTENDERS, SHAPES, Contender, build_strategy, write_model
 from roll.platforms import current_platform
 
+RECIPES = (
+    "qwen2.5-0.5B-rlvr_fsdp2/rlvr_config",
+    "qwen2.5-0.5B-rlvr_fsdp2/rlvr_config_1gpu",
+    "qwen2.5-0.5B-rlvr_fsdp2/rlvr_config_2gpus",
+    "qwen2.5-0.5B-rlvr_fsdp2/rlvr_config_sglang",
+    "qwen2.5-0.5B-rlvr_deepspeed/rlvr_config",
+    "qwen2.5-0.5B-rlvr_megatron/rlvr_config",
+    "qwen2.5-0.5B-agentic/agentic_val_sokoban",
+    "gsm8k/rlvr_config",
+    "qwen2.5-7B-rlvr_fsdp2/rlvr_config",
+    "qwen2.5-7B-rlvr_fsdp2/rlvr_config_2nodes",
+    "qwen2.5-7B-rlvr_deepspeed/rlvr_config",
+    "qwen2.5-7B-rlvr_deepspeed/rlvr_config_2nodes",
+    "qwen2.5-7B-rlvr_megatron/rlvr_config",
+    "qwen2.5-7B-rlvr_megatron/rlvr_config_4nodes",
+    "qwen3-8B-rlvr_fsdp2/rlvr_config",
+    "qwen3-8B-rlvr_fsdp2/rlvr_config_4nodes",
+    "qwen3-8B-rlvr_fsdp2/rlvr_config_lora",
+    "qwen3_agentic_gem/gem_math_hotpotqa_search",
+)
+"""The recipes of ``examples/`` for real models."""
 PAGE = Path(__file__).parent.parent / "docs" / "rehearsal.md"
-STEPS = 3
+STEPS = 2
+RETURNING = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""Variables that make glibc return what is freed; read when a process starts."""
 MIB = 2**20
 CHOSEN = ("fsdp2", "fsdp", "deepspeed ZeRO-0", "deepspeed ZeRO-1", "deepspeed ZeRO-2", "deepspeed ZeRO-3")
 CHOSEN = (*CHOSEN, "megatron DP", "megatron TP2", "megatron PP2")
@@ -100,8 +130,6 @@ def predict(contender: Contender, ranks: int, args: argparse.Namespace) -> int:
     assert contender.strategy is not None
     with tempfile.TemporaryDirectory() as name:
         write_model(Path(name), SHAPES[args.model])
-        import json
-
         config = json.loads((Path(name) / "config.json").read_text())
     section = WorkerConfig(
         name="actor_train",
@@ -144,11 +172,15 @@ def predict(contender: Contender, ranks: int, args: argparse.Namespace) -> int:
 
 def rows(args: argparse.Namespace) -> list[Row]:
     found = []
+    bases: dict[str, tuple[int, int]] = {}
     for contender in CONTENDERS:
         if contender.name not in CHOSEN or contender.one_rank or args.only not in contender.name:
             continue
         small = argparse.Namespace(**{**vars(args), "model": "136k"})
-        base, base_prediction = measure(contender, args.ranks, small), predict(contender, args.ranks, small)
+        family = str(contender.strategy).partition("_")[0].rstrip("2")
+        if family not in bases:
+            bases[family] = measure(contender, args.ranks, small), predict(contender, args.ranks, small)
+        base, base_prediction = bases[family]
         for model in args.models:
             own = argparse.Namespace(**{**vars(args), "model": model})
             measured = measure(contender, args.ranks, own)
@@ -158,13 +190,34 @@ def rows(args: argparse.Namespace) -> list[Row]:
     return found
 
 
-HEAD = "| model | strategy | ranks | program (MiB) | measured (MiB) | predicted (MiB) | error | error of what the model adds |"
+HEAD = "| model | strategy | ranks | program (MiB) | measured (MiB) | predicted (MiB) | error | of the model alone |"
 
 
 def _cells(row: Row) -> str:
     cells = [row.model, row.strategy, str(row.ranks)]
     cells += [f"{number / MIB:,.0f}" for number in (row.base, row.measured, row.predicted)]
     return "| " + " | ".join([*cells, f"{row.error:+.1%}", f"{row.own_error:+.0%}"]) + " |"
+
+
+RECIPE_HEAD = "| recipe | weights | devices | peak (GiB) | in the phase | without offload (GiB) | step, at least (s) |"
+
+
+def recipe_row(recipe: str, known: dict[Any, Any] | None = None) -> str:
+    """A line of the table of recipes: on H100s of 80 GB, NVLink within nodes and InfiniBand of 400 Gb/s between."""
+    os.environ["ROLL_PLATFORM"] = "cpu"
+    from roll.config.loader import load_config
+    from roll.rehearsal.hardware import DEFAULT_GPU, DEFAULT_NETWORK, hardware
+    from roll.rehearsal.recipe import rehearse_recipe
+
+    loaded: Any = load_config(None, recipe, None, (), check_files=False)
+    machine = hardware(DEFAULT_GPU, DEFAULT_NETWORK, loaded.plan.num_devices_per_node)
+    report = rehearse_recipe(loaded, machine, {}, known=known)
+    use = max(report.devices, key=lambda device: device.peak.total)
+    without = max(device.unmoved_peak.total for device in report.devices)
+    weights = max(shape.total for shape in report.shapes.values() if shape is not None)
+    cells = [f"`{recipe}`", f"{weights / 1e9:.2f}B", str(loaded.plan.num_devices)]
+    cells += [f"{use.peak.total / 2**30:.1f}", use.peak.name, f"{without / 2**30:.1f}", f"{report.seconds:,.0f}"]
+    return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
@@ -174,11 +227,23 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--packed", action="store_true", help="use_sequence_packing (not under Megatron)")
     parser.add_argument("--recompute", action="store_true", help="gradient checkpointing")
+    parser.add_argument("--glibc", action="store_true", help="count what glibc keeps of freed memory as well")
+    parser.add_argument("--recipes", action="store_true", help="rehearse the recipes for real models instead")
     parser.add_argument("--write", action="store_true", help="put the table into docs/rehearsal.md")
     counts = {"ranks": 2, "groups": 4, "group-size": 8, "prompt": 64, "response": 64, "micro-batch": 16}
     for name, default in counts.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
+    if args.recipes:
+        known: dict[Any, Any] = {}
+        lines = [RECIPE_HEAD, "|" + "---|" * (RECIPE_HEAD.count("|") - 1)]
+        for recipe in RECIPES:
+            lines.append(recipe_row(recipe, known))
+            print(lines[-1], flush=True)
+        if args.write:
+            write_between("recipes", "\n".join(lines))
+        return
+    os.environ |= {} if args.glibc else RETURNING
     print(HEAD + "\n|" + "---|" * (HEAD.count("|") - 1), flush=True)
     table = [HEAD, "|" + "---|" * (HEAD.count("|") - 1), *map(_cells, rows(args))]
     if args.write:

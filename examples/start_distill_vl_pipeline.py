@@ -1,4 +1,5 @@
-"""Run a distillation pipeline: ``start_distill_pipeline.py [--config_path DIR] [--config_name NAME] [key=value ...]``."""
+"""Run a distillation pipeline: ``start_distill_pipeline.py [--config_path DIR] [--config_name NAME] [key=value
+...]``."""
 
 from roll.cli import launch
 

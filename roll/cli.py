@@ -24,11 +24,12 @@ from rich.console import Console
 from roll import __version__
 from roll.config.loader import LoadedConfig, load_config
 from roll.config.pipelines import NAMES, definition_of
-from roll.config.plan.render import filled_in, render_plan
+from roll.config.plan.render import filled_in, line, render_plan
 from roll.config.reading.compose import parse_launcher_args
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.masking import dump_yaml, masked_text
 from roll.preflight import check_parts, check_resumption, find_models, require_packages
+from roll.rehearsal.formulas import quick_lines
 
 EXIT_CONFIG = 2
 """Exit status of a configuration that cannot be run."""
@@ -201,6 +202,8 @@ def _run(loaded: LoadedConfig[Any], work: Callable[[], int | None]) -> int:
 def run_supervised(loaded: LoadedConfig[Any]) -> int:
     """Have the run done by a process of its own, which is started again when it dies; its exit status."""
     from roll.checkpoint.folders import CheckpointDamagedError, verify_folder
+    from roll.checkpoint.manager import newest_at
+    from roll.checkpoint.store import is_url
     from roll.distributed.restarts import RestartPolicy, Supervisor, python_path
 
     os.environ["PYTHONPATH"] = python_path()
@@ -214,7 +217,10 @@ def run_supervised(loaded: LoadedConfig[Any]) -> int:
 
     def is_whole(checkpoint: str) -> bool:
         try:
-            verify_folder(Path(checkpoint))
+            if is_url(checkpoint):
+                newest_at(checkpoint, loaded.config.checkpoint_config.storage_options)
+            else:
+                verify_folder(Path(checkpoint))
         except (CheckpointDamagedError, OSError):
             return False
         return True
@@ -269,7 +275,10 @@ def check(arguments: argparse.Namespace) -> int:
     if arguments.resolved:
         sys.stdout.write(dump_yaml(loaded.resolved) + filled_in(loaded))
     else:
-        render_plan(loaded, Console(emoji=False))
+        console = Console(emoji=False)
+        render_plan(loaded, console)
+        for role, text in quick_lines(loaded.plan):
+            console.print(line("memory      ", "bold", f"{role}: {text}"), soft_wrap=True)
     return 0
 
 

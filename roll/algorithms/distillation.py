@@ -1,9 +1,9 @@
 r"""Divergences between a teacher p and a student q, from log-probs over the same C buckets.
 
 A bucket is a token, or (the last one, where ``has_tail``) all tokens that are not listed by themselves. Grouping tokens
-can only lower a divergence, and it is 0 exactly where every bucket has equal mass on both sides: a student that puts its
-mass outside the teacher's k most probable tokens pays for it, which it does not where both sides are renormalised over
-the k (``topk_tail: renormalised``).
+can only lower a divergence, and it is 0 exactly where every bucket has equal mass on both sides: a student that puts
+its mass outside the teacher's k most probable tokens pays for it, which it does not where both sides are renormalised
+over the k (``topk_tail: renormalised``).
 
     forward_kl         sum p log(p/q)                                     Hinton et al., 2015, arXiv 1503.02531
     reverse_kl         sum q log(q/p)                                     MiniLLM, arXiv 2306.08543
@@ -14,8 +14,8 @@ the k (``topk_tail: renormalised``).
     total_variation    1/2 sum |p - q|
 
 In ``adaptive_kl`` g_h and g_t are the sums of |p - q| (without gradient) over the teacher's head and tail: the tail are
-its least probable buckets with ``adaptive_kl_alpha`` of the mass, the bucket of unlisted tokens always among them.  Where
-p = q both weights are one half.
+its least probable buckets with ``adaptive_kl_alpha`` of the mass, the bucket of unlisted tokens always among them.
+Where p = q both weights are one half.
 """
 
 from __future__ import annotations

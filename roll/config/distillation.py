@@ -7,7 +7,7 @@ divergence (``opd_form: topk`` and ``full_vocabulary``).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from roll.config.reading.fields import setting
 
@@ -20,7 +20,8 @@ KDObjective = Literal[
     "js_divergence",
     "total_variation",
 ]
-TopKTail = Literal["bucket", "renormalised"]
+
+KD_OBJECTIVES: tuple[str, ...] = get_args(KDObjective)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +33,9 @@ class DivergenceConfig:
     ``skewed_reverse_kl``, ``js_divergence`` (generalised by ``js_beta``) or ``total_variation``."""
     logits_topk: int = setting(64, ge=0)
     """Tokens of the teacher's distribution that are compared, the most probable ones; 0: the whole vocabulary."""
-    topk_tail: TopKTail = setting("bucket")
-    """The rest of the vocabulary: ``bucket`` compares its mass as one further token; ``renormalised`` ignores it on both
-    sides, as ROLL does, and so leaves the student's mass on the compared tokens unconstrained."""
+    topk_tail: Literal["bucket", "renormalised"] = "bucket"
+    """The rest of the vocabulary: ``bucket`` compares its mass as one further token; ``renormalised`` ignores it on
+    both sides, as ROLL does, and so leaves the student's mass on the compared tokens unconstrained."""
     kd_temperature: float = setting(1.0, gt=0)
     """Divides the logits of both sides before they are compared."""
     teacher_temperature: float = setting(1.0, gt=0)
@@ -47,5 +48,22 @@ class DivergenceConfig:
     skew_lambda: float = setting(0.1, ge=0, le=1, read_if={"kd_objective": ("skewed_forward_kl", "skewed_reverse_kl")})
     """Skewed divergences: weight of the first distribution in the mixture that it is compared with."""
     js_beta: float = setting(0.5, gt=0, lt=1, read_if={"kd_objective": ("js_divergence",)})
-    """``js_divergence``: weight of the teacher in the mixture (GKD's beta). For b near 0 it is b times the forward KL, near
-    1 it is 1 - b times the reverse KL."""
+    """``js_divergence``: weight of the teacher in the mixture (GKD's beta). For b near 0 it is b times the forward KL,
+    near 1 it is 1 - b times the reverse KL."""
+
+
+OPD_FORMS = ("advantage", "topk", "full_vocabulary")
+
+
+def parse_opd_form(value: Any) -> Any:
+    """One of :data:`OPD_FORMS`; sampled estimators as losses are refused with the reason."""
+    name = str(value)
+    if name.removesuffix("_loss") in ("k1", "kl", "k3", "low_var_kl"):
+        expected = "zero" if "3" not in name and "low" not in name else "that of the forward KL, not of the reverse"
+        raise ValueError(
+            f"must be one of {', '.join(OPD_FORMS)}: {name} differentiated on samples of the student has "
+            f"the expected gradient {expected}; as an advantage, without gradient, k1 gives the reverse KL's"
+        )
+    if name not in OPD_FORMS:
+        raise ValueError(f"must be one of {', '.join(OPD_FORMS)}")
+    return name

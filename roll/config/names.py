@@ -42,6 +42,7 @@ FILTER_ARGUMENTS = {
 TEMPLATES = (
     "native",
     "qwen2_5",
+    "qwen2-vl",
     "qwen3",
     "qwen3_nothink",
     "qwen3_coder",

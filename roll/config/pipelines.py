@@ -149,6 +149,9 @@ class PipelineDefinition(ABC):
     section_tables: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = ()
     """Those of the sections that only its files have."""
 
+    section_aliases: ClassVar[Mapping[str, str]] = {}
+    """Other names of sections at the top of a file, such as those of ROLL."""
+
     # What every pipeline must have
 
     @abstractmethod
@@ -174,6 +177,14 @@ class PipelineDefinition(ABC):
             ConfigError: this pipeline records no batches.
         """
         raise ConfigError([Problem("pipeline", self.name, "records no batches that could be replayed")])
+
+    def arranged(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The tree of a file in the form of ``config_class``."""
+        return data
+
+    def key_as_written(self, key: str) -> str:
+        """A key of ``config_class`` as the file may have it, for messages; the inverse of :meth:`arranged`."""
+        return key
 
     # Roles
 
@@ -331,9 +342,9 @@ PIPELINES = (
         "roll.pipelines.distill.definition.Distill",
     ),
     PipelineEntry(
-        "onpolicy_distill",
-        ("student_train", "student_infer", "is_pure_opd", "use_opd", "pure_opd_pipeline_type"),
-        missing="on-policy distillation",
+        "opd",
+        ("student_train", "student_infer", "is_pure_opd", "pure_opd_pipeline_type"),
+        "roll.pipelines.rlvr.opd.OPD",
     ),
     PipelineEntry("rlvr", ("rewards", "actor_infer", "rollout_batch_size"), "roll.pipelines.rlvr.definition.RLVR"),
 )

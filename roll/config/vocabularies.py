@@ -1,7 +1,7 @@
 """Vocabularies of models that are compared token by token: an id must be the same token on both sides. Torch-free.
 
-Added tokens count: the id that ends a turn is one, and a teacher that means something else by it would teach the student
-never to stop.
+Added tokens count: the id that ends a turn is one, and a teacher that means something else by it would teach the
+student never to stop.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def check_vocabularies(student: str, teacher: str, key: str, source: Any, fetch:
     count = f"{len(differing)} token ids differ" if len(differing) > 1 else "1 token id differs"
     rule = (
         f"has another vocabulary than the student's {student}: {count}, the first is {first} (student "
-        f"{_shown(ours.get(first))}, teacher {_shown(theirs.get(first))}); distributions are compared id by id, so both "
-        "need one tokenizer, added tokens included"
+        f"{_shown(ours.get(first))}, teacher {_shown(theirs.get(first))}); distributions are compared id by id, so "
+        "both need one tokenizer, added tokens included"
     )
     raise ConfigError([Problem(key, teacher, rule, source=shown(source))])
 

@@ -12,7 +12,7 @@ from roll.datasets.columns import Columns, Message, as_number, check_messages, i
 from roll.datasets.making import RowMaker
 from roll.datasets.preparation import PreparedRows, prepare
 from roll.datasets.reading import SourceRow
-from roll.datasets.templates import Conversation, Renderer, TemplateChoice, tokenize
+from roll.datasets.templates import Conversation, Rendered, Renderer, TemplateChoice, tokenize, truncate
 from roll.datasets.types import BadRows, DataError
 
 if TYPE_CHECKING:
@@ -41,9 +41,14 @@ class PreferenceRow:
     """How much better the chosen response is, where the row says it."""
 
     @property
-    def sides(self) -> tuple[list[int], list[int]]:
+    def responses(self) -> list[list[int]]:
+        """Both, the chosen one first."""
+        return [self.chosen_ids, self.rejected_ids]
+
+    @property
+    def sides(self) -> list[list[int]]:
         """The two sequences, the chosen one first."""
-        return self.prompt_ids + self.chosen_ids, self.prompt_ids + self.rejected_ids
+        return [self.prompt_ids + response for response in self.responses]
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,9 @@ class PreferenceMaker(RowMaker):
                 bad_rows.report(rendered)
                 continue
             chosen_ids, rejected_ids = responses[2 * index], responses[2 * index + 1]
-            length = len(rendered.token_ids) + max(len(chosen_ids), len(rejected_ids))
+            longest = max(len(chosen_ids), len(rejected_ids))
+            rendered = fitting(self, one, rendered, longest, DOMAIN)
+            length = len(rendered.token_ids) + longest
             if length > self.limit:
                 self.tally.leave_out(DOMAIN, length)
                 continue
@@ -205,6 +212,19 @@ class PreferenceMaker(RowMaker):
         if messages[-1]["role"] == "assistant":
             raise DataError(f"{source.place}: the prompt ends with an assistant's message; expected the user's turn")
         return messages, chosen, rejected
+
+
+def fitting(maker: RowMaker, one: Conversation, rendered: Rendered, longest: int, domain: str) -> Rendered:
+    """The prompt, with ``filter_overlong_prompts: false`` cut as ``truncation`` says until the ``longest`` response
+    fits behind it; never a response, whose end is what is judged. As it is where that cannot be."""
+    side, room = maker.data_args.truncation, maker.limit - longest
+    if maker.data_args.filter_overlong_prompts or side == "error" or len(rendered.token_ids) <= room:
+        return rendered
+    shortened = truncate(one, rendered, room, side, maker.renderer)
+    if shortened is None:
+        return rendered
+    maker.tally.truncated[domain] += 1
+    return shortened
 
 
 def response_of(source: SourceRow, column: str, value: Any) -> tuple[str, list[Message] | None]:

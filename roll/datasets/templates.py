@@ -95,6 +95,7 @@ def joined(messages: Sequence[Message]) -> str:
 TEMPLATES: dict[str, Render] = {
     "native": render_native,
     "qwen2_5": render_native,
+    "qwen2-vl": render_native,
     "qwen3_coder": render_native,
     "qwen3": render_thinking,
     "qwen3_nothink": render_not_thinking,

@@ -19,6 +19,8 @@ from torch.autograd.function import once_differentiable
 from roll.models.layouts import TeacherTargets, TopTokens
 
 Named = dict[str, Tensor]
+COMPARED = ("divergence", "student_mass", "teacher_mass", "agreement")
+"""Outputs of the comparison with a teacher."""
 ChunkOutputs = Callable[[Tensor, slice], tuple[Named, Named]]
 """From the logits (n, V) of the tokens in a slice to (n,) tensors by name: with gradient, and without."""
 

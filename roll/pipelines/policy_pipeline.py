@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from roll.checkpoint import Checkpoint
 from roll.config.loader import LoadedConfig
+from roll.config.model_files import model_number
 from roll.config.policy import PolicyRunConfig
 from roll.config.rewards import REWARD_MODEL
 from roll.distributed import ResourceManager
 from roll.pipelines.batches import RecordedBatch, is_left_out
 from roll.pipelines.engine_rollout import EngineRollout
 from roll.pipelines.files import export_model
-from roll.pipelines.policy import PolicyPlan
+from roll.pipelines.policy import PolicyPlan, taught_by_advantage
 from roll.pipelines.residency import GENERATION, TRAINING, WEIGHTS, Residency, moves_states
 from roll.pipelines.rlvr.clusters import Clusters, ClusterStarter, StartingClusters
 from roll.pipelines.rlvr.data import RecordedRollouts
@@ -33,6 +34,8 @@ from roll.pipelines.rlvr.phases import (
     update_actor,
     update_critic,
 )
+from roll.pipelines.rlvr.teachers import opd_divergence
+from roll.pipelines.rlvr.teaching import add_teacher_divergence, add_teacher_targets
 from roll.pipelines.run_context import RunContext
 from roll.protocol import DataProto
 from roll.weight_sync.controller import WeightSync, sync_options
@@ -188,10 +191,27 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
                 add_old_log_probs(batch, self.clusters.actor_train, self.temperature, more)
         elif self.plan.engine_log_probs_as_old:
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+        if self.clusters.teachers:
+            with self.context.phase("teachers"):
+                self.hear_teachers(batch)
         if self.clusters.critic is not None:
             with self.context.phase("values"):
                 self.residency.bring({"critic": WEIGHTS})
                 add_values(batch, self.clusters.critic)
+
+    def hear_teachers(self, batch: DataProto) -> None:
+        """What teachers say of the samples, as ``opd_form`` has it."""
+        teachers = self.clusters.teachers
+        self.residency.bring({cluster.name: WEIGHTS for cluster in teachers.values()})
+        if taught_by_advantage(self.config):
+            self.context.record(add_teacher_divergence(batch, teachers, self.config, self.temperature))
+            return
+        paths = [
+            self.plan.roles[cluster.name].model_path for cluster in (self.clusters.actor_train, *teachers.values())
+        ]
+        limit = min(model_number(path, "vocab_size") or 2**31 - 1 for path in paths)
+        count = opd_divergence(self.config).logits_topk
+        add_teacher_targets(batch, teachers, self.config, self.temperature, count, limit)
 
     def record_samples(self, batch: DataProto, step: int) -> None:
         """Keep samples for reports; before the models learn, so that those of a step that fails are there too."""

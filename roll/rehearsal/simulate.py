@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from roll.config.lora import uses_lora
@@ -36,6 +36,7 @@ from roll.models.build import (
     checked_config,
     enable_gradient_checkpointing,
     freeze_modules,
+    tile_mlp_layers,
 )
 from roll.models.experts import sparse_layers
 from roll.models.layouts import PackedSequences, TokenLayout
@@ -143,7 +144,7 @@ class _FakeWeights:
     def __init__(self, tracker: Tracker, language_model: Any) -> None:
         self._tracker, self._language_model = tracker, language_model
 
-    def read(self, root: nn.Module, device: torch.device) -> None:
+    def read(self, root: nn.Module, device: torch.device, *_: Any) -> None:
         with self._tracker:
             root.to_empty(device=device)
             if not any(hasattr(parameter, "device_mesh") for parameter in root.parameters()):
@@ -201,6 +202,12 @@ class _Rehearsed(DataParallelStrategy):
 
 class RehearsedFsdp2(_Rehearsed, Fsdp2Strategy):
     """``fsdp2_*`` without weights."""
+
+    def _build_language_model(self, storage_dtype: torch.dtype) -> Any:
+        model = super()._build_language_model(storage_dtype)
+        if self.config.apply_tiled_mlp:
+            tile_mlp_layers(model, self.config.tiled_num_shards)
+        return model
 
 
 class RehearsedModule(_Rehearsed):
@@ -316,7 +323,7 @@ def _first_micro_batches(strategy: Any, task: Task, rows: int, trains: bool) -> 
 
 def _train(strategy: Any, task: Task) -> Work:
     batch, count = _first_micro_batches(strategy, task, task.rows_per_update, trains=True)
-    outputs = [Output.VALUES] if task.head is ModelHead.VALUE else [Output.LOG_PROBS]
+    outputs = [Output.LOG_PROBS] if task.head is ModelHead.CAUSAL_LM else [Output.VALUES]
     strategy.passes = []
     with strategy.tracker.counting() as step:
         strategy.train_step(batch, sum_of_outputs, outputs)
@@ -334,7 +341,7 @@ def _train(strategy: Any, task: Task) -> Work:
 
 def _forward(strategy: Any, task: Task) -> Work:
     batch, count = _first_micro_batches(strategy, task, task.forward_rows, trains=False)
-    outputs = [Output.VALUES] if task.head is ModelHead.VALUE else [Output.LOG_PROBS]
+    outputs = [Output.LOG_PROBS] if task.head is ModelHead.CAUSAL_LM else [Output.VALUES]
     strategy.passes = []
     with strategy.tracker.counting() as tally:
         strategy.forward(batch, outputs)
@@ -377,7 +384,18 @@ def sum_of_outputs(outputs: TensorBatch, batch: TensorBatch) -> tuple[Tensor, Me
 @contextmanager
 def _as_on_device(tracker: Tracker, on_cpu: bool) -> Iterator[None]:
     """On an accelerator the head takes larger chunks, and packed rows are one kernel; nothing is copied by NumPy."""
-    patches: list[tuple[Any, str, Any]] = [(gather, "copy_into", lambda target, source: target.copy_(source))]
+    from transformers import masking_utils
+
+    find_packed = masking_utils.find_packed_sequence_indices
+
+    def packed_indices(position_ids: Tensor) -> Tensor | None:
+        # A model asks the values whether rows are packed. Those that it numbers itself are not, but they are fake.
+        return None if isinstance(position_ids, FakeTensor) else find_packed(position_ids)
+
+    patches: list[tuple[Any, str, Any]] = [
+        (gather, "copy_into", lambda target, source: target.copy_(source)),
+        (masking_utils, "find_packed_sequence_indices", packed_indices),
+    ]
     if not on_cpu:
         patches += [
             (HeadMemory, "for_device", staticmethod(lambda device: _ACCELERATOR_HEAD)),

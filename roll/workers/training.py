@@ -21,10 +21,16 @@ from roll.algorithms.aggregation import (
 from roll.algorithms.distillation import comparison_metrics, divergence
 from roll.algorithms.loss_types import LossInputs
 from roll.algorithms.losses import ActorLossOptions, actor_loss, value_loss
-from roll.algorithms.preferences import pair_sums, preference_loss, preference_metrics
+from roll.algorithms.preferences import (
+    pair_sums,
+    preference_loss,
+    preference_metrics,
+    unpaired_loss,
+    unpaired_metrics,
+)
 from roll.algorithms.reward_models import reward_model_loss, units_of
 from roll.config.distillation import DivergenceConfig
-from roll.config.preferences import PreferenceLossConfig
+from roll.config.preferences import PreferenceLossConfig, is_unpaired
 from roll.config.reward_models import RewardLossConfig
 from roll.distributed import Dispatch, register
 from roll.platforms import current_platform
@@ -43,6 +49,10 @@ from roll.weight_sync.messages import LostEngines, SyncOptions, SyncReport, Weig
 from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
 from roll.workers.model import MODEL_COLUMNS, POLICY_COLUMNS, ModelSettings, ModelWorker, columns_of
 
+TEACHER = "teacher"
+"""Begins the names of a teacher's columns and outputs."""
+TEACHER_INDEX, TEACHER_WEIGHTS = f"{TEACHER}/index", f"{TEACHER}/weights"
+"""Columns of on-policy distillation by a divergence: the number of a row's teacher, and its weight."""
 STEP_METRICS = ("grad_norm", "lr", "loss_scale", "tokens_per_micro_batch", "padding_ratio", "moe_")
 """Beginnings of the names of what a strategy itself reports."""
 
@@ -112,7 +122,7 @@ def watched_loss(outputs: TensorBatch, batch: TensorBatch, loss: LossFunction) -
     gradient is what all ranks know and agree on.
     """
     value, metrics = loss(outputs, batch)
-    return _NanGradient.apply(value), metrics  # type: ignore[no-untyped-call]
+    return _NanGradient.apply(value), metrics
 
 
 class _NanGradient(torch.autograd.Function):
@@ -124,7 +134,7 @@ class _NanGradient(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         (factor,) = ctx.saved_tensors
         return gradient * factor
 
@@ -151,6 +161,9 @@ LOSS_COLUMNS = (
 )
 
 
+TAUGHT_COLUMNS = (*teacher_columns(TEACHER), TEACHER_INDEX, TEACHER_WEIGHTS)
+
+
 @dataclass(frozen=True)
 class ActorSettings(ModelSettings):
     """The loss of ``actor_train``."""
@@ -158,6 +171,10 @@ class ActorSettings(ModelSettings):
     loss: ActorLossOptions = field(default_factory=ActorLossOptions)
     old_is_rollout: bool = False
     """Its old log-probs are the engine's."""
+    divergence: DivergenceConfig | None = None
+    """Of teachers that a term of the loss compares the policy with; None: there are none."""
+    teachers: tuple[str, ...] = ()
+    """Their names, by number."""
 
 
 class ActorWorker(TrainingWorker):
@@ -167,7 +184,7 @@ class ActorWorker(TrainingWorker):
     settings: ActorSettings
     _sender: WeightSender | None = None
 
-    @register(Dispatch.DP_MP_COMPUTE, columns=POLICY_COLUMNS + LOSS_COLUMNS)
+    @register(Dispatch.DP_MP_COMPUTE, columns=POLICY_COLUMNS + LOSS_COLUMNS + TAUGHT_COLUMNS)
     def update(
         self,
         batch: DataProto,
@@ -198,6 +215,9 @@ class ActorWorker(TrainingWorker):
         masks = [share["loss_mask"] for share in shares]
         denominators = self.denominators(masks, norm_length, groups, sequence_tokens)
         outputs = [Output.LOG_PROBS] + ([Output.ENTROPY] if options.needs_entropy or options.log_entropy else [])
+        compared = []
+        if self.settings.divergence is not None:
+            compared = [Comparison(TEACHER, temperature, partial(options_divergence, self.settings.divergence))]
         metrics = []
         for _ in range(epochs):
             for share, denominator in zip(shares, denominators, strict=True):
@@ -206,8 +226,9 @@ class ActorWorker(TrainingWorker):
                     options=options,
                     denominators=denominator,
                     old_is_rollout=self.settings.old_is_rollout,
+                    teachers=self.settings.teachers,
                 )
-                metrics.append(self.optimizer_step(share, loss, outputs, temperature, prefix="actor/"))
+                metrics.append(self.optimizer_step(share, loss, outputs, temperature, "actor/", compared))
         return merge_metrics(metrics)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -252,6 +273,7 @@ def policy_update_loss(
     options: ActorLossOptions,
     denominators: LossDenominators,
     old_is_rollout: bool = False,
+    teachers: tuple[str, ...] = (),
 ) -> tuple[torch.Tensor, Metrics]:
     """The actor's loss as a strategy's :class:`~roll.strategies.base.LossFunction`."""
     inputs = LossInputs(
@@ -261,9 +283,21 @@ def policy_update_loss(
         **{name: batch.get(name) for name in LOSS_COLUMNS if name not in ("loss_mask", "advantages")},
         advantages=batch["advantages"],
         old_is_rollout=old_is_rollout,
+        teacher_divergence=outputs[f"{TEACHER}/divergence"] * batch[TEACHER_WEIGHTS][:, None] if teachers else None,
     )
     result = actor_loss(inputs, options, denominators)
-    return result.loss, result.metrics
+    return result.loss, result.metrics | teacher_metrics(outputs, batch, teachers)
+
+
+def teacher_metrics(outputs: TensorBatch, batch: TensorBatch, teachers: tuple[str, ...]) -> Metrics:
+    """Of each teacher over the response tokens of its rows: the divergence, and how the distributions compare."""
+    metrics: Metrics = {}
+    of_teacher = {name.removeprefix(f"{TEACHER}/"): values for name, values in outputs.items()}
+    for number, name in enumerate(teachers):
+        mask = batch["response_mask"] & (batch[TEACHER_INDEX] == number)[:, None]
+        metrics[f"opd/{name}/kl"] = Mean((of_teacher["divergence"] * mask).sum().detach(), mask.sum())
+        metrics |= comparison_metrics(of_teacher, mask, f"opd/{name}/")
+    return metrics
 
 
 @dataclass(frozen=True)
@@ -370,7 +404,7 @@ def negative_log_likelihood(
     return total / max(denominators.tokens, 1.0), {"sft_train/loss": Mean(float(total.detach()), float(mask.sum()))}
 
 
-PAIR_COLUMNS = ("unit_ids", "ref_log_probs", "slopes")
+PAIR_COLUMNS = ("unit_ids", "ref_log_probs", "slopes", "desirable", "kl")
 
 
 @dataclass(frozen=True)
@@ -393,9 +427,15 @@ class PreferenceWorker(TrainingWorker):
         Args:
             batch: rows in pairs, the chosen response first; ``unit_ids`` int64 (B,) equal within a pair;
                 ``ref_log_probs`` float32 (B, L) where the loss asks for a reference; ``slopes`` float32 (B,) in place
-                of the loss: the derivative of the mean loss by the sum of each row's log-probs.
+                of the loss: the derivative of the mean loss by the sum of each row's log-probs.  Of a loss of single
+                responses: ``desirable`` bool (B,), and ``kl`` float32 (B,), the same for all.
         """
         options = self.settings.loss
+        if is_unpaired(options):
+            answered = batch.batch["response_mask"].any(1).sum().double()
+            rows = self.strategy.all_reduce_sum(answered[None]).item()
+            single = partial(unpaired_update_loss, options=options, rows=rows)
+            return self.optimizer_step(batch.batch, single, [Output.LOG_PROBS], 1.0, prefix="actor/")
         pairs = self.strategy.all_reduce_sum(torch.tensor([len(batch) / 2], dtype=torch.float64)).item()
         outputs = [Output.LOG_PROBS] + ([Output.SUM_OF_SQUARES] if options.use_weighting else [])
         loss = partial(preference_update_loss, options=options, pairs=pairs)
@@ -418,6 +458,20 @@ def preference_update_loss(
         return (sums.policy * slopes.view(-1, 2)).sum(), preference_metrics(sums, options, None, "actor/")
     losses = preference_loss(sums, options)
     return losses.sum() / pairs, preference_metrics(sums, options, losses, "actor/")
+
+
+def unpaired_update_loss(
+    outputs: TensorBatch, batch: TensorBatch, options: PreferenceLossConfig, rows: float
+) -> tuple[torch.Tensor, Metrics]:
+    """A loss of single responses as a strategy's :class:`~roll.strategies.base.LossFunction`; ``rows`` over all
+    ranks, without those that only fill a batch."""
+    mask = batch["response_mask"]
+    real, kl = mask.any(1), batch.get("kl")
+    log_probs = (outputs[Output.LOG_PROBS] * mask).sum(1)[real]
+    ratios = log_probs - (batch["ref_log_probs"] * mask).sum(1)[real]
+    desirable = batch["desirable"][real]
+    losses = unpaired_loss(ratios, desirable, None if kl is None else kl[real], options)
+    return losses.sum() / rows, unpaired_metrics(log_probs, ratios, desirable, losses, options, "actor/")
 
 
 SCORE_COLUMNS = ("score_mask", "unit_ids", "targets", "margins")
@@ -462,9 +516,6 @@ def score_update_loss(
 ) -> tuple[torch.Tensor, Metrics]:
     """A reward model's loss as a strategy's :class:`~roll.strategies.base.LossFunction`; ``units`` over all ranks."""
     return reward_model_loss(outputs[Output.VALUES], batch, options, units, "reward/")
-
-
-TEACHER = "teacher"
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ REFUSED: list[tuple[str, Any]] = [
     ("rewards.math.worker_cls", "RemoteRewardSystemWorker"),
     ("rewards.math.worker_cls", "video_r1"),
     ("rewards.math.reward_manager_config", {"plugin": "x"}),
-    ("teacher", {"device_mapping": [0]}),
     ("actor_infer.model_update_frequency", 2),
     ("transfer_backend.backend_name", "TransferQueue"),
     ("track_with", ["stdout", "trackio"]),
@@ -42,6 +41,7 @@ NEUTRAL = {
     "rollout_mock": {"enable": True, "mode": "dump", "dump_dir": "x"},
     "router_args.router_name": "PromptAffinityRouter",
     "teacher": None,
+    "is_pure_opd": False,
     "lora_rank": 8,
 }
 

@@ -14,9 +14,8 @@ from jsonschema import Draft202012Validator
 
 from roll import __version__, cli
 from roll.config.loader import copy_recipes, load_config
-from roll.config.pipelines import definition_of
+from roll.config.pipelines import NAMES, definition_of
 from roll.config.reference import explain, json_schema
-from roll.translation.engine import NAMES
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(file for file in (ROOT / "examples").rglob("*.yaml") if "artifacts" not in file.parts)

@@ -12,10 +12,9 @@ import pytest
 import yaml
 
 from roll import cli
-from roll.config.pipelines import MISSING, PIPELINES, definitions
+from roll.config.pipelines import MISSING, NAMES, PIPELINES, definitions
 from roll.config.reading.schema import known_keys, nested_section, type_hints
 from roll.config.roles import WorkerConfig
-from roll.translation.engine import NAMES
 from tests.config.good import changed, load
 
 PACKAGE = Path(__file__).parents[2] / "roll"

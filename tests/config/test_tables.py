@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from roll.config.algorithm import ADV_ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
-from roll.config.checks.keys import TRAINS
 from roll.config.names import REWARDS, BuiltInReward
+from roll.config.pipelines import TRAINS
 from roll.config.reading.errors import ConfigError
 from roll.config.reading.fields import setting
 from roll.config.reading.names import Table

@@ -15,10 +15,18 @@ import yaml
 
 from roll import cli
 from roll.config.checks.base import Checks, check_data_files
-from roll.config.checks.keys import TRAINS
 from roll.config.checks.roles import check_roles
 from roll.config.loader import LoadedConfig
-from roll.config.pipelines import COMPUTES_LOG_PROBS, Headline, Panel, PipelineDefinition, ReadableSet, Role, Written
+from roll.config.pipelines import (
+    COMPUTES_LOG_PROBS,
+    TRAINS,
+    Headline,
+    Panel,
+    PipelineDefinition,
+    ReadableSet,
+    Role,
+    Written,
+)
 from roll.config.plan.plan import Plan
 from roll.config.plan.planning import shared_plan, training_plan
 from roll.config.reading.fields import setting

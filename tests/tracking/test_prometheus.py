@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from roll.config.pipelines import definition_of
+from roll.config.pipelines import NAMES, definition_of
 from roll.tracking import TrackedRun, build_trackers
 from roll.tracking.grafana import dashboard
 from roll.tracking.prometheus import series_name
-from roll.translation.engine import NAMES
 
 pytest.importorskip("prometheus_client")
 

@@ -5,11 +5,10 @@ A check is silent about keys that were wrong by themselves already, so that one 
 from __future__ import annotations
 
 from roll.config.checks.base import Checks
-from roll.config.checks.keys import TRAINS
 from roll.config.checks.models import check_model
 from roll.config.lora import check_lora
 from roll.config.names import UNPUBLISHED_TRACKERS
-from roll.config.pipelines import COMPUTES_LOG_PROBS, GENERATES
+from roll.config.pipelines import COMPUTES_LOG_PROBS, GENERATES, TRAINS
 from roll.config.plan.micro_batching import check_micro_batching
 from roll.config.plan.planning import devices_per_worker, world_size
 from roll.config.roles import WorkerConfig

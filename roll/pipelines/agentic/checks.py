@@ -35,6 +35,9 @@ def check_agentic(config: AgenticConfig, checks: Checks) -> None:
         return
     options = check_roles(config, checks)
     check_needed_roles(config, checks)
+    if config.teacher or config.use_opd or config.is_pure_opd:
+        key = "teacher" if config.teacher else "use_opd" if config.use_opd else "is_pure_opd"
+        checks.problems.not_available(key, "set", "on-policy distillation of agents", "~" if config.teacher else False)
     check_managers(config, checks)
     check_entries(config, checks)
     if not checks.broken(*LENGTHS, "train_env_manager", "val_env_manager"):

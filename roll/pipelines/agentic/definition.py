@@ -7,12 +7,12 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from roll.config.checks.base import Checks
-from roll.config.checks.keys import TRAINS
 from roll.config.pipelines import (
     COMPUTES_LOG_PROBS,
     GENERATES,
     POLICY_KEYS,
     READ_KEYS,
+    TRAINS,
     Headline,
     Panel,
     PipelineDefinition,

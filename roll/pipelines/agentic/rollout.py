@@ -27,6 +27,7 @@ from roll.protocol.metrics import Max, Mean, Metrics
 from roll.rollout.episode_batch import build_episode_batch
 from roll.rollout.episodes import EpisodeCodec, EpisodeFlow, EpisodeSettings, Player
 from roll.rollout.filters import build_filter
+from roll.rollout.mending import SetAside
 from roll.rollout.replay import ReplayBuffer
 from roll.rollout.scheduling import AsyncScheduler, collected
 from roll.tracking import SampleTable
@@ -91,7 +92,12 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
         super().__init__(config, plan, clusters.actor_infer, SLICE_SECONDS, router="EnvAffinityRouter")
         self._config, self._plan, self._data = config, plan, data
         self._flow = EpisodeFlow(
-            self._engines, data.tasks.draw, data.players, _settings(plan.train, f"{config.seed}/"), 0
+            self._engines,
+            data.tasks.draw,
+            data.players,
+            _settings(plan.train, f"{config.seed}/"),
+            0,
+            SetAside(plan.log_dir),
         )
         self._counts_before = dict(self._flow.counts)
         self._prompts_before = (0, 0)
@@ -140,6 +146,9 @@ class EpisodeRollout(EngineRollout[EpisodeValidation]):
         metrics: Metrics = {
             f"scheduler/episodes_{name}": Mean(now.get(name, 0) - before.get(name, 0)) for name in names
         }
+        aside = self._flow.aside.num_samples
+        if aside:
+            metrics["scheduler/set_aside_samples"] = Mean(aside)
         return metrics | {"env/process_deaths": Mean(deaths)}
 
     def _prefix_hits(self) -> Metrics:

@@ -1,5 +1,5 @@
-"""A teacher's log-probs on disk: a folder of safetensors shards and ``index.json``, so that one pass of the teacher serves
-many epochs and many students.
+"""A teacher's log-probs on disk: a folder of safetensors shards and ``index.json``, so that one pass of the teacher
+serves many epochs and many students.
 
 A row is found by its token ids and the positions that count, not by its place in a file. Per token that counts a shard
 holds ``log_probs`` (k), ``ids`` int32 (k) and ``tail`` float32; per row ``keys`` uint8 (16) and ``starts`` int64, where

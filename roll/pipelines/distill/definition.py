@@ -6,9 +6,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from roll.config.checks.base import Checks
-from roll.config.checks.keys import TRAINS
 from roll.config.distillation import DivergenceConfig
-from roll.config.pipelines import COMPUTES_LOG_PROBS, Headline, Panel, PipelineDefinition, ReadableSet, Role, Written
+from roll.config.pipelines import (
+    COMPUTES_LOG_PROBS,
+    TRAINS,
+    Headline,
+    Panel,
+    PipelineDefinition,
+    ReadableSet,
+    Role,
+    Written,
+)
 from roll.config.run import RunConfig
 from roll.config.vocabularies import check_vocabularies
 from roll.pipelines.distill.config import DistillConfig, DistillPlan, check_distill, plan_distill

@@ -1,5 +1,5 @@
-"""The run of the distillation pipeline: rows in, the teacher's log-probs of their tokens, optimizer steps of the student,
-evaluations between."""
+"""The run of the distillation pipeline: rows in, the teacher's log-probs of their tokens, optimizer steps of the
+student, evaluations between."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ class DistillPipeline:
             self.finish()
 
     def start(self, resources: ResourceManager) -> int:
-        """Compare vocabularies, start the clusters, read the data, continue from a checkpoint if there is one; the steps
-        already done."""
+        """Compare vocabularies, start the clusters, read the data, continue from a checkpoint if there is one; the
+        steps already done."""
         self.compare_vocabularies()
         self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
         settings = DistillSettings(self.config.max_grad_norm, loss=self.config, weight=self.config.distill_loss_weight)
@@ -185,9 +185,9 @@ class DistillPipeline:
             return None
         if self.teacher is None:
             raise ValueError(
-                f"teacher_cache: {self.config.teacher_cache} lacks {len(unknown)} of {len(batch)} rows of this step, and "
-                "there is no teacher to compute them; add the section teacher, or fill the cache with this data, template "
-                "and sequence_length"
+                f"teacher_cache: {self.config.teacher_cache} lacks {len(unknown)} of {len(batch)} rows of this step, "
+                "and there is no teacher to compute them; add the section teacher, or fill the cache with this data, "
+                "template and sequence_length"
             )
         config = self.config
         self.residency.bring({TEACHER: WEIGHTS})

@@ -6,8 +6,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from roll.config.checks.base import Checks
-from roll.config.checks.keys import TRAINS
-from roll.config.pipelines import COMPUTES_LOG_PROBS, Headline, Panel, PipelineDefinition, ReadableSet, Role, Written
+from roll.config.pipelines import (
+    COMPUTES_LOG_PROBS,
+    TRAINS,
+    Headline,
+    Panel,
+    PipelineDefinition,
+    ReadableSet,
+    Role,
+    Written,
+)
 from roll.config.preferences import PreferenceLossConfig
 from roll.config.roles import WorkerConfig
 from roll.config.run import RunConfig
@@ -17,6 +25,7 @@ if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
     from roll.config.roles import DataArguments
     from roll.datasets.preferences import PreferenceDataset
+    from roll.datasets.rankings import JudgedDataset
     from roll.pipelines.batches import RecordedBatch
 
 
@@ -75,7 +84,7 @@ class DPO(PipelineDefinition):
     def readable_sets(self, loaded: LoadedConfig[DPOConfig]) -> dict[str, ReadableSet]:
         from roll.pipelines.dpo.pipeline import read_pairs
 
-        def read(data_args: DataArguments, tokenizer: Any) -> PreferenceDataset:
+        def read(data_args: DataArguments, tokenizer: Any) -> PreferenceDataset | JudgedDataset:
             return read_pairs(loaded.config, data_args, tokenizer)
 
         assert isinstance(loaded.plan, DPOPlan)

@@ -6,21 +6,21 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from roll.agents.episode import Task
 from roll.config.algorithm import PolicyLossConfig, PPOConfig
 from roll.config.checks.base import Checks
-from roll.config.checks.keys import TRAINS
 from roll.config.pipelines import (
     COMPUTES_LOG_PROBS,
     GENERATES,
     POLICY_KEYS,
     READ_KEYS,
     SCORES,
+    TRAINS,
     Headline,
     Panel,
     PipelineDefinition,
     ReadableSet,
     Role,
+    Task,
     Written,
 )
 from roll.config.plan.planning import finished_section, with_cache_length
@@ -38,14 +38,16 @@ from roll.config.rewards import (
 from roll.config.roles import WorkerConfig
 from roll.config.run import OlderRLVRKeys, RunConfig
 from roll.config.strategies.base import own_weights
+from roll.config.vocabularies import check_vocabularies
 from roll.config.weight_sync import WeightSyncConfig
-from roll.pipelines.policy import needs_critic, needs_reference, pg_variant
+from roll.pipelines.policy import is_taught, needs_critic, needs_reference, pg_variant
 from roll.pipelines.policy_preflight import check_transport
 from roll.pipelines.rlvr.checks import check_rlvr
 from roll.pipelines.rlvr.config import RLVRConfig, ValidationConfig, ValidationSetConfig
 from roll.pipelines.rlvr.plan import RLVRPlan, batch_facts, rlvr_facts
 from roll.pipelines.rlvr.planning import lengths, model_roles, plan_rlvr, reward_name, reward_pretrain, started_roles
 from roll.pipelines.rlvr.preflight import check_rewards, own_functions, samples_ahead_problems
+from roll.pipelines.rlvr.teachers import TEACHER, arranged, key_as_written, teacher_roles
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
@@ -81,6 +83,7 @@ class RLVR(PipelineDefinition):
         Panel("Entropy", ("actor/entropy", "critic/entropy/mean"), first_only=True, smooth=True),
     )
     compares_log_probs = True
+    section_aliases: ClassVar = {"student_train": "actor_train", "student_infer": "actor_infer"}
     reference: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = (
         ("RLVR: batches, lengths, roles (top level)", RLVRConfig, (PolicyRunConfig, OlderRLVRKeys)),
         ("RLVR and agentic: roles, engines, asynchronous rollout (top level)", PolicyRunConfig, (RunConfig, PPOConfig)),
@@ -124,6 +127,8 @@ class RLVR(PipelineDefinition):
     def task_of(self, key: str, section: WorkerConfig) -> Task:
         """A ``reward_model`` with a classifier's head scores; without, it is a judge, which generates, as one on the
         devices of its own reward section does."""
+        if key.partition(".")[0] == TEACHER:
+            return COMPUTES_LOG_PROBS
         if key == REWARD_MODEL and section.model_args.model_type == CLASSIFIER:
             return SCORES
         return super().task_of(REWARD_MODEL if key.startswith("rewards.") else key, section)
@@ -155,6 +160,7 @@ class RLVR(PipelineDefinition):
             "pg_variant": pg_variant(config),
             "critic": needs_critic(config) and config.critic is not None,
             "reference": needs_reference(config),
+            "teacher": config.teacher if is_taught(config) else {},
         }
 
     def batch_facts(self, plan: RLVRPlan) -> list[tuple[str, str]]:
@@ -166,8 +172,18 @@ class RLVR(PipelineDefinition):
     def validation_words(self, plan: RLVRPlan) -> str:
         return " (concurrent with training)" if plan.validates_concurrently else ""
 
+    def arranged(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        return arranged(data)
+
+    def key_as_written(self, key: str) -> str:
+        return key_as_written(key)
+
     def check_parts(self, loaded: LoadedConfig[RLVRConfig]) -> None:
         check_rewards(loaded)
+        roles = loaded.plan.roles
+        for name in teacher_roles(loaded.config):
+            key, path = self.model(loaded.config, name, roles[name].section)
+            check_vocabularies(str(roles["actor_train"].model_path), str(path), key, loaded.source)
 
     def check_host(self, loaded: LoadedConfig[RLVRConfig]) -> None:
         check_transport(loaded)

@@ -6,8 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from roll.config.checks.base import Checks
-from roll.config.checks.keys import TRAINS
-from roll.config.pipelines import Headline, Panel, PipelineDefinition, ReadableSet, Role, Written
+from roll.config.pipelines import TRAINS, Headline, Panel, PipelineDefinition, ReadableSet, Role, Written
 from roll.config.reward_models import RewardLossConfig
 from roll.config.run import RunConfig
 from roll.pipelines.rm.config import RMConfig, RMPlan, check_rm, plan_rm

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from roll.config.plan.micro_batching import micro_batching
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import MegatronStrategyConfig, typed_strategy_config
 from roll.models.build import DTYPES
+from roll.models.distributions import COMPARED
+from roll.models.layouts import TopTokens
 from roll.models.loading import TensorFiles
 from roll.models.lora import Adapters, base_name
 from roll.models.routes import encoded, with_prompts_of_leaders
@@ -229,10 +232,12 @@ class MegatronStrategy(ModelStrategy):
         """Collective. All ranks of a replica are given the same rows and return the same outputs."""
         self._check_outputs(outputs)
         names = [str(name) for name in outputs if name is not Output.ROUTES]
+        names += [f"{one.name}/{name}" for one in teachers for name in COMPARED]
         modes = [chunk.training for chunk in self.chunks]
         for chunk in self.chunks:
             chunk.eval()
-        parts = self._chunking().micro_batches(batch, micro_batching(self.role, trains=False))
+        chunking = replace(self._chunking(), comparisons=teachers)
+        parts = chunking.micro_batches(batch, micro_batching(self.role, trains=False))
         for router in self._routers:
             router.records = Output.ROUTES in outputs
         computed = run_forward(self.chunks, parts, names, temperature)
@@ -254,6 +259,32 @@ class MegatronStrategy(ModelStrategy):
         if Output.ROUTES in outputs:
             results[Output.ROUTES] = self._recorded_routes(parts, batch)
         return results
+
+    def forward_top_tokens(self, batch: TensorBatch, wanted: TopTokens, temperature: float = 1.0) -> TensorBatch:
+        self._check_outputs([Output.LOG_PROBS])
+        modes = [chunk.training for chunk in self.chunks]
+        for chunk in self.chunks:
+            chunk.eval()
+        chunking = replace(self._chunking(), top_tokens=wanted)
+        parts = chunking.micro_batches(batch, micro_batching(self.role, trains=False))
+        computed = run_forward(self.chunks, parts, [str(Output.LOG_PROBS)], temperature)
+        for chunk, mode in zip(self.chunks, modes, strict=True):
+            chunk.train(mode)
+        shape, limit = batch["input_ids"].shape, min(wanted.limit, self._skeleton.config.vocab_size)
+        count = min(wanted.count or limit, limit)
+        results = {
+            "top_log_probs": torch.zeros(*shape, count, device=self.device),
+            "top_ids": torch.zeros(*shape, count, dtype=torch.int32, device=self.device),
+            "tail_log_prob": torch.zeros(*shape, device=self.device),
+        }
+        for part, by_name in zip(parts, computed, strict=False):
+            for name, whole in results.items() if part.rows else ():
+                whole[row_index(part.rows), : by_name[name].shape[1]] = by_name[name].to(whole.dtype)
+        if self._info.pp_size > 1:
+            group = parallel_state.get_pipeline_model_parallel_group()
+            for whole in results.values():
+                dist.broadcast(whole, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+        return {name: whole.to(batch["input_ids"].device) for name, whole in results.items()}
 
     @property
     def _routers(self) -> list[Router]:
@@ -362,7 +393,8 @@ class MegatronStrategy(ModelStrategy):
         self.optimizer.zero_grad()
         for chunk in self.ddp_chunks:
             chunk.zero_grad_buffer()
-        parts = self._chunking().micro_batches(batch, micro_batching(self.role, trains=True))
+        chunking = replace(self._chunking(), comparisons=teachers)
+        parts = chunking.micro_batches(batch, micro_batching(self.role, trains=True))
         for router in self._routers:
             router.counts = None
         metrics = run_training(self.chunks, parts, [str(name) for name in outputs], temperature, loss_fn)
