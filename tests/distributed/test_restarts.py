@@ -22,7 +22,8 @@ supervised.attach()
 folder, checkpoint = sys.argv[1:]
 number = len(os.listdir(folder))
 acts = json.loads(os.environ["ACTS"])[number]
-print(json.dumps([checkpoint, sorted(supervised.left_out), supervised.rejoin_seconds]), file=open(f"{folder}/{number}", "w"))
+facts = [checkpoint, sorted(supervised.left_out), supervised.rejoin_seconds]
+print(json.dumps(facts), file=open(f"{folder}/{number}", "w"))
 for name, value in acts:
     if name == "die":
         os.kill(os.getpid(), value)
@@ -120,7 +121,7 @@ def test_what_ends_for_good(stage: Stage, acts: list[tuple[str, Any]], status: i
 def test_a_further_node_serves_again_until_the_head_does_not_come_back(stage: Stage) -> None:
     assert stage.run([("exit", 0)], [("exit", 0)], [("end", "done"), ("exit", 0)], DONE) == 0
     assert len(stage.began_with) == 3
-    assert [rejoin > 120 for _, _, rejoin in stage.began_with] == [False, True, True]
+    assert [rejoin >= 120 for _, _, rejoin in stage.began_with] == [False, True, True]
 
 
 def test_a_rewound_run_leaves_the_batch_out(stage: Stage) -> None:
