@@ -291,6 +291,7 @@ class RunContext:
         """Draw the curves, write the report and show what came of the run."""
         self._record_phases(steps)
         self._files.write(outcome="finished")
+        self.samples.flush()
         self._draw_curves()
         self._write_report()
         plot = self.plan.output_dir / PLOT
