@@ -23,6 +23,7 @@ from roll.datasets.rankings import JudgedColumns, JudgedDataset, JudgedRow
 from roll.distributed import Cluster, ResourceManager
 from roll.models.partitions import balance_partitions, workload
 from roll.models.scoring import scoring_batch
+from roll.pipelines.batches import RecordedBatch, is_left_out
 from roll.pipelines.files import export_model, load_tokenizer, pad_token_id
 from roll.pipelines.rm.config import RMConfig, RMPlan
 from roll.pipelines.run_context import RunContext
@@ -101,9 +102,17 @@ class RMPipeline:
         """One optimizer step on the next rows."""
         rows = self.rows.next_batch(self.plan.global_batch_size)
         batch = judged_batch(rows, self.reward_train.dp_size)
+        self.context.hold_batch(step, batch)
         with self.context.phase("step_train"):
-            self.context.record(self.reward_train.call(RewardTrainWorker.update, batch).result())
+            if not is_left_out(step):
+                self.context.record(self.reward_train.call(RewardTrainWorker.update, batch).result())
         self.context.end_step(step)
+
+    def replay(self, recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
+        """Take the step of a recorded batch again; the steps that the model had done before, and the metrics."""
+        with self.context.running() as resources:
+            steps = self.start(resources)
+            return steps, to_floats(self.reward_train.call(RewardTrainWorker.update, recorded.batch).result())
 
     def pause(self, steps_done: int) -> None:
         """Evaluate and save where that is due after ``steps_done`` steps."""
