@@ -12,7 +12,7 @@ from tiny_agentic.warm_start import FOLDER, PHASES, make_warm_start, seed_of
 from roll.cli import refuse
 from roll.config.reading.compose import parse_launcher_args
 from roll.config.reading.errors import ConfigError
-from roll.pipelines.evaluate.command import evaluate
+from roll.evaluate import evaluate
 
 if __name__ == "__main__":
     arguments = parse_launcher_args(None, default_path="tiny_agentic", default_name="lake_config")

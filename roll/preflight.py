@@ -24,6 +24,7 @@ from roll.checkpoint.contents import (
 )
 from roll.checkpoint.folders import CheckpointDamagedError
 from roll.checkpoint.manager import glance
+from roll.checkpoint.store import ObjectStore, is_url, store_problem
 from roll.config.checks.models import family_problem
 from roll.config.loader import LoadedConfig
 from roll.config.lora import uses_lora
@@ -212,12 +213,16 @@ def check_resumption(loaded: LoadedConfig[Any]) -> None:
     """
     config, plan = loaded.config, loaded.plan
     upload = config.checkpoint_config.output_dir
-    folders = [plan.checkpoint_dir, *([Path(upload)] if upload else [])]
+    folders = [plan.checkpoint_dir, *([Path(upload)] if upload and not is_url(upload) else [])]
+    store = ObjectStore(upload, config.checkpoint_config.storage_options) if upload and is_url(upload) else None
     wanted, source = config.resume_from_checkpoint, shown(loaded.source)
     problems: list[Problem] = []
     try:
-        checkpoint = glance(wanted, folders)
-    except (FileNotFoundError, CheckpointDamagedError) as error:
+        for key, place in {"checkpoint_config.output_dir": upload, "resume_from_checkpoint": wanted}.items():
+            if isinstance(place, str) and is_url(place) and (cannot := store_problem(place)):
+                raise ConfigError([Problem(key, place, cannot, source=source)])
+        checkpoint = glance(wanted, folders, store, (TRAINER_STATE, PIPELINE_STATE))
+    except (OSError, CheckpointDamagedError) as error:
         raise ConfigError([Problem("resume_from_checkpoint", wanted, str(error), source=source)]) from error
     if checkpoint is None:
         return

@@ -12,10 +12,8 @@ import argparse
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,23 +21,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from roll.checkpoint.contents import (
-    STATE_NAME,
-    CheckpointMismatchError,
-    ModelContents,
-    read_contents,
-    read_trainer_state,
-)
-from roll.checkpoint.folders import CheckpointDamagedError, atomic_folder
-from roll.checkpoint.manager import Checkpoint, CheckpointManager
-from roll.checkpoint.tensors import WEIGHT, StoredTensors, stored_tensors
+from roll.checkpoint.folders import atomic_folder
+from roll.checkpoint.trained_model import TrainedModel, find_trained, wrong
 from roll.config.lora import names_of
-from roll.config.reading.errors import ConfigError, Problem
-from roll.config.roles import ModelArguments
-from roll.models.build import DTYPES, VALUE_HEAD, HeadName, auto_class, checked_config
+from roll.config.reading.errors import ConfigError
+from roll.models.build import DTYPES, auto_class, checked_config
 from roll.models.loading import TensorFiles
-from roll.models.lora import adapter_file_name, adapter_names, base_name, is_adapter, merged_weight
-from roll.models.stored import StoredLayout
+from roll.models.lora import adapter_file_name, adapter_names, base_name, is_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,114 +42,6 @@ BOUND_OF_MERGED = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-
 """Where adapters are merged: the sum may be rounded to the next number up or down."""
 _KEPT_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 _OWN_FILES = ("config.json", "model.safetensors.index.json", "adapter_config.json")
-
-
-@dataclass(frozen=True)
-class TrainedModel:
-    """A role's folder of a checkpoint, and the model folder that its run began with."""
-
-    folder: Path
-    state: dict[str, Any]
-    contents: ModelContents
-    model: str
-
-    @property
-    def head(self) -> HeadName:
-        """A value head is trained where there is one."""
-        return "value" if any(base_name(name).startswith(VALUE_HEAD) for name in self.contents.trained) else "causal_lm"
-
-    @property
-    def args(self) -> ModelArguments:
-        return ModelArguments(model_name_or_path=self.model)
-
-    @cached_property
-    def trained(self) -> dict[str, str]:
-        """Names in the checkpoint of the parameters that are trained whole, by their names in the plain model."""
-        return {base_name(name): name for name in self.contents.trained if not is_adapter(name)}
-
-    def opened(self) -> AbstractContextManager[StoredTensors]:
-        return stored_tensors(self.folder, int(self.state.get("updates", 0)))
-
-    def read(self, stored: StoredTensors, name: str) -> Tensor:
-        """float32, whole: a trained parameter, by its name in the checkpoint."""
-        shape = torch.Size(self.contents.trained[name])
-        return stored.read(WEIGHT, name, 0, shape.numel()).view(shape)
-
-    def skeleton(self) -> PreTrainedModel:
-        """The plain model, without weights."""
-        config = checked_config(self.args, self.head)
-        made_by = auto_class(config, self.head)
-        with torch.device("meta"):
-            model: PreTrainedModel = (getattr(made_by, "from_config", None) or made_by._from_config)(config)
-        return model
-
-    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """The plain model's tensors as a model folder names them, adapters merged, one by one."""
-        skeleton, files = self.skeleton(), TensorFiles(self.model)
-        layout = StoredLayout(skeleton)
-        persistent = skeleton.state_dict().keys()
-        with self.opened() as stored:
-            buffers = {base_name(name): buffer for name, buffer in stored.buffers().items()}
-            for name, parameter in skeleton.named_parameters():
-                if name in self.trained:
-                    whole = self.read(stored, self.trained[name]).to(dtype)
-                    yield from ((key, part.contiguous()) for key, part in layout.split(name, whole))
-                elif name in self.contents.scalings:
-                    down, up = (self.read(stored, one) for one in adapter_names(name))
-                    (part,) = layout.parts(name)
-                    base = layout.read(files, part.name).float()
-                    yield part.name, merged_weight(base, down, up, self.contents.scalings[name]).to(dtype)
-                else:
-                    assert parameter.is_floating_point(), name
-                    yield from ((part.name, layout.read(files, part.name).to(dtype)) for part in layout.parts(name))
-            for name, _ in skeleton.named_buffers():
-                if name in persistent:
-                    yield name, buffers[name] if name in buffers else files.read_rows(name, slice(None))
-
-
-def find_trained(path: Path, role: str | None, model: str | None) -> TrainedModel:
-    """
-    Args:
-        path: a checkpoint, a folder of them, a run's output folder, or a role's folder in a checkpoint.
-        role: needed where a checkpoint holds several.
-        model: the model that the run began with, where it is not (any more) where the checkpoint says.
-
-    Raises:
-        ConfigError: nothing to export there.
-    """
-    try:
-        folder = path if (path / STATE_NAME).is_file() else _role_folder(_checkpoint(path), role)
-        state = read_trainer_state(folder)
-        contents = read_contents(state, folder)
-    except (FileNotFoundError, CheckpointDamagedError, CheckpointMismatchError) as error:
-        raise _problem("CKPT", str(path), str(error)) from error
-    if state["format"] < 3 and contents.strategy.startswith("megatron"):
-        rule = (
-            "an earlier version of roll wrote it under megatron_train; let a run go on from it, and export that one's"
-        )
-        raise _problem("CKPT", str(path), rule)
-    model = model or contents.path
-    if model is None:
-        rule = "the checkpoint does not say which model its run began with (format 2); name it"
-        raise _problem("--model", None, rule, "models/Qwen2.5-7B")
-    return TrainedModel(folder, state, contents, model)
-
-
-def _checkpoint(path: Path) -> Checkpoint:
-    inner = path / "checkpoints"
-    found = CheckpointManager.find(inner if inner.is_dir() else path)
-    logger.info("exporting %s", found.path)
-    return found
-
-
-def _role_folder(checkpoint: Checkpoint, role: str | None) -> Path:
-    if role is not None:
-        return checkpoint.role(role)
-    roles = sorted(file.parent.name for file in checkpoint.path.glob(f"*/{STATE_NAME}"))
-    policies = [name for name in roles if name != "critic"]
-    if len(policies) == 1:
-        return checkpoint.path / policies[0]
-    raise _problem("--role", None, f"{checkpoint.path} holds {', '.join(roles) or 'no model'}; name one", "actor_train")
 
 
 def write_hf(trained: TrainedModel, folder: Path, dtype: torch.dtype) -> None:
@@ -184,7 +64,7 @@ def write_hf(trained: TrainedModel, folder: Path, dtype: torch.dtype) -> None:
     if len(shards) == 1:
         (folder / "part00000").rename(folder / "model.safetensors")
     else:
-        files = {}
+        files: dict[str, str] = {}
         for index, names in enumerate(shards):
             file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
             (folder / f"part{index:05d}").rename(folder / file)
@@ -219,7 +99,7 @@ def write_peft(trained: TrainedModel, folder: Path) -> None:
     contents = trained.contents
     if not contents.scalings:
         rule = f"{trained.folder} holds no adapters; only a run with model_args.lora_target has any"
-        raise _problem("--to", "peft", rule, "hf")
+        raise wrong("--to", "peft", rule, "hf")
     ranks = {weight: contents.trained[adapter_names(weight)[0]][0] for weight in contents.scalings}
     # The factor is alpha / rank, whichever formula the run had it from.
     alphas = {weight: scaling * ranks[weight] for weight, scaling in contents.scalings.items()}
@@ -243,7 +123,8 @@ def write_peft(trained: TrainedModel, folder: Path) -> None:
     config.save_pretrained(str(folder))
 
 
-def _plain(number: float) -> float:
+def _plain(number: float) -> Any:
+    """Without a fraction of 0."""
     return int(number) if number == int(number) else number
 
 
@@ -251,7 +132,7 @@ def import_peft() -> None:
     try:
         import peft  # noqa: F401
     except ImportError as error:
-        raise _problem("--to", "peft", "needs peft: pip install 'roll-rl[peft]'") from error
+        raise wrong("--to", "peft", "needs peft: pip install 'roll-rl[peft]'") from error
 
 
 # Comparison
@@ -305,7 +186,7 @@ def loaded_again(trained: TrainedModel, form: str, path: Path) -> PreTrainedMode
 
         config = checked_config(trained.args, trained.head)
         base = auto_class(config, trained.head).from_pretrained(trained.model, config=config, dtype=torch.float32)
-        adapted: PreTrainedModel = PeftModel.from_pretrained(base, str(path)).eval()
+        adapted: Any = PeftModel.from_pretrained(base, str(path)).eval()
         return adapted
     config = checked_config(trained.args, trained.head)
     source: dict[str, Any] = {"pretrained_model_name_or_path": path}
@@ -333,7 +214,7 @@ def main(words: Sequence[str]) -> int:
     trained = find_trained(options.checkpoint, options.role, options.model)
     output = options.output or Path(f"{trained.folder.parent.name}-{trained.folder.name}-{options.to}")
     if output.exists():
-        raise _problem("--output", str(output), "exists; name a folder that is not there yet")
+        raise wrong("--output", str(output), "exists; name a folder that is not there yet")
     try:
         dtype = _dtype(options, trained)
         with atomic_folder(output) as folder:
@@ -375,13 +256,9 @@ def _dtype(options: argparse.Namespace, trained: TrainedModel) -> torch.dtype:
     if options.dtype in DTYPES:
         return DTYPES[options.dtype]
     if options.dtype is not None:
-        raise _problem("--dtype", options.dtype, f"of an hf export one of {', '.join(names_of('bf16, fp16, fp32'))}")
+        raise wrong("--dtype", options.dtype, f"of an hf export one of {', '.join(names_of('bf16, fp16, fp32'))}")
     own = checked_config(trained.args, trained.head).dtype
     return own if own in BOUND_OF_MERGED else torch.bfloat16
-
-
-def _problem(key: str, value: str | None, rule: str, example: str | None = None) -> ConfigError:
-    return ConfigError([Problem(key, value, rule, example, has_value=value is not None)])
 
 
 def build_parser() -> argparse.ArgumentParser:

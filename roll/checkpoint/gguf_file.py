@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from roll.config.reading.errors import ConfigError, Problem
+from roll.checkpoint.trained_model import TrainedModel, wrong
 from roll.models.loading import TensorFiles
-
-if TYPE_CHECKING:
-    from roll.checkpoint.export import TrainedModel
 
 ARCHITECTURES = {"qwen2": ("QWEN2", "qwen2"), "qwen3": ("QWEN3", "qwen2"), "llama": ("LLAMA", "llama-bpe")}
 """By ``model_type``: gguf's name of the architecture, and how its byte-pair tokenizers split text beforehand."""
@@ -33,13 +30,13 @@ def write_gguf(trained: TrainedModel, folder: Path, dtype: str) -> Path:
     """
     gguf = _import_gguf()
     if dtype not in TYPES:
-        raise _problem("--dtype", dtype, f"of a gguf file must be one of {', '.join(TYPES)}", "f16")
+        raise wrong("--dtype", dtype, f"of a gguf file must be one of {', '.join(TYPES)}", "f16")
     skeleton = trained.skeleton()
     config: Any = skeleton.config
     if config.model_type not in ARCHITECTURES or trained.head == "value":
         kind = "a value model" if trained.head == "value" else f"a {config.model_type} model"
         rule = f"{kind} is not translated here; export --to hf and convert that with llama.cpp's convert_hf_to_gguf.py"
-        raise _problem("--to", "gguf", rule)
+        raise wrong("--to", "gguf", rule)
     name, splitting = ARCHITECTURES[config.model_type]
     architecture = getattr(gguf.MODEL_ARCH, name)
     path = folder / FILE_NAME
@@ -87,7 +84,7 @@ def _add_shape(writer: Any, config: Any) -> None:
     rope = config.rope_parameters
     if rope.get("rope_type", "default") != "default":
         rule = f"rotary embeddings of type {rope['rope_type']} are not translated here; export --to hf"
-        raise _problem("--to", "gguf", rule)
+        raise wrong("--to", "gguf", rule)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)
@@ -109,7 +106,7 @@ def _add_tokenizer(gguf: Any, writer: Any, folder: Path, vocab_size: int, splitt
     described = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if described.get("model", {}).get("type") != "BPE":
         rule = f"{folder} has no byte-pair tokenizer (tokenizer.json); export --to hf and convert with llama.cpp"
-        raise _problem("--to", "gguf", rule)
+        raise wrong("--to", "gguf", rule)
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
     types = [gguf.TokenType.UNUSED] * vocab_size
     for token, index in described["model"]["vocab"].items():
@@ -126,11 +123,7 @@ def _add_tokenizer(gguf: Any, writer: Any, folder: Path, vocab_size: int, splitt
 
 def _import_gguf() -> Any:
     try:
-        import gguf
+        import gguf  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
-        raise _problem("--to", "gguf", "needs the package gguf: pip install 'roll-rl[gguf]'") from error
+        raise wrong("--to", "gguf", "needs the package gguf: pip install 'roll-rl[gguf]'") from error
     return gguf
-
-
-def _problem(key: str, value: str, rule: str, example: str | None = None) -> ConfigError:
-    return ConfigError([Problem(key, value, rule, example)])

@@ -16,11 +16,19 @@ class CheckpointConfig:
     type: Literal["file_system"] = "file_system"
     """Kind of store."""
     output_dir: str | None = None
-    """Folder that every finished checkpoint is copied to; null: checkpoints stay under ``output_dir`` only."""
+    """Folder, or URL of object storage (``s3://bucket/runs``, ``gs://`` ... by fsspec), that every finished checkpoint
+    is copied to; null: checkpoints stay under ``output_dir`` only."""
+    storage_options: dict[str, Any] = field(default_factory=dict, metadata=rules(read_if={"output_dir": ()}))
+    """Options of fsspec's file system for a URL, such as ``endpoint_url``. Keys come from the environment."""
     async_upload: bool = setting(True, read_if={"output_dir": ()})
     """Copy in the background while training goes on."""
     keep_local_file: bool = setting(True, read_if={"output_dir": ()})
     """Keep the local checkpoint after the copy."""
+    keep_best_metric: str | None = None
+    """Name of a metric in the logs, such as ``val/acc/overall``: the checkpoint with its best value is kept besides
+    those of ``max_ckpt_to_keep``, and the link ``best`` next to it leads there. null: none is best."""
+    keep_best_mode: Literal["max", "min"] = setting("max", read_if={"keep_best_metric": ()})
+    """Which value is best."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +115,11 @@ class RunConfig:
     rpc_timeout: float = setting(3600.0, gt=0)
     """Seconds that a remote call may take before the run ends with a diagnosis."""
     interrupt_timeout: float = setting(300.0, ge=0)
-    """Seconds after the first SIGINT (Ctrl-C), SIGTERM or SIGHUP within which a training step that has begun to change
-    the models may end and a checkpoint be written; then the run ends without. 0: no checkpoint is written."""
+    """Seconds after the first SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1 within which a training step that has begun
+    to change the models may end and a checkpoint be written; then the run ends without. 0: none is written."""
+    on_usr1: Literal["end", "save"] = "end"
+    """Reaction to SIGUSR1, which Slurm's ``--signal`` sends some time before a job's limit. ``end``: as to SIGTERM, a
+    checkpoint is written and the run ends; ``save``: a checkpoint follows the step in flight, and the run goes on."""
     max_restarts: int = setting(0, ge=0)
     """How often the run goes on by itself, from its newest checkpoint, after a worker, an engine beyond its own
     replacements, a node or its own process has died or hangs. It ends for good when it dies twice in the same place."""

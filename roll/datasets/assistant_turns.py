@@ -149,7 +149,7 @@ class AssistantTurns:
 
     def _by_marks(self, one: Dialogue, name: str) -> Masked:
         options: dict[str, Any] = {"tools": one.tools, **self._variables(name)}
-        found = self._tokenizer.apply_chat_template(
+        found: Any = self._tokenizer.apply_chat_template(
             one.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **options
         )
         return Masked(list(found["input_ids"]), [bool(value) for value in found["assistant_masks"]])

@@ -27,13 +27,12 @@ from roll.datasets.types import BadRows, DataError, LoadCounts
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-TCo = TypeVar("TCo", covariant=True)
 
 
-class Drawn(Protocol[TCo]):
+class Drawn(Protocol[T]):
     """An endless source of rows (:class:`roll.datasets.ShuffledEpochs` is one)."""
 
-    def next_batch(self, size: int) -> list[TCo]: ...
+    def next_batch(self, size: int) -> list[T]: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll.checkpoint.folders import atomic_folder
 from roll.config.model_files import CONFIG, model_folder
+from roll.distributed.failures import WorkerFailed
 from roll.rollout.groups import SampleGroup
 from roll.tracking import SampleTable
 
@@ -55,6 +58,17 @@ def copy_processor(model_path: str, folder: Path) -> None:
     for name in PROCESSOR_FILES if source is not None else ():
         if (source / name).is_file():  # type: ignore[operator]
             shutil.copyfile(source / name, folder / name)  # type: ignore[operator]
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """The driver, or a worker, had no room for a file (none left, beyond a quota, or beyond the largest allowed)."""
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        return True
+    texts = (report.error for report in error.reports) if isinstance(error, WorkerFailed) else ()
+    return any(os.strerror(number) in text for text in texts for number in _NO_ROOM)
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class PendingCheckpoint:

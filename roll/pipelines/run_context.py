@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import yaml
 
 from roll.checkpoint import Checkpoint, CheckpointManager
+from roll.checkpoint.best import BestCheckpoint
 from roll.checkpoint.state import load_state, save_state
 from roll.config.loader import LoadedConfig
 from roll.config.reading.masking import masked
@@ -31,9 +32,10 @@ from roll.distributed.restarts import supervised
 from roll.distributed.signals import ending
 from roll.pipelines.batches import FOLDER as BATCHES
 from roll.pipelines.batches import BatchRecorder
-from roll.pipelines.files import PendingCheckpoint, write_samples
+from roll.pipelines.files import PendingCheckpoint, is_disk_full, write_samples
 from roll.pipelines.interruption import Interruption, command_to_go_on
 from roll.pipelines.sample_records import SampleRecorder
+from roll.pipelines.stragglers import StragglerWatch
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, Sum, merge_metrics, to_floats
 from roll.report.at_end import ending_command, write_report
@@ -82,6 +84,7 @@ class RunContext:
         self._validations: dict[int, dict[str, float]] = {}
         self._began = time.perf_counter()
         self._timer = PhaseTimer(self._peak_memory if self.config.memory_steps else None)
+        self._stragglers = StragglerWatch(lambda: self._clusters)
         self._measures_memory = False
         self._pending: PendingCheckpoint | None = None
         self._interruption = Interruption(self.config.interrupt_timeout)
@@ -99,6 +102,12 @@ class RunContext:
             upload_dir=upload.output_dir,
             async_upload=upload.async_upload,
             keep_local_file=upload.keep_local_file,
+            storage_options=upload.storage_options,
+            best=(
+                BestCheckpoint(self.plan.checkpoint_dir, upload.keep_best_metric, upload.keep_best_mode)
+                if upload.keep_best_metric
+                else None
+            ),
         )
         self._resume = self._checkpoints.resolve(self.config.resume_from_checkpoint)
         self._files = RunFiles.of(loaded, resumed=self._resume is not None)
@@ -123,6 +132,7 @@ class RunContext:
             self._guard = runtime.guard
             supervised.tell(mark=runtime.mark)
             ending.on_first = self._interruption.begin
+            ending.saves_on_usr1 = self.config.on_usr1 == "save"
             self._write_config()
             self._tracker = build_trackers(self.config.track_with, self.config.tracker_kwargs, self._tracked_run())
             stack.callback(self._tracker.close)
@@ -212,9 +222,8 @@ class RunContext:
         if step is None:
             return []
         name = f"checkpoint-{step}"
-        upload = self.config.checkpoint_config.output_dir
-        folders = [self._checkpoints.root, *([Path(upload)] if upload else [])]
-        places = [folder / name for folder in folders]
+        upload = self._checkpoints.upload_dir
+        places = [folder / name for folder in (self._checkpoints.root, *([upload] if upload else []))]
         if self._resume is not None and self._resume.step == step:
             places.append(self._resume.path)
         return places
@@ -224,7 +233,11 @@ class RunContext:
         assert self._guard is not None
         supervised.tell(reached=self._interruption.steps_done)
         if places := self._places_of_newest():
-            supervised.tell(checkpoint=list(map(str, places)))
+            if self._checkpoints.store is not None:
+                copies = [f"{self._checkpoints.store}/{places[0].name}"]
+            else:
+                copies = []
+            supervised.tell(checkpoint=[*map(str, places), *copies])
         metrics, plot = self.plan.log_dir / METRICS_NAME, self.plan.output_dir / PLOT
         self._guard.tell(
             {
@@ -278,6 +291,7 @@ class RunContext:
         """Draw the curves, write the report and show what came of the run."""
         self._record_phases(steps)
         self._files.write(outcome="finished")
+        self.samples.flush()
         self._draw_curves()
         self._write_report()
         plot = self.plan.output_dir / PLOT
@@ -331,8 +345,8 @@ class RunContext:
 
     @property
     def stopping(self) -> bool:
-        """A signal has asked the run to end: nothing new is to be begun."""
-        return ending.received is not None
+        """A signal has asked the run to end, or for a checkpoint: nothing new is to be begun before that."""
+        return ending.received is not None or ending.save_requested
 
     def interruptible(self) -> AbstractContextManager[None]:
         """The block changes no model: a signal may end it at any point, and what was before it is saved."""
@@ -341,7 +355,13 @@ class RunContext:
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Time the block as ``time/<name>``."""
         self._publish_if_written()
-        return self._timer.phase(name)
+        return self._measured(name) if self._measures_memory else self._timer.phase(name)
+
+    @contextmanager
+    def _measured(self, name: str) -> Iterator[None]:
+        """As :meth:`phase`, in steps in which all workers are asked for their memory anyway."""
+        with self._stragglers.phase(name), self._timer.phase(name):
+            yield
 
     def record(self, metrics: Metrics) -> None:
         """Metrics of the current step."""
@@ -368,11 +388,12 @@ class RunContext:
         """
         self._publish_if_written()
         seconds = time.perf_counter() - self._step_began
-        metrics = to_floats(merge_metrics(self._recorded)) | self._timer.pop()
+        metrics = to_floats(merge_metrics(self._recorded)) | self._timer.pop() | self._stragglers.pop()
         metrics |= {"time/step_total": seconds, "system/global_step": float(step)}
         if "system/tokens" in metrics:
             metrics["system/tps"] = metrics["system/tokens"] / seconds
         self._recorded = []
+        self._checkpoints.measured(step, metrics)
         self._record_phases(step)
         if step % self.config.logging_steps == 0:
             self._tracker.log(metrics, step)
@@ -389,6 +410,7 @@ class RunContext:
         """Metrics of a validation after ``steps_done`` steps."""
         self._validations[steps_done] = dict(metrics)
         self._tracker.log(metrics, steps_done)
+        self._checkpoints.measured(steps_done, metrics)
         shown = ", ".join(f"{name} {value:.3f}" for name, value in _overall(metrics).items())
         logger.info("validation after %d steps: %s", steps_done, shown)
 
@@ -401,7 +423,11 @@ class RunContext:
         """
         name = f"{kind}-{part}" if part else kind
         if self.plan.dump_dir is not None:
-            write_samples(self.plan.dump_dir / f"{name}-{step:06d}.jsonl", table())
+            file = self.plan.dump_dir / f"{name}-{step:06d}.jsonl"
+            try:
+                write_samples(file, table())
+            except OSError as error:
+                logger.error("%s was not written: %s", file, error)
         if kind == "validation":
             rows = list(table())
             self._tracker.log_samples(name, rows[:SHOWN_SAMPLES], step)
@@ -446,9 +472,14 @@ class RunContext:
 
     # Checkpoints
 
-    def is_save_due(self, step: int) -> bool:
-        """True when a checkpoint follows step ``step``."""
-        return bool(self.plan.save_steps) and (step + 1) % self.plan.save_steps == 0
+    def is_save_due(self, step: int, can_save: bool = True) -> bool:
+        """True when a checkpoint follows step ``step``: it is its turn, or a signal has asked for one.
+
+        Args:
+            can_save: the driver's state is that of the steps done; a checkpoint that was asked for waits for that.
+        """
+        is_turn = bool(self.plan.save_steps) and (step + 1) % self.plan.save_steps == 0
+        return is_turn or (can_save and ending.save_requested)
 
     @contextmanager
     def writing_checkpoint(
@@ -459,28 +490,56 @@ class RunContext:
         It appears when ``writers`` have all of it on disk: at the end of the block, else at the beginning of a later
         phase, at the latest before the next checkpoint or the end of the run.
         """
+        ending.save_requested = False
         with self._timer.phase("save"):
             self._publish_checkpoint()
             pending = PendingCheckpoint(self._checkpoints.writing(steps_done), writers, steps_done)
             try:
                 yield pending.path
                 save_state(pending.path / STATE_FOLDER, dict(state) | {"validations": self._validation_state()})
-            except BaseException:
+            except BaseException as error:
                 pending.discard()
-                raise
+                self._go_on_without(pending, error)
+                return
             self._pending = pending
             self._publish_if_written()
 
     def _publish_if_written(self) -> None:
-        if self._pending is not None and self._pending.is_written():
+        pending = self._pending
+        try:
+            written = pending is not None and pending.is_written()
+        except RemoteError as error:
+            assert pending is not None
+            if is_disk_full(error):
+                self._pending = None
+                pending.discard()
+            self._go_on_without(pending, error)
+            return
+        if written:
             self._publish_checkpoint()
 
     def _publish_checkpoint(self) -> None:
         pending, self._pending = self._pending, None
-        if pending is not None:
+        if pending is None:
+            return
+        try:
             pending.publish()
-            self._interruption.saved_steps = pending.steps_done
-            self._leave_account()
+        except (RemoteError, OSError) as error:
+            self._go_on_without(pending, error)
+            return
+        self._interruption.saved_steps = pending.steps_done
+        self._leave_account()
+
+    def _go_on_without(self, pending: PendingCheckpoint, error: BaseException) -> None:
+        """A full disk costs a checkpoint, nothing else; any other error is raised."""
+        if not is_disk_full(error):
+            raise error
+        self.record({"system/lost_checkpoints": Sum(1.0)})
+        logger.error(
+            "the disk is full: the checkpoint after %d steps is lost, and the run goes on without it: %s",
+            pending.steps_done,
+            error,
+        )
 
     def _validation_state(self) -> dict[str, dict[str, float]]:
         return {str(steps): metrics for steps, metrics in self._validations.items()}

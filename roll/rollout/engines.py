@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from roll.distributed import Cluster, PendingCall, RemoteError
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
 from roll.rollout.routing import EngineAccount, PromptAffinityRouter, Router, num_unfinished
-from roll.strategies.engines.requests import GenerationOutput, GenerationRequest
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PromptScore
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,8 @@ class EngineWorker(Protocol):
 
     def advance(self, command: EngineCommand) -> EngineReport: ...
 
+    def prompt_score(self, asked: tuple[Sequence[int], int]) -> PromptScore | str: ...
+
 
 class EngineClient:
     """The engines of a cluster for any number of coroutines on one event loop.
@@ -147,6 +149,10 @@ class EngineClient:
         """What ended the last engine."""
         self.busy_seconds = 0.0
         """Seconds of generation, summed over engines, since the client was made."""
+        self.prompt_tokens = 0
+        """Of all prompts, as far as engines count them."""
+        self.reused_tokens = 0
+        """Of these, those that prefix caches had."""
         self.num_turns = 0
         """Turns that engines have ended."""
         self.num_deaths = 0
@@ -182,6 +188,17 @@ class EngineClient:
         finished = await self.submit(request, listener)
         assert finished is not None, "only its owner could have aborted it"
         return finished
+
+    async def prompt_score(self, token_ids: Sequence[int], top: int) -> PromptScore | str:
+        """Log-probs of a prompt's own tokens, from the engine with the fewest samples; or why there are none.
+
+        Raises:
+            RemoteError: the engine is lost.
+        """
+        if self.failure is not None:
+            raise self.failure
+        engine = min(self._engines, key=lambda one: one.num_samples)
+        return await self._cluster.submit(engine.rank, EngineWorker.prompt_score, (token_ids, top))
 
     def submit(
         self,
@@ -378,6 +395,8 @@ class EngineClient:
     def _end_turn(self, engine: EngineAccount, report: EngineReport) -> None:
         self.num_turns += 1
         self.busy_seconds += report.busy_seconds
+        self.prompt_tokens += report.prompt_counts[0]
+        self.reused_tokens += report.prompt_counts[1]
         for request_id, samples in report.progress.items():
             generation = self._watched.get(request_id)
             if generation is not None and generation.listener is not None:

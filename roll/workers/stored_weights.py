@@ -76,7 +76,7 @@ def read_weights(arguments: Any, checkpoint: Path | None) -> dict[str, Tensor]:
     dtype = DTYPES[arguments.dtype]
     model = build_model(arguments, "causal_lm", dtype=dtype if checkpoint is None else torch.float32)
     persistent = model.state_dict().keys()
-    tensors = dict(model.named_parameters())
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     layout = StoredLayout(model, {name: tensor.shape for name, tensor in tensors.items()})
     stored = dict(item for name, tensor in tensors.items() for item in layout.split(name, tensor.detach()))

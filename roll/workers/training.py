@@ -122,7 +122,7 @@ def watched_loss(outputs: TensorBatch, batch: TensorBatch, loss: LossFunction) -
     gradient is what all ranks know and agree on.
     """
     value, metrics = loss(outputs, batch)
-    return _NanGradient.apply(value), metrics  # type: ignore[no-untyped-call]
+    return _NanGradient.apply(value), metrics
 
 
 class _NanGradient(torch.autograd.Function):
@@ -134,7 +134,7 @@ class _NanGradient(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         (factor,) = ctx.saved_tensors
         return gradient * factor
 

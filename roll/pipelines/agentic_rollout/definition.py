@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,35 +17,17 @@ from roll.pipelines.agentic.checks import LENGTHS, check_lengths, check_managers
 from roll.pipelines.agentic.checks_entries import check_entries
 from roll.pipelines.agentic.config import AgenticConfig
 from roll.pipelines.agentic.definition import Agentic
-from roll.pipelines.agentic.plan import AgenticPlan, ManagerPlan
+from roll.pipelines.agentic.plan import AgenticPlan
 from roll.pipelines.agentic.planning import plan_agentic
 from roll.pipelines.agentic.preflight import check_chat_template
+from roll.pipelines.agentic_rollout.config import AgenticRolloutConfig, AgenticRolloutPlan
 from roll.pipelines.evaluate.checks import check_models, check_taken_up
-from roll.pipelines.evaluate.config import EvaluationConfig
-from roll.pipelines.evaluate.plan import ModelsPlan, Pass, evaluation_facts, models_of, own_folders
+from roll.pipelines.evaluate.plan import Pass, evaluation_facts, models_of, own_folders
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
 
 ROLES = ("actor_infer",)
-
-
-@dataclass(frozen=True)
-class AgenticRolloutConfig(AgenticConfig):
-    """The keys of a run that only plays: those of an agentic file, of which nothing of training is read, and
-    ``evaluate``."""
-
-    evaluate: EvaluationConfig = field(default_factory=EvaluationConfig)
-    """Which models play, and what must come of it."""
-
-
-@dataclass(frozen=True)
-class AgenticRolloutPlan(ModelsPlan, AgenticPlan):
-    """Plan of a run that only plays."""
-
-    played: ManagerPlan
-    """``val_env_manager``, or ``train_env_manager`` for as many steps as the file has."""
-    is_validation: bool
 
 
 class AgenticRollout(Agentic):
@@ -145,6 +127,7 @@ class AgenticRollout(Agentic):
         check_chat_template(loaded)
         from roll.pipelines.agentic_rollout.pipeline import settings_of
 
+        assert isinstance(loaded.plan, AgenticRolloutPlan)
         check_taken_up(loaded, partial(settings_of, loaded.config, loaded.plan))
 
     def own_functions(self, loaded: LoadedConfig[Any]) -> Iterator[tuple[str, Any, Callable[[], object]]]:

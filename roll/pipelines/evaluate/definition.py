@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from roll.config.checks.base import Checks
 from roll.config.pipelines import GENERATES, READ_KEYS, Panel, ReadableSet, Role, Written
 from roll.config.plan.planning import finished_section, with_cache_length
-from roll.config.rewards import REWARD_MODEL, own_judges
+from roll.config.rewards import REWARD_MODEL, own_judges, reward_workers
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import own_weights
 from roll.config.strategies.registry import with_engine_size
@@ -18,7 +18,7 @@ from roll.pipelines.evaluate.config import EvaluateConfig, EvaluationConfig
 from roll.pipelines.evaluate.plan import EvaluatePlan, evaluation_facts, models_of, plan_evaluation
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.definition import RLVR
-from roll.pipelines.rlvr.planning import model_roles, reward_workers
+from roll.pipelines.rlvr.planning import model_roles
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
@@ -95,6 +95,7 @@ class Evaluate(RLVR):
     def check_host(self, loaded: LoadedConfig[Any]) -> None:
         from roll.pipelines.evaluate.samples import settings_of
 
+        assert isinstance(loaded.plan, EvaluatePlan)
         check_taken_up(loaded, partial(settings_of, loaded.config, loaded.plan))
 
     def own_functions(self, loaded: LoadedConfig[Any]) -> Iterator[tuple[str, Any, Callable[[], object]]]:

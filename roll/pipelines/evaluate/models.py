@@ -184,14 +184,14 @@ class Engines:
     def __init__(self, run: ModelRun[Any, Any], role: RolePlan) -> None:
         config = run.config
         self._run, self._role = run, role
-        self._cluster = run.cluster("actor_infer", role.section.worker_cls or GENERATION_WORKER, role=role)
-        self._cluster.call_all(GenerationWorker.initialize).result()
-        run.admit(self._cluster, GENERATION)
+        self.cluster = run.cluster("actor_infer", role.section.worker_cls or GENERATION_WORKER, role=role)
+        self.cluster.call_all(GenerationWorker.initialize).result()
+        run.admit(self.cluster, GENERATION)
         router = build_router(config.router_args.router_name or run.router, config.router_args.router_config)
         limit = config.router_args.max_running_requests or config.max_running_requests
         timeout = min(config.actor_infer.engine_timeout, config.rpc_timeout)
         self.client = EngineClient(
-            self._cluster, limit, run.slice_seconds, router=router, max_restarts=0, turn_timeout=timeout
+            self.cluster, limit, run.slice_seconds, router=router, max_restarts=0, turn_timeout=timeout
         )
         self._source: Cluster | None = None
         self._sync: WeightSync | None = None
@@ -204,7 +204,7 @@ class Engines:
             )
             role = replace(self._role, section=section)
             self._source = self._run.cluster("stored_weights", STORED_WEIGHTS_WORKER, role=role)
-            self._sync = WeightSync(self._source, self._cluster, self._options())
+            self._sync = WeightSync(self._source, self.cluster, self._options())
         checkpoint = None if model.checkpoint is None else str(model.checkpoint)
         self._source.call_all(StoredWeightsWorker.open, model.base, checkpoint).result()
         assert self._sync is not None
@@ -229,7 +229,7 @@ class Engines:
 
     def close(self, residency: Residency) -> None:
         """End the engines, for those of another architecture."""
-        for cluster in (self._source, self._cluster):
+        for cluster in (self._source, self.cluster):
             if cluster is not None:
                 cluster.shutdown(graceful=True)
         residency.dismiss("actor_infer")

@@ -190,7 +190,8 @@ def answers_of(groups: Iterable[Sequence[Record]], correct_from: float, select_b
     Raises:
         KeyError: no sample has the number ``select_by``; the message lists those that there are.
     """
-    found, known = [], set()
+    found: list[Answers] = []
+    known: set[str] = set()
     has_any = select_by == "score"
     for group in groups:
         scores = np.array([np.nan if one["score"] is None else one["score"] for one in group], dtype=np.float64)

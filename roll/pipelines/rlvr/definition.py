@@ -61,21 +61,21 @@ class RLVR(PipelineDefinition):
 
     name = "rlvr"
     config_class = RLVRConfig
-    roles = (
+    roles: ClassVar[tuple[Role, ...]] = (
         Role("actor_train", TRAINS),
         Role("actor_infer", GENERATES),
         Role("reference", COMPUTES_LOG_PROBS, optional=True),
         Role("critic", TRAINS, optional=True),
         Role(REWARD_MODEL, GENERATES, optional=True),
     )
-    headlines = (
+    headlines: ClassVar[tuple[Headline, ...]] = (
         Headline("critic/score/mean", "reward"),
         Headline("val_correct/all/mean", "accuracy"),
         Headline("token/response_length/mean", "length", "{:.1f}"),
         Headline("critic/kl", "kl", "{:.4f}"),
         Headline("system/tps", "tok/s", "{:,.0f}"),
     )
-    panels = (
+    panels: ClassVar[tuple[Panel, ...]] = (
         Panel("Reward", ("critic/score/mean", "critic/rewards/mean"), first_only=True, smooth=True),
         Panel("Validation accuracy", ("val/*/accuracy",), unit_range=True),
         Panel("Response length (tokens)", ("token/response_length/mean",), smooth=True),
@@ -84,14 +84,14 @@ class RLVR(PipelineDefinition):
     )
     compares_log_probs = True
     section_aliases: ClassVar = {"student_train": "actor_train", "student_infer": "actor_infer"}
-    reference = (
+    reference: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = (
         ("RLVR: batches, lengths, roles (top level)", RLVRConfig, (PolicyRunConfig, OlderRLVRKeys)),
         ("RLVR and agentic: roles, engines, asynchronous rollout (top level)", PolicyRunConfig, (RunConfig, PPOConfig)),
         ("RLVR and agentic: algorithm (top level)", PPOConfig, (PolicyLossConfig,)),
         ("RLVR and agentic: options of single policy losses (top level)", PolicyLossConfig, ()),
         ("RLVR and agentic: keys of older files (top level)", OlderRLVRKeys, ()),
     )
-    section_tables = (
+    section_tables: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = (
         ("`rewards.<name>` (in addition to the keys of a role)", RewardConfig, (WorkerConfig,)),
         ("`rewards.<name>.components.<component>`", RewardComponentConfig, ()),
         ("`query_filter_config` and `response_filter_config`", FilterConfig, ()),
@@ -107,10 +107,11 @@ class RLVR(PipelineDefinition):
     def plan(self, config: RLVRConfig, exp_name: str, written: Written) -> RLVRPlan:
         return plan_rlvr(self, config, exp_name, written)
 
-    def run(self, loaded: LoadedConfig[RLVRConfig]) -> None:
+    def run(self, loaded: LoadedConfig[RLVRConfig]) -> int | None:
         from roll.pipelines.rlvr.pipeline import RLVRPipeline
 
         RLVRPipeline(loaded).run()
+        return None
 
     def replay(self, loaded: LoadedConfig[RLVRConfig], recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
         from roll.pipelines.rlvr.pipeline import RLVRPipeline

@@ -139,7 +139,7 @@ class SFTPipeline:
         """Evaluate and save where that is due after ``steps_done`` steps."""
         if self.held_out and self.plan.eval_steps and steps_done % self.plan.eval_steps == 0:
             self.evaluate(steps_done)
-        if self.context.is_save_due(steps_done - 1):
+        if self.context.is_save_due(steps_done - 1, can_save=not self.in_flight):
             self.save(steps_done, self.state_dict())
 
     def save(self, steps_done: int, state: dict[str, Any]) -> None:

@@ -28,7 +28,38 @@ def main(words: Sequence[str]) -> int:
     unknown = [word for word in rest if word.startswith("-")]
     if unknown:
         parser.error(f"unknown flag {unknown[0]}; overrides are written key=value")
-    return evaluate(arguments.config, None, [*arguments.overrides, *rest], keys_of(arguments))
+    overrides = [*arguments.overrides, *rest]
+    if arguments.harness is not None:
+        return evaluate_by(arguments, overrides)
+    return evaluate(arguments.config, None, overrides, keys_of(arguments))
+
+
+def evaluate_by(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Have the program of a harness ask the models; the exit status.
+
+    Raises:
+        ConfigError: every mistake.
+    """
+    from roll.cli import ready, run
+    from roll.pipelines.evaluate.harness import HARNESSES, HarnessOptions, HarnessRun
+
+    HARNESSES[arguments.harness].require()
+    if not arguments.tasks:
+        example = "my_task" if arguments.harness == "lm_eval" else "my_task.py"
+        raise ConfigError([Problem("--tasks", None, "is needed with --harness", example, has_value=False)])
+    if arguments.include and not Path(arguments.include).is_dir():
+        raise ConfigError([Problem("--include", arguments.include, "no such folder of task files")])
+    loaded = ready(partial(load_evaluation, arguments.config, None, overrides, keys_of(arguments)))
+    if loaded.pipeline.name != EVALUATE:
+        raise ConfigError([Problem("--harness", arguments.harness, "asks prompts: the file must be an RLVR file")])
+    options = HarnessOptions(
+        arguments.harness,
+        tuple(name for names in arguments.tasks for name in names.split(",")),
+        arguments.include,
+        tuple(arguments.harness_argument),
+        arguments.chat,
+    )
+    return run(loaded, lambda: HarnessRun(loaded, options).run())
 
 
 def evaluate(config_path: str, config_name: str | None, overrides: Sequence[str], keys: Mapping[str, Any]) -> int:
@@ -42,7 +73,8 @@ def evaluate(config_path: str, config_name: str | None, overrides: Sequence[str]
     """
     from roll.cli import ready, run
 
-    return run(ready(partial(load_evaluation, config_path, config_name, overrides, keys)))
+    loaded = ready(partial(load_evaluation, config_path, config_name, overrides, keys))
+    return run(loaded, partial(loaded.pipeline.run, loaded))
 
 
 def load_evaluation(
@@ -94,6 +126,20 @@ def build_parser() -> argparse.ArgumentParser:
         help="exit with status 3 where the metric is lower, such as val_correct/all/mean=0.8",
     )
     parser.add_argument("--anew", action="store_true", help="do not take up the samples of an interrupted evaluation")
+    group = parser.add_argument_group("harness", "in place of the file's prompts, tasks of another program")
+    group.add_argument(
+        "--harness", choices=("lm_eval", "inspect"), help="lm-eval or Inspect, asking the engines by HTTP"
+    )
+    group.add_argument("--tasks", action="append", default=[], help="lm-eval: names; Inspect: files; several")
+    group.add_argument("--include", metavar="DIR", help="lm-eval: a folder of task files")
+    group.add_argument("--chat", action="store_true", help="lm-eval: chat completions (no log-likelihoods)")
+    group.add_argument(
+        "--harness-argument",
+        action="append",
+        default=[],
+        metavar="WORD",
+        help="a word for the program, such as --limit=5",
+    )
     return parser
 
 
